@@ -1,0 +1,1 @@
+"""Hydra configuration, reached as pkg://lightning_pipes.conf."""

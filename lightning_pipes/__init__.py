@@ -1,0 +1,26 @@
+"""Pipeline parallelism for PyTorch Lightning.
+
+Importing this package imports neither torch nor lightning: Hydra loads our plugins at the start of every app in the
+environment. Names are fetched on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_pipes.trainer import PipelineStrategy
+
+_WHERE = {"PipelineStrategy": "lightning_pipes.trainer"}
+
+__all__ = ["PipelineStrategy"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

@@ -1,0 +1,25 @@
+"""What flows through the pipeline: one batch of one job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(eq=False)
+class Item:
+    """One batch of one job, as one rank sees it.
+
+    Attributes:
+        number: counts the job's batches since training began, so that random numbers repeat after a resume.
+        rows: samples in this batch; fewer than the plan's where the last batch is short.
+        data: whatever the bodies of this rank's stages need; the engine does not look at it.
+        job: the sibling it belongs to.
+        training: forward and backward, or forward only without gradients.
+    """
+
+    number: int
+    rows: int
+    data: Any = None
+    job: int = 0
+    training: bool = True

@@ -1,0 +1,46 @@
+"""What a pipeline does, as data: plans, instructions, programs, and what they owe each other.
+
+Standard library only. Everything here is frozen; state lives in the engine and in the simulator.
+"""
+
+from lightning_pipes.ir.dependencies import DependencyTracker, needs
+from lightning_pipes.ir.errors import DeadlockError, PipelineError, PlanError, ProgramError
+from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, SENDS, STEP, B, F, I, Instruction, Kind, W
+from lightning_pipes.ir.lowering import lower, window
+from lightning_pipes.ir.plan import Cut, Plan
+from lightning_pipes.ir.program import Program
+from lightning_pipes.ir.schedule import Policy, RankView, Schedule, placement
+from lightning_pipes.ir.span import Span, even_spans
+from lightning_pipes.ir.verify import Facts, verify
+
+__all__ = [
+    "COMPUTE",
+    "RECEIVES",
+    "SENDS",
+    "STEP",
+    "B",
+    "Cut",
+    "DeadlockError",
+    "DependencyTracker",
+    "F",
+    "Facts",
+    "I",
+    "Instruction",
+    "Kind",
+    "PipelineError",
+    "Plan",
+    "PlanError",
+    "Policy",
+    "Program",
+    "ProgramError",
+    "RankView",
+    "Schedule",
+    "Span",
+    "W",
+    "even_spans",
+    "lower",
+    "needs",
+    "placement",
+    "verify",
+    "window",
+]

@@ -1,0 +1,99 @@
+"""What must precede what. The only place that knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning_pipes.ir.instruction import Instruction, Kind
+from lightning_pipes.ir.plan import Plan
+
+
+def needs(i: Instruction, plan: Plan) -> list[Instruction]:
+    """Everything that must have ended before `i` starts, wherever it runs.
+
+    A stage whose neighbour is on another rank needs the message, and the message what it carries; on one rank it
+    needs the neighbour's computation itself. Weights: see `Plan.versions`.
+    """
+    kind, stage, job, batch, span = i
+    out = list(plan.after.get(i, ())) if plan.after else []
+
+    def over(other: Kind, at: int) -> None:
+        out.extend([Instruction(other, at, job, batch, s) for s in plan.overlapping(other, at, job, span)])
+
+    gradient = Kind.I if plan.split_backward else Kind.B
+    if kind is Kind.F:
+        if stage > 0:
+            over(*((Kind.RF, stage) if plan.crosses(stage - 1) else (Kind.F, stage - 1)))
+        if batch >= plan.versions[stage]:
+            out.append(Instruction(Kind.STEP, stage, job, batch - plan.versions[stage]))
+    elif kind is Kind.B or kind is Kind.I:
+        over(Kind.F, stage)
+        if stage + 1 < plan.n_stages:
+            over(*((Kind.RB, stage) if plan.crosses(stage) else (gradient, stage + 1)))
+    elif kind is Kind.SF:
+        over(Kind.F, stage)
+    elif kind is Kind.RF:
+        out.append(Instruction(Kind.SF, stage - 1, job, batch, span))
+    elif kind is Kind.SB:
+        over(gradient, stage)
+    elif kind is Kind.RB:
+        out.append(Instruction(Kind.SB, stage + 1, job, batch, span))
+    elif kind is Kind.W:
+        out.append(Instruction(Kind.I, stage, job, batch, span))
+    else:  # STEP: the whole batch's gradients, after the step before it
+        last = Kind.W if plan.split_backward else Kind.B
+        out.extend([Instruction(last, stage, job, batch, s) for s in plan.spans(last, stage, job)])
+        if batch > 0:
+            out.append(Instruction(Kind.STEP, stage, job, batch - 1))
+    return out
+
+
+class DependencyTracker:
+    """Which of the added instructions are ready, as others complete.
+
+    Needs that were never added count as unmet until `complete` names them, so that a rank can track its own
+    instructions and be told of arrivals.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._waiting: dict[Instruction, int] = {}
+        self._dependents: dict[Instruction, list[Instruction]] = {}
+        self._done: set[Instruction] = set()
+
+    def add(self, instructions: Iterable[Instruction]) -> list[Instruction]:
+        """Those of `instructions` that are ready already."""
+        ready = []
+        for i in instructions:
+            unmet = [n for n in needs(i, self.plan) if n not in self._done]
+            for n in unmet:
+                self._dependents.setdefault(n, []).append(i)
+            if unmet:
+                self._waiting[i] = len(unmet)
+            else:
+                ready.append(i)
+        return ready
+
+    def complete(self, i: Instruction) -> list[Instruction]:
+        """Those that are ready now that `i` has ended."""
+        self._done.add(i)
+        ready = []
+        for dependent in self._dependents.pop(i, ()):
+            self._waiting[dependent] -= 1
+            if not self._waiting[dependent]:
+                del self._waiting[dependent]
+                ready.append(dependent)
+        return ready
+
+    def missing(self, i: Instruction) -> list[Instruction]:
+        """What `i` still waits for."""
+        return [n for n in needs(i, self.plan) if n not in self._done]
+
+    def is_done(self, i: Instruction) -> bool:
+        """Whether `i` has ended."""
+        return i in self._done
+
+    @property
+    def waiting(self) -> list[Instruction]:
+        """Added instructions that are not ready."""
+        return list(self._waiting)

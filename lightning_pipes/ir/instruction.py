@@ -1,0 +1,85 @@
+"""One thing that one rank does."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from lightning_pipes.ir.span import Span
+
+
+class Kind(StrEnum):
+    """What an instruction does. The value is its text form."""
+
+    F = "F"
+    """Forward."""
+    B = "B"
+    """Full backward: input and weight gradients."""
+    I = "I"  # noqa: E741 - the field's letter
+    """Input gradients only; a W of the same span follows."""
+    W = "W"
+    """Weight gradients only."""
+    STEP = "STEP"
+    """The gradients of a batch are complete: update the stage's weights."""
+    SF = "SF"
+    """Send an activation to the next stage."""
+    RF = "RF"
+    """Receive the activation that the previous stage sent."""
+    SB = "SB"
+    """Send a gradient to the previous stage."""
+    RB = "RB"
+    """Receive the gradient that the next stage sent."""
+
+    __hash__ = str.__hash__  # Enum's own is a Python call, and instructions are hashed by the thousand
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.STEP})
+SENDS = frozenset({Kind.SF, Kind.SB})
+RECEIVES = frozenset({Kind.RF, Kind.RB})
+
+NO_SPAN = Span(0, 0)
+
+
+class Instruction(NamedTuple):
+    """`kind` on `stage`, for the samples `span` of batch number `batch` of job `job`.
+
+    `batch` counts from the start of the window, the batches between two flushes. A STEP concerns the whole batch and
+    has no span.
+    """
+
+    kind: Kind
+    stage: int
+    job: int = 0
+    batch: int = 0
+    span: Span = NO_SPAN
+
+    def __str__(self) -> str:
+        place = f"j{self.job}:" if self.job else ""
+        number = f"@{self.batch}" if self.batch else ""
+        samples = "" if self.kind is Kind.STEP else f"[{self.span.start}:{self.span.stop}]"
+        return f"{place}{self.kind}{self.stage}{samples}{number}"
+
+
+def F(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:
+    """The forward of `span` on `stage`."""
+    return Instruction(Kind.F, stage, job, batch, span)
+
+
+def B(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:
+    """The full backward of `span` on `stage`."""
+    return Instruction(Kind.B, stage, job, batch, span)
+
+
+def I(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:  # noqa: E743
+    """The input gradients of `span` on `stage`."""
+    return Instruction(Kind.I, stage, job, batch, span)
+
+
+def W(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:
+    """The weight gradients of `span` on `stage`."""
+    return Instruction(Kind.W, stage, job, batch, span)
+
+
+def STEP(stage: int, job: int = 0, batch: int = 0) -> Instruction:
+    """The optimizer step of `stage` for one batch."""
+    return Instruction(Kind.STEP, stage, job, batch)

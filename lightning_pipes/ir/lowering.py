@@ -1,0 +1,79 @@
+"""From what is computed to what is done: transfers are added where neighbours sit on different ranks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from lightning_pipes.ir.dependencies import needs
+from lightning_pipes.ir.errors import ProgramError
+from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, Instruction, Kind
+from lightning_pipes.ir.plan import Plan
+from lightning_pipes.ir.program import Program, Row
+
+
+@lru_cache(maxsize=64)
+def lower(program: Program, plan: Plan) -> Program:
+    """The program with its transfers: a receive stands right before its first use, a send right after the
+    computation that completes its message.
+
+    Sends never block, so no order of them can deadlock. Lowering a lowered program returns it unchanged.
+
+    Raises:
+        ProgramError: the program has not as many rows as the plan has ranks.
+    """
+    if program.n_ranks != plan.n_ranks:
+        raise ProgramError(f"the program has {program.n_ranks} rows, the plan {plan.n_ranks} ranks")
+    if any(i.kind not in COMPUTE for i in program.instructions()):
+        return program
+    parts = {}
+    for part in ("head", "cycle", "tail"):
+        parts[part] = tuple(_lower_row(row, plan) for row in getattr(program, part))
+    return Program(**parts)
+
+
+def sends_after(i: Instruction, plan: Plan) -> list[Instruction]:
+    """The messages, if any, to which the computation `i` contributes samples."""
+    kind, stage, job, batch, span = i
+    if kind is Kind.F and stage + 1 < plan.n_stages and plan.crosses(stage):
+        send = Kind.SF
+    elif (kind is Kind.B or kind is Kind.I) and stage > 0 and plan.crosses(stage - 1):
+        send = Kind.SB
+    else:
+        return []
+    return [Instruction(send, stage, job, batch, s) for s in plan.overlapping(send, stage, job, span)]
+
+
+def _lower_row(row: Row, plan: Plan) -> Row:
+    out: list[Instruction] = []
+    received: set[Instruction] = set()
+    parts_left: dict[Instruction, int] = {}  # computations that a message still waits for
+    for i in row:
+        if i.kind is not Kind.STEP:
+            for n in needs(i, plan):
+                if n.kind in RECEIVES and n not in received:
+                    received.add(n)
+                    out.append(n)
+        out.append(i)
+        for send in sends_after(i, plan):
+            producer = Kind.F if send.kind is Kind.SF else i.kind
+            left = parts_left.pop(send, None) or len(plan.overlapping(producer, send.stage, send.job, send.span))
+            if left == 1:
+                out.append(send)
+            else:
+                parts_left[send] = left - 1
+    return tuple(out)
+
+
+def window(plan: Plan, rank: int, job: int, batch: int) -> list[Instruction]:
+    """All instructions, transfers included, that one batch causes on one rank; in no particular order."""
+    out: list[Instruction] = []
+    backward = (Kind.I, Kind.W) if plan.split_backward else (Kind.B,)
+    for stage in plan.stages[rank]:
+        kinds = [Kind.F, *backward]
+        if stage > 0 and plan.crosses(stage - 1):
+            kinds += [Kind.RF, Kind.SB]
+        if stage + 1 < plan.n_stages and plan.crosses(stage):
+            kinds += [Kind.SF, Kind.RB]
+        out += [Instruction(k, stage, job, batch, s) for k in kinds for s in plan.spans(k, stage, job)]
+        out.append(Instruction(Kind.STEP, stage, job, batch))
+    return out

@@ -1,0 +1,189 @@
+"""Every decision but order: who holds which stage, how batches are cut, how many weight versions may live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.instruction import Instruction, Kind
+from lightning_pipes.ir.span import Span, even_spans
+
+Spans = tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the batches of one job are cut, in samples: per stage forward and backward, per link and direction.
+
+    `forward_links[s]` are the messages from stage s to s + 1, `backward_links[s]` those from s to s - 1. They default
+    to what the sending stage computes.
+
+    Raises:
+        PlanError: some spans leave a gap, overlap, or end before `rows`.
+    """
+
+    rows: int
+    forward: tuple[Spans, ...]
+    backward: tuple[Spans, ...] = ()
+    forward_links: tuple[Spans, ...] = ()
+    backward_links: tuple[Spans, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backward", self.backward or self.forward)
+        object.__setattr__(self, "forward_links", self.forward_links or self.forward)
+        object.__setattr__(self, "backward_links", self.backward_links or self.backward)
+        checked: set[int] = set()  # a thousand stages usually share one tuple
+        for name in ("forward", "backward", "forward_links", "backward_links"):
+            table: tuple[Spans, ...] = getattr(self, name)
+            if len(table) != len(self.forward):
+                raise PlanError(f"{name} has spans for {len(table)} stages, forward for {len(self.forward)}")
+            for stage, spans in enumerate(table):
+                if id(spans) not in checked:
+                    checked.add(id(spans))
+                    self._check_cover(spans, f"{name} of stage {stage}")
+
+    def _check_cover(self, spans: Spans, where: str) -> None:
+        at = 0
+        for span in spans:
+            if span.start != at or span.stop <= span.start:
+                raise PlanError(f"{where}: {span} should start at sample {at} and hold at least one; got {spans}")
+            at = span.stop
+        if at != self.rows:
+            raise PlanError(f"{where}: the spans end at sample {at}, the batch has {self.rows}")
+
+    @classmethod
+    def even(cls, rows: int, microbatches: int, stages: int) -> Cut:
+        """The same even cut everywhere; fewer micro-batches where the batch has fewer samples.
+
+        Raises:
+            PlanError: no samples or no micro-batches.
+        """
+        if rows < 1 or microbatches < 1:
+            raise PlanError(f"a batch needs at least one sample and one micro-batch, got {rows} and {microbatches}")
+        return cls(rows, (even_spans(rows, min(rows, microbatches)),) * stages)
+
+    def spans(self, kind: Kind, stage: int) -> Spans:
+        """The spans of all instructions of one kind on one stage, in order of samples; none for STEP."""
+        match kind:
+            case Kind.F:
+                return self.forward[stage]
+            case Kind.B | Kind.I | Kind.W:
+                return self.backward[stage]
+            case Kind.SF:
+                return self.forward_links[stage]
+            case Kind.RF:
+                return self.forward_links[stage - 1]
+            case Kind.SB:
+                return self.backward_links[stage]
+            case Kind.RB:
+                return self.backward_links[stage + 1]
+            case _:
+                return ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a schedule orders.
+
+    Attributes:
+        ranks: the rank that holds each stage; neighbours on one rank hand over without a message.
+        jobs: how each job's batches are cut; one job unless siblings share the pipeline.
+        batches: batches per job in a finite window.
+        versions: weight versions that may live on a stage at once; 1 means that a batch's forward waits for the
+            update of the batch before it, v allows it to run v - 1 updates early.
+        limits: most samples that a stage may hold between F and B; empty means no limit.
+        split_backward: backward runs as I and W instead of B.
+        recompute: stages that keep only their input and run forward again before backward; empty means none.
+        layers: the layers of each stage, as spans of layer numbers; empty where nobody asked.
+        after: what an instruction waits for besides its data, for orders that a paper demands.
+
+    Raises:
+        PlanError: the fields contradict each other.
+    """
+
+    ranks: tuple[int, ...]
+    jobs: tuple[Cut, ...]
+    batches: int = 1
+    versions: tuple[int, ...] = ()
+    limits: tuple[int, ...] = ()
+    split_backward: bool = False
+    recompute: tuple[bool, ...] = ()
+    layers: tuple[Span, ...] = ()
+    after: Mapping[Instruction, tuple[Instruction, ...]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        n = len(self.ranks)
+        if n == 0 or not self.jobs:
+            raise PlanError(f"a plan needs stages and jobs, got {n} stages and {len(self.jobs)} jobs")
+        if set(self.ranks) != set(range(max(self.ranks) + 1)):
+            raise PlanError(f"ranks {self.ranks} leave a rank without a stage; number them 0 to n - 1")
+        if not self.versions:
+            object.__setattr__(self, "versions", (1,) * n)
+        for name in ("versions", "limits", "recompute", "layers"):
+            got = len(getattr(self, name))
+            if got not in (0, n):
+                raise PlanError(f"{name} has {got} entries for {n} stages")
+        if min(self.versions) < 1 or self.batches < 1:
+            raise PlanError(f"versions {self.versions} and batches {self.batches} start at 1")
+        for number, cut in enumerate(self.jobs):
+            if len(cut.forward) != n:
+                raise PlanError(f"job {number} is cut for {len(cut.forward)} stages, the plan has {n}")
+
+    @classmethod
+    def even(
+        cls,
+        stages: int,
+        microbatches: int,
+        rows: int | None = None,
+        ranks: Sequence[int] | None = None,
+        layers: Sequence[Span] = (),
+        recompute: Sequence[bool] = (),
+    ) -> Plan:
+        """One job, one batch of `rows` samples (default: one a micro-batch), cut the same everywhere."""
+        cut = Cut.even(microbatches if rows is None else rows, microbatches, stages)
+        where = tuple(range(stages)) if ranks is None else tuple(ranks)
+        return cls(where, (cut,), layers=tuple(layers), recompute=tuple(recompute))
+
+    @property
+    def n_stages(self) -> int:
+        """The number of stages, over all ranks."""
+        return len(self.ranks)
+
+    @cached_property
+    def n_ranks(self) -> int:
+        """The number of ranks."""
+        return max(self.ranks) + 1
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that each rank holds, ascending."""
+        return tuple(tuple(s for s, r in enumerate(self.ranks) if r == rank) for rank in range(self.n_ranks))
+
+    def spans(self, kind: Kind, stage: int, job: int = 0) -> Spans:
+        """The spans of all instructions of one kind on one stage for one batch of `job`."""
+        return self.jobs[job].spans(kind, stage)
+
+    def crosses(self, stage: int) -> bool:
+        """Whether data from `stage` to `stage + 1`, and gradients back, go from one rank to another."""
+        return self.ranks[stage] != self.ranks[stage + 1]
+
+    def overlapping(self, kind: Kind, stage: int, job: int, span: Span) -> Spans:
+        """Those spans of `kind` on `stage` that share samples with `span`."""
+        key = (kind, stage, job, span)
+        found = self._overlaps.get(key)
+        if found is None:
+            spans = self.spans(kind, stage, job)
+            exact = span in self._span_sets.setdefault(id(spans), frozenset(spans))
+            found = (span,) if exact else tuple(s for s in spans if s.overlaps(span))
+            self._overlaps[key] = found
+        return found
+
+    @cached_property
+    def _overlaps(self) -> dict[tuple[Kind, int, int, Span], Spans]:
+        return {}
+
+    @cached_property
+    def _span_sets(self) -> dict[int, frozenset[Span]]:
+        return {}

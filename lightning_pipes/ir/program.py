@@ -1,0 +1,167 @@
+"""Who does what in which order."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_pipes.ir.errors import ProgramError
+from lightning_pipes.ir.instruction import Instruction, Kind
+from lightning_pipes.ir.plan import Plan
+from lightning_pipes.ir.span import Span
+
+Row = tuple[Instruction, ...]
+Rows = tuple[Row, ...]
+
+_TOKEN = re.compile(
+    r"(?:j(?P<job>\d+):)?(?P<kind>STEP|SF|RF|SB|RB|F|B|I|W)(?P<stage>\d+)(?:\.(?P<n>\d+))?(?:@(?P<batch>\d+))?"
+)
+_COLUMNS = ("part", "rank", "kind", "stage", "job", "batch", "start", "stop")
+
+
+@dataclass(frozen=True)
+class Program:
+    """One row of instructions per rank: `head`, then `cycle` as often as batches come, then `tail`.
+
+    A finite window has a head only. In an endless one the head serves the first batches, every further batch runs the
+    cycle once with its batch numbers one higher, and the tail finishes what is in flight.
+    """
+
+    head: Rows
+    cycle: Rows = ()
+    tail: Rows = ()
+
+    def __post_init__(self) -> None:
+        for name, rows in (("cycle", self.cycle), ("tail", self.tail)):
+            if rows and len(rows) != len(self.head):
+                raise ProgramError(f"the {name} has {len(rows)} rows, the head {len(self.head)}: one a rank is needed")
+
+    @property
+    def n_ranks(self) -> int:
+        """The number of rows."""
+        return len(self.head)
+
+    @property
+    def endless(self) -> bool:
+        """Whether batches can be added without end."""
+        return bool(self.cycle)
+
+    @cached_property
+    def head_batches(self) -> int:
+        """How many batches of each job the head begins."""
+        return max((i.batch + 1 for row in self.head for i in row if i.kind is Kind.F), default=0)
+
+    def unroll(self, batches: int) -> Program:
+        """The finite program of `batches` batches; itself where it has no cycle."""
+        if not self.endless:
+            return self
+        shift = batches - self.head_batches
+        rows = []
+        for rank, head in enumerate(self.head):
+            row = list(head)
+            for turn in range(shift):
+                row += shifted(self.cycle[rank], turn)
+            row += shifted(self.tail[rank], shift) if self.tail else ()
+            rows.append(tuple(i for i in row if 0 <= i.batch < batches))
+        return Program(tuple(rows))
+
+    def lines(self) -> list[str]:
+        """One line a rank, head only: `F2.0` is the forward on stage 2 of the first span of its batch.
+
+        Spans are numbered among those of the same kind, stage, job and batch that the program holds.
+        """
+        number = self._span_numbers
+        return [" ".join(self._token(i, number) for i in row) for row in self.head]
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(self.lines()))
+
+    @cached_property
+    def _span_numbers(self) -> dict[Instruction, int]:
+        groups: dict[tuple[Kind, int, int, int], set[Span]] = {}
+        for i in self.instructions():
+            groups.setdefault((i.kind, i.stage, i.job, i.batch), set()).add(i.span)
+        return {
+            Instruction(kind, stage, job, batch, span): n
+            for (kind, stage, job, batch), spans in groups.items()
+            for n, span in enumerate(sorted(spans))
+        }
+
+    @staticmethod
+    def _token(i: Instruction, number: dict[Instruction, int]) -> str:
+        job = f"j{i.job}:" if i.job else ""
+        span = "" if i.kind is Kind.STEP else f".{number[i]}"
+        batch = f"@{i.batch}" if i.batch else ""
+        return f"{job}{i.kind}{i.stage}{span}{batch}"
+
+    @classmethod
+    def parse(cls, lines: Iterable[str], plan: Plan) -> Program:
+        """The program that `lines()` prints; the plan says which samples each number stands for.
+
+        Raises:
+            ProgramError: a token can't be read or names a stage or span that the plan does not have.
+        """
+        return cls(tuple(tuple(_read_token(token, plan) for token in line.split()) for line in lines))
+
+    def instructions(self) -> Iterator[Instruction]:
+        """Every instruction of the head, rank after rank."""
+        for row in self.head:
+            yield from row
+
+    def to_csv(self) -> str:
+        """One line an instruction with its span in samples; `from_csv` reads it back without a plan."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(_COLUMNS)
+        for part in ("head", "cycle", "tail"):
+            for rank, row in enumerate(getattr(self, part)):
+                writer.writerows((part, rank, i.kind.value, i.stage, i.job, i.batch, *i.span) for i in row)
+        return out.getvalue()
+
+    @classmethod
+    def from_csv(cls, text: str) -> Program:
+        """The program that `to_csv` wrote.
+
+        Raises:
+            ProgramError: the columns or a value are not those that `to_csv` writes.
+        """
+        reader = csv.DictReader(io.StringIO(text))
+        if tuple(reader.fieldnames or ()) != _COLUMNS:
+            raise ProgramError(f"a program in CSV has the columns {','.join(_COLUMNS)}; got {reader.fieldnames}")
+        parts: dict[str, dict[int, list[Instruction]]] = {"head": {}, "cycle": {}, "tail": {}}
+        for line, cell in enumerate(reader, start=2):
+            try:
+                stage, job, batch, start, stop = (int(cell[c]) for c in _COLUMNS[3:])
+                i = Instruction(Kind(cell["kind"]), stage, job, batch, Span(start, stop))
+                parts[cell["part"]].setdefault(int(cell["rank"]), []).append(i)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ProgramError(f"line {line} of the program: {error}") from error
+        ranks = 1 + max((rank for rows in parts.values() for rank in rows), default=-1)
+        built = {
+            part: tuple(tuple(rows.get(rank, ())) for rank in range(ranks)) if rows or part == "head" else ()
+            for part, rows in parts.items()
+        }
+        return cls(**built)
+
+
+def shifted(row: Sequence[Instruction], batches: int) -> Row:
+    """The same instructions, `batches` batches later."""
+    return tuple(i._replace(batch=i.batch + batches) for i in row) if batches else tuple(row)
+
+
+def _read_token(token: str, plan: Plan) -> Instruction:
+    match = _TOKEN.fullmatch(token)
+    if match is None:
+        raise ProgramError(f"can't read {token!r}; an instruction looks like F2.0, STEP1 or j1:B0.3@2")
+    kind, stage, job = Kind(match["kind"]), int(match["stage"]), int(match["job"] or 0)
+    batch = int(match["batch"] or 0)
+    if kind is Kind.STEP:
+        return Instruction(kind, stage, job, batch)
+    try:
+        return Instruction(kind, stage, job, batch, plan.spans(kind, stage, job)[int(match["n"])])
+    except (IndexError, TypeError) as error:
+        raise ProgramError(f"{token}: the plan has no such stage, job or span") from error

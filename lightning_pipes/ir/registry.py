@@ -1,0 +1,41 @@
+"""Schedules by name: whatever is installed under the entry point group `lightning_pipes.schedules`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.schedule import Policy, Schedule
+
+GROUP = "lightning_pipes.schedules"
+
+
+@cache
+def installed_schedules() -> Mapping[str, EntryPoint]:
+    """Entry points by name, sorted; ours and those of any other distribution."""
+    return {e.name: e for e in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
+
+
+def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
+    """The schedule `name` with its settings.
+
+    Raises:
+        PlanError: no such schedule is installed, or it does not take these settings; lists what there is.
+    """
+    found = installed_schedules().get(name)
+    if found is None:
+        close = difflib.get_close_matches(name, installed_schedules(), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise PlanError(f"no schedule is called {name!r}{hint} Installed: {', '.join(installed_schedules())}")
+    factory = found.load()
+    try:
+        made = factory(**settings)
+    except TypeError as error:
+        raise PlanError(f"schedule {name!r} does not take {settings}: {error}") from error
+    if not isinstance(made, (Schedule, Policy)):
+        raise PlanError(f"{found.value} made a {type(made).__name__}, which has neither program(plan) nor pick(...)")
+    return made

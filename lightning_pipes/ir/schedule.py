@@ -1,0 +1,73 @@
+"""What a schedule is: it orders a plan, in advance (Schedule) or while running (Policy)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from lightning_pipes.ir.instruction import Instruction
+from lightning_pipes.ir.plan import Plan
+from lightning_pipes.ir.program import Program
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """Turns a plan into a program. Frozen: its fields are its settings.
+
+    A schedule that puts several stages on a rank also has `placement(n_ranks) -> tuple[int, ...]`, the rank of each
+    stage; without it there is one stage a rank, in order.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name under which people choose it."""
+
+    def program(self, plan: Plan) -> Program:
+        """Every compute instruction of the plan's window, one row a rank; transfers are added by `lower`.
+
+        Raises:
+            PlanError: the schedule can't order such a plan.
+        """
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What one rank can see when a policy has to choose.
+
+    Attributes:
+        rank: the rank.
+        last: what it ran last, None at the start.
+        in_flight: samples between F and B, by stage; stages of other ranks are absent.
+    """
+
+    rank: int
+    last: Instruction | None
+    in_flight: dict[int, int]
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Picks what a rank does next where the order is not fixed in advance.
+
+    Frozen and without memory of its own, so that simulator and executor ask the same question and get the same
+    answer.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name under which people choose it."""
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
+        """One of `ready`, or None to wait for more.
+
+        `ready` holds the compute instructions of this rank whose needs are met, sorted by (batch, job, stage, span),
+        B, I, W and STEP before F; it is never empty. Returning None although nothing is on its way is a deadlock, and
+        reported.
+        """
+
+
+def placement(schedule: Schedule | Policy, n_ranks: int) -> tuple[int, ...]:
+    """The rank of each stage as the schedule wants it; one stage a rank, in order, unless it says otherwise."""
+    place = getattr(schedule, "placement", None)
+    return tuple(range(n_ranks)) if place is None else tuple(place(n_ranks))

@@ -1,0 +1,27 @@
+"""All forwards, then all backwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, Program
+
+
+@dataclass(frozen=True)
+class GPipe:
+    """All forwards of a batch, then all backwards in the same order (Huang et al. 2019, arXiv:1811.06965).
+
+    Holds every micro-batch of the batch; a step of m micro-batches on p equal stages takes (m + p - 1)(f + b). With
+    several stages a rank, the earlier stage's forwards come first.
+    """
+
+    name: ClassVar[str] = "gpipe"
+
+    def program(self, plan: Plan) -> Program:
+        return Program(tuple(self._order(plan, stages) for stages in plan.stages))
+
+    def _order(self, plan: Plan, stages: tuple[int, ...]) -> tuple[Instruction, ...]:
+        forwards = [F(s, span) for s in stages for span in plan.spans(Kind.F, s)]
+        backwards = [B(s, span) for s in reversed(stages) for span in plan.spans(Kind.B, s)]
+        return (*forwards, *backwards, *(STEP(s) for s in stages))

@@ -1,0 +1,5 @@
+"""Interleaved 1F1B: several stages a rank."""
+
+from lightning_pipes.strategies.interleaved.schedule import Interleaved
+
+__all__ = ["Interleaved"]

@@ -1,0 +1,68 @@
+"""1F1B with several stages a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import ClassVar
+
+from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, PlanError, Program, Span, even_spans
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """1F1B with `stages_per_rank` stages on every rank, handed out in turn (Narayanan et al. 2021, arXiv:2104.04473,
+    S2.2): rank r of p holds the stages r, r + p, r + 2p, ...
+
+    The bubble shrinks from (p - 1)(f + b) to (p - 1)(f + b) / v for v stages a rank and m micro-batches in multiples
+    of p, f and b being the times of a rank; v times as many messages are sent. Any m works: the rounds are stretched.
+
+    Raises:
+        PlanError: fewer than one stage a rank, or a plan whose stages are placed otherwise.
+    """
+
+    stages_per_rank: int = 2
+    name: ClassVar[str] = "interleaved"
+
+    def __post_init__(self) -> None:
+        if self.stages_per_rank < 1:
+            raise PlanError(f"{self.name}: stages_per_rank must be at least 1, got {self.stages_per_rank}")
+
+    def placement(self, n_ranks: int) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return tuple(range(n_ranks)) * self.stages_per_rank
+
+    def program(self, plan: Plan) -> Program:
+        wanted = self.placement(plan.n_ranks)
+        if plan.ranks != wanted:
+            raise PlanError(f"{self.name} places stages on ranks {wanted}, the plan on {plan.ranks}")
+        return Program(tuple(self._order(plan, rank) for rank in range(plan.n_ranks)))
+
+    def _order(self, plan: Plan, rank: int) -> tuple[Instruction, ...]:
+        p, stages = plan.n_ranks, plan.stages[rank]
+        spans = plan.spans(Kind.F, rank)
+        if any(plan.spans(kind, s) != spans for s in stages for kind in (Kind.F, Kind.B)):
+            raise PlanError(f"{self.name} needs the same spans on all stages, forward and backward")
+        rounds = self._rounds(spans, p)
+        forwards = [F(s, span) for group in rounds for s in stages for span in group]
+        backwards = [B(s, span) for group in rounds for s in reversed(stages) for span in group]
+
+        warmup = min(self._warmup(rank, p, rounds), len(forwards))
+        row = forwards[:warmup]
+        row += chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+        row += backwards[len(forwards) - warmup :]
+        return (*row, *(STEP(s) for s in stages))
+
+    @staticmethod
+    def _rounds(spans: tuple[Span, ...], p: int) -> list[tuple[Span, ...]]:
+        """Micro-batches that pass one stage of a rank before its next stage begins: p, or a few more where p does not
+        divide m, because a last round of fewer than p can wait for itself."""
+        sizes = sorted((c.rows for c in even_spans(len(spans), max(1, len(spans) // p))), reverse=True)
+        ends = list(accumulate(sizes))
+        return [spans[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def _warmup(self, rank: int, p: int, rounds: list[tuple[Span, ...]]) -> int:
+        """Forwards before the first F-B pair: the first micro-batch has to pass all stages and come back here."""
+        if self.stages_per_rank == 1:
+            return p - 1 - rank
+        return 2 * (p - 1 - rank) + (self.stages_per_rank - 1) * len(rounds[0])

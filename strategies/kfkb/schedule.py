@@ -1,0 +1,51 @@
+"""k forwards, then k backwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import ClassVar
+
+from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, PlanError, Program
+
+
+@dataclass(frozen=True)
+class KFKB:
+    """k forwards, then k backwards, on every rank (Wang et al. 2023, arXiv:2303.01675, S4.1).
+
+    k = 1 is 1F1B; k >= m, the number of micro-batches, is GPipe. A larger k hides slower links and holds more
+    activations: stage s of p keeps at most min(k * (p - s), m) micro-batches. The last group may be incomplete.
+
+    Raises:
+        PlanError: k < 1, a rank has several stages, or backward spans differ from forward spans.
+    """
+
+    k: int = 1
+    name: ClassVar[str] = "kfkb"
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise PlanError(f"{self.name}: k must be at least 1, got {self.k}; k=1 is 1F1B")
+
+    def program(self, plan: Plan) -> Program:
+        if plan.n_ranks != plan.n_stages:
+            raise PlanError(
+                f"{self.name} runs one stage a rank, the plan has {plan.n_stages} stages on {plan.n_ranks} ranks; "
+                "for several stages a rank choose schedule 'interleaved'"
+            )
+        return Program(tuple(self._order(plan, s) for s in range(plan.n_stages)))
+
+    def _order(self, plan: Plan, stage: int) -> tuple[Instruction, ...]:
+        spans = plan.spans(Kind.F, stage)  # which samples each micro-batch holds
+        if plan.spans(Kind.B, stage) != spans:
+            raise PlanError(f"{self.name} needs the same spans forward and backward; stage {stage} has others")
+        groups = [spans[i : i + self.k] for i in range(0, len(spans), self.k)]
+        forwards = [[F(stage, span) for span in group] for group in groups]
+        backwards = [[B(stage, span) for span in group] for group in groups]
+        warmup = min(plan.n_stages - 1 - stage, len(groups))  # groups sent on before the first B returns
+
+        rows = forwards[:warmup]
+        for f, b in zip(forwards[warmup:], backwards, strict=False):
+            rows += [f, b]
+        rows += backwards[len(groups) - warmup :]
+        return (*chain.from_iterable(rows), STEP(stage))

@@ -1,0 +1,24 @@
+"""One forward, one backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_pipes.ir import Plan, Program
+from lightning_pipes.strategies.kfkb import KFKB
+
+
+@dataclass(frozen=True)
+class OneFOneB:
+    """One forward, one backward in turn, after a warm-up of one micro-batch per later stage (PipeDream-Flush,
+    Narayanan et al. 2021, arXiv:2006.09503, S2.2).
+
+    As long as GPipe on equal stages and free links, (m + p - 1)(f + b), but stage s of p holds at most p - s
+    micro-batches instead of m. It is kFkB with k = 1, and the order is written there.
+    """
+
+    name: ClassVar[str] = "1f1b"
+
+    def program(self, plan: Plan) -> Program:
+        return KFKB(k=1).program(plan)
