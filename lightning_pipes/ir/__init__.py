@@ -9,7 +9,7 @@ from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, SENDS, STEP, B, F,
 from lightning_pipes.ir.lowering import lower, window
 from lightning_pipes.ir.plan import Cut, Plan
 from lightning_pipes.ir.program import Program
-from lightning_pipes.ir.schedule import Policy, RankView, Schedule, placement
+from lightning_pipes.ir.schedule import Policy, RankView, Schedule, check_one_batch, placement, ready_key
 from lightning_pipes.ir.span import Span, even_spans
 from lightning_pipes.ir.verify import Facts, verify
 
@@ -37,10 +37,12 @@ __all__ = [
     "Schedule",
     "Span",
     "W",
+    "check_one_batch",
     "even_spans",
     "lower",
     "needs",
     "placement",
+    "ready_key",
     "verify",
     "window",
 ]

@@ -24,12 +24,14 @@ def needs(i: Instruction, plan: Plan) -> list[Instruction]:
     if kind is Kind.F:
         if stage > 0:
             over(*((Kind.RF, stage) if plan.crosses(stage - 1) else (Kind.F, stage - 1)))
-        if batch >= plan.versions[stage]:
+        if batch >= plan.versions[stage] and plan.shared_weights:
             out.append(Instruction(Kind.STEP, stage, job, batch - plan.versions[stage]))
     elif kind is Kind.B or kind is Kind.I:
         over(Kind.F, stage)
         if stage + 1 < plan.n_stages:
             over(*((Kind.RB, stage) if plan.crosses(stage) else (gradient, stage + 1)))
+        if batch > 0 and kind is Kind.B and plan.shared_weights:  # gradients of two batches must not mix
+            out.append(Instruction(Kind.STEP, stage, job, batch - 1))
     elif kind is Kind.SF:
         over(Kind.F, stage)
     elif kind is Kind.RF:
@@ -40,10 +42,12 @@ def needs(i: Instruction, plan: Plan) -> list[Instruction]:
         out.append(Instruction(Kind.SB, stage + 1, job, batch, span))
     elif kind is Kind.W:
         out.append(Instruction(Kind.I, stage, job, batch, span))
+        if batch > 0 and plan.shared_weights:
+            out.append(Instruction(Kind.STEP, stage, job, batch - 1))
     else:  # STEP: the whole batch's gradients, after the step before it
         last = Kind.W if plan.split_backward else Kind.B
         out.extend([Instruction(last, stage, job, batch, s) for s in plan.spans(last, stage, job)])
-        if batch > 0:
+        if batch > 0 and plan.shared_weights:
             out.append(Instruction(Kind.STEP, stage, job, batch - 1))
     return out
 

@@ -93,6 +93,8 @@ class Plan:
         batches: batches per job in a finite window.
         versions: weight versions that may live on a stage at once; 1 means that a batch's forward waits for the
             update of the batch before it, v allows it to run v - 1 updates early.
+        shared_weights: all batches of a job read and update the same weights; where they do not, as with subnets,
+            `after` says which batch waits for which, and `versions` is not used.
         limits: most samples that a stage may hold between F and B; empty means no limit.
         split_backward: backward runs as I and W instead of B.
         recompute: stages that keep only their input and run forward again before backward; empty means none.
@@ -107,6 +109,7 @@ class Plan:
     jobs: tuple[Cut, ...]
     batches: int = 1
     versions: tuple[int, ...] = ()
+    shared_weights: bool = True
     limits: tuple[int, ...] = ()
     split_backward: bool = False
     recompute: tuple[bool, ...] = ()
@@ -175,8 +178,10 @@ class Plan:
         found = self._overlaps.get(key)
         if found is None:
             spans = self.spans(kind, stage, job)
-            exact = span in self._span_sets.setdefault(id(spans), frozenset(spans))
-            found = (span,) if exact else tuple(s for s in spans if s.overlaps(span))
+            members = self._span_sets.get((kind, stage, job))
+            if members is None:
+                members = self._span_sets[kind, stage, job] = frozenset(spans)
+            found = (span,) if span in members else tuple(s for s in spans if s.overlaps(span))
             self._overlaps[key] = found
         return found
 
@@ -185,5 +190,5 @@ class Plan:
         return {}
 
     @cached_property
-    def _span_sets(self) -> dict[int, frozenset[Span]]:
+    def _span_sets(self) -> dict[tuple[Kind, int, int], frozenset[Span]]:
         return {}

@@ -40,6 +40,16 @@ class Program:
             if rows and len(rows) != len(self.head):
                 raise ProgramError(f"the {name} has {len(rows)} rows, the head {len(self.head)}: one a rank is needed")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Program], tuple[Rows, Rows, Rows]]:
+        return type(self), (self.head, self.cycle, self.tail)  # without the hash: strings hash differently elsewhere
+
+    @cached_property
+    def _hash(self) -> int:  # programs are looked up at every step, and hold thousands of instructions
+        return hash((self.head, self.cycle, self.tail))
+
     @property
     def n_ranks(self) -> int:
         """The number of rows."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from lightning_pipes.ir.instruction import Instruction
+from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.instruction import Instruction, Kind
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program
 
@@ -61,10 +62,28 @@ class Policy(Protocol):
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
         """One of `ready`, or None to wait for more.
 
-        `ready` holds the compute instructions of this rank whose needs are met, sorted by (batch, job, stage, span),
-        B, I, W and STEP before F; it is never empty. Returning None although nothing is on its way is a deadlock, and
-        reported.
+        `ready` holds the compute instructions of this rank whose needs are met, sorted by `ready_key`: B, I, W and
+        STEP before F, then by batch, job, stage and span; it is never empty. Returning None although nothing is on
+        its way is a deadlock, and reported.
         """
+
+
+def ready_key(i: Instruction) -> tuple[bool, int, int, int, tuple[int, int], str]:
+    """Where `i` stands among the instructions that a policy may pick."""
+    return i.kind is Kind.F, i.batch, i.job, i.stage, i.span, i.kind
+
+
+def check_one_batch(plan: Plan, name: str) -> None:
+    """Refuse a plan for a schedule that orders one batch of one job between two flushes, with full backwards.
+
+    Raises:
+        PlanError: the plan has several jobs, several batches or a split backward.
+    """
+    if len(plan.jobs) > 1 or plan.batches > 1 or plan.split_backward:
+        raise PlanError(
+            f"{name} orders one batch of one job with full backwards (B); the plan has {len(plan.jobs)} jobs, "
+            f"{plan.batches} batches and split_backward={plan.split_backward}"
+        )
 
 
 def placement(schedule: Schedule | Policy, n_ranks: int) -> tuple[int, ...]:

@@ -1,0 +1,157 @@
+"""Forward and backward of one micro-batch on one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.engine.weights import Version
+from lightning_pipes.ir import Span
+
+Flags = tuple[bool, ...]
+"""For each tensor of a tree, in order, whether a gradient for it is wanted."""
+
+
+class _Entry(torch.autograd.Function):
+    """Tensors enter a stage's graph; their gradients come out in a list.
+
+    Fresh tensors rather than leaves, so that a first layer that works in place may change them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensors: list[torch.Tensor], gradients: list[Any]) -> Any:
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
+        return tuple(t.detach() for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.gradients[:] = gradients
+        return None, None, None
+
+
+@dataclass(eq=False)
+class Saved:
+    """What a forward leaves for its backward.
+
+    Attributes:
+        span: the samples.
+        version: the weights that were read; None for the live ones.
+        outputs: where backward starts, one entry per output tensor that the receiver was told to want a gradient
+            for; None where none flows after all. Edges of the graph, not the tensors, so that an output nobody saved
+            is freed when it has been sent.
+        gradients: filled by backward, one per entering tensor that wants one.
+        flags: which entering tensors want one.
+        received: what came in; kept only for recomputation.
+        sent_flags: what the receiver was told before the graph existed; for recomputation.
+    """
+
+    span: Span
+    version: Version | None
+    outputs: list[GradientEdge | None] = field(default_factory=list)
+    entered: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[Any] = field(default_factory=list)
+    flags: Flags = ()
+    received: Any = None
+    recompute: bool = False
+    sent_flags: Flags = ()
+
+
+def enter(tree: Any, flags: Flags, saved: Saved) -> Any:
+    """The tree with those tensors that want gradients made part of a graph."""
+    saved.flags = flags
+    leaves, spec = pytree.tree_flatten(tree)
+    wanting, position = [], []
+    number = 0
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if flags[number]:
+                wanting.append(leaf)
+                position.append(at)
+            number += 1
+    if not wanting:
+        return tree
+    anchor = torch.empty((), requires_grad=True)
+    saved.gradients = [None] * len(wanting)
+    fresh = _Entry.apply(anchor, wanting, saved.gradients)  # type: ignore[no-untyped-call]
+    for at, leaf in zip(position, fresh, strict=True):
+        leaves[at] = leaf
+    saved.entered = list(fresh)
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def leave(tree: Any, saved: Saved, flags: Flags | None = None) -> tuple[Any, Flags]:
+    """The tree cut off from the graph, and which of its tensors want gradients; remembers where backward starts.
+
+    With `flags`, which were sent before the graph existed, those tensors count that they name.
+    """
+    leaves, spec = pytree.tree_flatten(tree)
+    own: list[bool] = []
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            wanted = leaf.requires_grad if flags is None else flags[len(own)]
+            own.append(wanted)
+            if wanted:
+                saved.outputs.append(get_gradient_edge(leaf) if leaf.requires_grad else None)
+            leaves[at] = leaf.detach()
+    return pytree.tree_unflatten(leaves, spec), tuple(own)
+
+
+def may_want_gradients(tree: Any) -> Flags:
+    """For each tensor of a tree that was made without a graph, whether a gradient for it could exist."""
+    return tuple(
+        leaf.is_floating_point() or leaf.is_complex()
+        for leaf in pytree.tree_leaves(tree)
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def input_gradients(saved: Saved) -> list[Any]:
+    """The gradients to send back: one entry per tensor that the sender marked, None where nothing flowed."""
+    return saved.gradients if saved.gradients else [None] * sum(saved.flags)
+
+
+def backward(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None:
+    """Full backward of several forwards at once; gradients add to the parameters and fill each `gradients`."""
+    roots, gradients = _roots(records, last)
+    if roots:
+        torch.autograd.backward(roots, gradients)
+
+
+def backward_inputs(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None:
+    """Gradients of the entering tensors only; the graph stays for `backward_weights`."""
+    roots, gradients = _roots(records, last)
+    entered = [t for saved, _ in records for t in saved.entered]
+    if not roots or not entered:
+        return
+    found = iter(torch.autograd.grad(roots, entered, gradients, retain_graph=True, allow_unused=True))
+    for saved, _ in records:
+        saved.gradients = [next(found) for _ in saved.entered]
+
+
+def backward_weights(
+    records: Sequence[tuple[Saved, Sequence[Any]]], last: bool, parameters: Sequence[torch.Tensor]
+) -> None:
+    """Gradients of `parameters` only, added to theirs; frees the graph."""
+    roots, gradients = _roots(records, last)
+    if roots and parameters:
+        torch.autograd.backward(roots, gradients, inputs=list(parameters))
+
+
+def _roots(
+    records: Sequence[tuple[Saved, Sequence[Any]]], last: bool
+) -> tuple[list[GradientEdge], list[torch.Tensor | None]]:
+    roots: list[GradientEdge] = []
+    gradients: list[torch.Tensor | None] = []
+    for saved, received in records:
+        for number, edge in enumerate(saved.outputs):
+            gradient = None if last else received[number]
+            if edge is not None and (last or gradient is not None):
+                roots.append(edge)
+                gradients.append(gradient)
+    return roots, gradients

@@ -1,0 +1,220 @@
+"""One interface for every schedule: inject a batch, make progress, drain."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lightning_pipes.engine.executor import Executor
+from lightning_pipes.engine.failure import FailureWatch, PeerFailure
+from lightning_pipes.engine.item import Item
+from lightning_pipes.engine.mailbox import Transport
+from lightning_pipes.engine.order import Order, ReadyOrder, StaticOrder
+from lightning_pipes.engine.stage import Stage
+from lightning_pipes.engine.weights import WeightVersions
+from lightning_pipes.ir import Cut, F, Instruction, Kind, Plan, PlanError, Policy, Program, Span, lower
+from lightning_pipes.sim.timeline import Event
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The batches between two flushes, under way."""
+
+    order: Order
+    executor: Executor
+
+
+class Engine:
+    """Runs one rank of a pipeline.
+
+    All ranks make the same calls in the same order. A window opens with the first `inject` and ends with `drain`.
+
+    Args:
+        plan: what is ordered.
+        order: a program, or a policy that picks among what is ready.
+        stages: this rank's stages, of every job.
+        transport: to the other ranks.
+        rank: this rank of the pipeline.
+        device: where its tensors are.
+        seed: what all random streams start from.
+        watch: told of failures; wakes this rank when another fails.
+
+    Raises:
+        PlanError: `stages` are not those that the plan gives to this rank.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        order: Program | Policy,
+        stages: Sequence[Stage],
+        transport: Transport,
+        *,
+        rank: int = 0,
+        device: torch.device | None = None,
+        seed: int = 0,
+        watch: FailureWatch | None = None,
+    ) -> None:
+        wanted = {(number, job) for number in plan.stages[rank] for job in range(len(plan.jobs))}
+        if {(stage.number, stage.job) for stage in stages} != wanted:
+            got = sorted((stage.number, stage.job) for stage in stages)
+            raise PlanError(f"rank {rank} needs a stage for each (number, job) of {sorted(wanted)}, got {got}")
+        self.events: list[Event] = []
+        """What this rank did in the window that was drained last, in nanoseconds of its monotonic clock."""
+        self._stages = list(stages)
+        self._transport = transport
+        self._rank = rank
+        self._device = device or torch.device("cpu")
+        self._watch = watch
+        self._windows = 0
+        self._window: _Window | None = None
+        self._batches: Counter[int] = Counter()
+        for stage in self._stages:
+            stage.seed, stage.device = seed, self._device
+        self.plan = plan
+        self._program = self._lowered(plan, order)
+
+    def adopt(self, plan: Plan, order: Program | Policy) -> None:
+        """From the next window on, another plan with the same stages on the same ranks, or another order.
+
+        Raises:
+            PlanError: a window is open, or the plan moves a stage.
+        """
+        if self._window is not None:
+            raise PlanError("a plan can be swapped between windows only; drain first")
+        if plan.ranks != self.plan.ranks:
+            raise PlanError(
+                f"stages are on ranks {self.plan.ranks}; a plan that puts them on {plan.ranks} moves weights"
+            )
+        self.plan, self._program = plan, self._lowered(plan, order)
+
+    def inject(self, item: Item) -> None:
+        """Adds one batch to the window; nothing runs yet.
+
+        Raises:
+            PlanError: the batch has more samples than the plan cuts.
+        """
+        if self._watch is not None:
+            self._watch.check()
+        window = self._window = self._window or self._open(self.plan, self._program)
+        most = window.executor.plan.jobs[item.job].rows
+        if not 1 <= item.rows <= most:
+            raise PlanError(
+                f"a batch of {item.rows} samples was injected, the plan cuts 1 to {most}; "
+                "adopt a plan for the larger batch"
+            )
+        batch = self._batches[item.job]
+        self._batches[item.job] += 1
+        window.executor.add(item, batch)
+        window.order.add((item.job, batch), item.rows)
+
+    def progress(self, wait: bool = True) -> bool:
+        """Runs what can be run for the batches injected so far; says whether anything was.
+
+        With `wait` it returns when all of them are through as far as the order allows without another batch, else
+        when it would have to wait for a message.
+
+        Raises:
+            PeerFailure: another rank failed.
+        """
+        window = self._window
+        if window is None:
+            return False
+        ran = False
+        while True:
+            i = window.order.next(self._transport.mailbox, window.executor.window)
+            if i is not None:
+                self._run(window, i)
+                ran = True
+                continue
+            if window.order.satisfied or not wait:
+                return ran
+            awaited = window.order.awaits()
+            self._transport.mailbox.wait(None if awaited is None else (window.executor.window, awaited))
+
+    def drain(self) -> None:
+        """Runs everything that is left of the window and closes it."""
+        if self._window is None:
+            return
+        self._window.order.close()
+        self.progress()
+        self.events = self._window.executor.events
+        self._discard()
+
+    @property
+    def open(self) -> bool:
+        """Whether a window is open: batches were injected and not drained."""
+        return self._window is not None
+
+    def evaluate(self, item: Item) -> list[tuple[Span, Any]]:
+        """Forward only, without gradients: what the last stage returned per span; empty on ranks without it.
+
+        Any number of samples will do; they are cut into as many micro-batches as in training.
+
+        Raises:
+            PlanError: a window is open.
+        """
+        if self._window is not None:
+            raise PlanError("evaluation needs the weights between two windows; drain first")
+        item.training = False
+        micro_batches = len(self.plan.spans(Kind.F, 0, item.job))
+        self._window = window = self._open(*_forward_only(self.plan, item.job, item.rows, micro_batches))
+        try:
+            self.inject(item)
+            window.order.close()
+            self.progress()
+        finally:
+            self._discard()
+        return window.executor.outputs
+
+    def close(self) -> None:
+        """Ends the transport; all ranks must call it."""
+        self._transport.close()
+
+    def _open(self, plan: Plan, order: Program | Policy) -> _Window:
+        self._windows += 1
+        return _Window(
+            StaticOrder(order, self._rank) if isinstance(order, Program) else ReadyOrder(order, plan, self._rank),
+            Executor(plan, self._stages, self._transport, self._rank, self._device, self._windows),
+        )
+
+    def _discard(self) -> None:
+        self._window = None
+        self._batches.clear()
+
+    def _run(self, window: _Window, i: Instruction) -> None:
+        try:
+            window.executor.run(i)
+        except BaseException as error:
+            where = f"instruction {i} of stage {i.stage} (rank {self._rank} of the pipeline)"
+            if self._watch is not None and not isinstance(error, PeerFailure):
+                self._watch.fail(error, where)
+            error.add_note(f"in {where}")
+            self._discard()
+            raise
+        window.order.done(i)
+
+    def _lowered(self, plan: Plan, order: Program | Policy) -> Program | Policy:
+        self._give_versions(plan)
+        return lower(order, plan) if isinstance(order, Program) else order
+
+    def _give_versions(self, plan: Plan) -> None:
+        for stage in self._stages:
+            most = plan.versions[stage.number] if plan.shared_weights else 1
+            if stage.weights.most != most:
+                stage.weights = WeightVersions(stage.layers, most)
+
+
+@lru_cache(maxsize=32)
+def _forward_only(plan: Plan, job: int, rows: int, micro_batches: int) -> tuple[Plan, Program]:
+    cut = Cut.even(rows, micro_batches, plan.n_stages)
+    forward = Plan(plan.ranks, (cut,) * len(plan.jobs))
+    rows_of_ranks = tuple(
+        tuple(F(s, span, job) for s in stages for span in forward.spans(Kind.F, s, job)) for stages in plan.stages
+    )
+    return forward, lower(Program(rows_of_ranks), forward)

@@ -1,0 +1,198 @@
+"""Runs one rank's instructions on torch. It never asks which schedule they come from."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_pipes.engine import autograd
+from lightning_pipes.engine.autograd import Saved
+from lightning_pipes.engine.item import Item
+from lightning_pipes.engine.mailbox import Transport
+from lightning_pipes.engine.rng import forked_rng
+from lightning_pipes.engine.spans import Shelf
+from lightning_pipes.engine.stage import Stage
+from lightning_pipes.ir import Instruction, Kind, Plan, Span
+from lightning_pipes.sim.timeline import Event
+
+Records = list[tuple[Saved, Sequence[Any]]]
+"""Forwards and the gradients of their outputs."""
+
+_RECEIVE_OF = {Kind.SF: Kind.RF, Kind.SB: Kind.RB}
+_SHELF_OF = (*_RECEIVE_OF, *_RECEIVE_OF.values())
+
+
+class Executor:
+    """The state of one window on one rank: what was computed, received, and is still to be differentiated."""
+
+    def __init__(
+        self, plan: Plan, stages: Sequence[Stage], transport: Transport, rank: int, device: torch.device, window: int
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.window = window
+        self.events: list[Event] = []
+        self.outputs: list[tuple[Span, Any]] = []
+        """What the last stage returned in evaluation."""
+        self._stages = {(stage.number, stage.job): stage for stage in stages}
+        self._transport = transport
+        self._device = device
+        self._items: dict[tuple[int, int], Item] = {}
+        self._shelves: dict[tuple[Kind, int, int, int], Shelf] = {}
+        self._saved: dict[tuple[int, int, int], list[Saved]] = defaultdict(list)
+        self._split: dict[Instruction, Records] = {}
+        self._last_arrival: dict[tuple[int, Kind], int] = {}
+
+    def add(self, item: Item, batch: int) -> None:
+        """`item` is batch number `batch` of its job in this window."""
+        self._items[item.job, batch] = item
+
+    def run(self, i: Instruction) -> None:
+        """Runs one instruction; its needs must be met."""
+        item = self._items[i.job, i.batch]
+        if i.kind is Kind.STEP:
+            started = time.monotonic_ns()
+            self._step(i, item)
+            self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+            return
+        span = i.span.clip(item.rows)
+        if not span.rows:  # a short batch ends before this span
+            return
+        if i.kind is Kind.RF or i.kind is Kind.RB:
+            self._receive(i, span)
+        elif i.kind is Kind.SF or i.kind is Kind.SB:
+            self._send(i, span)
+        else:
+            started = time.monotonic_ns()
+            self._compute(i, item, span)
+            self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+
+    def _compute(self, i: Instruction, item: Item, span: Span) -> None:
+        if i.kind is Kind.F:
+            self._forward(i, item)
+            return
+        stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
+        if i.kind is Kind.W:
+            records = self._split.pop(i)
+            version = records[0][0].version
+            parameters = stage.parameters() if version is None else version.all_parameters()
+            autograd.backward_weights(records, last, [p for p in parameters if p.requires_grad])
+            stage.weights.collect(version)
+            return
+        records = self._take_saved(i, item, span)
+        if i.kind is Kind.I:
+            autograd.backward_inputs(records, last)
+            self._split[i._replace(kind=Kind.W)] = records
+        else:
+            autograd.backward(records, last)
+            stage.weights.collect(records[0][0].version)
+        if i.stage > 0:
+            for saved, _ in records:
+                self._hand_on(Kind.SB, i, saved.span, autograd.input_gradients(saved))
+
+    def _forward(self, i: Instruction, item: Item) -> None:
+        stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
+        version = stage.weights.current() if item.training else None
+        for atom in self._cut(i, item.training):
+            part = atom.clip(item.rows)
+            if not part.rows:
+                continue
+            received, flags = (None, ()) if i.stage == 0 else self._shelf(Kind.RF, i).take(part)
+            saved = Saved(part, version)
+            wanted: autograd.Flags = ()
+            with forked_rng(self._device):
+                if not item.training:
+                    output = stage.forward(item, part, received, None)
+                elif stage.recompute:
+                    saved.recompute, saved.received = True, (received, flags)
+                    with torch.no_grad():
+                        output = stage.forward(item, part, received, version)
+                    wanted = saved.sent_flags = autograd.may_want_gradients(output)
+                else:
+                    output = stage.forward(item, part, autograd.enter(received, flags, saved), version)
+                    output, wanted = autograd.leave(output, saved)
+            if item.training:
+                self._saved[i.stage, i.job, i.batch].append(saved)
+            if not last:
+                self._hand_on(Kind.SF, i, part, (output, wanted))
+            elif not item.training:
+                self.outputs.append((part, output))
+
+    def _take_saved(self, i: Instruction, item: Item, span: Span) -> Records:
+        """The forwards that a backward differentiates, each with the gradients of its outputs."""
+        held = self._saved[i.stage, i.job, i.batch]
+        mine = [saved for saved in held if saved.span.overlaps(span)]
+        self._saved[i.stage, i.job, i.batch] = [saved for saved in held if not saved.span.overlaps(span)]
+        stage = self._stages[i.stage, i.job]
+        for saved in mine:
+            if saved.recompute:
+                received, flags = saved.received
+                saved.received = None
+                with forked_rng(self._device):
+                    entered = autograd.enter(received, flags, saved)
+                    autograd.leave(
+                        stage.forward(item, saved.span, entered, saved.version, again=True), saved, saved.sent_flags
+                    )
+        if self._is_last(i.stage):
+            return [(saved, ()) for saved in mine]
+        gradients = self._shelf(Kind.RB, i)
+        return [(saved, gradients.take(saved.span)) for saved in mine]
+
+    def _step(self, i: Instruction, item: Item) -> None:
+        stage = self._stages[i.stage, i.job]
+        if stage.step is not None:
+            stage.step(item)
+        stage.weights.updated()
+        batch = (i.stage, i.job, i.batch)
+        self._saved.pop(batch, None)
+        for kind in _SHELF_OF:
+            self._shelves.pop((kind, *batch), None)
+
+    def _hand_on(self, send: Kind, i: Instruction, span: Span, tree: Any) -> None:
+        """To the neighbour's shelf, or where it is on another rank to ours until the message is complete."""
+        receiver = i.stage + (1 if send is Kind.SF else -1)
+        if self.plan.ranks[receiver] == self.rank:
+            self._shelf(_RECEIVE_OF[send], i._replace(stage=receiver)).put(span, tree)
+        else:
+            self._shelf(send, i).put(span, tree)
+
+    def _send(self, i: Instruction, span: Span) -> None:
+        receive = i._replace(kind=_RECEIVE_OF[i.kind], stage=i.stage + (1 if i.kind is Kind.SF else -1))
+        content = self._shelf(i.kind, i).take(span)
+        tree, flags = content if i.kind is Kind.SF else (content, ())
+        self._transport.send(self.plan.ranks[receive.stage], (self.window, receive), tree, flags)
+
+    def _receive(self, i: Instruction, span: Span) -> None:
+        message = self._transport.mailbox.take((self.window, i))
+        assert message is not None, f"{i} was run before its message was there"
+        self._shelf(i.kind, i).put(span, (message.tree, message.flags) if i.kind is Kind.RF else message.tree)
+        if message.arrived:
+            sender = i.stage + (-1 if i.kind is Kind.RF else 1)
+            source = self.plan.ranks[sender]
+            started = max(message.sent, message.posted, self._last_arrival.get((source, i.kind), 0))
+            self._last_arrival[source, i.kind] = message.arrived
+            send = i._replace(kind=Kind.SF if i.kind is Kind.RF else Kind.SB, stage=sender)
+            self.events.append(Event(source, send, min(started, message.arrived), message.arrived))
+
+    def _shelf(self, kind: Kind, i: Instruction) -> Shelf:
+        key = (kind, i.stage, i.job, i.batch)
+        shelf = self._shelves.get(key)
+        if shelf is None:
+            shelf = self._shelves[key] = Shelf(gradients=kind is Kind.SB or kind is Kind.RB)
+        return shelf
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == self.plan.n_stages - 1
+
+    def _cut(self, i: Instruction, training: bool) -> tuple[Span, ...]:
+        """The parts of a forward that are differentiated by different backwards; each gets a graph of its own."""
+        if not training:
+            return (i.span,)
+        return tuple(
+            Span(max(i.span.start, b.start), min(i.span.stop, b.stop))
+            for b in self.plan.overlapping(Kind.B, i.stage, i.job, i.span)
+        )

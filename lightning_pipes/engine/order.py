@@ -1,0 +1,194 @@
+"""What a rank does next: fixed in advance, or chosen among what is ready."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Protocol
+
+from lightning_pipes.engine.mailbox import Mailbox
+from lightning_pipes.ir import (
+    RECEIVES,
+    SENDS,
+    DependencyTracker,
+    Instruction,
+    Kind,
+    PipelineError,
+    Plan,
+    Policy,
+    Program,
+    RankView,
+    window,
+)
+from lightning_pipes.ir.program import shifted
+
+Item = tuple[int, int]
+"""A job and the number of its batch in the window."""
+
+
+class Order(Protocol):
+    """Decides for one rank and one window."""
+
+    def add(self, item: Item, rows: int) -> None:
+        """One more batch may be worked on."""
+
+    def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
+        """What to run now; None if nothing can be run yet. `number` is the window's."""
+
+    def done(self, i: Instruction) -> None:
+        """`i`, which `next` gave, has been run."""
+
+    def awaits(self) -> Instruction | None:
+        """The receive that has to arrive before `next` gives anything; None if any arrival may do."""
+
+    def close(self) -> None:
+        """No more batches come in this window."""
+
+    @property
+    def satisfied(self) -> bool:
+        """Nothing is left to do without another batch."""
+
+
+class StaticOrder:
+    """The rank's row of a lowered program. A receive is run when its message is there, everything else at once."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self._head = program.head[rank]
+        self._cycle = program.cycle[rank] if program.cycle else ()
+        self._tail = program.tail[rank] if program.tail else ()
+        self._head_batches = program.head_batches
+        self._batches: Counter[int] = Counter()  # by job
+        self._rows: dict[Item, int] = {}
+        self._closed = False
+        self._upcoming: Iterator[Instruction] = self._endless() if self._cycle else iter(self._head)
+        self._ran = 0
+        self._next: Instruction | None = next(self._upcoming, None)
+
+    def _endless(self) -> Iterator[Instruction]:
+        yield from self._head
+        turn = 0
+        while True:
+            yield from shifted(self._cycle, turn)
+            turn += 1
+
+    def add(self, item: Item, rows: int) -> None:
+        self._batches[item[0]] += 1
+        self._rows[item] = rows
+
+    def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
+        i = self._current()
+        if i is None or (i.kind in RECEIVES and not mailbox.holds((number, i))):
+            return None
+        return i
+
+    def done(self, i: Instruction) -> None:
+        self._advance()
+
+    def awaits(self) -> Instruction | None:
+        return self._current()
+
+    def close(self) -> None:
+        """From here on instructions of batches that never came are left out, and an endless program ends."""
+        self._closed = True
+        if self._cycle:
+            batches = max(self._batches.values(), default=0)
+            turns = batches - self._head_batches
+            rows = [self._head, *(shifted(self._cycle, turn) for turn in range(turns)), shifted(self._tail, turns)]
+            whole = [i for row in rows for i in row if 0 <= i.batch < self._batches[i.job]]
+            self._upcoming = iter(whole[self._ran :])
+            self._next = next(self._upcoming, None)
+
+    @property
+    def satisfied(self) -> bool:
+        return self._current() is None
+
+    def _current(self) -> Instruction | None:
+        """The next instruction that has something to do; None if its batch is still to come, or at the end."""
+        while (i := self._next) is not None:
+            if i.batch < self._batches[i.job]:
+                if i.kind is Kind.STEP or i.span.start < self._rows[i.job, i.batch]:
+                    return i
+            elif not self._closed:
+                return None
+            self._advance()  # past what belongs to a batch, or to samples, that never came
+        return None
+
+    def _advance(self) -> None:
+        self._ran += 1
+        self._next = next(self._upcoming, None)
+
+
+class ReadyOrder:
+    """Whatever a policy picks among the instructions whose needs are met; messages are taken and sent at once."""
+
+    def __init__(self, policy: Policy, plan: Plan, rank: int) -> None:
+        self._policy, self._plan, self._rank = policy, plan, rank
+        self._tracker = DependencyTracker(plan)
+        self._transfers: deque[Instruction] = deque()
+        self._ready: list[Instruction] = []
+        self._rows: dict[Item, int] = {}
+        self._left = 0
+        self._in_flight: dict[int, int] = dict.fromkeys(plan.stages[rank], 0)
+        self._last: Instruction | None = None
+
+    def add(self, item: Item, rows: int) -> None:
+        self._rows[item] = rows
+        mine = window(self._plan, self._rank, *item)
+        self._left += len(mine)
+        self._sort(self._tracker.add(mine))
+        for i in mine:
+            if i.kind in RECEIVES and not i.span.clip(rows).rows:  # nothing will be sent for rows that are not there
+                self._sort(self._tracker.complete(_send_of(i)))
+
+    def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
+        for window_number, i in mailbox.fresh():
+            if window_number != number:
+                raise PipelineError(
+                    f"{i} of window {window_number} arrived in window {number}: the ranks are not in step"
+                )
+            self._sort(self._tracker.complete(_send_of(i)))
+        if self._transfers:
+            return self._transfers.popleft()
+        if not self._ready:
+            return None
+        self._ready.sort(key=_rank_order)
+        picked = self._policy.pick(
+            tuple(self._ready), RankView(self._rank, self._last, dict(self._in_flight)), self._plan
+        )
+        if picked is not None:
+            self._ready.remove(picked)
+            self._last = picked
+        return picked
+
+    def done(self, i: Instruction) -> None:
+        self._left -= 1
+        rows = i.span.clip(self._rows[i.job, i.batch]).rows
+        if i.kind is Kind.F:
+            self._in_flight[i.stage] += rows
+        elif i.kind is Kind.B or i.kind is Kind.W:
+            self._in_flight[i.stage] -= rows
+        self._sort(self._tracker.complete(i))
+
+    def awaits(self) -> Instruction | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def satisfied(self) -> bool:
+        return not self._left
+
+    def _sort(self, ready: list[Instruction]) -> None:
+        for i in ready:
+            (self._transfers if i.kind in SENDS or i.kind in RECEIVES else self._ready).append(i)
+
+
+def _send_of(receive: Instruction) -> Instruction:
+    if receive.kind is Kind.RF:
+        return receive._replace(kind=Kind.SF, stage=receive.stage - 1)
+    return receive._replace(kind=Kind.SB, stage=receive.stage + 1)
+
+
+def _rank_order(i: Instruction) -> tuple[bool, int, int, int, int]:
+    return i.kind is Kind.F, i.batch, i.job, i.stage, i.span.start

@@ -1,0 +1,130 @@
+"""Rows of a pytree: cut, joined, and kept until somebody asks for them.
+
+Tensors whose axis 0 is as long as the span hold rows. Everything else on an edge, masks and flags and None, belongs
+to the whole micro-batch. Where sender and receiver cut a batch alike, nothing here copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.ir import PlanError, Span
+
+Pieces = list[tuple[Span, Any]]
+
+
+def take_rows(tree: Any, span: Span, part: Span) -> Any:
+    """The rows `part` of a tree that holds the rows `span`; what is not rows is repeated."""
+    if part == span:
+        return tree
+    rows = slice(part.start - span.start, part.stop - span.start)
+    return pytree.tree_map(lambda leaf: leaf[rows] if _holds_rows(leaf, span) else leaf, tree)
+
+
+def join_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
+    """One tree from trees of neighbouring spans; of what is not rows the first one's counts.
+
+    Raises:
+        PlanError: the trees differ in structure, so their rows can't be joined.
+    """
+    if len(pieces) == 1:
+        return pieces[0][1]
+    leaves, spec = _flatten_alike(pieces)
+    joined = []
+    for column in leaves:
+        rows = all(_holds_rows(leaf, span) for leaf, (span, _) in zip(column, pieces, strict=True))
+        joined.append(torch.cat(list(column)) if rows else column[0])
+    return pytree.tree_unflatten(joined, spec)
+
+
+def take_gradient_rows(tree: Any, span: Span, part: Span) -> Any:
+    """Like `take_rows`, but a gradient of what is not rows goes to the first part only: it must count once."""
+    if part == span:
+        return tree
+    first = part.start == span.start
+    rows = slice(part.start - span.start, part.stop - span.start)
+    return [g[rows] if _holds_rows(g, span) else (g if first else None) for g in tree]
+
+
+def join_gradient_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
+    """Like `join_rows`, but gradients of what is not rows are added up, and a missing one counts as zero."""
+    if len(pieces) == 1:
+        return pieces[0][1]
+    joined: list[Any] = []
+    for column in zip(*(tree for _, tree in pieces), strict=True):
+        present = [(span, g) for g, (span, _) in zip(column, pieces, strict=True) if g is not None]
+        if not present:
+            joined.append(None)
+        elif all(_holds_rows(g, span) for span, g in present):
+            like = present[0][1]
+            joined.append(
+                torch.cat(
+                    [
+                        like.new_zeros(span.rows, *like.shape[1:]) if g is None else g
+                        for g, (span, _) in zip(column, pieces, strict=True)
+                    ]
+                )
+            )
+        else:
+            joined.append(sum(g for _, g in present))
+    return joined
+
+
+def _holds_rows(leaf: Any, span: Span) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == span.rows
+
+
+def _flatten_alike(pieces: Sequence[tuple[Span, Any]]) -> tuple[list[tuple[Any, ...]], Any]:
+    flat = [pytree.tree_flatten(tree) for _, tree in pieces]
+    spec = flat[0][1]
+    for (span, _), (_, other) in zip(pieces, flat, strict=True):
+        if other != spec:
+            raise PlanError(
+                f"an edge carries {spec} for {pieces[0][0]} and {other} for {span}: to be cut differently on its two "
+                "ends it must carry the same structure for every micro-batch"
+            )
+    return list(zip(*(leaves for leaves, _ in flat), strict=True)), spec
+
+
+class Shelf:
+    """Rows that were made or have arrived and wait to be used; whatever cut they come and go in."""
+
+    def __init__(self, gradients: bool) -> None:
+        self._pieces: Pieces = []
+        self._left: dict[Span, int] = {}
+        self._take = take_gradient_rows if gradients else take_rows
+        self._join = join_gradient_rows if gradients else join_rows
+
+    def put(self, span: Span, tree: Any) -> None:
+        """Keeps the tree that holds the rows `span`."""
+        self._pieces.append((span, tree))
+        self._left[span] = span.rows
+
+    def take(self, span: Span) -> Any:
+        """The tree with the rows `span`, which are gone from here then.
+
+        Raises:
+            PlanError: some of the rows are not here.
+        """
+        for number, (held, tree) in enumerate(self._pieces):
+            if held == span:  # the usual case: nothing to cut or join
+                del self._pieces[number]
+                del self._left[held]
+                return tree
+        parts = []
+        for held, tree in sorted((p for p in self._pieces if p[0].overlaps(span)), key=lambda p: p[0]):
+            part = Span(max(held.start, span.start), min(held.stop, span.stop))
+            parts.append((part, self._take(tree, held, part)))
+            self._left[held] -= part.rows
+        if sum(part.rows for part, _ in parts) != span.rows:
+            raise PlanError(f"samples {span} are needed and only {[p for p, _ in parts]} are there")
+        self._pieces = [p for p in self._pieces if self._left[p[0]]]
+        self._left = {held: left for held, left in self._left.items() if left}
+        return self._join(parts)
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)

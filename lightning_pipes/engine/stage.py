@@ -1,0 +1,94 @@
+"""Consecutive layers that run as a unit on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from lightning_pipes.engine.item import Item
+from lightning_pipes.engine.rng import seed_all, stream_seed
+from lightning_pipes.engine.weights import Version, WeightVersions
+from lightning_pipes.ir import Span
+
+Body = Callable[["Stage", Item, Span, Any], Any]
+"""Computes what a stage sends on: body(stage, item, span, received)."""
+
+
+def layers_only(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+    """The body of a stage in the middle: what was received goes through the layers."""
+    return stage.run_layers(item, span, received)
+
+
+class Stage:
+    """The layers of one stage, and what surrounds them there.
+
+    Args:
+        number: the stage's number.
+        layers: consecutive layers by their number in the whole model; may be empty.
+        body: called once a micro-batch, with samples on axis 0. It gets None on stage 0 and the previous stage's
+            output elsewhere; it returns what the next stage gets, on the last stage in training the scalar loss of
+            the micro-batch, scaled so that the losses of a batch add up to what is to be minimised.
+        step: called when the gradients of a batch are complete; updates the weights and clears the gradients.
+        recompute: keep only what was received and run forward again before backward.
+        job: the sibling whose layers these are.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layers: Mapping[int, nn.Module],
+        body: Body = layers_only,
+        step: Callable[[Item], None] | None = None,
+        recompute: bool = False,
+        job: int = 0,
+    ) -> None:
+        self.number = number
+        self.layers = dict(layers)
+        self.body = body
+        self.step = step
+        self.recompute = recompute
+        self.job = job
+        self.seed = 0
+        self.device = torch.device("cpu")
+        self.recomputing = False
+        """Whether the body runs for the second time, so that it must not log or count anything again."""
+        self.weights = WeightVersions(self.layers, most=1)
+        self._version: Version | None = None
+
+    def forward(self, item: Item, span: Span, received: Any, version: Version | None, again: bool = False) -> Any:
+        """Runs the body with the weights of `version`."""
+        self._version, self.recomputing = version, again
+        try:
+            return self.body(self, item, span, received)
+        finally:
+            self._version, self.recomputing = None, False
+
+    def run_layers(self, item: Item, span: Span, x: Any) -> Any:
+        """`x` through the layers; each layer draws from its own random stream."""
+        for number, layer in self.layers.items():
+            seed_all(stream_seed(self.seed, self.job, number, item.number, span), self.device)
+            if self._version is None and not self.recomputing:
+                x = layer(x)
+            else:
+                x = functional_call(layer, self._tensors(number, layer), (x,))
+        return x
+
+    def seed_user_code(self, item: Item, span: Span, layer: int) -> None:
+        """Gives user code before or after the layers its own random stream: torch's, NumPy's and Python's."""
+        seed_all(stream_seed(self.seed, self.job, layer, item.number, span), self.device, everything=True)
+
+    def _tensors(self, number: int, layer: nn.Module) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        if self._version is not None:
+            tensors.update(self._version.parameters[number])
+        if self.recomputing:  # running statistics have seen this micro-batch already
+            tensors.update({name: b.clone() for name, b in layer.named_buffers()})
+        return tensors
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The live parameters, each once."""
+        return list({id(p): p for layer in self.layers.values() for p in layer.parameters()}.values())

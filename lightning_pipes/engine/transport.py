@@ -1,0 +1,101 @@
+"""All channels of one rank: over gloo between processes, or hand to hand inside one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from lightning_pipes.engine.channel import Inbox, Outbox
+from lightning_pipes.engine.failure import FailureWatch
+from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
+from lightning_pipes.engine.message import Decoder, Encoder, fill
+from lightning_pipes.ir import Kind, Plan
+
+IDLE = timedelta(days=30)
+"""How long a posted receive may stay unanswered: a validation that does not use the pipeline may take hours, and the
+dead are noticed by the failure watch."""
+
+
+def links(plan: Plan) -> list[tuple[int, int, Kind]]:
+    """Every (source, destination, what is sent) between pipeline ranks, in an order that all ranks share."""
+    pairs = {(plan.ranks[s], plan.ranks[s + 1]) for s in range(plan.n_stages - 1) if plan.crosses(s)}
+    return sorted([(a, b, Kind.SF) for a, b in pairs] + [(b, a, Kind.SB) for a, b in pairs])
+
+
+class GlooTransport:
+    """One channel per neighbour and direction, each over a gloo group of its own.
+
+    The groups are made from the store of the run and known to no one else: `torch.distributed.new_group` would have
+    every rank of the world take part in each. Tensors on a GPU are staged through pinned memory, so several ranks may share one device.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, global_ranks: Sequence[int], device: torch.device, watch: FailureWatch
+    ) -> None:
+        self.mailbox = Mailbox()
+        self._watch = watch
+        self._out: dict[tuple[int, Kind], Outbox] = {}
+        self._in: list[Inbox] = []
+        watch.on_failure(self.mailbox.fail)
+        store = watch.store()
+        for source, destination, kind in links(plan):
+            if rank not in (source, destination):
+                continue
+            peer = global_ranks[destination if rank == source else source]
+            name = f"{global_ranks[source]}-{global_ranks[destination]}-{kind}"
+            group = ProcessGroupGloo(PrefixStore(name, store), int(rank == destination), 2, IDLE)
+
+            def lost(error: BaseException, peer: int = peer) -> None:
+                watch.lost(peer, error)
+
+            if rank == source:
+                self._out[destination, kind] = Outbox(group, peer, device, lost)
+            else:
+                self._in.append(Inbox(group, peer, device, self.mailbox.put, lost))
+
+    def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
+        kind = Kind.SF if key[1].kind is Kind.RF else Kind.SB
+        self._out[rank, kind].send(key, tree, flags)
+
+    def flush(self) -> None:
+        for outbox in self._out.values():
+            outbox.flush()
+
+    def close(self) -> None:
+        failed = self._watch.error is not None
+        for outbox in self._out.values():
+            outbox.close(failed)
+        for inbox in self._in:
+            inbox.close(failed)
+        self._out, self._in = {}, []
+
+
+class LoopbackTransport:
+    """Ranks in one process: what is sent goes through the same bytes and lies in the other's mailbox at once."""
+
+    def __init__(self, mailboxes: Sequence[Mailbox], rank: int) -> None:
+        self.mailbox = mailboxes[rank]
+        self._mailboxes = mailboxes
+
+    def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
+        buffer, tensors, places = Encoder().encode(key, tree, flags, 0)
+        fill(buffer, tensors, places)
+        self._mailboxes[rank].put(Decoder().decode(buffer, 0, 0))
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make_transport(
+    plan: Plan, rank: int, global_ranks: Sequence[int], device: torch.device, watch: FailureWatch
+) -> Transport:
+    """The transport for where the ranks are: a collective call of all ranks of the pipeline."""
+    if plan.n_ranks == 1:
+        return LoopbackTransport([Mailbox()], 0)
+    return GlooTransport(plan, rank, global_ranks, device, watch)

@@ -1,0 +1,75 @@
+"""Weight versions: a forward that runs ahead of an update must be differentiated with the weights that it read.
+
+A version is a copy of the live parameters, made at the first forward after an update and never written to, so
+autograd's saved tensors stay valid while the optimizer changes the live ones. Rebinding `param.data` instead gives
+silently wrong gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(eq=False)
+class Version:
+    """Parameters by layer and name as they were after `updates` updates; they collect gradients of their own."""
+
+    updates: int
+    parameters: dict[int, dict[str, nn.Parameter]]
+
+    def all_parameters(self) -> list[nn.Parameter]:
+        """Every parameter of the version."""
+        return [p for layer in self.parameters.values() for p in layer.values()]
+
+
+class WeightVersions:
+    """The versions that forwards in flight have read.
+
+    Args:
+        layers: the live layers by number.
+        most: how many versions may live; with one, the live parameters are used and nothing is copied.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], most: int) -> None:
+        self.most = most
+        self._layers = layers
+        self._updates = 0
+        self._newest: Version | None = None
+
+    def current(self) -> Version | None:
+        """The version to read now; None stands for the live parameters."""
+        if self.most == 1:
+            return None
+        if self._newest is None:
+            with torch.no_grad():
+                self._newest = Version(
+                    self._updates,
+                    {
+                        number: {
+                            name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+                            for name, p in layer.named_parameters()
+                        }
+                        for number, layer in self._layers.items()
+                    },
+                )
+        return self._newest
+
+    def collect(self, version: Version | None) -> None:
+        """Moves the gradients of a version to the live parameters, adding to what is there."""
+        if version is None:
+            return
+        for number, copies in version.parameters.items():
+            for name, live in self._layers[number].named_parameters():
+                gradient = copies[name].grad
+                if gradient is not None:
+                    live.grad = gradient if live.grad is None else live.grad + gradient
+                    copies[name].grad = None
+
+    def updated(self) -> None:
+        """The live parameters have changed."""
+        self._updates += 1
+        self._newest = None

@@ -1,0 +1,199 @@
+"""Run a function on several ranks, each a process of its own, with a deadline.
+
+Processes are forked from one server that has torch and Lightning loaded already: importing them costs seconds each
+time. Ranks see the environment that torchrun makes, and a store that the caller hosts, so no port is guessed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_pipes.testing.ranks"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        value: what the function returned; None where it did not.
+        error: the traceback of what it raised, or how the process ended otherwise; empty if it returned.
+        seconds: from the start of all ranks to the end of this one.
+    """
+
+    rank: int
+    value: Any
+    error: str
+    exitcode: int | None
+    seconds: float
+
+
+class RanksFailedError(AssertionError):
+    """A rank raised, died or missed the deadline; the message holds every traceback."""
+
+
+def run_ranks(
+    fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None
+) -> list[Any]:
+    """What `fn(rank, *args)` returns on each of `n` processes, by rank.
+
+    `fn` is found by its module and name, values are pickled.
+
+    Raises:
+        RanksFailedError: any rank did not return within `timeout` seconds.
+    """
+    outcomes = watch_ranks(fn, n, *args, timeout=timeout, env=env)
+    if any(o.error for o in outcomes):
+        raise RanksFailedError(
+            "\n".join(f"--- rank {o.rank} after {o.seconds:.1f} s\n{o.error}" for o in outcomes if o.error)
+        )
+    return [o.value for o in outcomes]
+
+
+def watch_ranks(
+    fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None
+) -> list[Outcome]:
+    """How each of `n` processes that run `fn(rank, *args)` ends; nothing is raised and no process survives."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe(duplex=False) for _ in range(n)]
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(
+                target=_rank_main,
+                args=(
+                    fn,
+                    rank,
+                    n,
+                    args,
+                    store.port,
+                    pipes[rank][1],
+                    env or {},
+                    os.path.join(folder, str(rank)),
+                    timeout,
+                ),
+                name=f"rank {rank}",
+            )
+            for rank in range(n)
+        ]
+        for process in processes:
+            process.start()
+        for _, writer in pipes:
+            writer.close()
+        outcomes = _collect(processes, [reader for reader, _ in pipes], started, timeout, folder)
+    for process in processes:
+        process.close()
+    return outcomes
+
+
+def _collect(
+    processes: Sequence[Any], readers: Sequence[Connection], started: float, timeout: float, folder: str
+) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    replies: dict[int, tuple[Any, str]] = {}
+    open_readers = {reader: rank for rank, reader in enumerate(readers)}
+    sentinels = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while sentinels:
+        left = started + timeout - time.monotonic()
+        ready = wait([*open_readers, *sentinels], timeout=max(left, 0))
+        for thing in ready:
+            if thing in open_readers:
+                rank = open_readers.pop(thing)
+                try:
+                    replies[rank] = thing.recv()
+                except EOFError:
+                    continue
+        for thing in ready:
+            if thing in sentinels:
+                rank = sentinels.pop(thing)
+                processes[rank].join()
+                code = processes[rank].exitcode
+                value, error = replies.get(rank, (None, f"the process ended with exit code {code} and said nothing"))
+                outcomes[rank] = Outcome(rank, value, error, code, time.monotonic() - started)
+        if not ready:  # the deadline
+            for rank in sentinels.values():
+                processes[rank].kill()
+            for rank in sentinels.values():
+                processes[rank].join()
+                error = f"no end after {timeout} s; where it was:\n{_stacks(os.path.join(folder, str(rank)))}"
+                outcomes[rank] = Outcome(rank, None, error, None, time.monotonic() - started)
+            break
+    return [outcomes[rank] for rank in sorted(outcomes)]
+
+
+def _stacks(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return "unknown"
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    rank: int,
+    n: int,
+    args: tuple[Any, ...],
+    port: int,
+    pipe: Connection,
+    env: dict[str, str],
+    stacks: str,
+    timeout: float,
+) -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(n),
+        LOCAL_WORLD_SIZE=str(n),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="ranks",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    with open(stacks, "w") as file:
+        faulthandler.dump_traceback_later(max(timeout - 1.0, 0.5), file=file)
+        value, error = None, ""
+        try:
+            value = fn(rank, *args)
+        except BaseException:
+            error = traceback.format_exc()
+        try:
+            pipe.send((value, error))
+        except Exception:
+            pipe.send((None, f"the result can't be sent: {traceback.format_exc()}"))
+        faulthandler.cancel_dump_traceback_later()
+    if dist.is_initialized() and not error:
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if error else 0)
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when its parent ends; elsewhere does nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)

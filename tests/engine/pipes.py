@@ -1,0 +1,148 @@
+"""Engines to test: all ranks in one process, or one on each of several, and the same by hand without a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipes.engine import (
+    Engine,
+    FailureWatch,
+    Item,
+    LoopbackTransport,
+    Mailbox,
+    Stage,
+    make_transport,
+)
+from lightning_pipes.ir import Plan, Policy, Program, Span
+
+ROWS = 8
+WIDTH = 6
+
+
+def layers(depth: int = 4, seed: int = 0, dropout: float = 0.0) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    made = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) if dropout else nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        for _ in range(depth)
+    ]
+    return [m.double() for m in made]
+
+
+def batch(number: int = 0, rows: int = ROWS, job: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * job + number)
+    x = torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)
+    return x, torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+    """First stage: rows of x. Last stage: the loss, weighted by its share of the batch."""
+    x, target = item.data
+    out = stage.run_layers(item, span, x[span.start : span.stop] if received is None else received)
+    if not stage.is_last_of_test:  # type: ignore[attr-defined]
+        return out
+    if not item.training:
+        return out
+    return squared_error(out, target[span.start : span.stop]) * span.rows / item.rows
+
+
+def make_stages(
+    plan: Plan,
+    rank: int,
+    model: Sequence[nn.Module],
+    step: Callable[[Sequence[nn.Module]], Callable[[Item], None]] | None = None,
+    body: Callable[..., Any] = body,
+    job: int = 0,
+) -> list[Stage]:
+    """The layers in even shares, by stage."""
+    made = []
+    for s in plan.stages[rank]:
+        lo, hi = s * len(model) // plan.n_stages, (s + 1) * len(model) // plan.n_stages
+        mine = {n: model[n] for n in range(lo, hi)}
+        recompute = bool(plan.recompute) and plan.recompute[s]
+        stage = Stage(s, mine, body, step(list(mine.values())) if step else None, recompute=recompute, job=job)
+        stage.is_last_of_test = s == plan.n_stages - 1  # type: ignore[attr-defined]
+        made.append(stage)
+    return made
+
+
+def sgd_step(lr: float = 0.1) -> Callable[[Sequence[nn.Module]], Callable[[Item], None]]:
+    """A real optimizer per stage."""
+
+    def make(modules: Sequence[nn.Module]) -> Callable[[Item], None]:
+        parameters = [p for m in modules for p in m.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.9) if parameters else None
+
+        def step(item: Item) -> None:
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
+
+    return make
+
+
+class Loopback:
+    """All ranks of a pipeline in this process, each making progress in turn."""
+
+    def __init__(self, plan: Plan, order: Program | Policy, stages: Callable[[int], list[Stage]], seed: int = 0) -> None:
+        boxes = [Mailbox() for _ in range(plan.n_ranks)]
+        self.engines = [
+            Engine(plan, order, stages(r), LoopbackTransport(boxes, r), rank=r, seed=seed) for r in range(plan.n_ranks)
+        ]
+
+    def inject(self, make: Callable[[], Item]) -> None:
+        for engine in self.engines:
+            engine.inject(make())
+
+    def progress(self) -> None:
+        while any([engine.progress(wait=False) for engine in self.engines]):
+            pass
+
+    def drain(self) -> None:
+        for engine in self.engines:
+            assert engine._window is not None
+            engine._window.order.close()
+        self.progress()
+        for engine in self.engines:
+            assert engine._window is not None
+            assert engine._window.order.satisfied, "the ranks wait for each other"
+            engine.drain()
+
+    def adopt(self, plan: Plan, order: Program | Policy) -> None:
+        for engine in self.engines:
+            engine.adopt(plan, order)
+
+
+def connect(rank: int, plan: Plan) -> tuple[FailureWatch, Any]:
+    """A process group, a watch and a transport, in a rank of `run_ranks`."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
+    return watch, make_transport(plan, rank, range(plan.n_ranks), torch.device("cpu"), watch)
+
+
+def gradients(model: Sequence[nn.Module]) -> dict[str, torch.Tensor | None]:
+    return {n: p.grad for n, p in nn.ModuleList(model).named_parameters()}
+
+
+def weights(model: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in nn.ModuleList(model).named_parameters()}
+
+
+def assert_close(got: dict[str, Any], wanted: dict[str, Any], exact: bool = False) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if value is None:
+            assert got[name] is None, name
+        else:
+            torch.testing.assert_close(got[name], value, rtol=0 if exact else 1e-10, atol=0 if exact else 1e-12, msg=name)

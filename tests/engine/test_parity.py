@@ -1,0 +1,94 @@
+"""Every schedule against one process that trains the same thing without a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipes.engine import Item
+from lightning_pipes.ir import Plan, placement
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.testing.ranks import run_ranks
+
+from .pipes import (
+    ROWS,
+    Loopback,
+    assert_close,
+    batch,
+    connect,
+    gradients,
+    layers,
+    make_stages,
+    sgd_step,
+    squared_error,
+    weights,
+)
+
+SCHEDULES = [("gpipe", {}, 2), ("gpipe", {}, 4), ("1f1b", {}, 2), ("1f1b", {}, 4), ("kfkb", {"k": 2}, 2), ("kfkb", {"k": 2}, 4), ("interleaved", {}, 2)]
+
+
+def alone(model: list[nn.Module], steps: int = 1, rows: int = ROWS) -> list[nn.Module]:
+    """Trains without a pipeline; the last step's gradients stay."""
+    net = nn.Sequential(*model)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for number in range(steps):
+        optimizer.zero_grad()
+        x, target = batch(number, rows)
+        squared_error(net(x), target).backward()
+        if number < steps - 1 or steps == 3:
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(("name", "settings", "ranks"), SCHEDULES)
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients(name: str, settings: dict[str, Any], ranks: int, microbatches: int, recompute: bool) -> None:
+    schedule = make_schedule(name, **settings)
+    where = placement(schedule, ranks)
+    plan = Plan.even(len(where), microbatches, ROWS, where, recompute=[recompute] * len(where))
+    model = layers()
+    pipe = Loopback(plan, schedule.program(plan), lambda r: make_stages(plan, r, model))
+    pipe.inject(lambda: Item(0, ROWS, batch()))
+    pipe.drain()
+    assert_close(gradients(model), gradients(alone(layers())))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 7])
+def test_short_batch(rows: int) -> None:
+    """The plan is for 8 samples; fewer come, some micro-batches are empty."""
+    plan = Plan.even(2, 4, ROWS)
+    model = layers()
+    pipe = Loopback(plan, make_schedule("1f1b").program(plan), lambda r: make_stages(plan, r, model))
+    pipe.inject(lambda: Item(0, rows, batch(0, rows)))
+    pipe.drain()
+    assert_close(gradients(model), gradients(alone(layers(), rows=rows)))
+
+
+def three_steps(rank: int, name: str, settings: dict[str, Any], ranks: int) -> dict[str, torch.Tensor]:
+    schedule = make_schedule(name, **settings)
+    where = placement(schedule, ranks)
+    plan = Plan.even(len(where), 4, ROWS, where)
+    watch, transport = connect(rank, plan)
+    from lightning_pipes.engine import Engine
+
+    model = layers()
+    engine = Engine(plan, schedule.program(plan), make_stages(plan, rank, model, sgd_step()), transport, rank=rank, watch=watch)
+    for number in range(3):
+        engine.inject(Item(number, ROWS, batch(number)))
+        engine.drain()
+    engine.close()
+    watch.close()
+    mine = [str(n) for stage in engine._stages for n in stage.layers]
+    return {n: w for n, w in weights(model).items() if n.split(".")[0] in mine}
+
+
+@pytest.mark.parametrize(("name", "settings", "ranks"), SCHEDULES)
+def test_weights_after_three_steps_on_processes(name: str, settings: dict[str, Any], ranks: int) -> None:
+    parts = run_ranks(three_steps, ranks, name, settings, ranks, timeout=60)
+    got = {n: w for part in parts for n, w in part.items()}
+    reference = weights(alone(layers(), steps=3))
+    assert_close({n: got[n] for n in reference}, reference)
