@@ -1,1 +1,6 @@
-""""""
+"""What a plan costs: seconds and bytes of stages and links. Numbers only; who runs when is `sim`'s business."""
+
+from lightning_pipes.cost.cluster import FREE, Cluster, Device, Link
+from lightning_pipes.cost.model import CostModel, Costs, Recorded, Table
+
+__all__ = ["FREE", "Cluster", "CostModel", "Costs", "Device", "Link", "Recorded", "Table"]

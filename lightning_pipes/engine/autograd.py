@@ -17,24 +17,6 @@ Flags = tuple[bool, ...]
 """For each tensor of a tree, in order, whether a gradient for it is wanted."""
 
 
-class _Entry(torch.autograd.Function):
-    """Tensors enter a stage's graph; their gradients come out in a list.
-
-    Fresh tensors rather than leaves, so that a first layer that works in place may change them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensors: list[torch.Tensor], gradients: list[Any]) -> Any:
-        ctx.gradients = gradients
-        ctx.set_materialize_grads(False)
-        return tuple(t.detach() for t in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.gradients[:] = gradients
-        return None, None, None
-
-
 @dataclass(eq=False)
 class Saved:
     """What a forward leaves for its backward.
@@ -45,8 +27,7 @@ class Saved:
         outputs: where backward starts, one entry per output tensor that the receiver was told to want a gradient
             for; None where none flows after all. Edges of the graph, not the tensors, so that an output nobody saved
             is freed when it has been sent.
-        gradients: filled by backward, one per entering tensor that wants one.
-        flags: which entering tensors want one.
+        entered: the tensors that came in and whose gradients the sender wants.
         received: what came in; kept only for recomputation.
         sent_flags: what the receiver was told before the graph existed; for recomputation.
     """
@@ -55,34 +36,27 @@ class Saved:
     version: Version | None
     outputs: list[GradientEdge | None] = field(default_factory=list)
     entered: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[Any] = field(default_factory=list)
-    flags: Flags = ()
     received: Any = None
     recompute: bool = False
     sent_flags: Flags = ()
 
 
 def enter(tree: Any, flags: Flags, saved: Saved) -> Any:
-    """The tree with those tensors that want gradients made part of a graph."""
-    saved.flags = flags
+    """The tree with those tensors that want gradients made leaves of a graph."""
+    if isinstance(tree, torch.Tensor):
+        if flags[0]:
+            tree = tree.detach().requires_grad_()
+            saved.entered = [tree]
+        return tree
     leaves, spec = pytree.tree_flatten(tree)
-    wanting, position = [], []
     number = 0
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if flags[number]:
-                wanting.append(leaf)
-                position.append(at)
+                leaves[at] = leaf.detach().requires_grad_()
+                saved.entered.append(leaves[at])
             number += 1
-    if not wanting:
-        return tree
-    anchor = torch.empty((), requires_grad=True)
-    saved.gradients = [None] * len(wanting)
-    fresh = _Entry.apply(anchor, wanting, saved.gradients)  # type: ignore[no-untyped-call]
-    for at, leaf in zip(position, fresh, strict=True):
-        leaves[at] = leaf
-    saved.entered = list(fresh)
-    return pytree.tree_unflatten(leaves, spec)
+    return pytree.tree_unflatten(leaves, spec) if saved.entered else tree
 
 
 def leave(tree: Any, saved: Saved, flags: Flags | None = None) -> tuple[Any, Flags]:
@@ -90,6 +64,11 @@ def leave(tree: Any, saved: Saved, flags: Flags | None = None) -> tuple[Any, Fla
 
     With `flags`, which were sent before the graph existed, those tensors count that they name.
     """
+    if isinstance(tree, torch.Tensor) and flags is None:
+        if not tree.requires_grad:
+            return tree, (False,)
+        saved.outputs.append(get_gradient_edge(tree))
+        return tree.detach(), (True,)
     leaves, spec = pytree.tree_flatten(tree)
     own: list[bool] = []
     for at, leaf in enumerate(leaves):
@@ -113,11 +92,11 @@ def may_want_gradients(tree: Any) -> Flags:
 
 def input_gradients(saved: Saved) -> list[Any]:
     """The gradients to send back: one entry per tensor that the sender marked, None where nothing flowed."""
-    return saved.gradients if saved.gradients else [None] * sum(saved.flags)
+    return [t.grad for t in saved.entered]
 
 
 def backward(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None:
-    """Full backward of several forwards at once; gradients add to the parameters and fill each `gradients`."""
+    """Full backward of several forwards at once; gradients add to the parameters and to what entered."""
     roots, gradients = _roots(records, last)
     if roots:
         torch.autograd.backward(roots, gradients)
@@ -127,11 +106,8 @@ def backward_inputs(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) 
     """Gradients of the entering tensors only; the graph stays for `backward_weights`."""
     roots, gradients = _roots(records, last)
     entered = [t for saved, _ in records for t in saved.entered]
-    if not roots or not entered:
-        return
-    found = iter(torch.autograd.grad(roots, entered, gradients, retain_graph=True, allow_unused=True))
-    for saved, _ in records:
-        saved.gradients = [next(found) for _ in saved.entered]
+    if roots and entered:
+        torch.autograd.backward(roots, gradients, retain_graph=True, inputs=entered)
 
 
 def backward_weights(

@@ -17,14 +17,18 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
+from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.message import FRONT_BYTES, Decoder, Encoder, Message, fill, is_tensor
+from lightning_pipes.engine.message import FRONT_BYTES, Decoder, Encoder, Message, fill
 from lightning_pipes.ir import Instruction
 
 POSTED = 4
 """Receives posted ahead. Fewer cost up to 1.9 times the step time on slow links, more gain nothing."""
 FIRST_SLOT = 4096
+"""Bytes of the first receives, when nothing is known yet of what will come."""
+RELEASE_SECONDS = 0.01
+"""How long a sent tensor may be kept after it was delivered."""
 
 _PIECE = struct.Struct("<q q q q")  # bytes of this slot's successor, of the whole message, offset, bytes in this piece
 _GOODBYE = -1
@@ -39,13 +43,6 @@ class Work(Protocol):
     def wait(self) -> bool: ...
 
 
-class Group(Protocol):
-    """What is used of a gloo group of two ranks."""
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
-
-
 Posted = tuple[Work, torch.Tensor]
 """A send or receive under way and its bytes, which must live as long."""
 
@@ -53,101 +50,109 @@ Posted = tuple[Work, torch.Tensor]
 class Outbox:
     """The sending end.
 
-    `send` returns once the bytes are handed over to gloo, or for tensors on a GPU once their copy is enqueued; a
-    thread keeps them alive until they are delivered.
+    `send` returns once the bytes are handed over to gloo, or for tensors on a GPU once their copy is enqueued. A
+    thread keeps them alive until they are delivered; it wakes only now and then, because a wake-up for each message
+    would cost the computing thread more than the message does.
     """
 
-    def __init__(self, group: Group, peer: int, device: torch.device, lost: Callable[[BaseException], None]):
-        self._group, self._peer, self._lost = group, peer, lost
+    def __init__(self, group: ProcessGroupGloo, peer: int, device: torch.device, lost: Callable[[BaseException], None]):
+        self._group, self._lost = group, lost
         self._encoder = Encoder()
-        self._slots = deque([FIRST_SLOT] * POSTED)  # sizes of the receives that the peer posts next
+        self._slots = deque([FIRST_SLOT] * POSTED)  # sizes of the receives that the peer has posted, or will next
         self._slot = FIRST_SLOT
-        self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
-        self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._idle = threading.Condition()
-        self._unsent = 0
-        self._thread = threading.Thread(target=self._deliver, name=f"lightning_pipes send to {peer}", daemon=True)
+        self._stager = _StageOut(device, self._post) if device.type == "cuda" else None
+        self._unfinished: deque[Posted] = deque()
+        self._some = threading.Event()
+        self._hurry = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._release, name=f"lightning_pipes send to {peer}", daemon=True)
         self._thread.start()
 
     def send(self, key: tuple[int, Instruction], tree: object, flags: tuple[bool, ...] = ()) -> None:
         """Starts to send one message; messages arrive in the order of these calls."""
         buffer, tensors, places = self._encoder.encode(key, tree, flags, time.monotonic_ns())
-        with self._idle:
-            self._unsent += 1
-        if self._cuda:
-            buffer = buffer.pin_memory()
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-            self._queue.put((buffer, tensors, places, done))
-        else:
+        if self._stager is None:
             fill(buffer, tensors, places)
-            self._queue.put((self._post(buffer),))
-
-    def flush(self) -> None:
-        """Returns once the peer's side has taken everything."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._unsent == 0)
+            self._post(buffer)
+        else:
+            self._stager.send(buffer, tensors, places)
 
     def close(self, failed: bool) -> None:
-        """Tells the peer that nothing more comes, once for each receive that it has posted."""
+        """Tells the peer that nothing more comes, once for each receive that it has posted, and waits until it knows."""
+        if self._stager is not None:
+            self._stager.close(failed)
         if not failed:
-            self.flush()
-            self._queue.put(
-                ([self._post_piece(torch.empty(FRONT_BYTES, dtype=torch.uint8), _GOODBYE, 0) for _ in range(POSTED)],)
-            )
-        self._queue.put(None)
+            for _ in range(POSTED):
+                self._post_piece(torch.empty(FRONT_BYTES, dtype=torch.uint8), _GOODBYE, 0)
+        self._closed = True
+        self._some.set()
+        self._hurry.set()
         self._thread.join(timeout=1.0 if failed else 10.0)
 
-    def _post(self, buffer: torch.Tensor) -> list[Posted]:
+    def _post(self, buffer: torch.Tensor) -> None:
         size = buffer.numel() - FRONT_BYTES
         self._slot = max(self._slot, -(-buffer.numel() // FIRST_SLOT) * FIRST_SLOT)
-        room = self._slots[0] - FRONT_BYTES
-        works = [self._post_piece(buffer[: FRONT_BYTES + room], size, 0)]
-        at = room
+        at = self._slots[0] - FRONT_BYTES
+        self._post_piece(buffer[: FRONT_BYTES + at], size, 0)
         while at < size:  # only while the peer's slots are still too small
             room = self._slots[0] - FRONT_BYTES
             piece = torch.empty(FRONT_BYTES + min(room, size - at), dtype=torch.uint8)
             piece[FRONT_BYTES:] = buffer[FRONT_BYTES + at : FRONT_BYTES + at + room]
-            works.append(self._post_piece(piece, size, at))
+            self._post_piece(piece, size, at)
             at += room
-        return works
 
-    def _post_piece(self, wire: torch.Tensor, size: int, offset: int) -> Posted:
+    def _post_piece(self, wire: torch.Tensor, size: int, offset: int) -> None:
         self._slots.popleft()
         self._slots.append(self._slot)
         _PIECE.pack_into(wire.numpy().data, 0, self._slot, size, offset, wire.numel() - FRONT_BYTES)
-        return self._group.send([wire], RECEIVER, 0), wire
+        work: Work = self._group.send([wire], RECEIVER, 0)  # type: ignore[attr-defined]
+        self._unfinished.append((work, wire))
+        if not self._some.is_set():
+            self._some.set()
 
-    def _deliver(self) -> None:
+    def _release(self) -> None:
         try:
-            while (job := self._queue.get()) is not None:
-                if len(job) == 1:
-                    works = job[0]
-                else:
-                    works = self._stage_out(*job)
-                for work, _ in works:
+            while self._some.wait():
+                self._hurry.wait(RELEASE_SECONDS)
+                self._some.clear()
+                while self._unfinished:
+                    work, _ = self._unfinished[0]
                     work.wait()
-                del job, works
-                with self._idle:
-                    self._unsent -= 1
-                    self._idle.notify_all()
+                    self._unfinished.popleft()
+                if self._closed:
+                    return
         except Exception as error:
             self._lost(error)
-        finally:
-            with self._idle:
-                self._unsent = 0
-                self._idle.notify_all()
 
-    def _stage_out(
-        self, buffer: torch.Tensor, tensors: list[torch.Tensor], places: list[int], done: torch.cuda.Event
-    ) -> list[Posted]:
-        assert self._stream is not None
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(done)
-            fill(buffer, tensors, places)
-        self._stream.synchronize()
-        return self._post(buffer)
+
+class _StageOut:
+    """Copies tensors from the GPU to pinned memory on a stream of its own, and posts them when they are there."""
+
+    def __init__(self, device: torch.device, post: Callable[[torch.Tensor], None]) -> None:
+        self._post = post
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="lightning_pipes copy from GPU", daemon=True)
+        self._thread.start()
+
+    def send(self, buffer: torch.Tensor, tensors: list[torch.Tensor], places: list[int]) -> None:
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        self._queue.put((buffer.pin_memory(), tensors, places, done))
+
+    def close(self, failed: bool) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout=1.0 if failed else 10.0)
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            buffer, tensors, places, done = job
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(done)
+                fill(buffer, tensors, places)
+            self._stream.synchronize()
+            self._post(buffer)
+            del job, buffer, tensors
 
 
 class Inbox:
@@ -155,7 +160,7 @@ class Inbox:
 
     def __init__(
         self,
-        group: Group,
+        group: ProcessGroupGloo,
         peer: int,
         device: torch.device,
         deliver: Callable[[Message], None],
@@ -177,7 +182,8 @@ class Inbox:
 
     def _post(self, size: int) -> None:
         buffer = torch.empty(size, dtype=torch.uint8)
-        self._posted.append((self._group.recv([buffer], SENDER, 0), buffer, time.monotonic_ns()))
+        work: Work = self._group.recv([buffer], SENDER, 0)  # type: ignore[attr-defined]
+        self._posted.append((work, buffer, time.monotonic_ns()))
 
     def _run(self) -> None:
         whole: torch.Tensor | None = None
@@ -189,7 +195,6 @@ class Inbox:
                 successor, size, offset, piece = _PIECE.unpack_from(buffer.numpy().data, 0)
                 if size == _GOODBYE:  # the other posted receives get one each
                     continue
-                self._post(successor)
                 if piece < size:
                     if offset == 0:
                         whole = torch.empty(FRONT_BYTES + size, dtype=torch.uint8)
@@ -197,10 +202,12 @@ class Inbox:
                     start = FRONT_BYTES + offset
                     whole[start : start + piece] = buffer[FRONT_BYTES : FRONT_BYTES + piece]
                     if offset + piece < size:
+                        self._post(successor)
                         continue
                     buffer, whole = whole, None
                 self._deliver(self._stage_in(self._decoder.decode(buffer, posted, arrived)))
                 del buffer
+                self._post(successor)  # after delivery: three more are posted, and somebody waits for this one
         except Exception as error:
             self._lost(error)
 
@@ -209,7 +216,9 @@ class Inbox:
             return message
         with torch.cuda.stream(self._stream):
             tree = pytree.tree_map(
-                lambda leaf: leaf.pin_memory().to(self._device, non_blocking=True) if is_tensor(leaf) else leaf,
+                lambda leaf: (
+                    leaf.pin_memory().to(self._device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+                ),
                 message.tree,
             )
         self._stream.synchronize()

@@ -15,6 +15,7 @@ from lightning_pipes.engine.failure import FailureWatch, PeerFailure
 from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.mailbox import Transport
 from lightning_pipes.engine.order import Order, ReadyOrder, StaticOrder
+from lightning_pipes.engine.rng import forked_rng
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.weights import WeightVersions
 from lightning_pipes.ir import Cut, F, Instruction, Kind, Plan, PlanError, Policy, Program, Span, lower
@@ -125,17 +126,8 @@ class Engine:
         window = self._window
         if window is None:
             return False
-        ran = False
-        while True:
-            i = window.order.next(self._transport.mailbox, window.executor.window)
-            if i is not None:
-                self._run(window, i)
-                ran = True
-                continue
-            if window.order.satisfied or not wait:
-                return ran
-            awaited = window.order.awaits()
-            self._transport.mailbox.wait(None if awaited is None else (window.executor.window, awaited))
+        with forked_rng(self._device):
+            return self._progress(window, wait)
 
     def drain(self) -> None:
         """Runs everything that is left of the window and closes it."""
@@ -176,11 +168,23 @@ class Engine:
         """Ends the transport; all ranks must call it."""
         self._transport.close()
 
+    def _progress(self, window: _Window, wait: bool) -> bool:
+        ran = False
+        while True:
+            i = window.order.next(self._transport.mailbox, window.executor.window)
+            if i is not None:
+                self._run(window, i)
+                ran = True
+                continue
+            if window.order.satisfied or not wait:
+                return ran
+            window.order.wait(self._transport.mailbox, window.executor.window)
+
     def _open(self, plan: Plan, order: Program | Policy) -> _Window:
         self._windows += 1
         return _Window(
             StaticOrder(order, self._rank) if isinstance(order, Program) else ReadyOrder(order, plan, self._rank),
-            Executor(plan, self._stages, self._transport, self._rank, self._device, self._windows),
+            Executor(plan, self._stages, self._transport, self._rank, self._windows),
         )
 
     def _discard(self) -> None:

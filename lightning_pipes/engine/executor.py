@@ -13,7 +13,6 @@ from lightning_pipes.engine import autograd
 from lightning_pipes.engine.autograd import Saved
 from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.mailbox import Transport
-from lightning_pipes.engine.rng import forked_rng
 from lightning_pipes.engine.spans import Shelf
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.ir import Instruction, Kind, Plan, Span
@@ -29,9 +28,7 @@ _SHELF_OF = (*_RECEIVE_OF, *_RECEIVE_OF.values())
 class Executor:
     """The state of one window on one rank: what was computed, received, and is still to be differentiated."""
 
-    def __init__(
-        self, plan: Plan, stages: Sequence[Stage], transport: Transport, rank: int, device: torch.device, window: int
-    ) -> None:
+    def __init__(self, plan: Plan, stages: Sequence[Stage], transport: Transport, rank: int, window: int) -> None:
         self.plan = plan
         self.rank = rank
         self.window = window
@@ -40,7 +37,6 @@ class Executor:
         """What the last stage returned in evaluation."""
         self._stages = {(stage.number, stage.job): stage for stage in stages}
         self._transport = transport
-        self._device = device
         self._items: dict[tuple[int, int], Item] = {}
         self._shelves: dict[tuple[Kind, int, int, int], Shelf] = {}
         self._saved: dict[tuple[int, int, int], list[Saved]] = defaultdict(list)
@@ -104,17 +100,16 @@ class Executor:
             received, flags = (None, ()) if i.stage == 0 else self._shelf(Kind.RF, i).take(part)
             saved = Saved(part, version)
             wanted: autograd.Flags = ()
-            with forked_rng(self._device):
-                if not item.training:
-                    output = stage.forward(item, part, received, None)
-                elif stage.recompute:
-                    saved.recompute, saved.received = True, (received, flags)
-                    with torch.no_grad():
-                        output = stage.forward(item, part, received, version)
-                    wanted = saved.sent_flags = autograd.may_want_gradients(output)
-                else:
-                    output = stage.forward(item, part, autograd.enter(received, flags, saved), version)
-                    output, wanted = autograd.leave(output, saved)
+            if not item.training:
+                output = stage.forward(item, part, received, None)
+            elif stage.recompute:
+                saved.recompute, saved.received = True, (received, flags)
+                with torch.no_grad():
+                    output = stage.forward(item, part, received, version)
+                wanted = saved.sent_flags = autograd.may_want_gradients(output)
+            else:
+                output = stage.forward(item, part, autograd.enter(received, flags, saved), version)
+                output, wanted = autograd.leave(output, saved)
             if item.training:
                 self._saved[i.stage, i.job, i.batch].append(saved)
             if not last:
@@ -132,11 +127,9 @@ class Executor:
             if saved.recompute:
                 received, flags = saved.received
                 saved.received = None
-                with forked_rng(self._device):
-                    entered = autograd.enter(received, flags, saved)
-                    autograd.leave(
-                        stage.forward(item, saved.span, entered, saved.version, again=True), saved, saved.sent_flags
-                    )
+                entered = autograd.enter(received, flags, saved)
+                output = stage.forward(item, saved.span, entered, saved.version, again=True)
+                autograd.leave(output, saved, saved.sent_flags)
         if self._is_last(i.stage):
             return [(saved, ()) for saved in mine]
         gradients = self._shelf(Kind.RB, i)
@@ -163,13 +156,17 @@ class Executor:
     def _send(self, i: Instruction, span: Span) -> None:
         receive = i._replace(kind=_RECEIVE_OF[i.kind], stage=i.stage + (1 if i.kind is Kind.SF else -1))
         content = self._shelf(i.kind, i).take(span)
-        tree, flags = content if i.kind is Kind.SF else (content, ())
+        tree, flags = content if i.kind is Kind.SF else (content[0] if len(content) == 1 else content, ())
         self._transport.send(self.plan.ranks[receive.stage], (self.window, receive), tree, flags)
 
     def _receive(self, i: Instruction, span: Span) -> None:
         message = self._transport.mailbox.take((self.window, i))
         assert message is not None, f"{i} was run before its message was there"
-        self._shelf(i.kind, i).put(span, (message.tree, message.flags) if i.kind is Kind.RF else message.tree)
+        if i.kind is Kind.RF:
+            content = (message.tree, message.flags)
+        else:  # a list of gradients; a single one travels bare
+            content = message.tree if isinstance(message.tree, list) else [message.tree]
+        self._shelf(i.kind, i).put(span, content)
         if message.arrived:
             sender = i.stage + (-1 if i.kind is Kind.RF else 1)
             source = self.plan.ranks[sender]

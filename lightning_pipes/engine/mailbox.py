@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from lightning_pipes.engine.message import Message
@@ -19,51 +20,53 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
         self._messages: dict[Key, Message] = {}
-        self._fresh: dict[Key, None] = {}
+        self._arrivals: SimpleQueue[Key | None] = SimpleQueue()
         self._error: BaseException | None = None
 
     def put(self, message: Message) -> None:
         """A message has arrived."""
-        with self._condition:
-            self._messages[message.key] = message
-            self._fresh[message.key] = None
-            self._condition.notify_all()
+        self._messages[message.key] = message
+        self._arrivals.put(message.key)
 
     def fail(self, error: BaseException) -> None:
         """Whoever waits, or will, gets `error`."""
-        with self._condition:
-            self._error = self._error or error
-            self._condition.notify_all()
-
-    def take(self, key: Key) -> Message | None:
-        """The message, or None if it is not there yet."""
-        with self._condition:
-            self._fresh.pop(key, None)
-            return self._messages.pop(key, None)
+        self._error = self._error or error
+        self._arrivals.put(None)
 
     def holds(self, key: Key) -> bool:
         """Whether the message is there."""
         return key in self._messages
 
-    def fresh(self) -> list[Key]:
-        """The keys that have arrived since the last call."""
-        with self._condition:
-            keys, self._fresh = list(self._fresh), {}
-            return keys
+    def take(self, key: Key) -> Message | None:
+        """The message, or None if it is not there yet."""
+        return self._messages.pop(key, None)
 
-    def wait(self, key: Key | None = None) -> None:
-        """Returns once `key`, or without a key anything new, has arrived.
+    def fresh(self) -> list[Key]:
+        """The keys that have arrived since they were asked for last."""
+        keys = []
+        with suppress(Empty):
+            while True:
+                key = self._arrivals.get_nowait()
+                if key is not None:
+                    keys.append(key)
+        return keys
+
+    def wait(self, key: Key | None = None) -> list[Key]:
+        """Waits until `key`, or without a key anything new, has arrived; returns what arrived meanwhile.
 
         Raises:
             PeerFailure: a rank has failed.
         """
-        with self._condition:
-            while not (key in self._messages if key is not None else self._fresh):
-                if self._error is not None:
-                    raise self._error
-                self._condition.wait(1.0)  # a bounded wait lets Ctrl-C in
+        keys: list[Key] = []
+        while not (key in self._messages if key is not None else keys):
+            if self._error is not None:
+                raise self._error
+            with suppress(Empty):
+                arrived = self._arrivals.get(timeout=1.0)  # bounded, to let Ctrl-C in
+                if arrived is not None:
+                    keys.append(arrived)
+        return keys
 
 
 class Transport(Protocol):
@@ -76,9 +79,6 @@ class Transport(Protocol):
 
         `key` names its receive, `flags` says for each tensor whether its gradient is wanted.
         """
-
-    def flush(self) -> None:
-        """Returns once every message has left."""
 
     def close(self) -> None:
         """Ends all channels; both ends must call it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ ALIGN = 64
 """Tensors start at multiples of this many bytes, so that they can be used where they lie."""
 FRONT_BYTES = ALIGN
 """Left free in front of every message for what the channel writes there."""
+_EXTRA = FRONT_BYTES + HEADER_BYTES
 
 
 @dataclass(frozen=True)
@@ -73,26 +75,30 @@ class Signature:
         skeleton, leaves, flags = pickle.loads(data)
         return cls(None if skeleton is None else pytree.tree_structure(skeleton), leaves, flags)
 
-    def offsets(self) -> tuple[list[int], int]:
-        """Where each tensor starts among the tensors' bytes, and how many bytes they take."""
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each tensor starts among the tensors' bytes."""
+        return self._layout[0]
+
+    @cached_property
+    def bytes(self) -> int:
+        """What the tensors take."""
+        return self._layout[1]
+
+    @cached_property
+    def _layout(self) -> tuple[list[int], int]:
         at, starts = 0, []
-        for leaf in self.leaves:
+        for shape, dtype in filter(None, self.leaves):
             starts.append(at)
-            if leaf is not None:
-                shape, dtype = leaf
-                at += -(-shape.numel() * dtype.itemsize // ALIGN) * ALIGN
+            at += -(-shape.numel() * dtype.itemsize // ALIGN) * ALIGN
         return starts, at
-
-
-def is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 class Encoder:
     """The sending end of one channel."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Any, tuple[int, Signature, list[int], int]] = {}
+        self._known: dict[Any, tuple[int, Signature]] = {}
 
     def encode(
         self, key: tuple[int, Instruction], tree: Any, flags: tuple[bool, ...], sent: int
@@ -101,40 +107,56 @@ class Encoder:
 
         Its first FRONT_BYTES are left free.
         """
-        if is_tensor(tree):
-            leaves, spec = [tree], None
+        if isinstance(tree, torch.Tensor):  # by far the most common, and worth a short way
+            leaves, spec, described = [tree], None, ((tree.shape, tree.dtype),)
+            tensors, values = leaves, b""
         else:
             leaves, spec = pytree.tree_flatten(tree)
-        described = tuple((t.shape, t.dtype) if is_tensor(t) else None for t in leaves)
-        known = self._numbers.get((spec, described, flags))
-        spec_bytes = b""
+            described = tuple((t.shape, t.dtype) if isinstance(t, torch.Tensor) else None for t in leaves)
+            tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+            plain = [v for v in leaves if not isinstance(v, torch.Tensor)]
+            values = pickle.dumps(plain) if plain else b""
+        known = self._known.get((spec, described, flags))
+        extra = values
+        spec_size = 0
         if known is None:
             signature = Signature(spec, described, flags)
-            known = (len(self._numbers), signature, *signature.offsets())
-            self._numbers[spec, described, flags] = known
+            known = self._known[spec, described, flags] = (len(self._known), signature)
             spec_bytes = signature.to_bytes()
-        number, _, starts, size = known
-        values = [v for v in leaves if not is_tensor(v)]
-        value_bytes = pickle.dumps(values) if values else b""
-        at = FRONT_BYTES + HEADER_BYTES
-        body = -(-(at + len(spec_bytes) + len(value_bytes)) // ALIGN) * ALIGN
-        buffer = torch.empty(body + size, dtype=torch.uint8)
+            spec_size, extra = len(spec_bytes), spec_bytes + values
+        number, signature = known
+        body = -(-(_EXTRA + len(extra)) // ALIGN) * ALIGN
+        buffer = torch.empty(body + signature.bytes, dtype=torch.uint8)
         view = buffer.numpy().data
         window, i = key
-        fields = (_KIND_NUMBER[i.kind], i.stage, i.job, i.batch, *i.span, number, len(spec_bytes), len(value_bytes))
-        _HEADER.pack_into(view, FRONT_BYTES, _MAGIC, window, sent, *fields)
-        view[at : at + len(spec_bytes) + len(value_bytes)] = spec_bytes + value_bytes
-        tensors = [t for t in leaves if is_tensor(t)]
-        places = [body + start for start, leaf in zip(starts, described, strict=True) if leaf is not None]
-        return buffer, tensors, places
+        start, stop = i.span
+        kind = _KIND_NUMBER[i.kind]
+        _HEADER.pack_into(
+            view,
+            FRONT_BYTES,
+            _MAGIC,
+            window,
+            sent,
+            kind,
+            i.stage,
+            i.job,
+            i.batch,
+            start,
+            stop,
+            number,
+            spec_size,
+            len(values),
+        )
+        if extra:
+            view[_EXTRA : _EXTRA + len(extra)] = extra
+        return buffer, tensors, [body + start for start in signature.starts]
 
 
 def fill(buffer: torch.Tensor, tensors: list[torch.Tensor], places: list[int]) -> None:
     """Copies the tensors to their places in the buffer."""
     for tensor, at in zip(tensors, places, strict=True):
-        size = tensor.numel() * tensor.dtype.itemsize
-        if size:
-            buffer[at : at + size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+        if tensor.numel():
+            _view(buffer, at, tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
 
 
 class Decoder:
@@ -155,23 +177,22 @@ class Decoder:
         )
         if magic != _MAGIC:
             raise PipelineError(f"received {bytes(magic)!r} instead of a message: do all ranks run the same version?")
-        at = FRONT_BYTES + HEADER_BYTES
+        at = _EXTRA
         if n_spec:
             self._signatures[number] = Signature.from_bytes(view[at : at + n_spec])
             at += n_spec
         signature = self._signatures[number]
         values = iter(pickle.loads(view[at : at + n_values]) if n_values else ())
         at = -(-(at + n_values) // ALIGN) * ALIGN
-        starts, _ = signature.offsets()
-        leaves: list[Any] = []
-        for offset, leaf in zip(starts, signature.leaves, strict=True):
-            if leaf is None:
-                leaves.append(next(values))
-                continue
-            shape, dtype = leaf
-            size = shape.numel() * dtype.itemsize
-            data = buffer[at + offset : at + offset + size].view(dtype) if size else torch.empty(0, dtype=dtype)
-            leaves.append(data.view(shape))
+        starts = iter(signature.starts)
+        leaves = [
+            next(values) if leaf is None else _view(buffer, at + next(starts), *leaf) for leaf in signature.leaves
+        ]
         tree = leaves[0] if signature.spec is None else pytree.tree_unflatten(leaves, signature.spec)
         key = (window, Instruction(KINDS[kind], stage, job, batch, Span(start, stop)))
         return Message(key, tree, signature.flags, sent, posted, arrived, buffer.numel())
+
+
+def _view(buffer: torch.Tensor, at: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    size = shape.numel() * dtype.itemsize
+    return buffer[at : at + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)

@@ -6,14 +6,13 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from lightning_pipes.engine.mailbox import Mailbox
+from lightning_pipes.engine.mailbox import Key, Mailbox
 from lightning_pipes.ir import (
     RECEIVES,
     SENDS,
     DependencyTracker,
     Instruction,
     Kind,
-    PipelineError,
     Plan,
     Policy,
     Program,
@@ -35,11 +34,15 @@ class Order(Protocol):
     def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
         """What to run now; None if nothing can be run yet. `number` is the window's."""
 
+    def wait(self, mailbox: Mailbox, number: int) -> None:
+        """Returns when something has arrived that `next` may give.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+
     def done(self, i: Instruction) -> None:
         """`i`, which `next` gave, has been run."""
-
-    def awaits(self) -> Instruction | None:
-        """The receive that has to arrive before `next` gives anything; None if any arrival may do."""
 
     def close(self) -> None:
         """No more batches come in this window."""
@@ -84,8 +87,10 @@ class StaticOrder:
     def done(self, i: Instruction) -> None:
         self._advance()
 
-    def awaits(self) -> Instruction | None:
-        return self._current()
+    def wait(self, mailbox: Mailbox, number: int) -> None:
+        i = self._current()
+        assert i is not None
+        mailbox.wait((number, i))
 
     def close(self) -> None:
         """From here on instructions of batches that never came are left out, and an endless program ends."""
@@ -126,6 +131,7 @@ class ReadyOrder:
         self._tracker = DependencyTracker(plan)
         self._transfers: deque[Instruction] = deque()
         self._ready: list[Instruction] = []
+        self._unchecked: list[Instruction] = []  # receives whose message may have come before they were added
         self._rows: dict[Item, int] = {}
         self._left = 0
         self._in_flight: dict[int, int] = dict.fromkeys(plan.stages[rank], 0)
@@ -136,17 +142,15 @@ class ReadyOrder:
         mine = window(self._plan, self._rank, *item)
         self._left += len(mine)
         self._sort(self._tracker.add(mine))
+        self._unchecked += [i for i in mine if i.kind in RECEIVES]
         for i in mine:
             if i.kind in RECEIVES and not i.span.clip(rows).rows:  # nothing will be sent for rows that are not there
                 self._sort(self._tracker.complete(_send_of(i)))
 
     def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
-        for window_number, i in mailbox.fresh():
-            if window_number != number:
-                raise PipelineError(
-                    f"{i} of window {window_number} arrived in window {number}: the ranks are not in step"
-                )
-            self._sort(self._tracker.complete(_send_of(i)))
+        self._arrived([(number, i) for i in self._unchecked if mailbox.holds((number, i))], number)
+        self._unchecked.clear()
+        self._arrived(mailbox.fresh(), number)
         if self._transfers:
             return self._transfers.popleft()
         if not self._ready:
@@ -169,8 +173,8 @@ class ReadyOrder:
             self._in_flight[i.stage] -= rows
         self._sort(self._tracker.complete(i))
 
-    def awaits(self) -> Instruction | None:
-        return None
+    def wait(self, mailbox: Mailbox, number: int) -> None:
+        self._arrived(mailbox.wait(), number)
 
     def close(self) -> None:
         pass
@@ -178,6 +182,11 @@ class ReadyOrder:
     @property
     def satisfied(self) -> bool:
         return not self._left
+
+    def _arrived(self, keys: list[Key], number: int) -> None:
+        for window_number, i in keys:
+            if window_number == number:  # a neighbour may be in the next window already; its messages wait
+                self._sort(self._tracker.complete(_send_of(i)))
 
     def _sort(self, ready: list[Instruction]) -> None:
         for i in ready:

@@ -28,20 +28,19 @@ def stream_seed(seed: int, job: int, layer: int, number: int, span: Span) -> int
 
 
 @contextmanager
-def forked_rng(device: torch.device, everything: bool = False) -> Iterator[None]:
-    """Leaves the generators of torch, and with `everything` of Python and NumPy, as they were before."""
+def forked_rng(device: torch.device) -> Iterator[None]:
+    """Leaves the generators of torch, Python and NumPy as they were before."""
     cpu = torch.default_generator.get_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    python, numpy = (random.getstate(), np.random.get_state()) if everything else (None, None)
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
         torch.default_generator.set_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
-        if python is not None and numpy is not None:
-            random.setstate(python)
-            np.random.set_state(numpy)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def seed_all(seed: int, device: torch.device, everything: bool = False) -> None:

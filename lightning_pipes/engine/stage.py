@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.rng import seed_all, stream_seed
@@ -21,6 +22,14 @@ Body = Callable[["Stage", Item, Span, Any], Any]
 def layers_only(stage: Stage, item: Item, span: Span, received: Any) -> Any:
     """The body of a stage in the middle: what was received goes through the layers."""
     return stage.run_layers(item, span, received)
+
+
+_IN_PLACE = "a leaf Variable that requires grad"
+"""How autograd refuses a layer that works in place on what the stage received, which is a leaf only here."""
+
+
+def _fresh(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf else leaf
 
 
 class Stage:
@@ -58,6 +67,7 @@ class Stage:
         """Whether the body runs for the second time, so that it must not log or count anything again."""
         self.weights = WeightVersions(self.layers, most=1)
         self._version: Version | None = None
+        self._changes_input = False
 
     def forward(self, item: Item, span: Span, received: Any, version: Version | None, again: bool = False) -> Any:
         """Runs the body with the weights of `version`."""
@@ -70,12 +80,24 @@ class Stage:
     def run_layers(self, item: Item, span: Span, x: Any) -> Any:
         """`x` through the layers; each layer draws from its own random stream."""
         for number, layer in self.layers.items():
-            seed_all(stream_seed(self.seed, self.job, number, item.number, span), self.device)
-            if self._version is None and not self.recomputing:
-                x = layer(x)
-            else:
-                x = functional_call(layer, self._tensors(number, layer), (x,))
+            seed = stream_seed(self.seed, self.job, number, item.number, span)
+            seed_all(seed, self.device)
+            if not self._changes_input:
+                try:
+                    x = self._run_layer(number, layer, x)
+                    continue
+                except RuntimeError as error:
+                    if _IN_PLACE not in str(error):
+                        raise
+                self._changes_input = True
+                seed_all(seed, self.device)
+            x = self._run_layer(number, layer, pytree.tree_map(_fresh, x))
         return x
+
+    def _run_layer(self, number: int, layer: nn.Module, x: Any) -> Any:
+        if self._version is None and not self.recomputing:
+            return layer(x)
+        return functional_call(layer, self._tensors(number, layer), (x,))
 
     def seed_user_code(self, item: Item, span: Span, layer: int) -> None:
         """Gives user code before or after the layers its own random stream: torch's, NumPy's and Python's."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from lightning_pipes.engine.channel import Inbox, Outbox
 from lightning_pipes.engine.failure import FailureWatch
@@ -29,7 +29,8 @@ class GlooTransport:
     """One channel per neighbour and direction, each over a gloo group of its own.
 
     The groups are made from the store of the run and known to no one else: `torch.distributed.new_group` would have
-    every rank of the world take part in each. Tensors on a GPU are staged through pinned memory, so several ranks may share one device.
+    every rank of the world take part in each. Tensors on a GPU are staged through pinned memory, so several ranks may
+    share one device.
     """
 
     def __init__(
@@ -60,10 +61,6 @@ class GlooTransport:
         kind = Kind.SF if key[1].kind is Kind.RF else Kind.SB
         self._out[rank, kind].send(key, tree, flags)
 
-    def flush(self) -> None:
-        for outbox in self._out.values():
-            outbox.flush()
-
     def close(self) -> None:
         failed = self._watch.error is not None
         for outbox in self._out.values():
@@ -84,9 +81,6 @@ class LoopbackTransport:
         buffer, tensors, places = Encoder().encode(key, tree, flags, 0)
         fill(buffer, tensors, places)
         self._mailboxes[rank].put(Decoder().decode(buffer, 0, 0))
-
-    def flush(self) -> None:
-        pass
 
     def close(self) -> None:
         pass

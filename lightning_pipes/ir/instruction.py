@@ -1,5 +1,7 @@
 """One thing that one rank does."""
 
+# ruff: noqa: N802 - the field's letters
+
 from __future__ import annotations
 
 from enum import StrEnum

@@ -69,7 +69,7 @@ class Program:
         """The finite program of `batches` batches; itself where it has no cycle."""
         if not self.endless:
             return self
-        shift = batches - self.head_batches
+        shift = max(0, batches - self.head_batches)  # fewer batches: those of the head that are left out, dropped
         rows = []
         for rank, head in enumerate(self.head):
             row = list(head)

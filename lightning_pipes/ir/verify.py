@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_pipes.ir.dependencies import needs
 from lightning_pipes.ir.errors import DeadlockError, PlanError, ProgramError
-from lightning_pipes.ir.instruction import Instruction, Kind
+from lightning_pipes.ir.instruction import COMPUTE, Instruction, Kind
 from lightning_pipes.ir.lowering import lower, window
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program
@@ -40,14 +40,16 @@ def verify(program: Program, plan: Plan, batches: int | None = None) -> Facts:
         DeadlockError: ranks wait for each other.
         PlanError: a stage needs more weight versions or holds more samples than the plan allows.
     """
+    least = plan.batches
     if program.endless:
-        program = program.unroll(batches if batches is not None else program.head_batches + 3)
+        least = batches if batches is not None else program.head_batches + 3
+        program = program.unroll(least)
     lowered = lower(program, plan)
-    _check_complete(lowered, plan)
+    _check_complete(lowered, plan, least)
     order = _run(lowered, plan)
     facts = _facts(order, plan)
     for stage in range(plan.n_stages):
-        if facts.versions[stage] > plan.versions[stage]:
+        if facts.versions[stage] > plan.versions[stage] and plan.shared_weights:
             raise PlanError(
                 f"stage {stage} needs {facts.versions[stage]} weight versions and may hold {plan.versions[stage]}; "
                 "raise versions or run its STEP after the backward of every batch in flight"
@@ -60,15 +62,17 @@ def verify(program: Program, plan: Plan, batches: int | None = None) -> Facts:
     return facts
 
 
-def _check_complete(program: Program, plan: Plan) -> None:
+def _check_complete(program: Program, plan: Plan, least: int) -> None:
     batches = {(i.job, i.batch) for i in program.instructions()}
     for job in range(len(plan.jobs)):
-        if (job, 0) not in batches:
-            raise ProgramError(f"job {job} does not occur in the program")
+        most = max((batch + 1 for j, batch in batches if j == job), default=0)
+        for batch in range(max(least, most)):
+            if (job, batch) not in batches:
+                raise ProgramError(f"job {job} has no batch {batch} in the program")
     for rank, row in enumerate(program.head):
         wanted = Counter(i for job, batch in sorted(batches) for i in window(plan, rank, job, batch))
         got = Counter(row)
-        for i in got - wanted:
+        for i in sorted(got - wanted, key=lambda i: i.kind not in COMPUTE):  # its transfers follow from it
             why = "comes more than once" if i in wanted else "does not belong there"
             raise ProgramError(f"rank {rank}: {i} {why}")
         for i in wanted - got:

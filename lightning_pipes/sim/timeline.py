@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
-from lightning_pipes.ir import COMPUTE, Instruction, Plan
+from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Program
 
 
 class Event(NamedTuple):
@@ -47,9 +48,23 @@ class Timeline:
         moved = tuple(e._replace(start=e.start - origin, end=e.end - origin) for e in ordered)
         return cls(moved, plan, **more)  # type: ignore[arg-type]
 
+    @classmethod
+    def gather(
+        cls, by_rank: Sequence[Iterable[Event]], plan: Plan, offsets: Sequence[int] = (), **more: object
+    ) -> Timeline:
+        """One timeline from the events that each rank recorded, in nanoseconds of its own clock.
+
+        `offsets[rank]` is added to that rank's times; without it all ranks are taken to share a clock.
+        """
+        moved = (
+            [e._replace(start=e.start + offset, end=e.end + offset) for e in events] if offset else events
+            for events, offset in zip(by_rank, offsets or (0,) * len(by_rank), strict=True)
+        )
+        return cls.of(chain.from_iterable(moved), plan, **more)
+
     @cached_property
     def makespan(self) -> int:
-        """Nanoseconds from the first start to the last end."""
+        """Nanoseconds from 0 to the last end."""
         return max((e.end for e in self.events), default=0)
 
     @cached_property
@@ -70,3 +85,43 @@ class Timeline:
     def efficiency(self) -> float:
         """Busy time of the slowest rank over the makespan, 0 to 1."""
         return max(self.busy) / self.makespan if self.makespan else 0.0
+
+    @property
+    def computations(self) -> tuple[Event, ...]:
+        """The events that occupy ranks."""
+        return tuple(e for e in self.events if e.instruction.kind in COMPUTE)
+
+    @property
+    def transfers(self) -> tuple[Event, ...]:
+        """The events that occupy links."""
+        return tuple(e for e in self.events if e.instruction.kind in SENDS)
+
+    def target(self, transfer: Event) -> int:
+        """The rank that `transfer` goes to."""
+        i = transfer.instruction
+        return self.plan.ranks[i.stage + 1 if i.kind is Kind.SF else i.stage - 1]
+
+    @cached_property
+    def link_busy(self) -> dict[tuple[int, int], int]:
+        """Nanoseconds during which something was under way, by (from rank, to rank); latency counts."""
+        busy: dict[tuple[int, int], int] = {}
+        until: dict[tuple[int, int], int] = {}
+        for e in self.transfers:
+            link = (e.rank, self.target(e))
+            begun = max(e.start, until.get(link, 0))
+            busy[link] = busy.get(link, 0) + max(0, e.end - begun)
+            until[link] = max(e.end, until.get(link, 0))
+        return busy
+
+    def program(self) -> Program:
+        """The order in which the ranks computed: a finite program, without transfers."""
+        rows: list[list[Instruction]] = [[] for _ in range(self.plan.n_ranks)]
+        for e in self.computations:
+            rows[e.rank].append(e.instruction)
+        return Program(tuple(map(tuple, rows)))
+
+    def gantt(self, width: int = 100) -> str:
+        """A drawing in text, `width` characters for the makespan; see `sim.gantt`."""
+        from lightning_pipes.sim.gantt import gantt
+
+        return gantt(self, width)

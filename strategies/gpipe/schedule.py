@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, Program
+from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, Program, check_one_batch
 
 
 @dataclass(frozen=True)
@@ -14,11 +14,15 @@ class GPipe:
 
     Holds every micro-batch of the batch; a step of m micro-batches on p equal stages takes (m + p - 1)(f + b). With
     several stages a rank, the earlier stage's forwards come first.
+
+    Raises:
+        PlanError: the plan has several jobs, several batches or a split backward.
     """
 
     name: ClassVar[str] = "gpipe"
 
     def program(self, plan: Plan) -> Program:
+        check_one_batch(plan, self.name)
         return Program(tuple(self._order(plan, stages) for stages in plan.stages))
 
     def _order(self, plan: Plan, stages: tuple[int, ...]) -> tuple[Instruction, ...]:

@@ -6,7 +6,19 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import ClassVar
 
-from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, PlanError, Program, Span, even_spans
+from lightning_pipes.ir import (
+    STEP,
+    B,
+    F,
+    Instruction,
+    Kind,
+    Plan,
+    PlanError,
+    Program,
+    Span,
+    check_one_batch,
+    even_spans,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class Interleaved:
         return tuple(range(n_ranks)) * self.stages_per_rank
 
     def program(self, plan: Plan) -> Program:
+        check_one_batch(plan, self.name)
         wanted = self.placement(plan.n_ranks)
         if plan.ranks != wanted:
             raise PlanError(f"{self.name} places stages on ranks {wanted}, the plan on {plan.ranks}")

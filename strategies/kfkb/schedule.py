@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, PlanError, Program
+from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, PlanError, Program, check_one_batch
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class KFKB:
     activations: stage s of p keeps at most min(k * (p - s), m) micro-batches. The last group may be incomplete.
 
     Raises:
-        PlanError: k < 1, a rank has several stages, or backward spans differ from forward spans.
+        PlanError: k < 1, a rank has several stages, backward spans differ from forward spans, or there is more than one
+            batch of one job to order.
     """
 
     k: int = 1
@@ -28,12 +29,13 @@ class KFKB:
             raise PlanError(f"{self.name}: k must be at least 1, got {self.k}; k=1 is 1F1B")
 
     def program(self, plan: Plan) -> Program:
+        check_one_batch(plan, self.name)
         if plan.n_ranks != plan.n_stages:
             raise PlanError(
                 f"{self.name} runs one stage a rank, the plan has {plan.n_stages} stages on {plan.n_ranks} ranks; "
                 "for several stages a rank choose schedule 'interleaved'"
             )
-        return Program(tuple(self._order(plan, s) for s in range(plan.n_stages)))
+        return Program(tuple(self._order(plan, stage) for (stage,) in plan.stages))
 
     def _order(self, plan: Plan, stage: int) -> tuple[Instruction, ...]:
         spans = plan.spans(Kind.F, stage)  # which samples each micro-batch holds

@@ -1,0 +1,339 @@
+"""Step time of our engine beside torch.distributed.pipelining, in one alternating run.
+
+Emulated stages sleep for their forward and backward time, so two cores can stand for eight devices: right for order,
+transport and overhead, and for nothing else. The GPT is real: two stages, one thread each.
+
+    python benchmarks/engine.py [--quick] [--json] [--pairs N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
+from lightning_pipes.ir import Plan, Schedule, Span, placement
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.sim import simulate
+from lightning_pipes.testing.ranks import run_ranks
+
+FORWARD, BACKWARD = 0.005, 0.010
+EDGE_FLOATS = 64 * 1024 // 4
+WARM_UP = 2
+SPIN = float(os.environ.get("SPIN", "0.0001"))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison: a schedule of ours and of torch on `ranks` processes with `microbatches`."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    model: str = "emulated"
+
+    @property
+    def stages_per_rank(self) -> int:
+        return 2 if self.schedule == "interleaved" else 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one cell gave; seconds, medians over the pairs."""
+
+    cell: Cell
+    ours: float
+    torch: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    efficiency: float
+    overhead: float
+    simulated: float
+
+
+def pause(seconds: float) -> None:
+    """Takes this long, to some microseconds: sleeps, and spins at the end, because a sleep alone ends late by as much
+    as an engine's whole overhead."""
+    end = time.perf_counter() + seconds
+    if seconds > SPIN:
+        time.sleep(seconds - SPIN)
+    while time.perf_counter() < end:
+        os.sched_yield()  # other threads may have the interpreter, as during a real kernel
+
+
+class _Sleep(torch.autograd.Function):
+    """Takes a fixed time forward and backward, and passes its input on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.backward_seconds = backward
+        pause(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        pause(ctx.backward_seconds)
+        return gradients[0], torch.zeros(()), None, None
+
+
+class Emulated(nn.Module):
+    """A stage that sleeps."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.times = (forward, backward)
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sleep.apply(x, self.weight, *self.times)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with causal attention; x is (samples, tokens, width)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, t, w = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(n, t, w))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """Logits as (samples, classes, tokens), as cross entropy wants them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def gpt_parts(stages: int, width: int = 128, blocks: int = 8) -> list[nn.Sequential]:
+    """A byte-level GPT in `stages` parts."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Embedding(256, width), *(Block(width, 4) for _ in range(blocks)), Head(width)]
+    cuts = [round(i * len(layers) / stages) for i in range(stages + 1)]
+    return [nn.Sequential(*layers[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def make_problem(cell: Cell) -> tuple[list[nn.Module], torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]:
+    """The stages' modules, the batch, the target and the loss."""
+    n = cell.ranks * cell.stages_per_rank
+    torch.manual_seed(1)
+    if cell.model == "gpt":
+        x = torch.randint(256, (cell.microbatches * 2, 96))
+        return list(gpt_parts(n)), x, torch.randint(256, x.shape), nn.functional.cross_entropy
+    share = 1 / cell.stages_per_rank
+    parts: list[nn.Module] = [Emulated(FORWARD * share, BACKWARD * share) for _ in range(n)]
+    x = torch.randn(cell.microbatches, EDGE_FLOATS)
+    return parts, x, torch.zeros(cell.microbatches), lambda output, target: output.mean() + target.mean()
+
+
+def make_ours(cell: Cell, rank: int, watch: FailureWatch) -> tuple[Callable[[int], None], Engine]:
+    """One step of our engine."""
+    parts, x, target, loss = make_problem(cell)
+    settings = {"stages_per_rank": cell.stages_per_rank} if cell.stages_per_rank > 1 else {}
+    schedule = make_schedule(cell.schedule, **settings)
+    assert isinstance(schedule, Schedule)
+    plan = Plan.even(len(parts), cell.microbatches, len(x), placement(schedule, cell.ranks))
+
+    def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        out = stage.run_layers(item, span, x[span.start : span.stop] if received is None else received)
+        if stage.number < len(parts) - 1:
+            return out
+        return loss(out, target[span.start : span.stop]) * (span.rows / item.rows)
+
+    stages = [Stage(s, {s: parts[s]}, body) for s in plan.stages[rank]]
+    transport = make_transport(plan, rank, range(cell.ranks), torch.device("cpu"), watch)
+    engine = Engine(plan, schedule.program(plan), stages, transport, rank=rank, watch=watch)
+
+    def step(number: int) -> None:
+        engine.inject(Item(number, len(x)))
+        engine.drain()
+
+    return step, engine
+
+
+def make_torch(cell: Cell, rank: int) -> Callable[[int], None]:
+    """One step of torch's schedule, by its public API."""
+    parts, x, target, loss = make_problem(cell)
+    device, mine = torch.device("cpu"), range(rank, len(parts), cell.ranks)
+    stages = [PipelineStage(parts[s], s, len(parts), device) for s in mine]
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[cell.schedule]
+    schedule = kind(stages if cell.stages_per_rank > 1 else stages[0], cell.microbatches, loss_fn=loss)  # type: ignore[abstract,arg-type]
+
+    def step(number: int) -> None:
+        arguments = (x,) if rank == 0 else ()
+        if stages[-1].is_last:
+            schedule.step(*arguments, target=target)
+        else:
+            schedule.step(*arguments)
+
+    return step
+
+
+def rank_main(rank: int, cells: list[Cell], pairs: int) -> list[dict[str, Any]]:
+    """This rank's step times and busy time, cell by cell."""
+    steady()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
+    found = []
+    for cell in cells:
+        ours, engine = make_ours(cell, rank, watch)
+        sides = {"ours": ours, "torch": make_torch(cell, rank)}
+        spans: dict[str, list[tuple[int, int]]] = {"ours": [], "torch": []}
+        busy: list[int] = []
+        durations: list[tuple[str, int]] = []
+        for number in range(WARM_UP + pairs):
+            for side in ("ours", "torch") if number % 2 else ("torch", "ours"):
+                dist.barrier()
+                started = time.monotonic_ns()
+                sides[side](number)
+                spans[side].append((started, time.monotonic_ns()))
+            mine = [e for e in engine.events if e.rank == rank and e.instruction.kind in "FB"]
+            busy.append(sum(e.end - e.start for e in mine))
+            durations += [(e.instruction.kind.value, e.end - e.start) for e in mine]
+        engine.close()
+        found.append({"spans": spans, "busy": busy, "durations": durations})
+    watch.close()
+    return found
+
+
+def steady() -> None:
+    """Asks for priority, where allowed: on a shared machine other programs would be measured too."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
+
+
+def evaluate(cell: Cell, by_rank: list[dict[str, Any]], pairs: int) -> Row:
+    """One row from what all ranks measured."""
+
+    def steps(side: str) -> list[float]:
+        each = zip(*(r["spans"][side][WARM_UP:] for r in by_rank), strict=True)
+        return [(max(end for _, end in s) - min(start for start, _ in s)) / 1e9 for s in each]
+
+    ours, peer = steps("ours"), steps("torch")
+    ratios = sorted(a / b for a, b in zip(ours, peer, strict=True))
+    quarter = len(ratios) // 4
+    settings = {"stages_per_rank": cell.stages_per_rank} if cell.stages_per_rank > 1 else {}
+    schedule = make_schedule(cell.schedule, **settings)
+    assert isinstance(schedule, Schedule)
+    plan = Plan.even(cell.ranks * cell.stages_per_rank, cell.microbatches, ranks=placement(schedule, cell.ranks))
+    if cell.model == "gpt":
+        times = {
+            k: statistics.median(d for r in by_rank for kind, d in r["durations"] if kind == k) / 1e9 for k in "FB"
+        }
+    else:
+        times = {"F": FORWARD / cell.stages_per_rank, "B": BACKWARD / cell.stages_per_rank}
+    costs = CostModel.uniform(plan.n_stages, times["F"], times["B"])
+    simulated = simulate(schedule.program(plan), plan, costs).makespan / 1e9
+    busiest = max(statistics.median(r["busy"][WARM_UP:]) for r in by_rank) / 1e9
+    step = statistics.median(ours)
+    return Row(
+        cell,
+        step,
+        statistics.median(peer),
+        statistics.median(ratios),
+        ratios[quarter],
+        ratios[-1 - quarter],
+        busiest / step,
+        (step - simulated) / (2 * cell.microbatches * cell.stages_per_rank),
+        simulated,
+    )
+
+
+def measure(cells: list[Cell], pairs: int) -> list[Row]:
+    """One row a cell; cells with the same number of ranks share one set of processes."""
+    rows: dict[Cell, Row] = {}
+    for ranks in sorted({c.ranks for c in cells}):
+        group = [c for c in cells if c.ranks == ranks]
+        found = run_ranks(rank_main, ranks, group, pairs, timeout=1800)
+        for number, cell in enumerate(group):
+            rows[cell] = evaluate(cell, [r[number] for r in found], pairs)
+            print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return [rows[c] for c in cells]
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text."""
+    lines = [
+        "model     schedule     S   M   ours ms  torch ms  ratio (quartiles)      efficiency  overhead us  simulated ms"
+    ]
+    for r in rows:
+        c = r.cell
+        lines.append(
+            f"{c.model:9} {c.schedule:11} {c.ranks:2} {c.microbatches:3} {1e3 * r.ours:9.1f} {1e3 * r.torch:9.1f}"
+            f"  {r.ratio:.3f} ({r.ratio_low:.3f}-{r.ratio_high:.3f})  {r.efficiency:10.3f} {1e6 * r.overhead:12.0f}"
+            f" {1e3 * r.simulated:13.1f}"
+        )
+    return "\n".join(lines)
+
+
+def headline(rows: list[Row]) -> dict[str, float]:
+    """The figures by which the engine is judged."""
+    by = {(r.cell.model, r.cell.schedule, r.cell.ranks, r.cell.microbatches): r for r in rows}
+    emulated = [r for r in rows if r.cell.model == "emulated"]
+    plain = by["emulated", "1f1b", 4, 16]
+    return {
+        "vs_torch_1f1b": plain.ratio,
+        "vs_torch_gpipe": by["emulated", "gpipe", 4, 16].ratio,
+        "worst_cell": max(r.ratio for r in emulated),
+        "vs_torch_gpt": max(r.ratio for r in rows if r.cell.model == "gpt"),
+        "overhead_us": 1e6 * plain.overhead,
+        "sim_error": max(abs(r.ours - r.simulated) / r.ours for r in emulated),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="S=4, M=16, one cell more, and the GPT; within 120 s")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--pairs", type=int, default=15, help="alternating pairs a cell")
+    options = parser.parse_args()
+    if options.quick:
+        cells = [Cell("1f1b", 4, 16), Cell("gpipe", 4, 16), Cell("interleaved", 4, 16), Cell("1f1b", 2, 8)]
+    else:
+        kinds = ("gpipe", "1f1b", "interleaved")
+        cells = [Cell(k, s, m) for s in (2, 4, 8) for m in (8, 16, 32) for k in kinds]
+    cells += [Cell(k, 2, 16, "gpt") for k in (("1f1b",) if options.quick else ("gpipe", "1f1b"))]
+    rows = measure(cells, options.pairs)
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}; "
+    )
+    print(
+        f"emulated stages sleep {1e3 * FORWARD:.0f} ms forward and {1e3 * BACKWARD:.0f} ms backward; {options.pairs} pairs"
+    )
+    print(table(rows))
+    if options.json:
+        print(json.dumps(headline(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Timelines as pictures and as traces for a viewer."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from lightning_pipes.ir import Instruction, Kind
+from lightning_pipes.sim.labels import WORDS, Labels
+from lightning_pipes.sim.timeline import Event, Timeline
+from lightning_pipes.sim.units import seconds_text
+
+_COLOURS = {
+    Kind.F: "#4f8fd0",
+    Kind.B: "#e8973a",
+    Kind.I: "#e8b93a",
+    Kind.W: "#7fae5c",
+    Kind.STEP: "#555b66",
+    Kind.SF: "#a9c8ea",
+    Kind.SB: "#f3cda2",
+}
+_BAR = 0.62  # of a rank's row; transfers share the rest
+_LEFT, _RIGHT = 0.78, 0.9  # inches beside the bars
+
+
+def save_png(timeline: Timeline, path: str | Path, other: Timeline | None = None) -> None:
+    """Draw `timeline`, one row a rank: computations as bars with their micro-batch, transfers as thin bars, below the
+    sender's row on the way forward and above it on the way back, and the share of time that each rank idles.
+
+    With `other` a second panel on the same scale: the first is called predicted, the second measured, unless they have
+    names.
+    """
+    from matplotlib.figure import Figure  # not pyplot: the user's own figures and backend stay as they are
+
+    panels = [timeline] if other is None else [timeline, other]
+    heights = [_row_inches(t) * t.plan.n_ranks + 0.75 for t in panels]
+    bars = max(len(row) for t in panels for row in t.program().head)
+    width = min(max(13.0, 0.17 * bars), 24.0)
+    figure = Figure(figsize=(width, sum(heights) + 0.2))
+    axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0]
+    span = max(t.makespan for t in panels) or 1
+    for panel, name, axis in zip(panels, ("predicted", "measured"), axes, strict=False):
+        title = panel.name or (name if other is not None else "")
+        _panel(axis, panel, title, span, points=72 * (width - _LEFT - _RIGHT) / span)
+    _legend(axes[0], panels)
+    axes[-1].set_xlabel(f"time in {_unit(span)[0]}", fontsize=8)
+    figure.subplots_adjust(
+        left=_LEFT / width,
+        right=1 - _RIGHT / width,
+        top=1 - 0.42 / sum(heights),
+        bottom=0.42 / sum(heights),
+        hspace=0.6 / min(heights),
+    )
+    figure.savefig(path, dpi=130)
+
+
+def _row_inches(timeline: Timeline) -> float:
+    return 0.42 if timeline.plan.n_ranks <= 16 else 0.25
+
+
+def _unit(nanoseconds: int) -> tuple[str, float]:
+    return next(((u, s) for u, s in (("s", 1e9), ("ms", 1e6), ("us", 1e3)) if nanoseconds >= s), ("ns", 1.0))
+
+
+def _panel(axis: Any, timeline: Timeline, title: str, span: int, points: float) -> None:
+    """Draw one timeline; `points` of paper stand for a nanosecond."""
+    from matplotlib.collections import PolyCollection
+
+    labels = Labels(timeline)
+    size = _unit(span)[1]
+    longest: dict[Kind, int] = defaultdict(int)  # all numbers of a kind are shown, or none
+    for e in timeline.computations:
+        longest[e.instruction.kind] = max(longest[e.instruction.kind], len(labels.of(e.instruction)))
+    boxes: list[list[tuple[float, float]]] = []
+    colours: list[Any] = []
+    edges: list[float] = []
+    for e in timeline.events:
+        if e.end == e.start:
+            continue
+        low, high = _rows_of(e)
+        x0, x1 = e.start / size, e.end / size
+        boxes.append([(x0, low), (x0, high), (x1, high), (x1, low)])
+        colours.append(_shade(e.instruction, labels))
+        edges.append(min(0.6, 0.08 * points * (e.end - e.start)))
+        kind = e.instruction.kind
+        fits = (points * (e.end - e.start) - 0.6) / (0.63 * longest[kind]) if kind in WORDS else 0.0  # font size
+        if fits >= 5:
+            where, text = (x0 + x1) / 2, labels.of(e.instruction)
+            axis.text(where, e.rank, text, ha="center", va="center_baseline", fontsize=min(7, fits), color="white")
+    axis.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=edges))
+
+    n = timeline.plan.n_ranks
+    axis.set_xlim(0, span / size)
+    axis.set_ylim(n - 0.42, -0.58)
+    axis.set_yticks(range(n), [f"rank {rank}" for rank in range(n)], fontsize=8)
+    axis.tick_params(axis="y", length=0)
+    axis.tick_params(axis="x", labelsize=7, length=2)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    for rank, bubble in enumerate(timeline.bubble):
+        axis.barh(rank, timeline.makespan / size, _BAR, color="#f1f2f4", zorder=0)
+        axis.text(1.006, rank, f"{bubble:.0%} idle", transform=axis.get_yaxis_transform(), fontsize=7.5, va="center")
+    heading = ", ".join(part for part in (title, seconds_text(timeline.makespan)) if part)
+    axis.set_title(heading, loc="left", fontsize=10, pad=5)
+
+
+def _rows_of(e: Event) -> tuple[float, float]:
+    """Where the bar of `e` begins and ends, upside down: row 0 is at the top."""
+    half, thin = _BAR / 2, (1 - _BAR) / 2 - 0.07
+    match e.instruction.kind:
+        case Kind.SF:
+            return e.rank + half + 0.04, e.rank + half + 0.04 + thin
+        case Kind.SB:
+            return e.rank - half - 0.04 - thin, e.rank - half - 0.04
+        case _:
+            return e.rank - half, e.rank + half
+
+
+def _shade(i: Instruction, labels: Labels) -> tuple[float, float, float]:
+    """The kind's colour, lighter for later stages of a rank, darker for every second job or batch."""
+    from matplotlib.colors import to_rgb
+
+    r, g, b = to_rgb(_COLOURS[i.kind])
+    if i.kind not in WORDS:
+        return r, g, b
+    light = min(0.45, 0.22 * labels.chunk(i))
+    dark = 0.82 if (i.job + i.batch) % 2 else 1.0
+    return tuple(dark * (c + (1 - c) * light) for c in (r, g, b))  # type: ignore[return-value]
+
+
+def _legend(axis: Any, panels: list[Timeline]) -> None:
+    from matplotlib.patches import Patch
+
+    used = {e.instruction.kind for t in panels for e in t.events if e.end > e.start}
+    words = {**WORDS, Kind.SF: "activation sent", Kind.SB: "gradient sent"}
+    patches = [Patch(color=_COLOURS[kind], label=word) for kind, word in words.items() if kind in used]
+    axis.legend(
+        handles=patches,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=len(patches),
+        fontsize=7.5,
+        frameon=False,
+        handlelength=1.0,
+        handleheight=0.8,
+        columnspacing=1.2,
+        borderaxespad=0.1,
+    )
+
+
+def save_chrome_trace(timeline: Timeline, path: str | Path) -> None:
+    """Write `timeline` as JSON in the Trace Event Format, which Perfetto and chrome://tracing open.
+
+    One process a rank; one thread for its computations, one for each link that it sends on (more where latency lets
+    messages overlap); an arrow from each message to the computation that first uses it. Times are in microseconds.
+    """
+    labels = Labels(timeline)
+    lanes = _Lanes()
+    records: list[dict[str, Any]] = []
+    first_use: dict[Instruction, Event] = {}
+    for e in timeline.computations:
+        first_use.setdefault(e.instruction, e)
+    for rank in range(timeline.plan.n_ranks):
+        records.append(_meta("process_name", rank, 0, f"rank {rank}"))
+        records.append(_meta("thread_name", rank, 0, "compute"))
+        records.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
+    records += [_slice(e, 0, WORDS[e.instruction.kind], labels) for e in timeline.computations]
+    for number, e in enumerate(timeline.transfers):
+        target = timeline.target(e)
+        thread, new = lanes.place(e, target)
+        if new:
+            records.append(_meta("thread_name", e.rank, thread, f"to rank {target}"))
+        records.append(_slice(e, thread, "transfer", labels))
+        user = _user(e, timeline, first_use)
+        if user is not None:
+            arrow = {"name": "message", "cat": "message", "id": number}
+            records.append({**arrow, "ph": "s", "pid": e.rank, "tid": thread, "ts": e.start / 1e3})
+            records.append({**arrow, "ph": "f", "bp": "e", "pid": user.rank, "tid": 0, "ts": user.start / 1e3})
+    trace = {
+        "traceEvents": records,
+        "displayTimeUnit": "ns",
+        "otherData": {"name": timeline.name, "makespan_ns": timeline.makespan, **timeline.attributes},
+    }
+    Path(path).write_text(json.dumps(trace), encoding="utf-8")
+
+
+class _Lanes:
+    """Threads for transfers: slices of one thread may not overlap."""
+
+    def __init__(self) -> None:
+        self._until: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+        self._threads: dict[int, int] = defaultdict(int)
+
+    def place(self, e: Event, target: int) -> tuple[int, bool]:
+        """The thread for `e`, and whether it is a new one."""
+        lanes = self._until[e.rank][target]
+        for n, (until, thread) in enumerate(lanes):
+            if until <= e.start:
+                lanes[n] = e.end, thread
+                return thread, False
+        self._threads[e.rank] += 1
+        thread = self._threads[e.rank]
+        lanes.append((e.end, thread))
+        return thread, True
+
+
+def _user(e: Event, timeline: Timeline, first_use: dict[Instruction, Event]) -> Event | None:
+    i, plan = e.instruction, timeline.plan
+    stage = i.stage + 1 if i.kind is Kind.SF else i.stage - 1
+    kinds = (Kind.F,) if i.kind is Kind.SF else (Kind.B, Kind.I)
+    users = (
+        first_use.get(Instruction(kind, stage, i.job, i.batch, span))
+        for kind in kinds
+        for span in plan.overlapping(kind, stage, i.job, i.span)
+    )
+    return min((u for u in users if u is not None), key=lambda u: u.start, default=None)
+
+
+def _slice(e: Event, thread: int, category: str, labels: Labels) -> dict[str, Any]:
+    i = e.instruction
+    return {
+        "ph": "X",
+        "name": f"{i.kind}{i.stage}" if i.kind is Kind.STEP else f"{i.kind}{i.stage} {labels.of(i)}",
+        "cat": category,
+        "pid": e.rank,
+        "tid": thread,
+        "ts": e.start / 1e3,
+        "dur": (e.end - e.start) / 1e3,
+        "args": {"stage": i.stage, "job": i.job, "batch": i.batch, "rows": [i.span.start, i.span.stop]},
+    }
+
+
+def _meta(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": {"name": value}}

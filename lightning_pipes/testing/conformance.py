@@ -1,0 +1,175 @@
+"""The suite that every schedule passes, ours and anybody's.
+
+class TestMine(ScheduleConformance):
+    schedules = [Mine(), Mine(depth=3)]
+    refused = [lambda: Mine(depth=0)]
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, ClassVar
+
+import pytest
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import (
+    COMPUTE,
+    Cut,
+    DeadlockError,
+    Kind,
+    Plan,
+    PlanError,
+    Policy,
+    Program,
+    Schedule,
+    Span,
+    lower,
+    placement,
+    verify,
+)
+from lightning_pipes.sim import simulate
+from lightning_pipes.testing.generators import random_costs
+
+AnySchedule = Schedule | Policy
+
+
+class ScheduleConformance:
+    """Subclass it, name your schedules, and run pytest.
+
+    Attributes:
+        schedules: what is tested.
+        refused: calls that have to raise PlanError, such as settings out of range.
+        ranks, microbatches: the grid of plans; fewer micro-batches than stages are a case of their own.
+        stages_per_rank: for schedules that leave the placement to the plan: stages s, s + p, ... go to rank s. Where it
+            is None, the schedule's own placement counts.
+    """
+
+    schedules: ClassVar[Sequence[AnySchedule]] = ()
+    refused: ClassVar[Sequence[Callable[[], object]]] = ()
+    ranks: ClassVar[Sequence[int]] = (1, 2, 3, 4)
+    microbatches: ClassVar[Sequence[int]] = (1, 2, 3, 5, 8)
+    stages_per_rank: ClassVar[int | None] = None
+
+    def plan(self, schedule: AnySchedule, ranks: int, microbatches: int) -> Plan:
+        """The plan to order; override it for a schedule that needs more than even spans."""
+        if self.stages_per_rank is None:
+            where = placement(schedule, ranks)
+        else:
+            where = tuple(range(ranks)) * self.stages_per_rank
+        return Plan.even(len(where), microbatches, ranks=where)
+
+    def most_held(self, schedule: AnySchedule, plan: Plan, stage: int) -> int:
+        """The most micro-batches that `stage` may hold between F and B; by default all of them."""
+        return len(plan.spans(Kind.F, stage)) * len(plan.jobs) * plan.batches
+
+    def order(self, schedule: AnySchedule, plan: Plan) -> Program:
+        """What the schedule orders; for a policy, what it does if everything takes equally long."""
+        if isinstance(schedule, Schedule):
+            return schedule.program(plan)
+        return simulate(schedule, plan, CostModel.uniform(plan.n_stages, 1e-6, 1e-6)).program()
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Every test with every schedule, and with every plan where it wants one."""
+        names = metafunc.fixturenames
+        if "p" in names:
+            cases = list(product(self.schedules, self.ranks, self.microbatches))
+            metafunc.parametrize(("schedule", "p", "m"), cases, ids=[f"{s}-p{p}-m{m}" for s, p, m in cases])
+        elif "schedule" in names:
+            metafunc.parametrize("schedule", self.schedules, ids=str)
+        elif "refusal" in names:
+            metafunc.parametrize("refusal", self.refused)
+
+    def test_is_complete_paired_and_free_of_deadlock(self, schedule: AnySchedule, p: int, m: int) -> None:
+        plan = self.plan(schedule, p, m)
+        facts = verify(self.order(schedule, plan), plan)
+        for stage in range(plan.n_stages):
+            assert 1 <= facts.peak_spans[stage] <= self.most_held(schedule, plan, stage)
+
+    def test_every_stage_goes_through_the_samples_in_order(self, schedule: AnySchedule, p: int, m: int) -> None:
+        """Gradients are then summed in the same order as without a pipeline."""
+        program = _finite(self.order(schedule, self.plan(schedule, p, m)))
+        last: dict[tuple[Kind, int, int, int], Span] = {}
+        for i in program.instructions():
+            if i.kind in COMPUTE and i.kind is not Kind.STEP:
+                key = (i.kind, i.stage, i.job, i.batch)
+                assert key not in last or last[key] < i.span, f"{i} after {last[key]}"
+                last[key] = i.span
+
+    def test_simulates(self, schedule: AnySchedule, p: int, m: int) -> None:
+        """Nothing ends before its slowest rank and longest micro-batch could, nor after everything in turn."""
+        plan = self.plan(schedule, p, m)
+        costs = random_costs(plan, seed=100 * p + m)
+        program = _finite(self.order(schedule, plan))
+        timeline = simulate(program, plan, costs)
+        assert timeline.program() == program
+        way = [i for i in lower(program, plan).instructions() if (i.job, i.batch) == (0, 0) and i.span.start == 0]
+        assert timeline.makespan >= max(timeline.busy)
+        assert timeline.makespan >= sum(costs.duration(i, plan) for i in way if i.kind in (Kind.F, Kind.B, Kind.I))
+        assert timeline.makespan <= sum(e.end - e.start for e in timeline.events)
+
+    def test_reads_back_its_text_and_csv(self, schedule: AnySchedule, p: int, m: int) -> None:
+        plan = self.plan(schedule, p, m)
+        program = self.order(schedule, plan)
+        assert Program.from_csv(program.to_csv()) == program
+        finite = _finite(program)
+        assert Program.parse(finite.lines(), plan) == finite
+
+    def test_same_plan_same_program(self, schedule: AnySchedule, p: int, m: int) -> None:
+        plan = self.plan(schedule, p, m)
+        assert self.order(copy.deepcopy(schedule), copy.deepcopy(plan)) == self.order(schedule, plan)
+
+    def test_is_a_value(self, schedule: AnySchedule) -> None:
+        """Frozen, hashable, equal to its copies, and sent to other processes."""
+        twin = pickle.loads(pickle.dumps(schedule))
+        assert twin == schedule
+        assert hash(twin) == hash(schedule)
+        assert isinstance(schedule.name, str)
+        assert schedule.name
+        with pytest.raises(AttributeError):
+            schedule.name = "another"  # type: ignore[misc]
+
+    @pytest.mark.parametrize("oddity", ["neighbours", "backwards", "spans", "split", "jobs", "batches", "reversed"])
+    def test_orders_odd_plans_or_refuses(self, schedule: AnySchedule, oddity: str) -> None:
+        """A plan that the schedule can't order raises PlanError, or is reported as a deadlock where a policy holds too
+        much back; whatever it does order is right."""
+        plan = _odd(self.plan(schedule, 2, 4), oddity)
+        refusals = PlanError if isinstance(schedule, Schedule) else (PlanError, DeadlockError)
+        try:
+            program = self.order(schedule, plan)
+        except refusals:
+            return
+        verify(program, plan)
+
+    def test_refuses_nonsense(self, refusal: Callable[[], object]) -> None:
+        with pytest.raises(PlanError):
+            refusal()
+
+
+def _finite(program: Program) -> Program:
+    return program.unroll(program.head_batches + 2)
+
+
+def _odd(plan: Plan, oddity: str) -> Plan:
+    n, cut = plan.n_stages, plan.jobs[0]
+    whole = (Span(0, cut.rows),)
+    match oddity:
+        case "neighbours":  # two stages in a row on each rank
+            doubled = tuple(rank for rank in range(plan.n_ranks) for _ in range(2))
+            return Plan.even(len(doubled), len(cut.forward[0]), ranks=doubled)
+        case "reversed":
+            return replace(plan, ranks=tuple(plan.n_ranks - 1 - rank for rank in plan.ranks))
+        case "backwards":  # spans differ between forward and backward
+            return replace(plan, jobs=(Cut(cut.rows, cut.forward, (whole,) * n),))
+        case "spans":  # and between stages
+            return replace(plan, jobs=(Cut(cut.rows, (whole, *cut.forward[1:])),))
+        case "split":
+            return replace(plan, split_backward=True)
+        case "jobs":
+            return replace(plan, jobs=(cut, cut))
+        case _:
+            return replace(plan, batches=2)

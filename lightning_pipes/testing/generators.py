@@ -1,0 +1,81 @@
+"""Small plans and costs for tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from lightning_pipes.cost import CostModel, Link
+from lightning_pipes.ir import Cut, Kind, Plan, Span
+
+
+def tiny_plan(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Plan:
+    """One job, one batch with one sample a micro-batch, one stage a rank unless `ranks` says otherwise."""
+    return Plan.even(stages, microbatches, ranks=ranks)
+
+
+def uniform(
+    stages: int,
+    microbatches: int,
+    f: int,
+    b: int,
+    *,
+    step: int = 0,
+    link: int = 0,
+    latency: int = 0,
+    overhead: int = 0,
+    activation_bytes: int = 0,
+    ranks: Sequence[int] | None = None,
+) -> tuple[Plan, CostModel]:
+    """A tiny plan with equal stages, in integer nanoseconds: simulated times are exact.
+
+    Args:
+        f: a forward.
+        b: a backward; for a split one, W takes b // 2 and I the rest.
+        link: how long a message occupies its link.
+        latency: how much later it arrives.
+        activation_bytes: held by each sample.
+    """
+    plan = tiny_plan(stages, microbatches, ranks)
+    times = {Kind.F: f, Kind.B: b, Kind.I: b - b // 2, Kind.W: b // 2, Kind.STEP: step, Kind.SF: link, Kind.SB: link}
+    costs = CostModel(
+        {(kind, s): ((1, t * 1e-9),) for kind, t in times.items() for s in range(stages)},
+        link=Link(latency=latency * 1e-9),
+        activation_bytes=(activation_bytes,) * stages,
+        overhead=overhead * 1e-9,
+    )
+    return plan, costs
+
+
+def random_spans(rng: random.Random, rows: int) -> tuple[Span, ...]:
+    """Spans of random sizes that cover `rows` samples."""
+    cuts = sorted(rng.sample(range(1, rows), rng.randrange(rows))) if rows > 1 else []
+    return tuple(Span(a, b) for a, b in zip([0, *cuts], [*cuts, rows], strict=True))
+
+
+def random_plan(seed: int, *, unequal: bool = True, split_backward: bool = False) -> Plan:
+    """One job and batch on up to five stages; with `unequal`, every stage, direction and link has spans of its own."""
+    rng = random.Random(seed)
+    stages, rows = rng.randint(1, 5), rng.randint(1, 8)
+
+    def table() -> tuple[tuple[Span, ...], ...]:
+        return tuple(random_spans(rng, rows) for _ in range(stages))
+
+    if unequal:
+        cut = Cut(rows, table(), table(), table(), table())
+    else:
+        cut = Cut(rows, (random_spans(rng, rows),) * stages)
+    return Plan(tuple(range(stages)), (cut,), split_backward=split_backward)
+
+
+def random_costs(plan: Plan, seed: int, *, limit: int = 20) -> CostModel:
+    """Integer nanoseconds up to `limit` for everything, also nothing at all; affine in rows; latencies too."""
+    rng = random.Random(seed)
+    compute = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.SF, Kind.SB)
+    seconds = {}
+    for stage in range(plan.n_stages):
+        for kind in compute:
+            fixed, slope = rng.randrange(limit), rng.randrange(limit)
+            seconds[kind, stage] = tuple((rows, (fixed + slope * rows) * 1e-9) for rows in (1, 1001))
+        seconds[Kind.STEP, stage] = ((0, rng.randrange(limit) * 1e-9),)
+    return CostModel(seconds, link=Link(latency=rng.randrange(limit) * 1e-9))

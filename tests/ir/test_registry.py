@@ -1,0 +1,28 @@
+import pytest
+
+from lightning_pipes.ir import PlanError, placement
+from lightning_pipes.ir.registry import installed_schedules, make_schedule
+
+
+@pytest.mark.parametrize("name", list(installed_schedules()))
+def test_every_installed_schedule_bears_its_name(name):
+    assert make_schedule(name).name == name
+
+
+def test_settings_reach_the_schedule():
+    assert make_schedule("kfkb", k=3).k == 3
+
+
+def test_a_near_miss_is_named():
+    with pytest.raises(PlanError, match="did you mean 'kfkb'"):
+        make_schedule("kfkd")
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(PlanError, match=r"kfkb.*depth"):
+        make_schedule("kfkb", depth=3)
+
+
+def test_placement():
+    assert placement(make_schedule("gpipe"), 3) == (0, 1, 2)
+    assert placement(make_schedule("interleaved", stages_per_rank=2), 2) == (0, 1, 0, 1)

@@ -1,0 +1,72 @@
+"""Start times by definition: an explicit graph over samples, and the longest path to every node. No simulator."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, Program, lower
+
+
+def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[Instruction, int]:
+    """When every computation and send of a finite program begins."""
+    rows = lower(program, plan).head
+    where = {i: (rank, at) for rank, row in enumerate(rows) for at, i in enumerate(row)}
+    gradient = Kind.I if plan.split_backward else Kind.B
+
+    def made_by(kind, stage, like):
+        return [
+            i
+            for i in where
+            if (i.kind, i.stage, i.job, i.batch) == (kind, stage, like.job, like.batch)
+            and set(range(*i.span)) & set(range(*like.span))
+        ]
+
+    def message(i):
+        forward = i.kind is Kind.RF
+        return made_by(Kind.SF if forward else Kind.SB, i.stage + (-1 if forward else 1), i)[:1]
+
+    def link(i):
+        return plan.ranks[i.stage], plan.ranks[i.stage + (1 if i.kind is Kind.SF else -1)]
+
+    def data(i):
+        """What `i` itself needs; everything that a rank did before is the row's business."""
+        if i.kind in RECEIVES:
+            return [m for m in message(i) if m.span == i.span]
+        out = list(plan.after.get(i, ()))
+        if i.kind is Kind.F and i.stage and not plan.crosses(i.stage - 1):
+            out += made_by(Kind.F, i.stage - 1, i)
+        if i.kind in (Kind.B, Kind.I) and i.stage + 1 < plan.n_stages and not plan.crosses(i.stage):
+            out += made_by(gradient, i.stage + 1, i)
+        return out
+
+    @cache
+    def begin(i):
+        rank, at = where[i]
+        t = rank_free(rank, at)
+        t = max([t, *(there(n) for n in data(i))])
+        if i.kind in SENDS:
+            earlier = [j for j in rows[rank][:at] if j.kind in SENDS and link(j) == link(i)]
+            return max([t, *(sent(j) for j in earlier)])
+        return t + costs.overhead_ns if i.kind in COMPUTE else t
+
+    @cache
+    def rank_free(rank, at):
+        """When the rank reaches position `at` of its row."""
+        if at == 0:
+            return 0
+        before = rows[rank][at - 1]
+        if before.kind in SENDS:
+            return sent(before) if blocking_sends else rank_free(rank, at - 1)
+        return there(before)
+
+    @cache
+    def sent(i):
+        return begin(i) + costs.transfer(i, plan)[0]
+
+    @cache
+    def there(i):
+        if i.kind in SENDS:
+            return sent(i) + costs.transfer(i, plan)[1]
+        return begin(i) + (costs.duration(i, plan) if i.kind in COMPUTE else 0)
+
+    return {i: begin(i) for i in where if i.kind not in RECEIVES}

@@ -1,0 +1,207 @@
+"""Policies in virtual time."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import STEP, B, DeadlockError, F, Instruction, Kind, Policy, ProgramError, Span, verify
+from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.gpipe import GPipe
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.testing.conformance import ScheduleConformance
+from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
+
+
+@dataclass(frozen=True)
+class BackwardFirst:
+    """Whatever comes first in `ready`, with at most `limit` samples in flight on the first stage, one less on each
+    further one."""
+
+    limit: int = 100
+    name: ClassVar[str] = "backward_first"
+
+    def pick(self, ready, view, plan):
+        return next(
+            (i for i in ready if i.kind is not Kind.F or view.in_flight[i.stage] < max(1, self.limit - i.stage)), None
+        )
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """A program as a policy."""
+
+    rows: tuple
+    name: ClassVar[str] = "scripted"
+
+    def pick(self, ready, view, plan):
+        row = self.rows[view.rank]
+        following = row[0] if view.last is None else row[row.index(view.last) + 1]
+        return following if following in ready else None
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The last of what is ready: forwards first, and out of order."""
+
+    name: ClassVar[str] = "latest"
+
+    def pick(self, ready, view, plan):
+        return ready[-1]
+
+
+class TestBackwardFirst(ScheduleConformance):
+    """A policy passes the suite of schedules."""
+
+    schedules = [BackwardFirst(), BackwardFirst(3)]
+
+
+def test_they_are_policies():
+    assert all(isinstance(policy, Policy) for policy in (BackwardFirst(), Scripted(()), Latest()))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("policy", [BackwardFirst(), BackwardFirst(2), Latest()])
+@pytest.mark.parametrize("seed", range(12))
+def test_replaying_what_it_ran_takes_the_same_time(seed, policy, blocking):
+    plan = random_plan(seed, unequal=policy != BackwardFirst(2))
+    costs = replace(random_costs(plan, seed), overhead=seed % 2 * 1e-9)
+    timeline = simulate(policy, plan, costs, blocking_sends=blocking)
+    program = timeline.program()
+    verify(program, plan)
+    replayed = simulate(program, plan, costs, blocking_sends=blocking)
+    assert replayed.makespan == timeline.makespan
+    assert set(replayed.events) == set(timeline.events)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_program_as_a_policy_takes_the_programs_time(seed, blocking):
+    """Two engines, the same answer."""
+    plan = random_plan(seed, unequal=False)
+    costs = random_costs(plan, seed)
+    program = OneFOneB().program(plan)
+    asked = simulate(Scripted(program.head), plan, costs, blocking_sends=blocking)
+    assert set(asked.events) == set(simulate(program, plan, costs, blocking_sends=blocking).events)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 8), (4, 3)])
+def test_backward_first_within_1f1bs_limits_is_1f1b(p, m):
+    plan, costs = uniform(p, m, f=1, b=2)
+    timeline = simulate(BackwardFirst(limit=p), plan, costs)
+    assert timeline.makespan == (m + p - 1) * 3
+    assert timeline.program().lines() == OneFOneB().program(plan).lines()
+    assert timeline.name == "backward_first"
+
+
+def test_it_is_asked_when_all_of_an_instant_has_happened():
+    """At time 3, rank 0 is free and a gradient arrives in that very nanosecond: backward is among the ready."""
+    seen = []
+
+    @dataclass(frozen=True)
+    class Spy(BackwardFirst):
+        def pick(self, ready, view, plan):
+            seen.append((view.rank, view.last, ready))
+            return super().pick(ready, view, plan)
+
+    plan, costs = uniform(2, 4, f=1, b=1)
+    simulate(Spy(), plan, costs)
+    first, second, third, fourth = (Span(n, n + 1) for n in range(4))
+    assert seen[0] == (0, None, (F(0, first), F(0, second), F(0, third), F(0, fourth)))
+    assert (0, F(0, third), (B(0, first), F(0, fourth))) in seen
+
+
+def test_what_it_sees():
+    seen = []
+
+    @dataclass(frozen=True)
+    class Spy(BackwardFirst):
+        def pick(self, ready, view, plan):
+            i = super().pick(ready, view, plan)
+            seen.append((str(i), dict(view.in_flight)))
+            return i
+
+    plan, costs = uniform(2, 2, f=1, b=1, ranks=(0, 0))
+    simulate(Spy(), plan, costs)
+    assert seen == [
+        ("F0[0:1]", {0: 0, 1: 0}),
+        ("F0[1:2]", {0: 1, 1: 0}),
+        ("F1[0:1]", {0: 2, 1: 0}),
+        ("B1[0:1]", {0: 2, 1: 1}),
+        ("B0[0:1]", {0: 2, 1: 0}),
+        ("F1[1:2]", {0: 1, 1: 0}),
+        ("B1[1:2]", {0: 1, 1: 1}),
+        ("B0[1:2]", {0: 1, 1: 0}),
+        ("STEP0", {0: 0, 1: 0}),
+        ("STEP1", {0: 0, 1: 0}),
+    ]
+
+
+@pytest.mark.parametrize("batches", [1, 2, 5])
+def test_batches(batches):
+    """One version: a batch's forward waits for the update of the batch before it."""
+    plan, costs = uniform(3, 4, f=1, b=2, step=1)
+    timeline = simulate(BackwardFirst(), plan, costs, batches=batches)
+    assert timeline.makespan <= batches * ((4 + 3 - 1) * 3 + 1)
+    verify(timeline.program(), replace(plan, batches=batches))
+    for earlier, later in zip(range(batches), range(1, batches), strict=False):
+        ends = {e.instruction: e for e in timeline.computations}
+        assert ends[F(0, Span(0, 1), batch=later)].start >= ends[STEP(0, batch=earlier)].end
+
+
+def test_more_versions_let_batches_overlap():
+    plan, costs = uniform(4, 1, f=1, b=2)
+    asynchronous = replace(plan, versions=(4, 3, 2, 1))
+    one = simulate(BackwardFirst(), plan, costs, batches=20)
+    many = simulate(BackwardFirst(), asynchronous, costs, batches=20)
+    assert one.makespan == 20 * 4 * 3
+    assert many.makespan == 3 * 3 + 20 * 3  # the pipeline stays full
+    assert verify(many.program(), asynchronous).versions == (4, 3, 2, 1)
+
+
+def test_memory_holds_forwards_back():
+    plan, costs = uniform(3, 9, f=1, b=2, activation_bytes=10)
+    eager = simulate(BackwardFirst(), plan, costs)
+    assert eager.peak_bytes[0] > 30
+    careful = simulate(BackwardFirst(), plan, costs, memory_limit=(30, 20, 10))
+    assert careful.peak_bytes == (30, 20, 10)
+    assert careful.makespan == (9 + 3 - 1) * 3  # what 1F1B holds is enough
+    assert simulate(careful.program(), plan, costs).makespan == careful.makespan
+
+
+def test_memory_that_never_suffices():
+    plan, costs = uniform(2, 2, f=1, b=2, activation_bytes=10)
+    with pytest.raises(DeadlockError, match=r"rank 1 waits at F1\[0:1\] for 10 bytes: it holds 0 and may hold 9"):
+        simulate(BackwardFirst(), plan, costs, memory_limit=(20, 9))
+
+
+def test_a_policy_that_refuses():
+    plan, costs = uniform(2, 4, f=1, b=2)
+    with pytest.raises(DeadlockError, match=r"rank 0 may run F0\[0:1\], .* and scripted picks none.*rank 1 waits"):
+        simulate(Scripted(((STEP(0),), (STEP(1),))), plan, costs)
+
+
+def test_a_policy_that_picks_what_is_not_ready():
+    @dataclass(frozen=True)
+    class Wrong(BackwardFirst):
+        def pick(self, ready, view, plan):
+            return Instruction(Kind.B, 0)
+
+    plan, costs = uniform(2, 2, f=1, b=2)
+    with pytest.raises(ProgramError, match=r"backward_first picked B0\[0:0\] on rank 0"):
+        simulate(Wrong(), plan, costs)
+
+
+def test_several_jobs_in_flight():
+    plan = replace(tiny_plan(2, 1), jobs=tiny_plan(2, 1).jobs * 6)
+    costs = CostModel.uniform(2, 1e-9, 2e-9)
+    timeline = simulate(BackwardFirst(limit=2), plan, costs)
+    assert timeline.makespan == (6 + 2 - 1) * 3
+    verify(timeline.program(), plan)
+
+
+def test_work_is_conserved():
+    """Backward first without limits never idles while something is ready: no rank starts later than GPipe's."""
+    plan, costs = uniform(4, 6, f=3, b=1, link=2)
+    assert simulate(BackwardFirst(), plan, costs).makespan <= simulate(GPipe().program(plan), plan, costs).makespan

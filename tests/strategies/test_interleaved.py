@@ -1,0 +1,71 @@
+import pytest
+
+from lightning_pipes.ir import Cut, Plan, PlanError, even_spans, verify
+from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.interleaved import Interleaved
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.testing.conformance import ScheduleConformance
+from lightning_pipes.testing.generators import tiny_plan, uniform
+
+
+class TestInterleaved(ScheduleConformance):
+    schedules = [Interleaved(1), Interleaved(2), Interleaved(3)]
+    refused = [
+        lambda: Interleaved(0),
+        lambda: Interleaved(2).program(tiny_plan(4, 4)),
+        lambda: Interleaved(2).program(tiny_plan(4, 4, ranks=(0, 0, 1, 1))),
+    ]
+
+
+def test_small_order():
+    program = Interleaved(2).program(tiny_plan(4, 2, ranks=(0, 1, 0, 1)))
+    assert program.lines() == [
+        "F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1 STEP0 STEP2",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1 STEP1 STEP3",
+    ]
+
+
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_bubble(p, rounds, v):
+    """(p - 1)(f + b) / v, f and b being the times of a whole rank (section 2.2), for m in multiples of p."""
+    m, f, b = p * rounds, 1, 2  # of one of the v stages
+    plan, costs = uniform(p * v, m, f, b, ranks=tuple(range(p)) * v)
+    timeline = simulate(Interleaved(v).program(plan), plan, costs)
+    assert timeline.busy == (m * v * (f + b),) * p
+    assert timeline.makespan - timeline.busy[0] == (p - 1) * (f + b)
+
+
+@pytest.mark.parametrize("c", [0, 1, 2, 4])
+@pytest.mark.parametrize(("p", "v", "m"), [(4, 2, 8), (4, 2, 16), (8, 2, 16), (4, 4, 16)])
+def test_transfers_show_only_on_the_way_there_and_back(p, v, m, c):
+    """Twice p - 1 - r warm-up forwards leave a message on its way while the one before is worked on."""
+    plan, costs = uniform(p * v, m, f=4, b=8, link=c, ranks=tuple(range(p)) * v)
+    assert simulate(Interleaved(v).program(plan), plan, costs).makespan == (m * v + p - 1) * 12 + 2 * (p * v - 1) * c
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 6, 7, 9, 11])
+def test_any_number_of_microbatches_is_not_slower_than_1f1b(m):
+    plan, costs = uniform(8, m, f=1, b=2, ranks=(0, 1, 2, 3) * 2)
+    flat, flat_costs = uniform(4, m, f=2, b=4)
+    interleaved = simulate(Interleaved(2).program(plan), plan, costs).makespan
+    assert interleaved <= simulate(OneFOneB().program(flat), flat, flat_costs).makespan
+
+
+def test_one_stage_a_rank_is_1f1b():
+    plan = tiny_plan(4, 7)
+    assert Interleaved(1).program(plan) == OneFOneB().program(plan)
+
+
+def test_refuses_spans_that_differ_between_its_stages():
+    four, two = even_spans(4, 4), even_spans(4, 2)
+    plan = Plan((0, 1, 0, 1), (Cut(4, (four, four, four, two)),))
+    with pytest.raises(PlanError, match="same spans"):
+        Interleaved(2).program(plan)
+
+
+def test_holds_more_than_1f1b():
+    plan = tiny_plan(4, 8, ranks=(0, 1, 0, 1))
+    held = verify(Interleaved(2).program(plan), plan).peak_spans
+    assert held[0] + held[2] > 2  # 1F1B's first of two ranks holds two

@@ -1,0 +1,28 @@
+"""Every page shows what its own code prints."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_pipes.strategies
+
+HOME = Path(lightning_pipes.strategies.__file__).resolve().parent
+PAGES = sorted(HOME.glob("*/README.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.parent.name for page in PAGES])
+def test_page_shows_what_its_code_prints(page):
+    """A text block right after a python block is that block's output; other blocks are left alone."""
+    pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for code, shown in pairs:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(code, {})
+        assert "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines()) + "\n" == shown
+
+
+def test_there_are_pages():
+    assert {page.parent.name for page in PAGES} >= {"gpipe", "one_f_one_b", "interleaved", "kfkb"}
