@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.message import FRONT_BYTES, Decoder, Encoder, Message, fill
+from lightning_pipes.engine.message import FRONT_BYTES, Decoder, Encoder, Message, Wire
 from lightning_pipes.ir import Instruction
 
 POSTED = 4
@@ -43,10 +43,6 @@ class Work(Protocol):
     def wait(self) -> bool: ...
 
 
-Posted = tuple[Work, torch.Tensor]
-"""A send or receive under way and its bytes, which must live as long."""
-
-
 class Outbox:
     """The sending end.
 
@@ -57,11 +53,11 @@ class Outbox:
 
     def __init__(self, group: ProcessGroupGloo, peer: int, device: torch.device, lost: Callable[[BaseException], None]):
         self._group, self._lost = group, lost
-        self._encoder = Encoder()
+        self._encoder = Encoder(pinned=device.type == "cuda")
         self._slots = deque([FIRST_SLOT] * POSTED)  # sizes of the receives that the peer has posted, or will next
         self._slot = FIRST_SLOT
         self._stager = _StageOut(device, self._post) if device.type == "cuda" else None
-        self._unfinished: deque[Posted] = deque()
+        self._unfinished: deque[tuple[Work, torch.Tensor, Wire | None]] = deque()
         self._some = threading.Event()
         self._hurry = threading.Event()
         self._closed = False
@@ -70,43 +66,46 @@ class Outbox:
 
     def send(self, key: tuple[int, Instruction], tree: object, flags: tuple[bool, ...] = ()) -> None:
         """Starts to send one message; messages arrive in the order of these calls."""
-        buffer, tensors, places = self._encoder.encode(key, tree, flags, time.monotonic_ns())
+        wire, tensors = self._encoder.encode(key, tree, flags, time.monotonic_ns())
         if self._stager is None:
-            fill(buffer, tensors, places)
-            self._post(buffer)
+            wire.fill(tensors)
+            self._post(wire)
         else:
-            self._stager.send(buffer, tensors, places)
+            self._stager.send(wire, tensors)
 
     def close(self, failed: bool) -> None:
-        """Tells the peer that nothing more comes, once for each receive that it has posted, and waits until it knows."""
+        """Tells the peer that nothing more comes, once for each receive that it has posted, and waits for delivery."""
         if self._stager is not None:
             self._stager.close(failed)
         if not failed:
             for _ in range(POSTED):
-                self._post_piece(torch.empty(FRONT_BYTES, dtype=torch.uint8), _GOODBYE, 0)
+                empty = torch.empty(FRONT_BYTES, dtype=torch.uint8)
+                self._post_piece(empty, empty.numpy().data, _GOODBYE, 0, None)
         self._closed = True
         self._some.set()
         self._hurry.set()
         self._thread.join(timeout=1.0 if failed else 10.0)
 
-    def _post(self, buffer: torch.Tensor) -> None:
+    def _post(self, wire: Wire) -> None:
+        buffer = wire.buffer
         size = buffer.numel() - FRONT_BYTES
-        self._slot = max(self._slot, -(-buffer.numel() // FIRST_SLOT) * FIRST_SLOT)
-        at = self._slots[0] - FRONT_BYTES
-        self._post_piece(buffer[: FRONT_BYTES + at], size, 0)
+        if buffer.numel() > self._slot:
+            self._slot = -(-buffer.numel() // FIRST_SLOT) * FIRST_SLOT
+        if buffer.numel() <= self._slots[0]:
+            self._post_piece(buffer, wire.bytes, size, 0, wire)
+            return
+        at = 0
         while at < size:  # only while the peer's slots are still too small
-            room = self._slots[0] - FRONT_BYTES
-            piece = torch.empty(FRONT_BYTES + min(room, size - at), dtype=torch.uint8)
-            piece[FRONT_BYTES:] = buffer[FRONT_BYTES + at : FRONT_BYTES + at + room]
-            self._post_piece(piece, size, at)
-            at += room
+            piece = buffer[at : at + self._slots[0]].clone()  # its first FRONT_BYTES are overwritten
+            self._post_piece(piece, piece.numpy().data, size, at, None)
+            at += piece.numel() - FRONT_BYTES
 
-    def _post_piece(self, wire: torch.Tensor, size: int, offset: int) -> None:
+    def _post_piece(self, buffer: torch.Tensor, view: memoryview, size: int, offset: int, wire: Wire | None) -> None:
         self._slots.popleft()
         self._slots.append(self._slot)
-        _PIECE.pack_into(wire.numpy().data, 0, self._slot, size, offset, wire.numel() - FRONT_BYTES)
-        work: Work = self._group.send([wire], RECEIVER, 0)  # type: ignore[attr-defined]
-        self._unfinished.append((work, wire))
+        _PIECE.pack_into(view, 0, self._slot, size, offset, len(view) - FRONT_BYTES)
+        work: Work = self._group.send([buffer], RECEIVER, 0)  # type: ignore[attr-defined]
+        self._unfinished.append((work, buffer, wire))
         if not self._some.is_set():
             self._some.set()
 
@@ -116,9 +115,11 @@ class Outbox:
                 self._hurry.wait(RELEASE_SECONDS)
                 self._some.clear()
                 while self._unfinished:
-                    work, _ = self._unfinished[0]
+                    work, _, wire = self._unfinished[0]
                     work.wait()
                     self._unfinished.popleft()
+                    if wire is not None:
+                        self._encoder.give_back(wire)
                 if self._closed:
                     return
         except Exception as error:
@@ -128,17 +129,17 @@ class Outbox:
 class _StageOut:
     """Copies tensors from the GPU to pinned memory on a stream of its own, and posts them when they are there."""
 
-    def __init__(self, device: torch.device, post: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, device: torch.device, post: Callable[[Wire], None]) -> None:
         self._post = post
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lightning_pipes copy from GPU", daemon=True)
         self._thread.start()
 
-    def send(self, buffer: torch.Tensor, tensors: list[torch.Tensor], places: list[int]) -> None:
+    def send(self, wire: Wire, tensors: Sequence[torch.Tensor]) -> None:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        self._queue.put((buffer.pin_memory(), tensors, places, done))
+        self._queue.put((wire, tensors, done))
 
     def close(self, failed: bool) -> None:
         self._queue.put(None)
@@ -146,13 +147,13 @@ class _StageOut:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            buffer, tensors, places, done = job
+            wire, tensors, done = job
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(done)
-                fill(buffer, tensors, places)
+                wire.fill(tensors)
             self._stream.synchronize()
-            self._post(buffer)
-            del job, buffer, tensors
+            self._post(wire)
+            del job, wire, tensors
 
 
 class Inbox:

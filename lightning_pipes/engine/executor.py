@@ -163,10 +163,9 @@ class Executor:
         message = self._transport.mailbox.take((self.window, i))
         assert message is not None, f"{i} was run before its message was there"
         if i.kind is Kind.RF:
-            content = (message.tree, message.flags)
+            self._shelf(i.kind, i).put(span, (message.tree, message.flags))
         else:  # a list of gradients; a single one travels bare
-            content = message.tree if isinstance(message.tree, list) else [message.tree]
-        self._shelf(i.kind, i).put(span, content)
+            self._shelf(i.kind, i).put(span, message.tree if isinstance(message.tree, list) else [message.tree])
         if message.arrived:
             sender = i.stage + (-1 if i.kind is Kind.RF else 1)
             source = self.plan.ranks[sender]

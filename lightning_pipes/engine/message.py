@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,6 +29,8 @@ ALIGN = 64
 FRONT_BYTES = ALIGN
 """Left free in front of every message for what the channel writes there."""
 _EXTRA = FRONT_BYTES + HEADER_BYTES
+_SIZES = struct.Struct("<i i q")  # the end of the header
+_SPARE = 4  # wires kept per signature
 
 
 @dataclass(frozen=True)
@@ -94,22 +98,42 @@ class Signature:
         return starts, at
 
 
-class Encoder:
-    """The sending end of one channel."""
+class Wire:
+    """The bytes of one message: FRONT_BYTES for the channel, the header, plain values, and the tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, signature: Signature, extra: bytes, pinned: bool = False) -> None:
+        body = -(-(_EXTRA + len(extra)) // ALIGN) * ALIGN
+        self.buffer = torch.empty(body + signature.bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.bytes = self.buffer.numpy().data
+        self.bytes[_EXTRA : _EXTRA + len(extra)] = extra
+        described = filter(None, signature.leaves)
+        self.places = [_view(self.buffer, body + at, *d) for at, d in zip(signature.starts, described, strict=True)]
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies the tensors to their places."""
+        for place, tensor in zip(self.places, tensors, strict=True):
+            place.copy_(tensor.detach(), non_blocking=True)
+
+
+class Encoder:
+    """The sending end of one channel. Wires of a steady stream are used again once they are given back.
+
+    Args:
+        pinned: wires lie in pinned memory, for tensors that come from a GPU.
+    """
+
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
         self._known: dict[Any, tuple[int, Signature]] = {}
+        self._spare: dict[int, deque[Wire]] = {}
 
     def encode(
         self, key: tuple[int, Instruction], tree: Any, flags: tuple[bool, ...], sent: int
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
-        """A byte tensor with everything but the tensors' contents filled in, the tensors, and where each belongs.
-
-        Its first FRONT_BYTES are left free.
-        """
+    ) -> tuple[Wire, Sequence[torch.Tensor]]:
+        """A wire that is complete but for the tensors, and the tensors that belong there."""
+        described: tuple[tuple[torch.Size, torch.dtype] | None, ...]
         if isinstance(tree, torch.Tensor):  # by far the most common, and worth a short way
-            leaves, spec, described = [tree], None, ((tree.shape, tree.dtype),)
-            tensors, values = leaves, b""
+            spec, tensors, values, described = None, [tree], b"", ((tree.shape, tree.dtype),)
         else:
             leaves, spec = pytree.tree_flatten(tree)
             described = tuple((t.shape, t.dtype) if isinstance(t, torch.Tensor) else None for t in leaves)
@@ -117,46 +141,25 @@ class Encoder:
             plain = [v for v in leaves if not isinstance(v, torch.Tensor)]
             values = pickle.dumps(plain) if plain else b""
         known = self._known.get((spec, described, flags))
-        extra = values
-        spec_size = 0
+        spec_bytes = b""
         if known is None:
-            signature = Signature(spec, described, flags)
-            known = self._known[spec, described, flags] = (len(self._known), signature)
-            spec_bytes = signature.to_bytes()
-            spec_size, extra = len(spec_bytes), spec_bytes + values
+            known = self._known[spec, described, flags] = (len(self._known), Signature(spec, described, flags))
+            spec_bytes = known[1].to_bytes()
         number, signature = known
-        body = -(-(_EXTRA + len(extra)) // ALIGN) * ALIGN
-        buffer = torch.empty(body + signature.bytes, dtype=torch.uint8)
-        view = buffer.numpy().data
-        window, i = key
-        start, stop = i.span
-        kind = _KIND_NUMBER[i.kind]
+        spare = None if spec_bytes or values else self._spare.setdefault(number, deque(maxlen=_SPARE))
+        wire = spare.pop() if spare else Wire(signature, spec_bytes + values, self._pinned)
+        window, (kind, stage, job, batch, span) = key
+        sizes = (number, len(spec_bytes), len(values))
         _HEADER.pack_into(
-            view,
-            FRONT_BYTES,
-            _MAGIC,
-            window,
-            sent,
-            kind,
-            i.stage,
-            i.job,
-            i.batch,
-            start,
-            stop,
-            number,
-            spec_size,
-            len(values),
+            wire.bytes, FRONT_BYTES, _MAGIC, window, sent, _KIND_NUMBER[kind], stage, job, batch, *span, *sizes
         )
-        if extra:
-            view[_EXTRA : _EXTRA + len(extra)] = extra
-        return buffer, tensors, [body + start for start in signature.starts]
+        return wire, tensors
 
-
-def fill(buffer: torch.Tensor, tensors: list[torch.Tensor], places: list[int]) -> None:
-    """Copies the tensors to their places in the buffer."""
-    for tensor, at in zip(tensors, places, strict=True):
-        if tensor.numel():
-            _view(buffer, at, tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
+    def give_back(self, wire: Wire) -> None:
+        """The wire has been delivered."""
+        number, spec_size, value_size = _SIZES.unpack_from(wire.bytes, _EXTRA - _SIZES.size)
+        if not spec_size and not value_size:
+            self._spare[number].append(wire)
 
 
 class Decoder:

@@ -17,6 +17,7 @@ from lightning_pipes.ir import (
     Policy,
     Program,
     RankView,
+    ready_key,
     window,
 )
 from lightning_pipes.ir.program import shifted
@@ -155,7 +156,7 @@ class ReadyOrder:
             return self._transfers.popleft()
         if not self._ready:
             return None
-        self._ready.sort(key=_rank_order)
+        self._ready.sort(key=ready_key)
         picked = self._policy.pick(
             tuple(self._ready), RankView(self._rank, self._last, dict(self._in_flight)), self._plan
         )
@@ -197,7 +198,3 @@ def _send_of(receive: Instruction) -> Instruction:
     if receive.kind is Kind.RF:
         return receive._replace(kind=Kind.SF, stage=receive.stage - 1)
     return receive._replace(kind=Kind.SB, stage=receive.stage + 1)
-
-
-def _rank_order(i: Instruction) -> tuple[bool, int, int, int, int]:
-    return i.kind is Kind.F, i.batch, i.job, i.stage, i.span.start

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from lightning_pipes.engine.channel import Inbox, Outbox
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
-from lightning_pipes.engine.message import Decoder, Encoder, fill
+from lightning_pipes.engine.message import Decoder, Encoder
 from lightning_pipes.ir import Kind, Plan
 
 IDLE = timedelta(days=30)
@@ -41,13 +41,16 @@ class GlooTransport:
         self._out: dict[tuple[int, Kind], Outbox] = {}
         self._in: list[Inbox] = []
         watch.on_failure(self.mailbox.fail)
-        store = watch.store()
+        self._store = watch.store()
+        self._global_rank = global_ranks[rank]
+        self._neighbours: set[int] = set()
         for source, destination, kind in links(plan):
             if rank not in (source, destination):
                 continue
             peer = global_ranks[destination if rank == source else source]
+            self._neighbours.add(peer)
             name = f"{global_ranks[source]}-{global_ranks[destination]}-{kind}"
-            group = ProcessGroupGloo(PrefixStore(name, store), int(rank == destination), 2, IDLE)
+            group = ProcessGroupGloo(PrefixStore(name, self._store), int(rank == destination), 2, IDLE)
 
             def lost(error: BaseException, peer: int = peer) -> None:
                 watch.lost(peer, error)
@@ -67,7 +70,18 @@ class GlooTransport:
             outbox.close(failed)
         for inbox in self._in:
             inbox.close(failed)
+        if not failed:
+            self._part()
         self._out, self._in = {}, []
+
+    def _part(self) -> None:
+        """Waits until the neighbours have read everything too: a connection that one end closes while bytes are on
+        their way is reset, and the other end loses what it has not read."""
+        mine, neighbours = self._global_rank, sorted(self._neighbours)
+        for peer in neighbours:
+            self._store.set(f"closed/{mine}-{peer}", "")
+        for peer in neighbours:
+            self._store.wait([f"closed/{peer}-{mine}"], timedelta(seconds=30))
 
 
 class LoopbackTransport:
@@ -78,9 +92,9 @@ class LoopbackTransport:
         self._mailboxes = mailboxes
 
     def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
-        buffer, tensors, places = Encoder().encode(key, tree, flags, 0)
-        fill(buffer, tensors, places)
-        self._mailboxes[rank].put(Decoder().decode(buffer, 0, 0))
+        wire, tensors = Encoder().encode(key, tree, flags, 0)
+        wire.fill(tensors)
+        self._mailboxes[rank].put(Decoder().decode(wire.buffer, 0, 0))
 
     def close(self) -> None:
         pass

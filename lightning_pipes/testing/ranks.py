@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -118,7 +119,7 @@ def _collect(
             if thing in open_readers:
                 rank = open_readers.pop(thing)
                 try:
-                    replies[rank] = thing.recv()
+                    replies[rank] = pickle.loads(thing.recv_bytes())
                 except EOFError:
                     continue
         for thing in ready:
@@ -182,9 +183,9 @@ def _rank_main(
         except BaseException:
             error = traceback.format_exc()
         try:
-            pipe.send((value, error))
+            pipe.send_bytes(pickle.dumps((value, error)))  # by value: `send` would pass tensors by shared memory
         except Exception:
-            pipe.send((None, f"the result can't be sent: {traceback.format_exc()}"))
+            pipe.send_bytes(pickle.dumps((None, f"the result can't be sent: {traceback.format_exc()}")))
         faulthandler.cancel_dump_traceback_later()
     if dist.is_initialized() and not error:
         dist.destroy_process_group()

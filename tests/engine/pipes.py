@@ -28,7 +28,9 @@ WIDTH = 6
 def layers(depth: int = 4, seed: int = 0, dropout: float = 0.0) -> list[nn.Module]:
     torch.manual_seed(seed)
     made = [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) if dropout else nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout))
+        if dropout
+        else nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         for _ in range(depth)
     ]
     return [m.double() for m in made]
@@ -95,7 +97,9 @@ def sgd_step(lr: float = 0.1) -> Callable[[Sequence[nn.Module]], Callable[[Item]
 class Loopback:
     """All ranks of a pipeline in this process, each making progress in turn."""
 
-    def __init__(self, plan: Plan, order: Program | Policy, stages: Callable[[int], list[Stage]], seed: int = 0) -> None:
+    def __init__(
+        self, plan: Plan, order: Program | Policy, stages: Callable[[int], list[Stage]], seed: int = 0
+    ) -> None:
         boxes = [Mailbox() for _ in range(plan.n_ranks)]
         self.engines = [
             Engine(plan, order, stages(r), LoopbackTransport(boxes, r), rank=r, seed=seed) for r in range(plan.n_ranks)
@@ -106,7 +110,7 @@ class Loopback:
             engine.inject(make())
 
     def progress(self) -> None:
-        while any([engine.progress(wait=False) for engine in self.engines]):
+        while sum(engine.progress(wait=False) for engine in self.engines):
             pass
 
     def drain(self) -> None:
@@ -145,4 +149,6 @@ def assert_close(got: dict[str, Any], wanted: dict[str, Any], exact: bool = Fals
         if value is None:
             assert got[name] is None, name
         else:
-            torch.testing.assert_close(got[name], value, rtol=0 if exact else 1e-10, atol=0 if exact else 1e-12, msg=name)
+            torch.testing.assert_close(
+                got[name], value, rtol=0 if exact else 1e-10, atol=0 if exact else 1e-12, msg=name
+            )

@@ -27,7 +27,15 @@ from .pipes import (
     weights,
 )
 
-SCHEDULES = [("gpipe", {}, 2), ("gpipe", {}, 4), ("1f1b", {}, 2), ("1f1b", {}, 4), ("kfkb", {"k": 2}, 2), ("kfkb", {"k": 2}, 4), ("interleaved", {}, 2)]
+SCHEDULES = [
+    ("gpipe", {}, 2),
+    ("gpipe", {}, 4),
+    ("1f1b", {}, 2),
+    ("1f1b", {}, 4),
+    ("kfkb", {"k": 2}, 2),
+    ("kfkb", {"k": 2}, 4),
+    ("interleaved", {}, 2),
+]
 
 
 def alone(model: list[nn.Module], steps: int = 1, rows: int = ROWS) -> list[nn.Module]:
@@ -76,7 +84,9 @@ def three_steps(rank: int, name: str, settings: dict[str, Any], ranks: int) -> d
     from lightning_pipes.engine import Engine
 
     model = layers()
-    engine = Engine(plan, schedule.program(plan), make_stages(plan, rank, model, sgd_step()), transport, rank=rank, watch=watch)
+    engine = Engine(
+        plan, schedule.program(plan), make_stages(plan, rank, model, sgd_step()), transport, rank=rank, watch=watch
+    )
     for number in range(3):
         engine.inject(Item(number, ROWS, batch(number)))
         engine.drain()

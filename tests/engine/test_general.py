@@ -1,0 +1,537 @@
+"""Small hand-made programs of each kind that the schedules to come will need, on real tensors and optimizers.
+
+Each is compared with a plain computation of the same thing, on two processes over gloo and with all ranks in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipes.engine import Engine, Item, Stage
+from lightning_pipes.ir import (
+    STEP,
+    B,
+    Cut,
+    F,
+    I,
+    Instruction,
+    Kind,
+    Plan,
+    PlanError,
+    Policy,
+    Program,
+    RankView,
+    Span,
+    W,
+    verify,
+)
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.testing.ranks import run_ranks
+
+from .pipes import (
+    ROWS,
+    WIDTH,
+    Loopback,
+    assert_close,
+    batch,
+    body,
+    connect,
+    layers,
+    make_stages,
+    sgd_step,
+    squared_error,
+    weights,
+)
+
+Script = Callable[[Engine, int], None]
+"""What one rank does with its engine; both ranks run the same."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine set-up: a plan, an order, this rank's stages, and the calls that drive it."""
+
+    plan: Plan
+    order: Program | Policy
+    stages: Callable[[int], list[Stage]]
+    items: Sequence[Callable[[], Item]]
+
+
+def on_two_processes(make: Callable[[], tuple[Case, list[nn.Module]]]) -> dict[str, torch.Tensor]:
+    """The weights after the case has run on two processes, each keeping its own half."""
+    parts = run_ranks(_run_case, 2, make, timeout=60)
+    return {n: w for part in parts for n, w in part.items()}
+
+
+def _run_case(rank: int, make: Callable[[], tuple[Case, list[nn.Module]]]) -> dict[str, torch.Tensor]:
+    case, model = make()
+    watch, transport = connect(rank, case.plan)
+    stages = case.stages(rank)
+    engine = Engine(case.plan, case.order, stages, transport, rank=rank, watch=watch)
+    for item in case.items:
+        engine.inject(item())
+    engine.drain()
+    engine.close()
+    watch.close()
+    mine = {id(p) for s in stages for layer in s.layers.values() for p in layer.parameters()}
+    return {n: p.detach().clone() for n, p in nn.ModuleList(model).named_parameters() if id(p) in mine}
+
+
+def in_one_process(case: Case, model: list[nn.Module]) -> dict[str, torch.Tensor]:
+    pipe = Loopback(case.plan, case.order, case.stages)
+    for item in case.items:
+        pipe.inject(item)
+        pipe.progress()
+    pipe.drain()
+    return weights(model)
+
+
+def check(make: Callable[[], tuple[Case, list[nn.Module]]], wanted: dict[str, torch.Tensor]) -> None:
+    case, model = make()
+    if isinstance(case.order, Program):
+        verify(case.order, case.plan)
+    assert_close(in_one_process(case, model), wanted)
+    got = on_two_processes(make)
+    assert_close({n: got[n] for n in wanted}, wanted)
+
+
+# Two jobs with different batch sizes, interleaved in one window -----------------------------------------------------
+
+
+def two_jobs() -> tuple[Case, list[nn.Module]]:
+    plan = Plan((0, 1), (Cut.even(8, 2, 2), Cut.even(6, 3, 2)))
+    a, b = plan.spans(Kind.F, 0, 0), plan.spans(Kind.F, 0, 1)
+
+    def row(s: int) -> tuple[Instruction, ...]:
+        forwards = [F(s, a[0]), F(s, b[0], 1), F(s, a[1]), F(s, b[1], 1), F(s, b[2], 1)]
+        backwards = [B(s, b[0], 1), B(s, a[0]), B(s, a[1]), STEP(s), B(s, b[1], 1), B(s, b[2], 1), STEP(s, 1)]
+        return (*forwards, *backwards)
+
+    models = [layers(seed=1), layers(seed=2)]
+
+    def stages(rank: int) -> list[Stage]:
+        return [
+            s for job, m in enumerate(models) for s in make_stages(plan, rank, m, sgd_step(0.1 * (job + 1)), job=job)
+        ]
+
+    items = [lambda: Item(0, 8, batch(0, 8)), lambda: Item(0, 6, batch(0, 6, job=1), job=1)]
+    return Case(plan, Program((row(0), row(1))), stages, items), [*models[0], *models[1]]
+
+
+def test_two_jobs() -> None:
+    wanted = []
+    for job, rows in ((0, 8), (1, 6)):
+        net = nn.Sequential(*layers(seed=job + 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1 * (job + 1), momentum=0.9)
+        x, target = batch(0, rows, job)
+        squared_error(net(x), target).backward()
+        optimizer.step()
+        wanted += list(net)
+    check(two_jobs, weights(wanted))
+
+
+# Spans that differ between forward and backward, between stages, and on links ---------------------------------------
+
+
+def cut(*sizes: int) -> tuple[Span, ...]:
+    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    return tuple(Span(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+UNEQUAL = {
+    "backward 1+1+2": Cut(4, (cut(2, 2), cut(2, 2)), (cut(1, 1, 2), cut(1, 1, 2))),
+    "per stage": Cut(4, (cut(1, 1, 1, 1), cut(3, 1)), (cut(4), cut(2, 2))),
+    "links": Cut(4, (cut(2, 2), cut(4)), (cut(1, 3), cut(1, 2, 1)), (cut(1, 3), cut(4)), (cut(4), cut(2, 2))),
+}
+
+
+def unequal(name: str, rows: int) -> tuple[Case, list[nn.Module]]:
+    plan = Plan((0, 1), (UNEQUAL[name],))
+    rows_of = [
+        (*(F(s, x) for x in plan.spans(Kind.F, s)), *(B(s, x) for x in plan.spans(Kind.B, s)), STEP(s)) for s in (0, 1)
+    ]
+    model = layers(seed=3)
+    stages = lambda rank: make_stages(plan, rank, model, sgd_step())  # noqa: E731
+    return Case(plan, Program(tuple(rows_of)), stages, [lambda: Item(0, rows, batch(0, rows))]), model
+
+
+class Unequal:
+    """Picklable, to be made again on each process."""
+
+    def __init__(self, name: str, rows: int) -> None:
+        self.name, self.rows = name, rows
+
+    def __call__(self) -> tuple[Case, list[nn.Module]]:
+        return unequal(self.name, self.rows)
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+@pytest.mark.parametrize("rows", [4, 3])
+def test_unequal_spans(name: str, rows: int) -> None:
+    net = nn.Sequential(*layers(seed=3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x, target = batch(0, rows)
+    squared_error(net(x), target).backward()
+    optimizer.step()
+    wanted = weights(list(net))
+    case, model = unequal(name, rows)
+    verify(case.order, case.plan)  # type: ignore[arg-type]
+    assert_close(in_one_process(case, model), wanted)
+    if rows == 4:
+        got = on_two_processes(Unequal(name, rows))
+        assert_close({n: got[n] for n in wanted}, wanted)
+
+
+# An asynchronous window: each B uses the weight version of its F ----------------------------------------------------
+
+BATCHES = 5
+
+
+def asynchronous() -> tuple[Case, list[nn.Module]]:
+    """1F1B across batches: stage 0 runs one batch ahead, so it holds two weight versions."""
+    plan = Plan((0, 1), (Cut.even(4, 1, 2),), batches=BATCHES, versions=(2, 1))
+    span = Span(0, 4)
+    head = ((F(0, span),), (F(1, span), B(1, span), STEP(1)))
+    cycle = (
+        (F(0, span, batch=1), B(0, span), STEP(0)),
+        (F(1, span, batch=1), B(1, span, batch=1), STEP(1, batch=1)),
+    )
+    tail = ((B(0, span), STEP(0)), ())
+    model = layers(seed=4)
+    stages = lambda rank: make_stages(plan, rank, model, sgd_step())  # noqa: E731
+    items = [lambda n=n: Item(n, 4, batch(n, 4)) for n in range(BATCHES)]
+    return Case(plan, Program(head, cycle, tail), stages, items), model
+
+
+def test_asynchronous_weight_versions() -> None:
+    """By hand: batch n goes through stage 0 as it was after update n - 2, and back through the same weights."""
+    first, last = nn.Sequential(*layers(seed=4)[:2]), nn.Sequential(*layers(seed=4)[2:])
+    steps = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (first, last)]
+    pending: list[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]] = []
+
+    def finish() -> None:
+        copies, hidden, gradient = pending.pop(0)
+        found = torch.autograd.grad(hidden, copies, gradient)
+        for p, g in zip(first.parameters(), found, strict=True):
+            p.grad = g
+        steps[0].step()
+
+    for n in range(BATCHES):
+        x, target = batch(n, 4)
+        copies = [p.detach().clone().requires_grad_() for p in first.parameters()]
+        names = [name for name, _ in first.named_parameters()]
+        hidden = torch.func.functional_call(first, dict(zip(names, copies, strict=True)), (x,))
+        entering = hidden.detach().requires_grad_()
+        steps[1].zero_grad()
+        squared_error(last(entering), target).backward()
+        steps[1].step()
+        assert entering.grad is not None
+        pending.append((copies, hidden, entering.grad))
+        if n >= 1:
+            finish()
+    finish()
+    case, _ = asynchronous()
+    assert isinstance(case.order, Program)
+    assert verify(case.order, case.plan).versions == (2, 1)
+    check(asynchronous, weights([*first, *last]))
+
+
+# A policy that runs whatever is ready -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LastSamplesFirst:
+    """Forward from the last micro-batch to the first, backward as soon as possible: no static schedule sends so."""
+
+    name: str = "last samples first"
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
+        return max(ready, key=lambda i: (i.kind is not Kind.F, i.span.start))
+
+
+def by_policy() -> tuple[Case, list[nn.Module]]:
+    plan = Plan.even(2, 4, ROWS)
+    model = layers(seed=5)
+    stages = lambda rank: make_stages(plan, rank, model, sgd_step())  # noqa: E731
+    return Case(plan, LastSamplesFirst(), stages, [lambda: Item(0, ROWS, batch())]), model
+
+
+def test_policy() -> None:
+    net = nn.Sequential(*layers(seed=5))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x, target = batch()
+    squared_error(net(x), target).backward()
+    optimizer.step()
+    check(by_policy, weights(list(net)))
+
+
+def test_policy_decides_the_order() -> None:
+    plan = Plan.even(2, 4, ROWS)
+    pipe = Loopback(plan, LastSamplesFirst(), lambda r: make_stages(plan, r, layers()))
+    pipe.inject(lambda: Item(0, ROWS, batch()))
+    pipe.drain()
+    forwards = [e.instruction.span.start for e in pipe.engines[0].events if e.instruction.kind is Kind.F]
+    assert forwards == [6, 4, 2, 0]
+
+
+@pytest.mark.parametrize("rows", [3, 8])
+def test_policy_with_a_short_batch_and_several_steps(rows: int) -> None:
+    plan = Plan.even(2, 4, ROWS)
+    model, reference = layers(), nn.Sequential(*layers())
+    pipe = Loopback(plan, LastSamplesFirst(), lambda r: make_stages(plan, r, model, sgd_step()))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for number in range(3):
+        pipe.inject(lambda n=number: Item(n, rows, batch(n, rows)))  # type: ignore[misc]
+        pipe.drain()
+        optimizer.zero_grad()
+        x, target = batch(number, rows)
+        squared_error(reference(x), target).backward()
+        optimizer.step()
+    assert_close(weights(model), weights(list(reference)))
+
+
+# A program swapped between two steps; input and weight gradients apart ----------------------------------------------
+
+
+def split_program(plan: Plan) -> Program:
+    """GPipe's order with I and W instead of B, all W at the end."""
+    return Program(
+        tuple(
+            (
+                *(F(s, x) for x in plan.spans(Kind.F, s)),
+                *(I(s, x) for x in plan.spans(Kind.I, s)),
+                *(W(s, x) for x in plan.spans(Kind.W, s)),
+                STEP(s),
+            )
+            for s in range(plan.n_stages)
+        )
+    )
+
+
+def test_swap_between_steps() -> None:
+    even = Plan.even(2, 4, ROWS)
+    other = Plan.even(2, 2, ROWS)
+    split = Plan((0, 1), (Cut.even(ROWS, 3, 2),), split_backward=True)
+    model, reference = layers(), nn.Sequential(*layers())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    pipe = Loopback(even, make_schedule("1f1b").program(even), lambda r: make_stages(even, r, model, sgd_step()))
+    swaps = [
+        None,
+        (even, make_schedule("gpipe").program(even)),
+        (other, make_schedule("kfkb", k=2).program(other)),
+        (split, split_program(split)),
+        (even, LastSamplesFirst()),
+    ]
+    for number, swap in enumerate(swaps):
+        if swap is not None:
+            pipe.adopt(*swap)
+        pipe.inject(lambda n=number: Item(n, ROWS, batch(n)))  # type: ignore[misc]
+        pipe.drain()
+        optimizer.zero_grad()
+        x, target = batch(number)
+        squared_error(reference(x), target).backward()
+        optimizer.step()
+    assert_close(weights(model), weights(list(reference)))
+
+
+def test_no_swap_in_a_window() -> None:
+    plan = Plan.even(2, 4, ROWS)
+    pipe = Loopback(plan, make_schedule("1f1b").program(plan), lambda r: make_stages(plan, r, layers()))
+    pipe.inject(lambda: Item(0, ROWS, batch()))
+    with pytest.raises(PlanError, match="drain first"):
+        pipe.adopt(plan, make_schedule("gpipe").program(plan))
+
+
+# Edges that carry any tree; shapes that change every step -----------------------------------------------------------
+
+
+class Fork(nn.Module):
+    """Sends a dict with tensors, None, an int and a mask that is not rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {
+            "pair": (self.a(x), self.b(x).t().contiguous().t()),
+            "none": None,
+            "power": 2,
+            "mask": torch.ones(3, 6).double(),
+            "ids": x.long(),
+        }
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(6, 6).double()
+
+    def forward(self, edge: dict[str, Any]) -> torch.Tensor:
+        a, b = edge["pair"]
+        assert edge["none"] is None
+        assert not edge["ids"].is_floating_point()
+        out = self.c(a * edge["mask"][0]) ** edge["power"]
+        return out + b  # type: ignore[no-any-return]
+
+
+def trees() -> tuple[Case, list[nn.Module]]:
+    torch.manual_seed(6)
+    model: list[nn.Module] = [Fork(), Join()]
+    plan = Plan.even(2, 3, ROWS)
+    stages = lambda rank: make_stages(plan, rank, model, sgd_step())  # noqa: E731
+    return Case(plan, make_schedule("1f1b").program(plan), stages, [lambda: Item(0, ROWS, batch())]), model  # type: ignore[union-attr]
+
+
+def test_tree_on_the_edge() -> None:
+    torch.manual_seed(6)
+    net: list[nn.Module] = [Fork(), Join()]
+    optimizer = torch.optim.SGD(nn.ModuleList(net).parameters(), lr=0.1, momentum=0.9)
+    x, target = batch()
+    squared_error(net[1](net[0](x)), target).backward()
+    optimizer.step()
+    check(trees, weights(net))
+
+
+def shapes(rank: int) -> list[torch.Tensor]:
+    """Gradients of a stage whose edge changes shape and size every step, small, large and small again."""
+    torch.manual_seed(7)
+    model = [nn.Linear(1, 1).double(), nn.Linear(1, 1).double()]
+    plan = Plan.even(2, 2, 4)
+    watch, transport = connect(rank, plan)
+    engine = Engine(
+        plan, make_schedule("1f1b").program(plan), make_stages(plan, rank, model), transport, rank=rank, watch=watch
+    )  # type: ignore[union-attr]
+    found = []
+    for n, width in enumerate((3, 20_000, 5, 70_000, 1)):
+        x = torch.full((4, width, 1), 0.5).double()
+        engine.inject(Item(n, 4, (x, torch.zeros_like(x))))
+        engine.drain()
+        found += [p.grad.clone() for p in model[rank].parameters() if p.grad is not None]
+        model[rank].zero_grad()
+    engine.close()
+    watch.close()
+    return found
+
+
+def test_shapes_change_every_step() -> None:
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(1, 1).double(), nn.Linear(1, 1).double())
+    wanted: list[list[torch.Tensor]] = [[], []]
+    for width in (3, 20_000, 5, 70_000, 1):
+        x = torch.full((4, width, 1), 0.5).double()
+        net.zero_grad()
+        (net(x) ** 2).mean().backward()
+        for rank in (0, 1):
+            wanted[rank] += [p.grad.clone() for p in net[rank].parameters() if p.grad is not None]
+    for got, want in zip(run_ranks(shapes, 2), wanted, strict=True):
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
+
+
+# Tied weights on the first and the last stage -----------------------------------------------------------------------
+
+
+def tied(rank: int) -> torch.Tensor:
+    torch.manual_seed(8)
+    model = [nn.Linear(6, 6, bias=False).double(), nn.Linear(6, 6, bias=False).double()]
+    model[1].weight = nn.Parameter(model[0].weight.detach().clone())  # a copy a rank
+    plan = Plan.even(2, 4, ROWS)
+    watch, transport = connect(rank, plan)
+    optimizer = torch.optim.SGD(model[rank].parameters(), lr=0.1)
+
+    def step(item: Item) -> None:
+        for p in model[rank].parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    stages = make_stages(plan, rank, model, lambda _: step)
+    engine = Engine(plan, make_schedule("1f1b").program(plan), stages, transport, rank=rank, watch=watch)  # type: ignore[union-attr]
+    for n in range(3):
+        engine.inject(Item(n, ROWS, batch(n)))
+        engine.drain()
+    engine.close()
+    watch.close()
+    return model[rank].weight.detach()
+
+
+def test_tied_weights() -> None:
+    torch.manual_seed(8)
+    weight = nn.Parameter(nn.Linear(6, 6, bias=False).double().weight.detach().clone())
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for n in range(3):
+        x, target = batch(n)
+        optimizer.zero_grad()
+        squared_error(x @ weight.t() @ weight.t(), target).backward()
+        optimizer.step()
+    for got in run_ranks(tied, 2):
+        torch.testing.assert_close(got, weight.detach(), rtol=1e-10, atol=1e-12)
+
+
+# What autograd makes awkward ----------------------------------------------------------------------------------------
+
+
+class InPlace(nn.Module):
+    """Changes what it receives."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return x.mul_(2)
+
+
+class Transposed(nn.Module):
+    """A view as output, not contiguous."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).unsqueeze(0).transpose(0, 1)[:, 0]
+
+
+@pytest.mark.parametrize("odd", [InPlace, Transposed])
+@pytest.mark.parametrize("where", [0, 1, 2, 3])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_odd_layers(odd: type[nn.Module], where: int, recompute: bool) -> None:
+    def build() -> list[nn.Module]:
+        torch.manual_seed(9)  # no Tanh: its output must not be changed, pipeline or not
+        made: list[nn.Module] = [nn.Linear(WIDTH, WIDTH).double() for _ in range(4)]
+        made[where] = odd()
+        return made
+
+    plan = Plan.even(4, 4, ROWS, recompute=[recompute] * 4)
+    model = build()
+    pipe = Loopback(plan, make_schedule("1f1b").program(plan), lambda r: make_stages(plan, r, model))  # type: ignore[union-attr]
+    pipe.inject(lambda: Item(0, ROWS, tuple(t.clone() for t in batch())))
+    pipe.drain()
+    reference = build()
+    x, target = batch()
+    squared_error(nn.Sequential(*reference)(x.clone()), target).backward()
+    got = {n: p.grad for n, p in nn.ModuleList(model).named_parameters()}
+    assert_close(got, {n: p.grad for n, p in nn.ModuleList(reference).named_parameters()})
+
+
+def test_frozen_first_stage_and_empty_stage() -> None:
+    """A stage that needs no gradients and one without layers still take part."""
+    plan = Plan.even(3, 4, ROWS)
+    model, reference = layers(2), nn.Sequential(*layers(2))
+    for m in (model[0], reference[0]):
+        m.requires_grad_(False)
+
+    def stages(rank: int) -> list[Stage]:
+        stage = Stage(rank, {0: {0: model[0]}, 1: {}, 2: {1: model[1]}}[rank], body)
+        stage.is_last_of_test = rank == 2  # type: ignore[attr-defined]
+        return [stage]
+
+    pipe = Loopback(plan, make_schedule("1f1b").program(plan), stages)  # type: ignore[union-attr]
+    pipe.inject(lambda: Item(0, ROWS, batch()))
+    pipe.drain()
+    x, target = batch()
+    squared_error(reference(x), target).backward()
+    got = {n: p.grad for n, p in nn.ModuleList(model).named_parameters()}
+    assert_close(got, {n: p.grad for n, p in nn.ModuleList(list(reference)).named_parameters()})
