@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.message import FRONT_BYTES, Decoder, Encoder, Message, Wire
+from lightning_pipes.engine.message import FRONT_BYTES, Decoder, Encoder, Message, Wire, ordinary, pinned
 from lightning_pipes.ir import Instruction
 
 POSTED = 4
@@ -53,7 +53,7 @@ class Outbox:
 
     def __init__(self, group: ProcessGroupGloo, peer: int, device: torch.device, lost: Callable[[BaseException], None]):
         self._group, self._lost = group, lost
-        self._encoder = Encoder(pinned=device.type == "cuda")
+        self._encoder = Encoder(pinned if device.type == "cuda" else ordinary)
         self._slots = deque([FIRST_SLOT] * POSTED)  # sizes of the receives that the peer has posted, or will next
         self._slot = FIRST_SLOT
         self._stager = _StageOut(device, self._post) if device.type == "cuda" else None

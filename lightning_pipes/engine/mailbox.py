@@ -72,7 +72,9 @@ class Mailbox:
 class Transport(Protocol):
     """Moves trees between the ranks of one pipeline."""
 
-    mailbox: Mailbox
+    @property
+    def mailbox(self) -> Mailbox:
+        """Where what the other ranks send arrives."""
 
     def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
         """Starts to send a tree to another pipeline rank and returns at once.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,8 +29,8 @@ ALIGN = 64
 FRONT_BYTES = ALIGN
 """Left free in front of every message for what the channel writes there."""
 _EXTRA = FRONT_BYTES + HEADER_BYTES
-_SIZES = struct.Struct("<i i q")  # the end of the header
-_SPARE = 4  # wires kept per signature
+_SPARE, _POOLS = 8, 8
+"""Wires kept for one kind of message, and kinds of messages for which any are."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,12 @@ class Signature:
 class Wire:
     """The bytes of one message: FRONT_BYTES for the channel, the header, plain values, and the tensors."""
 
-    def __init__(self, signature: Signature, extra: bytes, pinned: bool = False) -> None:
-        body = -(-(_EXTRA + len(extra)) // ALIGN) * ALIGN
-        self.buffer = torch.empty(body + signature.bytes, dtype=torch.uint8, pin_memory=pinned)
+    def __init__(self, signature: Signature, body: int, allocate: Callable[[int], torch.Tensor]) -> None:
+        self.buffer = allocate(body + signature.bytes)
         self.bytes = self.buffer.numpy().data
-        self.bytes[_EXTRA : _EXTRA + len(extra)] = extra
         described = filter(None, signature.leaves)
         self.places = [_view(self.buffer, body + at, *d) for at, d in zip(signature.starts, described, strict=True)]
+        self.pool: deque[Wire] | None = None
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies the tensors to their places."""
@@ -115,17 +114,27 @@ class Wire:
             place.copy_(tensor.detach(), non_blocking=True)
 
 
+def ordinary(size: int) -> torch.Tensor:
+    """Bytes in ordinary memory."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def pinned(size: int) -> torch.Tensor:
+    """Bytes in pinned memory, for tensors that come from a GPU."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
 class Encoder:
     """The sending end of one channel. Wires of a steady stream are used again once they are given back.
 
     Args:
-        pinned: wires lie in pinned memory, for tensors that come from a GPU.
+        allocate: where wires lie.
     """
 
-    def __init__(self, pinned: bool = False) -> None:
-        self._pinned = pinned
+    def __init__(self, allocate: Callable[[int], torch.Tensor] = ordinary) -> None:
+        self._allocate = allocate
         self._known: dict[Any, tuple[int, Signature]] = {}
-        self._spare: dict[int, deque[Wire]] = {}
+        self._pools: OrderedDict[tuple[int, int], deque[Wire]] = OrderedDict()
 
     def encode(
         self, key: tuple[int, Instruction], tree: Any, flags: tuple[bool, ...], sent: int
@@ -146,20 +155,36 @@ class Encoder:
             known = self._known[spec, described, flags] = (len(self._known), Signature(spec, described, flags))
             spec_bytes = known[1].to_bytes()
         number, signature = known
-        spare = None if spec_bytes or values else self._spare.setdefault(number, deque(maxlen=_SPARE))
-        wire = spare.pop() if spare else Wire(signature, spec_bytes + values, self._pinned)
+        extra = spec_bytes + values
+        wire = self._wire(number, signature, -(-(_EXTRA + len(extra)) // ALIGN) * ALIGN)
         window, (kind, stage, job, batch, span) = key
         sizes = (number, len(spec_bytes), len(values))
         _HEADER.pack_into(
             wire.bytes, FRONT_BYTES, _MAGIC, window, sent, _KIND_NUMBER[kind], stage, job, batch, *span, *sizes
         )
+        if extra:
+            wire.bytes[_EXTRA : _EXTRA + len(extra)] = extra
         return wire, tensors
 
-    def give_back(self, wire: Wire) -> None:
-        """The wire has been delivered."""
-        number, spec_size, value_size = _SIZES.unpack_from(wire.bytes, _EXTRA - _SIZES.size)
-        if not spec_size and not value_size:
-            self._spare[number].append(wire)
+    def give_back(self, wire: Wire) -> bool:
+        """The wire has been delivered; says whether it is kept for another message."""
+        pool = wire.pool
+        if pool is None or len(pool) >= _SPARE or not any(pool is p for p in self._pools.values()):
+            return False
+        pool.append(wire)
+        return True
+
+    def _wire(self, number: int, signature: Signature, body: int) -> Wire:
+        pool = self._pools.get((number, body))
+        if pool is None:
+            pool = self._pools[number, body] = deque()
+            if len(self._pools) > _POOLS:  # shapes that change all the time must not pile up memory
+                self._pools.popitem(last=False)
+        if pool:
+            return pool.popleft()
+        wire = Wire(signature, body, self._allocate)
+        wire.pool = pool
+        return wire
 
 
 class Decoder:

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.item import Item
-from lightning_pipes.engine.rng import forked_rng, seed_all, stream_seed
+from lightning_pipes.engine.rng import seed_all, stream_seed
 from lightning_pipes.engine.weights import Version, WeightVersions
 from lightning_pipes.ir import Span
 
@@ -67,7 +67,7 @@ class Stage:
         """Whether the body runs for the second time, so that it must not log or count anything again."""
         self.weights = WeightVersions(self.layers, most=1)
         self._version: Version | None = None
-        self._changes_input: bool | None = None
+        self._changes_input: bool | None = None  # whether a layer works in place on what was received; None: unknown
 
     def forward(self, item: Item, span: Span, received: Any, version: Version | None, again: bool = False) -> Any:
         """Runs the body with the weights of `version`."""
@@ -79,8 +79,16 @@ class Stage:
 
     def run_layers(self, item: Item, span: Span, x: Any) -> Any:
         """`x` through the layers; each layer draws from its own random stream."""
-        if self.recompute and item.training and not self.recomputing:
-            x = self._keep(x)
+        first_of_two = self.recompute and item.training and not self.recomputing
+        if first_of_two and self._changes_input is not False:  # the second run needs `x` as it is
+            copy = pytree.tree_map_only(torch.Tensor, torch.clone, x)
+            out = self._run_all(item, span, copy)
+            tensors = [t for t in pytree.tree_leaves(copy) if isinstance(t, torch.Tensor)]
+            self._changes_input = self._changes_input or any(t._version for t in tensors)
+            return out
+        return self._run_all(item, span, x)
+
+    def _run_all(self, item: Item, span: Span, x: Any) -> Any:
         for number, layer in self.layers.items():
             seed = stream_seed(self.seed, self.job, number, item.number, span)
             seed_all(seed, self.device)
@@ -95,19 +103,6 @@ class Stage:
                 seed_all(seed, self.device)
             x = self._run_layer(number, layer, pytree.tree_map(_fresh, x))
         return x
-
-    def _keep(self, x: Any) -> Any:
-        """What the layers may work on while `x` stays as it is for the second run.
-
-        Whether they change their input in place is learned with a copy, the first time.
-        """
-        if self._changes_input is None and self.layers:
-            first = next(iter(self.layers.values()))
-            with torch.no_grad(), forked_rng(self.device):
-                copy = pytree.tree_map_only(torch.Tensor, torch.clone, x)
-                functional_call(first, {name: b.clone() for name, b in first.named_buffers()}, (copy,))
-            self._changes_input = any(t._version for t in pytree.tree_leaves(copy) if isinstance(t, torch.Tensor))
-        return pytree.tree_map_only(torch.Tensor, torch.clone, x) if self._changes_input else x
 
     def _run_layer(self, number: int, layer: nn.Module, x: Any) -> Any:
         if self._version is None and not self.recomputing:

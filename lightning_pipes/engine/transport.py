@@ -1,8 +1,9 @@
-"""All channels of one rank: over gloo between processes, or hand to hand inside one."""
+"""All channels of one rank: over gloo, through memory shared by one host's processes, or hand to hand inside one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -10,9 +11,10 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from lightning_pipes.engine.channel import Inbox, Outbox
 from lightning_pipes.engine.failure import FailureWatch
+from lightning_pipes.engine.local import Listener, LocalInbox, LocalMailbox, LocalOutbox, same_host
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.message import Decoder, Encoder
-from lightning_pipes.ir import Kind, Plan
+from lightning_pipes.ir import Kind, Plan, PlanError
 
 IDLE = timedelta(days=30)
 """How long a posted receive may stay unanswered: a validation that does not use the pipeline may take hours, and the
@@ -84,6 +86,52 @@ class GlooTransport:
             self._store.wait([f"closed/{peer}-{mine}"], timedelta(seconds=30))
 
 
+class LocalTransport:
+    """One channel per neighbour and direction, all on one host, tensors in ordinary memory."""
+
+    def __init__(self, plan: Plan, rank: int, global_ranks: Sequence[int], watch: FailureWatch, store: PrefixStore):
+        mailbox = self.mailbox = LocalMailbox()
+        self._watch = watch
+        self._out: dict[tuple[int, Kind], LocalOutbox] = {}
+        self._in: list[LocalInbox] = []
+        watch.on_failure(mailbox.fail)
+        mine = global_ranks[rank]
+        listener = Listener()
+        store.set(f"address/{mine}", listener.name)
+
+        def lost(peer: int) -> Callable[[BaseException], None]:
+            return lambda error: watch.lost(peer, error)
+
+        expected = 0
+        for source, destination, kind in links(plan):
+            if rank == source:
+                peer = global_ranks[destination]
+                address = store.get(f"address/{peer}").decode()
+                self._out[destination, kind] = LocalOutbox(address, mine, kind, mailbox, lost(peer))
+            elif rank == destination:
+                expected += 1
+        for _ in range(expected):
+            peer, connection = listener.accept(watch)
+            self._in.append(LocalInbox(connection, mailbox, lost(peer)))
+        listener.close()
+
+    def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
+        kind = Kind.SF if key[1].kind is Kind.RF else Kind.SB
+        self._out[rank, kind].send(key, tree, flags)
+
+    def close(self) -> None:
+        failed = self._watch.error is not None
+        for outbox in self._out.values():
+            outbox.close(failed)
+        deadline = time.monotonic() + 10
+        while not failed and not all(inbox.ended for inbox in self._in) and time.monotonic() < deadline:
+            self.mailbox.fetch(0.1)
+        for inbox in self._in:
+            inbox.close()
+        self.mailbox.close()
+        self._out, self._in = {}, []
+
+
 class LoopbackTransport:
     """Ranks in one process: what is sent goes through the same bytes and lies in the other's mailbox at once."""
 
@@ -101,9 +149,30 @@ class LoopbackTransport:
 
 
 def make_transport(
-    plan: Plan, rank: int, global_ranks: Sequence[int], device: torch.device, watch: FailureWatch
+    plan: Plan,
+    rank: int,
+    global_ranks: Sequence[int],
+    device: torch.device,
+    watch: FailureWatch,
+    kind: str = "auto",
 ) -> Transport:
-    """The transport for where the ranks are: a collective call of all ranks of the pipeline."""
+    """The transport for where the ranks are: a collective call of all ranks of the pipeline.
+
+    Args:
+        kind: "auto" takes shared memory where all ranks are on one host and tensors in ordinary memory, and gloo
+            elsewhere; "local" and "gloo" insist.
+
+    Raises:
+        PlanError: shared memory is insisted on where it can't be had.
+    """
     if plan.n_ranks == 1:
         return LoopbackTransport([Mailbox()], 0)
+    store = watch.store()
+    if kind == "gloo":
+        return GlooTransport(plan, rank, global_ranks, device, watch)
+    near = same_host(store, global_ranks[rank], list(global_ranks)) and device.type == "cpu"
+    if not near and kind == "local":
+        raise PlanError(f"transport 'local' needs all ranks on one Linux host and tensors on the CPU, not on {device}")
+    if near:
+        return LocalTransport(plan, rank, global_ranks, watch, store)
     return GlooTransport(plan, rank, global_ranks, device, watch)

@@ -128,11 +128,11 @@ class Loopback:
             engine.adopt(plan, order)
 
 
-def connect(rank: int, plan: Plan) -> tuple[FailureWatch, Any]:
+def connect(rank: int, plan: Plan, transport: str = "auto") -> tuple[FailureWatch, Any]:
     """A process group, a watch and a transport, in a rank of `run_ranks`."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
-    return watch, make_transport(plan, rank, range(plan.n_ranks), torch.device("cpu"), watch)
+    return watch, make_transport(plan, rank, range(plan.n_ranks), torch.device("cpu"), watch, transport)
 
 
 def gradients(model: Sequence[nn.Module]) -> dict[str, torch.Tensor | None]:

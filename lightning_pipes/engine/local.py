@@ -1,0 +1,290 @@
+"""Channels between processes of one host: tensors lie in shared memory, a socket rings.
+
+A message costs its copy into memory that both ends map and one small write, and wakes the receiver itself, no thread
+in between. On a stage of milliseconds that is most of what an engine costs.
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.engine.failure import FailureWatch
+from lightning_pipes.engine.mailbox import Key, Mailbox
+from lightning_pipes.engine.message import Decoder, Encoder, Message, Wire
+from lightning_pipes.ir import Kind
+
+_RING = struct.Struct("<i i q")  # what, number of the slot, its bytes
+_FRESH, _AGAIN, _DROP, _GOODBYE = range(4)
+_HELLO = struct.Struct("<i 2s")  # the sender's global rank, what it sends
+_FREE, _TAKEN = 0, 1
+CONNECT_SECONDS = 60.0
+
+
+def host() -> str:
+    """What two processes must have in common to share memory and a socket; empty where that can't be had."""
+    if sys.platform != "linux":
+        return ""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
+
+
+class LocalMailbox(Mailbox):
+    """A mailbox whose owner fetches the messages itself when it waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._poll = select.poll()
+        self._readers: dict[int, Callable[[], None]] = {}
+        self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.watch(self._woken, self._unwake)
+
+    def watch(self, descriptor: int, reader: Callable[[], None]) -> None:
+        """Calls `reader` whenever `descriptor` can be read."""
+        self._readers[descriptor] = reader
+        self._poll.register(descriptor, select.POLLIN)
+
+    def forget(self, descriptor: int) -> None:
+        """Watches it no longer."""
+        if self._readers.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        with suppress(OSError):
+            os.write(self._waker, b"!")
+
+    def fetch(self, seconds: float | None = 0.0) -> None:
+        """Takes in what has arrived; waits that long, or with None for ever, if nothing has."""
+        for descriptor, _ in self._poll.poll(None if seconds is None else 1000 * seconds):
+            reader = self._readers.get(descriptor)
+            if reader is not None:
+                reader()
+
+    def fresh(self) -> list[Key]:
+        self.fetch()
+        return super().fresh()
+
+    def wait(self, key: Key | None = None) -> list[Key]:
+        keys: list[Key] = []
+        while not (self.holds(key) if key is not None else keys):
+            self.check()
+            self.fetch(None)
+            keys += super().fresh()
+        return keys
+
+    def check(self) -> None:
+        """Raises the failure that was told, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        os.close(self._woken)
+        os.close(self._waker)
+
+    def _unwake(self) -> None:
+        with suppress(OSError):
+            os.read(self._woken, 64)
+
+
+class _Memory:
+    """Memory of one message, mapped by both ends."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.map = mmap.mmap(descriptor, size)
+        self.tensor = torch.frombuffer(self.map, dtype=torch.uint8)
+
+
+class LocalOutbox:
+    """The sending end. `send` copies the tensors and returns."""
+
+    def __init__(self, name: str, rank: int, kind: Kind, mailbox: LocalMailbox, lost: Callable[[BaseException], None]):
+        self._mailbox, self._lost = mailbox, lost
+        self._encoder = Encoder(self._allocate)
+        self._slots: dict[int, int] = {}  # address of a wire's bytes -> number of its slot
+        self._descriptors: dict[int, tuple[int, int]] = {}  # number -> descriptor and bytes, until the peer has it
+        self._count = 0
+        self._flying: deque[Wire] = deque()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(CONNECT_SECONDS)
+        self._socket.connect(name)
+        self._socket.sendall(_HELLO.pack(rank, kind.value.encode()))
+        self._socket.setblocking(False)
+
+    def send(self, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
+        """Sends one message; messages arrive in the order of these calls."""
+        while self._flying and self._flying[0].bytes[0] == _FREE:
+            self._retire(self._flying.popleft())
+        wire, tensors = self._encoder.encode(key, tree, flags, time.monotonic_ns())
+        wire.fill(tensors)
+        wire.bytes[0] = _TAKEN
+        self._flying.append(wire)
+        number = self._slots[wire.buffer.data_ptr()]
+        fresh = self._descriptors.pop(number, None)
+        if fresh is None:
+            self._ring(_AGAIN, number)
+        else:
+            self._ring(_FRESH, number, *fresh)
+            os.close(fresh[0])
+
+    def close(self, failed: bool) -> None:
+        """Tells the peer that nothing more comes."""
+        if not failed:
+            self._ring(_GOODBYE, 0)
+        self._socket.close()
+        for descriptor, _ in self._descriptors.values():
+            os.close(descriptor)
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        descriptor = os.memfd_create("lightning_pipes", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+        tensor = _Memory(descriptor, size).tensor
+        self._slots[tensor.data_ptr()] = self._count
+        self._descriptors[self._count] = (descriptor, size)
+        self._count += 1
+        return tensor
+
+    def _retire(self, wire: Wire) -> None:
+        if not self._encoder.give_back(wire):
+            self._ring(_DROP, self._slots.pop(wire.buffer.data_ptr()))
+
+    def _ring(self, what: int, number: int, descriptor: int = -1, size: int = 0) -> None:
+        data = _RING.pack(what, number, size)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))] if descriptor >= 0 else []
+        try:
+            while True:
+                try:
+                    sent = self._socket.sendmsg([data], rights)
+                    if sent == len(data):
+                        return
+                    data, rights = data[sent:], []
+                except BlockingIOError:  # hundreds of messages wait unread: read ours meanwhile
+                    self._mailbox.check()
+                    self._mailbox.fetch(0.001)
+        except OSError as error:
+            self._lost(error)
+            self._mailbox.check()
+            raise
+
+
+class LocalInbox:
+    """The receiving end, read by the mailbox's owner."""
+
+    def __init__(self, connection: socket.socket, mailbox: LocalMailbox, lost: Callable[[BaseException], None]) -> None:
+        self._socket, self._mailbox, self._lost = connection, mailbox, lost
+        self._decoder = Decoder()
+        self._slots: dict[int, _Memory] = {}
+        self._partial = b""
+        self.ended = False
+        connection.setblocking(False)
+        mailbox.watch(connection.fileno(), self._read)
+
+    def close(self) -> None:
+        self._mailbox.forget(self._socket.fileno())
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(_RING.size - len(self._partial), socket.CMSG_SPACE(4))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(error)
+            return
+        if not data:
+            self._end(ConnectionError("connection closed by peer"))
+            return
+        descriptors = array.array("i")
+        for _, _, content in ancillary:
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+        self._partial += data
+        if len(self._partial) == _RING.size:
+            ring, self._partial = self._partial, b""
+            what, number, size = _RING.unpack(ring)
+            self._handle(what, number, size, descriptors)
+
+    def _handle(self, what: int, number: int, size: int, descriptors: array.array[int]) -> None:
+        if what == _GOODBYE:
+            self.ended = True
+            self._mailbox.forget(self._socket.fileno())
+        elif what == _DROP:
+            self._slots.pop(number, None)
+        else:
+            if what == _FRESH:
+                self._slots[number] = _Memory(descriptors[0], size)
+                os.close(descriptors[0])
+            memory = self._slots[number].tensor
+            message = self._decoder.decode(memory, 0, 0)
+            message = Message(
+                message.key, _copy(message.tree), message.flags, message.sent, 0, time.monotonic_ns(), message.bytes
+            )
+            memory[0] = _FREE
+            self._mailbox.put(message)
+
+    def _end(self, error: BaseException) -> None:
+        self._mailbox.forget(self._socket.fileno())
+        if not self.ended:
+            self.ended = True
+            self._lost(error)
+
+
+def _copy(tree: Any) -> Any:
+    return tree.clone() if isinstance(tree, torch.Tensor) else pytree.tree_map_only(torch.Tensor, torch.clone, tree)
+
+
+class Listener:
+    """Where the peers of one rank connect."""
+
+    def __init__(self) -> None:
+        self.name = f"\0lightning_pipes-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(self.name)
+        self._socket.listen(64)
+
+    def accept(self, watch: FailureWatch) -> tuple[int, socket.socket]:
+        """The next peer's global rank and its connection.
+
+        Raises:
+            PeerFailure: another rank failed meanwhile.
+            TimeoutError: nobody came.
+        """
+        self._socket.settimeout(0.5)
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                watch.check()
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            connection.settimeout(CONNECT_SECONDS)
+            rank, _ = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+            return rank, connection
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def same_host(store: Any, rank: int, ranks: list[int]) -> bool:
+    """Whether all of `ranks` run where `rank` does; all of them must ask."""
+    mine = host()
+    store.set(f"host/{rank}", mine)
+    store.wait([f"host/{r}" for r in ranks], timedelta(seconds=CONNECT_SECONDS))
+    return bool(mine) and all(store.get(f"host/{r}").decode() == mine for r in ranks)
