@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from lightning_pipes.testing.ranks import run_ranks
 FORWARD, BACKWARD = 0.005, 0.010
 EDGE_FLOATS = 64 * 1024 // 4
 WARM_UP = 2
-SPIN = float(os.environ.get("SPIN", "0.0001"))
+SPIN = 0.0001
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,12 @@ class Row:
     simulated: float
 
 
-def pause(seconds: float) -> None:
-    """Takes this long, to some microseconds: sleeps, and spins at the end, because a sleep alone ends late by as much
-    as an engine's whole overhead."""
-    end = time.perf_counter() + seconds
-    if seconds > SPIN:
-        time.sleep(seconds - SPIN)
+def pause_until(end: float) -> None:
+    """Returns at `end` of the performance counter, to some microseconds: sleeps, and spins at the end, because a sleep
+    alone ends late by as much as an engine's whole overhead."""
+    left = end - time.perf_counter() - SPIN
+    if left > 0:
+        time.sleep(left)
     while time.perf_counter() < end:
         os.sched_yield()  # other threads may have the interpreter, as during a real kernel
 
@@ -83,14 +84,18 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        end = time.perf_counter() + forward
         ctx.backward_seconds = backward
-        pause(forward)
-        return x.clone()
+        out = x.clone()
+        pause_until(end)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        pause(ctx.backward_seconds)
-        return gradients[0], torch.zeros(()), None, None
+        end = time.perf_counter() + ctx.backward_seconds
+        fresh, weight = gradients[0].clone(), torch.zeros(())
+        pause_until(end)
+        return fresh, weight, None, None
 
 
 class Emulated(nn.Module):
@@ -139,7 +144,7 @@ def gpt_parts(stages: int, width: int = 128, blocks: int = 8) -> list[nn.Sequent
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Embedding(256, width), *(Block(width, 4) for _ in range(blocks)), Head(width)]
     cuts = [round(i * len(layers) / stages) for i in range(stages + 1)]
-    return [nn.Sequential(*layers[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [nn.Sequential(*layers[a:b]) for a, b in pairwise(cuts)]
 
 
 def make_problem(cell: Cell) -> tuple[list[nn.Module], torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]:
@@ -152,7 +157,7 @@ def make_problem(cell: Cell) -> tuple[list[nn.Module], torch.Tensor, torch.Tenso
     share = 1 / cell.stages_per_rank
     parts: list[nn.Module] = [Emulated(FORWARD * share, BACKWARD * share) for _ in range(n)]
     x = torch.randn(cell.microbatches, EDGE_FLOATS)
-    return parts, x, torch.zeros(cell.microbatches), lambda output, target: output.mean() + target.mean()
+    return parts, x, torch.zeros(cell.microbatches), lambda output, target: output.mean()
 
 
 def make_ours(cell: Cell, rank: int, watch: FailureWatch) -> tuple[Callable[[int], None], Engine]:
@@ -328,7 +333,7 @@ def main() -> None:
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}; "
     )
     print(
-        f"emulated stages sleep {1e3 * FORWARD:.0f} ms forward and {1e3 * BACKWARD:.0f} ms backward; {options.pairs} pairs"
+        f"emulated stages sleep {1e3 * FORWARD:.0f} ms forward, {1e3 * BACKWARD:.0f} ms backward; {options.pairs} pairs"
     )
     print(table(rows))
     if options.json:

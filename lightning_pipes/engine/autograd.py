@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.weights import Version
@@ -15,6 +15,17 @@ from lightning_pipes.ir import Span
 
 Flags = tuple[bool, ...]
 """For each tensor of a tree, in order, whether a gradient for it is wanted."""
+
+
+Root = torch.Tensor | GradientEdge
+
+
+def _root(tensor: torch.Tensor) -> Root:
+    """Where to start backward instead of from `tensor`, without keeping its data alive."""
+    node = tensor.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return tensor  # a leaf has no node, and one written in Python does not keep the graph alive
+    return GradientEdge(node, tensor.output_nr)
 
 
 @dataclass(eq=False)
@@ -25,8 +36,8 @@ class Saved:
         span: the samples.
         version: the weights that were read; None for the live ones.
         outputs: where backward starts, one entry per output tensor that the receiver was told to want a gradient
-            for; None where none flows after all. Edges of the graph, not the tensors, so that an output nobody saved
-            is freed when it has been sent.
+            for; None where none flows after all. Edges of the graph where possible, not the tensors, so that an
+            output nobody saved is freed when it has been sent.
         entered: the tensors that came in and whose gradients the sender wants.
         received: what came in; kept only for recomputation.
         sent_flags: what the receiver was told before the graph existed; for recomputation.
@@ -34,7 +45,7 @@ class Saved:
 
     span: Span
     version: Version | None
-    outputs: list[GradientEdge | None] = field(default_factory=list)
+    outputs: list[Root | None] = field(default_factory=list)
     entered: list[torch.Tensor] = field(default_factory=list)
     received: Any = None
     recompute: bool = False
@@ -45,8 +56,9 @@ def enter(tree: Any, flags: Flags, saved: Saved) -> Any:
     """The tree with those tensors that want gradients made leaves of a graph."""
     if isinstance(tree, torch.Tensor):
         if flags[0]:
-            tree = tree.detach().requires_grad_()
-            saved.entered = [tree]
+            if tree.requires_grad:  # entered before: it may run twice
+                tree = tree.detach()
+            saved.entered = [tree.requires_grad_()]
         return tree
     leaves, spec = pytree.tree_flatten(tree)
     number = 0
@@ -67,7 +79,7 @@ def leave(tree: Any, saved: Saved, flags: Flags | None = None) -> tuple[Any, Fla
     if isinstance(tree, torch.Tensor) and flags is None:
         if not tree.requires_grad:
             return tree, (False,)
-        saved.outputs.append(get_gradient_edge(tree))
+        saved.outputs.append(_root(tree))
         return tree.detach(), (True,)
     leaves, spec = pytree.tree_flatten(tree)
     own: list[bool] = []
@@ -76,7 +88,7 @@ def leave(tree: Any, saved: Saved, flags: Flags | None = None) -> tuple[Any, Fla
             wanted = leaf.requires_grad if flags is None else flags[len(own)]
             own.append(wanted)
             if wanted:
-                saved.outputs.append(get_gradient_edge(leaf) if leaf.requires_grad else None)
+                saved.outputs.append(_root(leaf) if leaf.requires_grad else None)
             leaves[at] = leaf.detach()
     return pytree.tree_unflatten(leaves, spec), tuple(own)
 
@@ -99,7 +111,7 @@ def backward(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None
     """Full backward of several forwards at once; gradients add to the parameters and to what entered."""
     roots, gradients = _roots(records, last)
     if roots:
-        torch.autograd.backward(roots, gradients)
+        torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # tensors and edges may be mixed
 
 
 def backward_inputs(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None:
@@ -107,7 +119,7 @@ def backward_inputs(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) 
     roots, gradients = _roots(records, last)
     entered = [t for saved, _ in records for t in saved.entered]
     if roots and entered:
-        torch.autograd.backward(roots, gradients, retain_graph=True, inputs=entered)
+        torch.autograd.backward(roots, gradients, retain_graph=True, inputs=entered)  # type: ignore[arg-type]
 
 
 def backward_weights(
@@ -116,13 +128,11 @@ def backward_weights(
     """Gradients of `parameters` only, added to theirs; frees the graph."""
     roots, gradients = _roots(records, last)
     if roots and parameters:
-        torch.autograd.backward(roots, gradients, inputs=list(parameters))
+        torch.autograd.backward(roots, gradients, inputs=list(parameters))  # type: ignore[arg-type]
 
 
-def _roots(
-    records: Sequence[tuple[Saved, Sequence[Any]]], last: bool
-) -> tuple[list[GradientEdge], list[torch.Tensor | None]]:
-    roots: list[GradientEdge] = []
+def _roots(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> tuple[list[Root], list[torch.Tensor | None]]:
+    roots: list[Root] = []
     gradients: list[torch.Tensor | None] = []
     for saved, received in records:
         for number, edge in enumerate(saved.outputs):

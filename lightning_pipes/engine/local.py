@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.mailbox import Key, Mailbox
-from lightning_pipes.engine.message import Decoder, Encoder, Message, Wire
+from lightning_pipes.engine.message import Decoder, Encoder, Wire
 from lightning_pipes.ir import Kind
 
 _RING = struct.Struct("<i i q")  # what, number of the slot, its bytes
@@ -109,6 +110,8 @@ class _Memory:
     def __init__(self, descriptor: int, size: int) -> None:
         self.map = mmap.mmap(descriptor, size)
         self.tensor = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.bytes = self.tensor.numpy().data
+        self.views: dict[int, list[torch.Tensor]] = {}
 
 
 class LocalOutbox:
@@ -229,13 +232,11 @@ class LocalInbox:
             if what == _FRESH:
                 self._slots[number] = _Memory(descriptors[0], size)
                 os.close(descriptors[0])
-            memory = self._slots[number].tensor
-            message = self._decoder.decode(memory, 0, 0)
-            message = Message(
-                message.key, _copy(message.tree), message.flags, message.sent, 0, time.monotonic_ns(), message.bytes
-            )
-            memory[0] = _FREE
-            self._mailbox.put(message)
+            memory = self._slots[number]
+            message = self._decoder.decode(memory.tensor, 0, 0, memory.views)
+            tree = _copy(message.tree)
+            memory.bytes[0] = _FREE
+            self._mailbox.put(replace(message, tree=tree, arrived=time.monotonic_ns()))
 
     def _end(self, error: BaseException) -> None:
         self._mailbox.forget(self._socket.fileno())

@@ -79,6 +79,13 @@ class Signature:
         skeleton, leaves, flags = pickle.loads(data)
         return cls(None if skeleton is None else pytree.tree_structure(skeleton), leaves, flags)
 
+    def tree(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Any:
+        """The tree of these tensors and plain values."""
+        if self.spec is None:
+            return tensors[0]
+        tensor, value = iter(tensors), iter(values)
+        return pytree.tree_unflatten([next(value) if leaf is None else next(tensor) for leaf in self.leaves], self.spec)
+
     @cached_property
     def starts(self) -> list[int]:
         """Where each tensor starts among the tensors' bytes."""
@@ -109,9 +116,9 @@ class Wire:
         self.pool: deque[Wire] | None = None
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies the tensors to their places."""
+        """Copies the tensors, which must not be part of a graph, to their places."""
         for place, tensor in zip(self.places, tensors, strict=True):
-            place.copy_(tensor.detach(), non_blocking=True)
+            place.copy_(tensor, non_blocking=True)
 
 
 def ordinary(size: int) -> torch.Tensor:
@@ -193,8 +200,12 @@ class Decoder:
     def __init__(self) -> None:
         self._signatures: dict[int, Signature] = {}
 
-    def decode(self, buffer: torch.Tensor, posted: int, arrived: int) -> Message:
+    def decode(
+        self, buffer: torch.Tensor, posted: int, arrived: int, views: dict[int, list[torch.Tensor]] | None = None
+    ) -> Message:
         """The message in a byte tensor; its tensors are views of it.
+
+        With `views`, which belongs to this buffer, they are made once for each kind of message.
 
         Raises:
             PipelineError: the bytes are no message of this version.
@@ -210,15 +221,16 @@ class Decoder:
             self._signatures[number] = Signature.from_bytes(view[at : at + n_spec])
             at += n_spec
         signature = self._signatures[number]
-        values = iter(pickle.loads(view[at : at + n_values]) if n_values else ())
-        at = -(-(at + n_values) // ALIGN) * ALIGN
-        starts = iter(signature.starts)
-        leaves = [
-            next(values) if leaf is None else _view(buffer, at + next(starts), *leaf) for leaf in signature.leaves
-        ]
-        tree = leaves[0] if signature.spec is None else pytree.tree_unflatten(leaves, signature.spec)
+        values = pickle.loads(view[at : at + n_values]) if n_values else ()
         key = (window, Instruction(KINDS[kind], stage, job, batch, Span(start, stop)))
-        return Message(key, tree, signature.flags, sent, posted, arrived, buffer.numel())
+        tensors = views.get(number) if views is not None and not n_spec and not n_values else None
+        if tensors is None:
+            body = -(-(at + n_values) // ALIGN) * ALIGN
+            described = filter(None, signature.leaves)
+            tensors = [_view(buffer, body + s, *d) for s, d in zip(signature.starts, described, strict=True)]
+            if views is not None and not n_spec and not n_values:
+                views[number] = tensors
+        return Message(key, signature.tree(tensors, values), signature.flags, sent, posted, arrived, buffer.numel())
 
 
 def _view(buffer: torch.Tensor, at: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
