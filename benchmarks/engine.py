@@ -191,7 +191,7 @@ def make_torch(cell: Cell, rank: int) -> Callable[[int], None]:
     device, mine = torch.device("cpu"), range(rank, len(parts), cell.ranks)
     stages = [PipelineStage(parts[s], s, len(parts), device) for s in mine]
     kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[cell.schedule]
-    schedule = kind(stages if cell.stages_per_rank > 1 else stages[0], cell.microbatches, loss_fn=loss)  # type: ignore[abstract,arg-type]
+    schedule = kind(stages if cell.stages_per_rank > 1 else stages[0], cell.microbatches, loss_fn=loss)
 
     def step(number: int) -> None:
         arguments = (x,) if rank == 0 else ()

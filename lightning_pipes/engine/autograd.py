@@ -22,7 +22,7 @@ Root = torch.Tensor | GradientEdge
 
 def _root(tensor: torch.Tensor) -> Root:
     """Where to start backward instead of from `tensor`, without keeping its data alive."""
-    node = tensor.grad_fn
+    node: Any = tensor.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):
         return tensor  # a leaf has no node, and one written in Python does not keep the graph alive
     return GradientEdge(node, tensor.output_nr)

@@ -1,1 +1,10 @@
-""""""
+"""Pipelines as a strategy of PyTorch Lightning's Trainer."""
+
+from lightning_pipes.trainer.hooks import on_every_stage
+from lightning_pipes.trainer.registration import register_names
+from lightning_pipes.trainer.report import PipelineReport
+from lightning_pipes.trainer.strategy import PipelineStrategy
+
+__all__ = ["PipelineReport", "PipelineStrategy", "on_every_stage"]
+
+register_names()

@@ -1,1 +1,1 @@
-""""""
+"""Hydra: validated settings and readable errors. Importing this imports no torch."""

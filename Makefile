@@ -1,0 +1,55 @@
+# Needs make and Python 3.11 or newer; everything else goes into .venv on first use.
+#   make demo    trains a small GPT in a two-process pipeline, about a minute
+#   make test    format, types and tests
+VENV   ?= .venv
+PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.lightning-pipes-installed
+USABLE := 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-full bench lint install clean
+
+help:
+	@echo "make demo       train a small GPT in a pipeline of two processes and draw its timeline, about a minute"
+	@echo "make test       format, types, tests         (ARGS='-k kfkb' goes to pytest)"
+	@echo "make test-full  the same with the slow tests"
+	@echo "make bench      every benchmark in its short form"
+	@echo "make lint       format and types only"
+	@echo "make clean      remove .venv and everything that was made"
+
+demo: $(STAMP)
+	@$(PY) examples/train.py $(ARGS)
+
+test: lint
+	@$(PY) -m pytest -q -m "not slow" $(ARGS)
+
+test-full: lint
+	@$(PY) -m pytest -q $(ARGS)
+
+lint: $(STAMP)
+	@$(PY) -m ruff format --check --quiet . || { echo "some files are not formatted; run: $(PY) -m ruff format ."; exit 1; }
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+bench: $(STAMP)
+	@for file in benchmarks/*.py; do echo; echo "== $$file"; $(PY) $$file --quick || exit 1; done
+
+install: $(STAMP)
+
+$(PY):
+	@for python in $(PYTHON); do \
+	  if $$python -c $(USABLE) 2>/dev/null; then $$python -m venv $(VENV) && exit 0; rm -rf $(VENV); fi; \
+	done; \
+	echo "None of these is Python 3.11 or newer with venv: $(PYTHON)"; \
+	echo "Name one: make PYTHON=/path/to/python3.12; on Debian and Ubuntu: apt install python3 python3-venv"; \
+	exit 1
+
+$(STAMP): pyproject.toml constraints.txt | $(PY)
+	@echo "Installing lightning_pipes and what it needs into $(VENV), a few minutes the first time"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info outputs multirun lightning_logs .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

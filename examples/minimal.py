@@ -1,0 +1,32 @@
+"""A pipeline in plain Python: `python examples/minimal.py` trains on scikit-learn's digits with two processes."""
+
+import lightning as L
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from lightning_pipes import PipelineStrategy
+
+
+class Classifier(L.LightningModule):  # an ordinary LightningModule
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+if __name__ == "__main__":  # each process runs this script
+    digits = load_digits()
+    pairs = torch.utils.data.TensorDataset(torch.tensor(digits.data).float() / 16, torch.tensor(digits.target))
+    strategy = PipelineStrategy("1f1b", microbatches=4)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=5)
+    trainer.fit(Classifier(), torch.utils.data.DataLoader(pairs, batch_size=64))
+    if trainer.is_global_zero:
+        print(f"loss {trainer.callback_metrics['loss']:.3f}, bubble {strategy.report.bubble_measured:.0%}")

@@ -1,0 +1,116 @@
+"""Trains a model in a pipeline: `python examples/train.py schedule=1f1b trainer.devices=2`.
+
+All settings are in conf/train.yaml and the folders beside it; `--help` lists them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning as L
+import torch
+from data import Digits, StdlibText
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from models import GPT, MLP, ResNetDigits
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.tune.messages import plain_errors
+
+MODELS: dict[str, type[L.LightningModule]] = {"gpt": GPT, "mlp": MLP, "resnet_digits": ResNetDigits}
+DATA: dict[str, type[L.LightningDataModule]] = {"stdlib": StdlibText, "digits": Digits}
+READS = {"gpt": "stdlib", "mlp": "digits", "resnet_digits": "digits"}  # model: the data that fits
+UNITS = {"stdlib": "tokens/s", "digits": "images/s"}
+
+
+class Speed(L.Callback):
+    """Labels learned per second, data loading included; the first step and validation are left out."""
+
+    def __init__(self) -> None:
+        self.labels, self.seconds = 0, 0.0
+        self._since: float | None = None
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: list[torch.Tensor], batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        if self._since is not None:
+            self.labels += batch[1].numel()
+            self.seconds += now - self._since
+        self._since = now
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._since is not None:
+            self._since = time.perf_counter()
+
+
+def check(cfg: DictConfig) -> None:
+    """Stops where settings that are right one by one don't go together."""
+    model, data = cfg.model.name, cfg.data.name
+    if READS[model] != data:
+        others = [name for name in READS if READS[name] == data]
+        raise SystemExit(
+            f"model={model} can't read data={data}: choose data={READS[model]}, or model={' or model='.join(others)}"
+        )
+    if HydraConfig.get().mode == RunMode.MULTIRUN and cfg.trainer.devices != 1:
+        raise SystemExit(
+            f"--multirun with trainer.devices={cfg.trainer.devices}: every process would start the whole sweep again; "
+            "set trainer.devices=1, or start the runs one by one"
+        )
+
+
+def make(kinds: dict[str, Any], settings: DictConfig, **more: Any) -> Any:
+    arguments = {str(key): value for key, value in settings.items()}
+    return kinds[arguments.pop("name")](**arguments, **more)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://lightning_pipes.conf", config_name="train")
+def main(cfg: DictConfig) -> float:
+    """The validation loss; everything else is printed, or lies in Hydra's output directory."""
+    check(cfg)
+    for noise in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*"):
+        warnings.filterwarnings("ignore", noise)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    directory = Path(HydraConfig.get().runtime.output_dir)
+
+    L.seed_everything(cfg.seed, verbose=False)
+    model = make(MODELS, cfg.model, **cfg.optimizer)
+    data = make(DATA, cfg.data)
+    strategy = PipelineStrategy(
+        hydra.utils.instantiate(cfg.schedule),
+        **OmegaConf.to_container(cfg.pipeline),  # type: ignore[arg-type]
+    )
+    checkpoint = ModelCheckpoint(directory / "checkpoints", filename="{step}-{val_loss:.3f}", monitor="val_loss")
+    speed = Speed()
+    bar = [TQDMProgressBar(refresh_rate=5)] if cfg.trainer.enable_progress_bar else []
+    trainer = L.Trainer(
+        strategy=strategy,
+        logger=CSVLogger(directory, name="metrics", version=""),
+        callbacks=[checkpoint, speed, *bar],
+        **cfg.trainer,
+    )
+    trainer.fit(model, data)
+
+    loss = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if trainer.is_global_zero:
+        report = strategy.report
+        picture, *_ = report.save(directory)
+        print(f"loss        last batch {loss['train_loss']:.3f}, validation {loss['val_loss']:.3f}")
+        print(f"{UNITS[cfg.data.name]:11} {speed.labels / max(speed.seconds, 1e-9):.0f}")
+        print(f"bubble      predicted {report.bubble_predicted:.1%}, measured {report.bubble_measured:.1%}")
+        print(f"checkpoint  {checkpoint.best_model_path}")
+        print(f"timeline    {picture}")
+    return loss["val_loss"]
+
+
+if __name__ == "__main__":
+    with plain_errors():
+        main()

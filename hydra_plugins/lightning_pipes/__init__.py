@@ -1,0 +1,1 @@
+"""What lightning_pipes brings to every Hydra app of its environment. Hydra imports these modules: keep them thin."""

@@ -1,0 +1,94 @@
+"""Batches: how many samples, which part of them, whether all ranks hold the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.ir import PipelineError, Span
+
+_PLAIN = (str, bytes, int, float, bool, complex, type(None))
+
+
+def rows_of(batch: Any) -> int:
+    """The number of samples: the first axis of the first tensor, as Lightning counts them when it logs.
+
+    Raises:
+        PipelineError: the batch holds no tensor with an axis.
+    """
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException as error:
+        raise PipelineError(
+            f"can't tell how many samples a batch of type {type(batch).__name__} holds, so it can't be cut into "
+            f"micro-batches; let it hold tensors whose axis 0 counts samples ({error})"
+        ) from error
+
+
+def take(batch: Any, span: Span, rows: int) -> Any:
+    """The samples `span` of a batch of `rows` samples.
+
+    Cut are tensors whose axis 0 has `rows` entries and lists of that many numbers or strings; all else is shared by
+    every micro-batch.
+    """
+
+    def cut(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part[span.start : span.stop] if part.ndim and part.size(0) == rows else part
+        if len(part) == rows and all(isinstance(e, _PLAIN) for e in part):
+            return part[span.start : span.stop]
+        return [apply_to_collection(e, (torch.Tensor, list), cut) for e in part]
+
+    return apply_to_collection(batch, (torch.Tensor, list), cut)
+
+
+def join(parts: Sequence[Any], spans: Sequence[Span], what: str) -> Any:
+    """The whole of what was computed span by span: tensors are joined along axis 0, all else is that of the first.
+
+    Raises:
+        PipelineError: the parts have other shapes than their spans, so axis 0 does not count samples.
+    """
+
+    def joined(*leaves: Any) -> Any:
+        if not isinstance(leaves[0], torch.Tensor):
+            return leaves[0]
+        for leaf, span in zip(leaves, spans, strict=True):
+            if leaf.ndim == 0 or leaf.size(0) != span.rows:
+                raise PipelineError(
+                    f"{what} for {span.rows} samples has shape {tuple(leaf.shape)}; axis 0 must count samples"
+                )
+        return torch.cat(leaves) if len(leaves) > 1 else leaves[0]
+
+    return pytree.tree_map(joined, *parts)
+
+
+def fingerprint(batch: Any) -> str:
+    """A checksum of all tensors of a batch: shapes, types and values."""
+    digest = hashlib.blake2b(digest_size=8)
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+        plain = tensor.detach().cpu().to_dense() if tensor.is_sparse else tensor.detach().cpu()
+        digest.update(plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return tensor
+
+    apply_to_collection(batch, torch.Tensor, add)
+    return digest.hexdigest()
+
+
+def check_same(fingerprints: Sequence[str], ranks: Sequence[int], where: str) -> None:
+    """Raises PipelineError unless all ranks hold the same batch."""
+    if len(set(fingerprints)) > 1:
+        listed = ", ".join(f"rank {r}: {f}" for r, f in zip(ranks, fingerprints, strict=True))
+        raise PipelineError(
+            f"{where}: the ranks of one pipeline loaded different batches (checksums {listed}); the first stage would "
+            "see other samples than the loss. Seed what loads data: give samplers, random_split and augmentation "
+            "their own generator"
+        )

@@ -1,0 +1,96 @@
+"""Running the user's step around the pipelined module: up to its call, or past it with a given answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_pipes.ir import PipelineError
+
+Step = Callable[..., Any]
+
+
+class _Reached(BaseException):
+    """Unwinds the user's step once the pipelined module is called; `except Exception` must not stop it."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Interceptor:
+    """Decides what a call of the pipelined module does.
+
+    Args:
+        name: how the user calls the module, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._answer: Callable[[Any], Any] | None = None
+        self._step = ""
+        self._calls = 0
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call of the pipelined module, as made by the user's step.
+
+        Raises:
+            PipelineError: no step is running, it is the step's second call, or it has not one positional argument.
+        """
+        if self._answer is None:
+            raise PipelineError(
+                f"{self._name}(...) was called outside of training_step, validation_step, test_step and predict_step; "
+                "its layers are spread over several ranks there. Call it from a step, or after the Trainer has ended"
+            )
+        self._calls += 1
+        if self._calls > 1:
+            raise PipelineError(
+                f"{self._step} calls {self._name}(...) more than once for one batch; a batch can pass the pipeline "
+                "once. Join the inputs along axis 0 and call it once"
+            )
+        if kwargs or len(args) != 1:
+            raise PipelineError(
+                f"{self._step} calls {self._name}(...) with {len(args)} positional arguments and the keywords "
+                f"{sorted(kwargs)}; it takes one positional argument, which may be a tuple or dict of tensors"
+            )
+        return self._answer(args[0])
+
+    def capture(self, step: Step, *args: Any) -> Any:
+        """The argument with which `step(*args)` calls the pipelined module; the step goes no further.
+
+        Raises:
+            PipelineError: the step ends without the call.
+        """
+
+        def reached(x: Any) -> Any:
+            raise _Reached(x)
+
+        try:
+            self._run(reached, step, args)
+        except _Reached as found:
+            return found.x
+        raise PipelineError(
+            f"{_name(step)} ended without a call of {self._name}(...), or caught what the call raised; it must call "
+            "it once for every batch, and a bare `except:` around the call must become `except Exception:`"
+        )
+
+    def supply(self, step: Step, answer: Callable[[Any], Any], *args: Any) -> Any:
+        """What `step(*args)` returns when its call of the pipelined module gives `answer(x)`.
+
+        Raises:
+            PipelineError: the step makes no such call.
+        """
+        out = self._run(answer, step, args)
+        if not self._calls:
+            raise PipelineError(f"{_name(step)} never calls {self._name}(...); it must call it once for every batch")
+        return out
+
+    def _run(self, answer: Callable[[Any], Any], step: Step, args: tuple[Any, ...]) -> Any:
+        self._answer, self._step, self._calls = answer, _name(step), 0
+        try:
+            return step(*args)
+        finally:
+            self._answer = None
+
+
+def _name(step: Step) -> str:
+    return getattr(step, "__name__", str(step))

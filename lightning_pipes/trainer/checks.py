@@ -1,0 +1,47 @@
+"""What can't work, or works differently than on one process, said before training starts."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.pipelined import batch_statistics
+
+
+def check_module(module: pl.LightningModule, fitting: bool) -> None:
+    """Raises PipelineError for a module that can't be trained in a pipeline."""
+    owner = type(module).__name__
+    if fitting and not module.automatic_optimization:
+        raise PipelineError(
+            f"{owner} uses manual optimization; its training_step would call backward and step while other stages "
+            "still wait for the batch. Set automatic_optimization = True and return the loss"
+        )
+    if fitting and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise PipelineError(
+            f"{owner}.training_step takes dataloader_iter; a pipeline needs the batch itself: training_step(batch)"
+        )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
+            raise PipelineError(
+                f"{owner}.{name} has no values yet; initialise lazy layers with a first forward, and layers on meta "
+                "in configure_model"
+            )
+
+
+def warn_about(module: pl.LightningModule, full: nn.Sequential) -> None:
+    """Warns of layers and hooks that see micro-batches, or nothing."""
+    names = batch_statistics(full)
+    if names:
+        rank_zero_warn(
+            f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}: batch normalisation sees one micro-batch at a "
+            "time, so training differs from one process; use GroupNorm or LayerNorm, or microbatches=1"
+        )
+    if is_overridden("backward", module):
+        rank_zero_warn(
+            f"{type(module).__name__}.backward is not called: every stage runs its own part of the backward pass"
+        )

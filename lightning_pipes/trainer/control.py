@@ -1,0 +1,161 @@
+"""What ranks tell each other outside the pipeline: small objects and reductions, never waiting for the dead."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipes.engine.failure import POLL_SECONDS, FailureWatch
+from lightning_pipes.ir import PipelineError
+
+_SLICE = timedelta(milliseconds=200)
+_FIRST = 4096
+"""Bytes of the first message of a broadcast; a longer object takes a second one."""
+_LENGTH = 8
+_REASON_SECONDS = 10 * POLL_SECONDS
+
+
+class Control:
+    """Collectives over a group of ranks, on gloo, so that they work next to any backend.
+
+    Every wait is cut into slices in which signals get through and a failure elsewhere is noticed.
+    """
+
+    def __init__(self, ranks: Sequence[int], watch: FailureWatch, timeout: timedelta) -> None:
+        self.ranks = tuple(ranks)
+        self.watch = watch
+        self._timeout = timeout
+        self._group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        self._subgroups: dict[tuple[int, ...], Any] = {self.ranks: self._group}
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def position(self) -> int:
+        """This process's place among the ranks."""
+        return self.ranks.index(dist.get_rank())
+
+    def subgroup(self, ranks: Sequence[int]) -> Any:
+        """A process group of some of the ranks; all ranks of the job must ask for the same ones in the same order."""
+        key = tuple(sorted(ranks))
+        if key not in self._subgroups:
+            self._subgroups[key] = dist.new_group(list(key), timeout=self._timeout, backend="gloo")
+        return self._subgroups[key]
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.all_reduce(torch.zeros(1))
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> torch.Tensor:
+        """`tensor`, reduced in place over all ranks or those of a `subgroup`; bit-equal on each of them."""
+        if self.size > 1:
+            self._finish(dist.all_reduce(tensor, op, group=group or self._group, async_op=True))
+        return tensor
+
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag, whether it is set on any rank."""
+        found = self.all_reduce(torch.tensor([int(f) for f in flags], dtype=torch.int32), dist.ReduceOp.MAX)
+        return [bool(f) for f in found]
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrites `tensor` with that of global rank `source`."""
+        if self.size > 1:
+            self._finish(dist.broadcast(tensor, source, group=self._group, async_op=True))
+
+    def broadcast(self, thing: Any, source: int) -> Any:
+        """The `thing` of global rank `source`; tensors arrive on the CPU."""
+        if self.size == 1:
+            return thing
+        mine = dist.get_rank() == source
+        data = _to_bytes(thing) if mine else torch.empty(0, dtype=torch.uint8)
+        first = torch.zeros(_FIRST, dtype=torch.uint8)
+        if mine:
+            first[:_LENGTH] = torch.tensor([data.numel()], dtype=torch.int64).view(torch.uint8)
+            head = data[: _FIRST - _LENGTH]
+            first[_LENGTH : _LENGTH + head.numel()] = head
+        self.broadcast_tensor(first, source)
+        length = int(first[:_LENGTH].view(torch.int64))
+        rest = data[_FIRST - _LENGTH :] if mine else torch.empty(max(0, length - _FIRST + _LENGTH), dtype=torch.uint8)
+        if rest.numel():
+            self.broadcast_tensor(rest, source)
+        return thing if mine else _from_bytes(torch.cat([first[_LENGTH : _LENGTH + length], rest]))
+
+    def gather(self, thing: Any, to: int) -> list[Any] | None:
+        """On global rank `to` the things of all ranks in order, None elsewhere; tensors arrive on the CPU."""
+        if self.size == 1:
+            return [thing]
+        data, sizes = self._announced(thing)
+        into = [torch.empty_like(data) for _ in self.ranks] if dist.get_rank() == to else None
+        self._finish(dist.gather(data, into, to, group=self._group, async_op=True))
+        return None if into is None else [_from_bytes(t[:n]) for t, n in zip(into, sizes, strict=True)]
+
+    def all_gather(self, thing: Any) -> list[Any]:
+        """The things of all ranks in order, on every rank; tensors arrive on the CPU."""
+        if self.size == 1:
+            return [thing]
+        data, sizes = self._announced(thing)
+        into = [torch.empty_like(data) for _ in self.ranks]
+        self._finish(dist.all_gather(into, data, group=self._group, async_op=True))
+        return [_from_bytes(t[:n]) for t, n in zip(into, sizes, strict=True)]
+
+    def _announced(self, thing: Any) -> tuple[torch.Tensor, list[int]]:
+        """The thing's bytes, padded to the longest of all ranks, and every rank's true length."""
+        data = _to_bytes(thing)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        own = torch.tensor([data.numel()], dtype=torch.int64)
+        self._finish(dist.all_gather(sizes, own, group=self._group, async_op=True))
+        lengths = [int(s) for s in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        return padded, lengths
+
+    def _await_reason(self) -> None:
+        """Raises what the watch knows: who closed a connection, or its neighbours, will soon have said why."""
+        until = time.monotonic() + _REASON_SECONDS
+        while time.monotonic() < until:
+            self.watch.check()
+            time.sleep(POLL_SECONDS / 4)
+
+    def _finish(self, work: dist.Work | None) -> None:
+        assert work is not None, "this process is not among the ranks"
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                self.watch.check()
+                if work.is_completed():
+                    self._await_reason()
+                    raise PipelineError(f"another rank has left while this one waited for it: {error}") from error
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as plain CPU data; a view drags no larger storage along."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if not isinstance(thing, torch.Tensor):
+            return NotImplemented
+        plain = thing.detach().cpu()
+        if plain.untyped_storage().nbytes() != plain.numel() * plain.element_size():
+            plain = plain.clone()
+        return plain.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+
+
+def _to_bytes(thing: Any) -> torch.Tensor:
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(thing)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _from_bytes(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

@@ -1,0 +1,199 @@
+"""What the user's step logs: recorded on the last stage, merged over micro-batches, replayed on every rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torchmetrics import Metric
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.private_lightning import metric_counts, set_metric_counts, set_metric_sync
+
+_SIGNATURE = inspect.signature(pl.LightningModule.log)
+
+
+@dataclass
+class LogCall:
+    """One `self.log(name, value, **options)`."""
+
+    name: str
+    value: Any
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def recorded(module: pl.LightningModule) -> Iterator[list[LogCall]]:
+    """The log calls that `module` makes in the block, instead of making them; `log_dict` goes through `log`."""
+    calls: list[LogCall] = []
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        options = dict(_SIGNATURE.bind(module, *args, **kwargs).arguments)
+        del options["self"]
+        value = options.pop("value")
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+        elif isinstance(value, Metric):
+            value = _Seen(value, metric_counts(value)[1])
+        calls.append(LogCall(options.pop("name"), value, options))
+
+    module.__dict__["log"] = record
+    try:
+        yield calls
+    finally:
+        del module.__dict__["log"]
+
+
+@dataclass
+class _Seen:
+    """A torchmetrics object, and the value of its last batch when it was logged."""
+
+    metric: Metric
+    last: Any
+
+
+@dataclass
+class MetricState:
+    """What the same torchmetrics object on another rank needs; lists are sent from where they had ended before."""
+
+    attribute: str
+    tensors: dict[str, torch.Tensor]
+    tails: dict[str, tuple[int, list[torch.Tensor]]]
+    updates: int
+    last: Any
+
+
+def merge(recordings: Sequence[Sequence[LogCall]], rows: Sequence[int]) -> list[LogCall]:
+    """One call for each that the micro-batches made: means weighted by batch size, sums, smallest, largest.
+
+    The k-th call of a name in one micro-batch belongs to the k-th in the others. Without `batch_size=` a call weighs
+    as many samples as its micro-batch has `rows`.
+    """
+    groups: dict[tuple[str, int], list[tuple[LogCall, float]]] = {}
+    for calls, n in zip(recordings, rows, strict=True):
+        seen: dict[str, int] = {}
+        for call in calls:
+            count = seen[call.name] = seen.get(call.name, 0) + 1
+            groups.setdefault((call.name, count), []).append((call, call.options.get("batch_size") or n))
+    return [_merged(group) for group in groups.values()]
+
+
+def _merged(group: list[tuple[LogCall, float]]) -> LogCall:
+    first = group[0][0]
+    weights = [weight for _, weight in group]
+    options = {**first.options, "batch_size": int(sum(weights))}
+    if isinstance(first.value, _Seen):
+        lasts = [call.value.last for call, _ in group]
+        return LogCall(first.name, _Seen(first.value.metric, _mean(lasts, weights)), options)
+    values = [call.value for call, _ in group]
+    how = options.get("reduce_fx", "mean")
+    how = how if isinstance(how, str) else getattr(how, "__name__", str(how))
+    if len(values) == 1:
+        value = values[0]
+    elif how in ("mean", "avg"):
+        value = _mean(values, weights)
+    elif how == "sum":
+        value = sum(values[1:], start=values[0])
+    elif how in ("min", "max"):
+        choose = min if how == "min" else max
+        value = choose(values)
+    else:
+        value = values[-1]  # Lightning refuses other reductions when the call is made
+    return LogCall(first.name, value, options)
+
+
+def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The weighted mean of numbers, tensors, or dicts of them; the last value where that makes no sense."""
+    if len(values) == 1:
+        return values[0]
+    if isinstance(values[0], dict):
+        return {key: _mean([v[key] for v in values], weights) for key in values[0]}
+    if not isinstance(values[0], (int, float, torch.Tensor)):
+        return values[-1]
+    total = sum(weights)
+    parts = [
+        (v if not isinstance(v, torch.Tensor) or v.is_floating_point() else v.to(torch.get_default_dtype()))
+        * (w / total)
+        for v, w in zip(values, weights, strict=True)
+    ]
+    return sum(parts[1:], start=parts[0])
+
+
+class LogReplay:
+    """Carries log calls from the last stage to every rank.
+
+    `pack` runs on the last stage, `replay` on all ranks with what it returned.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._sent: dict[tuple[str, str], tuple[int, Any]] = {}  # how far the others have a growing list, and its end
+
+    def pack(self, calls: Sequence[LogCall]) -> list[LogCall]:
+        """The calls with values that can be sent."""
+        return [LogCall(c.name, self._packed(c), c.options) for c in calls]
+
+    def replay(self, calls: Sequence[LogCall]) -> None:
+        """Makes the calls for good; must run inside the hook in which they were recorded."""
+        for call in calls:
+            value = call.value
+            if isinstance(value, MetricState):
+                value = self._restored(value)
+            elif isinstance(value, torch.Tensor):
+                value = value.to(self._module.device)
+            self._module.log(call.name, value, **call.options)
+
+    def _packed(self, call: LogCall) -> Any:
+        if not isinstance(call.value, _Seen):
+            return call.value
+        metric, last = call.value.metric, call.value.last
+        attribute = call.options.get("metric_attribute") or self._attribute(metric, call.name)
+        tensors: dict[str, torch.Tensor] = {}
+        tails: dict[str, tuple[int, list[torch.Tensor]]] = {}
+        for name, state in metric.metric_state.items():
+            if isinstance(state, list):
+                start, end = self._sent.get((attribute, name), (0, None))
+                if start > len(state) or (start and state[start - 1] is not end):
+                    start = 0  # the metric was reset
+                tails[name] = (start, list(state[start:]))
+                self._sent[attribute, name] = (len(state), state[-1] if state else None)
+            else:
+                tensors[name] = state
+        return MetricState(attribute, tensors, tails, metric_counts(metric)[0], last)
+
+    def _attribute(self, metric: Metric, name: str) -> str:
+        for path, module in self._module.named_modules():
+            if module is metric:
+                return str(path)
+        raise PipelineError(
+            f"self.log({name!r}, ...) got a {type(metric).__name__} that is no attribute of the LightningModule; "
+            "assign it to one in __init__, so that it exists on every rank"
+        )
+
+    def _restored(self, state: MetricState) -> Metric:
+        metric = self._module.get_submodule(state.attribute)
+        assert isinstance(metric, Metric)
+        for name, tensor in state.tensors.items():
+            setattr(metric, name, tensor.to(metric.device))
+        for name, (start, tail) in state.tails.items():
+            setattr(metric, name, [*getattr(metric, name)[:start], *(t.to(metric.device) for t in tail)])
+        set_metric_counts(metric, state.updates, state.last)
+        return metric
+
+
+def metrics_stay_local(module: pl.LightningModule) -> Callable[[], None]:
+    """Keeps torchmetrics objects from gathering over all ranks, which hold the same values; returns what undoes it."""
+    metrics = [(m, m.sync_on_compute) for m in module.modules() if isinstance(m, Metric)]
+    for metric, _ in metrics:
+        set_metric_sync(metric, False)
+
+    def undo() -> None:
+        for metric, before in metrics:
+            set_metric_sync(metric, before)
+
+    return undo

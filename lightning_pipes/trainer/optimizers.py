@@ -1,0 +1,121 @@
+"""Optimizers: configured by the user for the whole module, then reduced to what lives on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipes.ir import PipelineError
+
+Groups = tuple[tuple[str, ...], ...]
+"""Parameter names by group, in the optimizer's order."""
+
+
+@dataclass(frozen=True)
+class OptimizerLayout:
+    """Which parameters an optimizer has: on one process, and on this rank.
+
+    State is written with the numbering of one process and read back with it, whatever the number of stages.
+    """
+
+    whole: Groups
+    local: Groups
+
+    def whole_state(self, local: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """One process's `state_dict`, from that of this rank and the `states_by_name` of all ranks."""
+        by_name = {name: state for states_of_rank in states for name, state in states_of_rank.items()}
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        number = 0
+        for settings, names in zip(local["param_groups"], self.whole, strict=True):
+            numbers = list(range(number, number + len(names)))
+            number += len(names)
+            state.update({n: by_name[name] for n, name in zip(numbers, names, strict=True) if name in by_name})
+            group = {**settings, "params": numbers}
+            if "param_names" in settings:
+                group["param_names"] = list(names)
+            groups.append(group)
+        return {"state": state, "param_groups": groups}
+
+    def states_by_name(self, local: Mapping[str, Any]) -> dict[str, Any]:
+        """The states in this rank's `state_dict`, by parameter name."""
+        names = [name for group in self.local for name in group]
+        return {names[number]: state for number, state in local["state"].items()}
+
+    def local_state(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of one process's `state_dict`.
+
+        Raises:
+            PipelineError: it was written for other parameter groups.
+        """
+        numbers: dict[str, int] = {}
+        if len(whole["param_groups"]) != len(self.whole):
+            raise PipelineError(
+                f"the checkpoint's optimizer has {len(whole['param_groups'])} parameter groups, this one "
+                f"{len(self.whole)}; resume with the configure_optimizers that wrote it"
+            )
+        for number, (group, names) in enumerate(zip(whole["param_groups"], self.whole, strict=True)):
+            if len(group["params"]) != len(names):
+                raise PipelineError(
+                    f"parameter group {number} of the checkpoint's optimizer has {len(group['params'])} parameters, "
+                    f"this one {len(names)}; resume with the model and configure_optimizers that wrote it"
+                )
+            numbers.update(zip(names, group["params"], strict=True))
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        at = 0
+        for settings, names in zip(whole["param_groups"], self.local, strict=True):
+            for offset, name in enumerate(names):
+                if numbers[name] in whole["state"]:
+                    state[at + offset] = whole["state"][numbers[name]]
+            group = {**settings, "params": list(range(at, at + len(names)))}
+            if "param_names" in settings:
+                group["param_names"] = list(names)
+            groups.append(group)
+            at += len(names)
+        return {"state": state, "param_groups": groups}
+
+
+def parameter_names(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> list[Groups]:
+    """For each optimizer the names of its parameters; those that are not the module's are numbered."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    return [
+        tuple(
+            tuple(names.get(id(p), f"optimizer {o}, group {g}, {k}") for k, p in enumerate(group["params"]))
+            for g, group in enumerate(optimizer.param_groups)
+        )
+        for o, optimizer in enumerate(optimizers)
+    ]
+
+
+def keep_local(optimizer: Optimizer, whole: Groups, foreign: Callable[[torch.Tensor], bool]) -> OptimizerLayout:
+    """Takes the parameters of other ranks out of an optimizer that was made for the whole module.
+
+    Groups stay, also when they get empty, so that schedulers and learning rates are the same on every rank.
+    """
+    local: list[tuple[str, ...]] = []
+    for group, names in zip(optimizer.param_groups, whole, strict=True):
+        here = [k for k, p in enumerate(group["params"]) if not foreign(p)]
+        for p in group["params"]:
+            if foreign(p):
+                optimizer.state.pop(p, None)
+        group["params"] = [group["params"][k] for k in here]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][k] for k in here]
+        local.append(tuple(names[k] for k in here))
+    return OptimizerLayout(whole, tuple(local))
+
+
+def refuse_unsuitable(optimizers: Sequence[Optimizer]) -> None:
+    """Raises PipelineError for optimizers that run the training step more than once per update."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise PipelineError(
+                "LBFGS runs training_step several times per update and searches along the whole gradient, which is "
+                "spread over ranks; use an optimizer that takes one step per batch"
+            )

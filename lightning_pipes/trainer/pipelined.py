@@ -1,0 +1,165 @@
+"""Cutting the user's module: which part is pipelined, what stays on this rank, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.proxy import Call, StageProxy
+
+BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
+
+
+def find_pipelined(module: pl.LightningModule, path: str | None) -> str:
+    """The path of the nn.Sequential to spread over the stages: `path`, or the child with the most parameters.
+
+    Raises:
+        PipelineError: there is none, or it is not run layer by layer.
+    """
+    owner = type(module).__name__
+    if path is None:
+        found = [(_size(m), n) for n, m in module.named_children() if isinstance(m, nn.Sequential)]
+        if not found:
+            deeper = [n for n, m in module.named_modules() if isinstance(m, nn.Sequential)]
+            hint = f"; deeper inside there are {', '.join(map(repr, deeper))}" if deeper else ""
+            raise PipelineError(
+                f"{owner} has no attribute that is an nn.Sequential{hint}. "
+                "Put the layers into one, or name it: PipelineStrategy(module='path.to.it')"
+            )
+        path = max(found, key=lambda f: f[0])[1]
+    try:
+        full = module.get_submodule(path)
+    except AttributeError as error:
+        children = ", ".join(repr(n) for n, _ in module.named_children())
+        raise PipelineError(f"{owner} has no module {path!r}; it has {children}") from error
+    if not path or not isinstance(full, nn.Sequential):
+        raise PipelineError(f"{owner}.{path} is a {type(full).__name__}; only an nn.Sequential can be cut into stages")
+    if type(full).forward is not nn.Sequential.forward:
+        raise PipelineError(
+            f"{owner}.{path} is a {type(full).__name__} with a forward of its own, which would not be run; "
+            "name a plain nn.Sequential inside it: PipelineStrategy(module=...)"
+        )
+    if full._forward_hooks or full._forward_pre_hooks:
+        raise PipelineError(f"{owner}.{path} has forward hooks, which no rank could run; register them on its layers")
+    return path
+
+
+def layer_sizes(full: nn.Sequential) -> list[int]:
+    """The number of parameters of each layer, plus one so that no layer is free."""
+    return [_size(layer) + 1 for layer in full]
+
+
+def batch_statistics(full: nn.Sequential) -> list[str]:
+    """Names of layers whose result depends on which samples share a micro-batch."""
+    return [name for name, m in full.named_modules() if isinstance(m, BATCH_STATISTICS)]
+
+
+class CutModule:
+    """A LightningModule whose pipelined part is replaced by the layers of this rank.
+
+    The weights of other ranks' layers are released; what is left of them is on `meta`. `restore` brings the whole
+    module back, with the very same Parameter objects.
+
+    Args:
+        module: the user's module, whole.
+        path: the pipelined nn.Sequential in it.
+        local: numbers of the layers that live here.
+        call: what calling the pipelined module does.
+    """
+
+    def __init__(self, module: pl.LightningModule, path: str, local: Collection[int], call: Call) -> None:
+        self.module = module
+        self.path = path
+        self.keys = list(module.state_dict())
+        full = module.get_submodule(path)
+        assert isinstance(full, nn.Sequential)
+        self.full = full
+        self.local = sorted(local)
+        self.proxy = StageProxy(full, self.local, call)
+        self._set(self.proxy)
+        here = {id(t) for t in (*module.parameters(), *module.buffers())}
+        self._slots = [s for s in self._foreign_slots() if id(s[2]) not in here]
+        self._foreign = {id(t) for _, _, t in self._slots}
+        metas = {id(t): _meta(t) for _, _, t in self._slots}
+        for table, name, tensor in self._slots:
+            table[name] = metas[id(tensor)]
+        for _, _, tensor in self._slots:
+            tensor.data = tensor.data.new_empty(0)
+
+    def is_foreign(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter of the whole module lives on other ranks only."""
+        return id(tensor) in self._foreign
+
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """The local layers by number."""
+        return {number: self.full[number] for number in self.local}
+
+    @property
+    def layer_prefixes(self) -> tuple[str, ...]:
+        """How the state-dict keys of the local layers begin."""
+        names = list(self.full._modules)
+        return tuple(f"{self.path}.{names[number]}." for number in self.local)
+
+    def local_state(self, outside: bool) -> dict[str, Any]:
+        """This rank's part of the state dict: its layers, and with `outside` what is not pipelined."""
+        inside = f"{self.path}."
+        return {
+            key: value
+            for key, value in self.module.state_dict().items()
+            if key.startswith(self.layer_prefixes) or (outside and not key.startswith(inside))
+        }
+
+    def in_order(self, parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:
+        """The whole state dict from all ranks' parts, with the keys in the order of the whole module."""
+        merged = {key: value for part in parts for key, value in part.items()}
+        ordered = {key: merged.pop(key) for key in self.keys if key in merged}
+        return {**ordered, **merged}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Puts the whole module back; `state` is its state dict, None leaves the layers of other ranks on `meta`."""
+        training = self.proxy.training
+        self._set(self.full)
+        if state is not None:
+            for table, name, tensor in self._slots:
+                meta = table[name]
+                assert meta is not None
+                if tensor.shape != meta.shape:
+                    tensor.data = torch.empty_like(meta, device="cpu")
+                table[name] = tensor
+            inside = f"{self.path}."
+            own = {key[len(inside) :]: value for key, value in state.items() if key.startswith(inside)}
+            self.full.load_state_dict(own)
+        self.full.train(training)
+
+    def _set(self, part: nn.Module) -> None:
+        parent, _, name = self.path.rpartition(".")
+        setattr(self.module.get_submodule(parent), name, part)
+
+    def _foreign_slots(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Where the layers of other ranks keep parameters and saved buffers. Buffers that are not saved stay: they
+        could not be brought back."""
+        for number, layer in enumerate(self.full):
+            if number in self.local:
+                continue
+            for part in layer.modules():
+                for name, parameter in part._parameters.items():
+                    if parameter is not None:
+                        yield part._parameters, name, parameter
+                for name, buffer in part._buffers.items():
+                    if buffer is not None and name not in part._non_persistent_buffers_set:
+                        yield part._buffers, name, buffer
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    meta = tensor.detach().to("meta")
+    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

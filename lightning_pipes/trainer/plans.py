@@ -1,0 +1,73 @@
+"""From a schedule to the plan and the order of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_pipes.ir import Plan, Policy, Program, Schedule, Span, placement, verify
+from lightning_pipes.planning.partition import even_partition, partition_at
+
+DEFAULT_MICROBATCHES_PER_STAGE = 2
+_KEPT = 64
+
+
+class Plans:
+    """Plans by number of samples: every batch is cut evenly, so what a sample sees does not depend on other batches.
+
+    Args:
+        schedule: orders the plan.
+        ranks: the rank of each stage.
+        layers: the layers of each stage.
+        microbatches: pieces of a batch; None means two a stage.
+        recompute: all stages but the last keep only their input.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | Policy,
+        ranks: Sequence[int],
+        layers: Sequence[Span],
+        microbatches: int | None,
+        recompute: bool,
+    ) -> None:
+        self.schedule = schedule
+        self.microbatches = microbatches or DEFAULT_MICROBATCHES_PER_STAGE * len(ranks)
+        self._ranks = tuple(ranks)
+        self._layers = tuple(layers)
+        # The last stage runs the user's whole step, which should log and count once.
+        self._recompute = tuple(recompute and s < len(ranks) - 1 for s in range(len(ranks))) if recompute else ()
+        self._made: dict[int, tuple[Plan, Program | Policy]] = {}
+
+    def for_rows(self, rows: int) -> tuple[Plan, Program | Policy]:
+        """The plan for a batch of `rows` samples and its verified order.
+
+        Raises:
+            PlanError: the schedule can't order it.
+        """
+        if rows not in self._made:
+            if len(self._made) >= _KEPT:
+                self._made.pop(next(iter(self._made)))
+            n = len(self._ranks)
+            plan = Plan.even(
+                n, self.microbatches, rows, ranks=self._ranks, layers=self._layers, recompute=self._recompute
+            )
+            order: Program | Policy
+            if isinstance(self.schedule, Schedule):
+                order = self.schedule.program(plan)
+                verify(order, plan)
+            else:
+                order = self.schedule
+            self._made[rows] = (plan, order)
+        return self._made[rows]
+
+
+def stage_layers(partition: str | Sequence[int], sizes: Sequence[int], stages: int) -> tuple[Span, ...]:
+    """The layers of each stage: balanced by `sizes` for "parameters", else cut where `partition` says."""
+    if isinstance(partition, str):
+        return even_partition(sizes, stages)
+    return partition_at(partition, len(sizes), stages)
+
+
+def stage_ranks(schedule: Schedule | Policy, n_ranks: int) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    return placement(schedule, n_ranks)

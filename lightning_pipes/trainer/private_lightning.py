@@ -1,0 +1,119 @@
+"""Every private name of Lightning, torch and torchmetrics that the trainer layer touches.
+
+Each has a test of its own, so that a new version which renames or changes one is noticed by name. Nothing outside
+this module may use a name with a leading underscore that is not ours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+distributed_is_initialized = _distributed_is_initialized
+default_backend = _get_default_process_group_backend_for_device
+init_distributed = _init_dist_connection
+optimizer_to_device = _optimizer_to_device
+optimizers_to_device = _optimizers_to_device
+init_optimizers = _init_optimizers_and_lr_schedulers
+SubprocessLauncher = _SubprocessScriptLauncher
+
+SignalHandler = Callable[[int, FrameType | None], None]
+
+
+def default_store() -> Any:
+    """The store through which the ranks of the default process group found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    """The optimizer that Lightning wrapped, or the one given."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def replace_signal_handlers(trainer: pl.Trainer, sigterm: SignalHandler, requeue: SignalHandler) -> SignalHandler:
+    """Puts our handlers where Lightning registers its own from; returns Lightning's for a SLURM requeue.
+
+    Lightning's broadcast over all ranks, and save checkpoints, inside the handler, where the other ranks are not.
+    """
+    connector = trainer._signal_connector
+    original = connector._slurm_sigusr_handler_fn
+    connector.__dict__["_sigterm_notifier_fn"] = sigterm
+    connector.__dict__["_slurm_sigusr_handler_fn"] = requeue
+    return cast(SignalHandler, original)
+
+
+def restore_signal_handlers(trainer: pl.Trainer) -> None:
+    """Undoes `replace_signal_handlers`."""
+    for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+        trainer._signal_connector.__dict__.pop(name, None)
+
+
+def set_received_sigterm(trainer: pl.Trainer) -> None:
+    """Makes Lightning leave its loop at the next occasion."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def silence_sigterm_broadcast(trainer: pl.Trainer) -> None:
+    """Keeps the training loop from broadcasting over all ranks before every batch."""
+    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
+
+
+def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
+    """Undoes `silence_sigterm_broadcast`."""
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
+def metric_counts(metric: Metric) -> tuple[int, Any]:
+    """How often a torchmetrics object was updated, and the value of its last `forward`."""
+    return metric._update_count, metric._forward_cache
+
+
+def set_metric_counts(metric: Metric, updates: int, last: Any) -> None:
+    """The other direction of `metric_counts`; forgets a computed value."""
+    metric._update_count = updates
+    metric._forward_cache = last
+    metric._computed = None
+
+
+def set_metric_sync(metric: Metric, on: bool) -> None:
+    """Whether a torchmetrics object gathers over all ranks when it computes; also for one that never saw data."""
+    metric.sync_on_compute = on
+    metric._to_sync = on
+
+
+def seeded_workers(loader: DataLoader[Any]) -> bool:
+    """Whether Lightning would seed the loader's workers by global rank, so that ranks would see other batches."""
+    wanted = bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
+    return wanted and loader.num_workers > 0 and loader.worker_init_fn is None
+
+
+def unscale_gradients(scaler: torch.amp.GradScaler) -> Callable[..., dict[torch.device, torch.Tensor]]:
+    """The method that divides gradients by the scale and says where one was not finite."""
+    return scaler._unscale_grads_
+
+
+def replace_unscale_gradients(
+    scaler: torch.amp.GradScaler, method: Callable[..., dict[torch.device, torch.Tensor]] | None
+) -> None:
+    """Puts `method` in place of `_unscale_grads_`; None restores it."""
+    if method is None:
+        scaler.__dict__.pop("_unscale_grads_", None)
+    else:
+        scaler.__dict__["_unscale_grads_"] = method

@@ -1,0 +1,155 @@
+"""One run of a Trainer method: the cut module, its engine, and the batches that go through."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from lightning_pipes.engine.engine import Engine
+from lightning_pipes.engine.item import Item
+from lightning_pipes.engine.stage import Stage
+from lightning_pipes.engine.transport import make_transport
+from lightning_pipes.trainer.batches import check_same, fingerprint, rows_of
+from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.gradients import FreshGradients
+from lightning_pipes.trainer.logs import LogReplay, merge, recorded
+from lightning_pipes.trainer.pipelined import CutModule
+from lightning_pipes.trainer.plans import Plans
+from lightning_pipes.trainer.report import KEPT_WINDOWS, Window
+from lightning_pipes.trainer.shared_parameters import SharedParameters
+from lightning_pipes.trainer.steps import Context, EvaluationBatch, Steps, TrainingBatch
+
+CHECKED_BATCHES = 2
+"""Batches at the start of every epoch whose checksums all ranks compare."""
+
+
+class PipelineRun:
+    """Takes batches through the pipeline, from `setup` to `teardown` of the strategy.
+
+    Args:
+        cut: the module with the layers of this rank.
+        plans: how batches are cut and ordered.
+        global_ranks: the global rank of each pipeline rank.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        cut: CutModule,
+        plans: Plans,
+        steps: Steps,
+        control: Control,
+        shared: SharedParameters,
+        global_ranks: Sequence[int],
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.cut = cut
+        self.plans = plans
+        self.steps = steps
+        self.shared = shared
+        self.global_ranks = tuple(global_ranks)
+        self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
+        self.replay = LogReplay(cut.module)
+        self.fitting = trainer.state.fn == TrainerFn.FITTING
+        self._trainer = trainer
+        self._module = cut.module
+        self._control = control
+        self._device = device
+        self._gradients = FreshGradients()
+        self._keep_old = is_overridden("optimizer_zero_grad", cut.module)
+        self._evaluated = 0
+
+        rank = global_ranks.index(dist.get_rank())
+        plan, order = plans.for_rows(plans.microbatches)
+        self.last_rank = global_ranks[plan.ranks[-1]]
+        self.first = plan.ranks[0] == rank
+        self.last = plan.ranks[-1] == rank
+        stages = [
+            Stage(
+                number,
+                {layer: cut.full[layer] for layer in range(*plan.layers[number])},
+                steps.body(number),
+                recompute=bool(plan.recompute) and plan.recompute[number],
+            )
+            for number in plan.stages[rank]
+        ]
+        transport = make_transport(plan, rank, global_ranks, device, control.watch)
+        self.engine = Engine(plan, order, stages, transport, rank=rank, device=device, seed=seed, watch=control.watch)
+
+    def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer]) -> Any:
+        """Forward and backward of one batch; on every rank what the user's step gave, logged and with its loss."""
+        rows = rows_of(batch)
+        batch_idx = arguments[0] if arguments else self._trainer.fit_loop.batch_idx
+        self._check(batch, batch_idx, "training")
+        divisor = self._trainer.accumulate_grad_batches
+        data = TrainingBatch(batch, rows, arguments, divisor)
+        plan, order = self.plans.for_rows(rows)
+        if plan is not self.engine.plan:
+            self.engine.adopt(plan, order)
+        with self._gradients.made(optimizers, batch_idx % divisor == 0, self._keep_old):
+            self.engine.inject(Item(self._trainer.fit_loop.total_batch_idx, rows, data))
+            self.engine.drain()
+        self.windows.append(Window(plan, order, self.engine.events))
+        self._evaluated = 0
+        message = None
+        if self.last:
+            out, logged = data.result()
+            message = (out, self.replay.pack(logged))
+        out, logged = self._control.broadcast(message, self.last_rank)
+        self.replay.replay(logged)
+        return move_data_to_device(out, self._device)
+
+    def give_back_gradients(self, stepping: bool) -> None:
+        """Puts the gradients where the optimizer looks for them; before a step with those of other holders."""
+        self._gradients.give_back()
+        if stepping:
+            self.shared.sum_gradients()
+
+    def evaluate(self, step: Callable[..., Any], context: Context, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        """Forward of one batch through `step`, which runs once on the whole batch; its result on every rank."""
+        rows = rows_of(batch)
+        self._check(batch, arguments[0] if arguments else 0, step.__name__)
+        item = Item(self._evaluation_number(), rows, training=False)
+        x = None
+        if self.first:
+            with context():
+                x = self.steps.capture(step, item, batch, arguments)
+        item.data = EvaluationBatch(x, context)
+        outputs = self.engine.evaluate(item)
+        logs = self._trainer.state.fn != TrainerFn.PREDICTING
+        message = None
+        if self.last:
+            with context():
+                if logs:
+                    with recorded(self._module) as calls:
+                        out = self.steps.finish(step, item, batch, arguments, outputs)
+                    message = (out, self.replay.pack(merge([calls], [rows])))
+                else:
+                    message = (self.steps.finish(step, item, batch, arguments, outputs), [])
+        out, logged = self._control.broadcast(message, self.last_rank)
+        self.replay.replay(logged)
+        return move_data_to_device(out, self._device)
+
+    def close(self) -> None:
+        """Ends the connections to the neighbours."""
+        self.engine.close()
+
+    def _check(self, batch: Any, batch_idx: int, what: str) -> None:
+        if batch_idx < CHECKED_BATCHES and self._control.size > 1:
+            found = self._control.all_gather(fingerprint(batch))
+            check_same(found, self._control.ranks, f"{what}, batch {batch_idx}")
+
+    def _evaluation_number(self) -> int:
+        """Different from batch to batch, the same after a resume at the same place."""
+        self._evaluated += 1
+        return (self._trainer.fit_loop.total_batch_idx + 1 << 20) + self._evaluated

@@ -1,0 +1,209 @@
+"""The user's steps, cut into what each stage has to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import Precision
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_pipes.engine.item import Item
+from lightning_pipes.engine.rng import AFTER_LAYERS, BEFORE_LAYERS, forked_rng, seed_all, stream_seed
+from lightning_pipes.engine.stage import Body, Stage
+from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.trainer.batches import join, take
+from lightning_pipes.trainer.capture import Interceptor
+from lightning_pipes.trainer.logs import LogCall, merge, recorded
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class Outcome:
+    """What the user's training step gave for one micro-batch."""
+
+    loss: torch.Tensor
+    extras: dict[str, Any]
+    logged: Sequence[LogCall]
+
+
+@dataclass
+class TrainingBatch:
+    """A batch with what its bodies need, and on the last stage what came out of it.
+
+    Attributes:
+        arguments: of training_step after the batch.
+        divisor: by how much the loss is divided: the batches of one optimizer step.
+    """
+
+    batch: Any
+    rows: int
+    arguments: tuple[Any, ...]
+    divisor: int
+    outcomes: dict[Span, Outcome] = field(default_factory=dict)
+
+    def result(self) -> tuple[Any, list[LogCall]]:
+        """The whole batch's loss, in a dict where the user's step gives one, and its log calls."""
+        spans = sorted(self.outcomes)
+        outcomes = [self.outcomes[s] for s in spans]
+        parts = [o.loss * (s.rows / self.rows) for s, o in zip(spans, outcomes, strict=True)]
+        loss = sum(parts[1:], start=parts[0]) if len(parts) > 1 else outcomes[0].loss
+        logged = merge([o.logged for o in outcomes], [s.rows for s in spans])
+        names = outcomes[0].extras
+        if not names:
+            return loss, logged
+        extras = {n: _joined([o.extras.get(n) for o in outcomes], spans) for n in names}
+        return {"loss": loss, **extras}, logged
+
+
+@dataclass
+class EvaluationBatch:
+    """What the first stage captured from the user's step, for the whole batch."""
+
+    x: Any
+    context: Context
+
+
+class Steps:
+    """Runs the user's `*_step` methods around the pipelined module, which `interceptor` stands for."""
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        precision: Precision,
+        interceptor: Interceptor,
+        stages: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._precision = precision
+        self._interceptor = interceptor
+        self._stages = stages
+        self._seed = seed
+        self._device = device
+
+    def body(self, number: int) -> Body:
+        """What stage `number` runs for each micro-batch."""
+        return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
+
+    def capture(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        """What `step` gives to the pipelined module for a whole batch."""
+        with forked_rng(self._device):
+            self._seed_user_code(item, BEFORE_LAYERS)
+            return self._interceptor.capture(step, batch, *arguments)
+
+    def finish(
+        self,
+        step: Callable[..., Any],
+        item: Item,
+        batch: Any,
+        arguments: tuple[Any, ...],
+        outputs: Sequence[tuple[Span, Any]],
+    ) -> Any:
+        """What `step` returns for a whole batch when the pipelined module gives `outputs`."""
+        spans = [span for span, _ in outputs]
+        y = join([output for _, output in outputs], spans, "the output of the pipelined module")
+
+        def answer(x: Any) -> Any:
+            self._seed_user_code(item, AFTER_LAYERS)
+            return y
+
+        with forked_rng(self._device):
+            self._seed_user_code(item, BEFORE_LAYERS)
+            return self._interceptor.supply(step, answer, batch, *arguments)
+
+    def _first(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        data = item.data
+        if isinstance(data, EvaluationBatch):
+            with data.context():
+                return stage.run_layers(item, span, _samples(data.x, span, item.rows))
+        with self._precision.train_step_context():
+            stage.seed_user_code(item, span, BEFORE_LAYERS)
+            part = take(data.batch, span, data.rows)
+            x = self._interceptor.capture(self._module.training_step, part, *data.arguments)
+            return stage.run_layers(item, span, x)
+
+    def _middle(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        data = item.data
+        context = data.context if isinstance(data, EvaluationBatch) else self._precision.train_step_context
+        with context():
+            return stage.run_layers(item, span, received)
+
+    def _last(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        data = item.data
+        if isinstance(data, EvaluationBatch):
+            x = _samples(data.x, span, item.rows) if stage.number == 0 else received
+            with data.context():
+                return stage.run_layers(item, span, x)
+
+        def answer(x: Any) -> Any:
+            y = stage.run_layers(item, span, x if stage.number == 0 else received)
+            stage.seed_user_code(item, span, AFTER_LAYERS)
+            return y
+
+        with self._precision.train_step_context():
+            stage.seed_user_code(item, span, BEFORE_LAYERS)
+            part = take(data.batch, span, data.rows)
+            with recorded(self._module) as logged:
+                out = self._interceptor.supply(self._module.training_step, answer, part, *data.arguments)
+        loss, extras = _loss_of(out)
+        data.outcomes[span] = Outcome(loss.detach(), extras, logged)
+        scaled = loss * (span.rows / item.rows / data.divisor)
+        scaler = getattr(self._precision, "scaler", None)
+        return scaled if scaler is None else scaler.scale(scaled)
+
+    def _seed_user_code(self, item: Item, layer: int) -> None:
+        seed = stream_seed(self._seed, item.job, layer, item.number, Span(0, item.rows))
+        seed_all(seed, self._device, everything=True)
+
+
+def _loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The loss and all else in what a training step returned.
+
+    Raises:
+        PipelineError: there is no scalar loss that can be differentiated.
+    """
+    extras = {key: value for key, value in out.items() if key != "loss"} if isinstance(out, dict) else {}
+    loss = out.get("loss") if isinstance(out, dict) else out
+    if loss is None:
+        raise PipelineError(
+            "training_step returned no loss: every stage waits for the gradient of every batch, so a batch can't be "
+            "skipped. Return the loss, or zero times it to leave the weights as they are"
+        )
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
+        raise PipelineError(f"training_step returned a loss of {what}; it must be a tensor with one element")
+    if loss.is_meta:
+        raise PipelineError(
+            "the loss depends on weights of layers that live on another rank; only the call of the pipelined module "
+            "may use them"
+        )
+    detached = apply_to_collection(extras, torch.Tensor, lambda t: t.detach())
+    return loss.reshape(()), detached
+
+
+def _samples(x: Any, span: Span, rows: int) -> Any:
+    part = take(x, span, rows)
+    if part is x and span.rows != rows:
+        raise PipelineError(
+            f"the pipelined module gets shape {tuple(x.shape)} for {rows} samples; axis 0 must count samples"
+        )
+    return part
+
+
+def _joined(parts: Sequence[Any], spans: Sequence[Span]) -> Any:
+    """Micro-batches' values of one key as one: tensors over samples joined, scalars averaged, else a list of them."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(p, torch.Tensor) and p.ndim and p.size(0) == s.rows for p, s in zip(parts, spans, strict=True)):
+        return torch.cat(list(parts))
+    if all(isinstance(p, (float, torch.Tensor)) and getattr(p, "ndim", 0) == 0 for p in parts):
+        total = sum(s.rows for s in spans)
+        return sum(p * (s.rows / total) for p, s in zip(parts, spans, strict=True))
+    return list(parts)

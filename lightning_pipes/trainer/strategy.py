@@ -1,0 +1,428 @@
+"""PipelineStrategy: what Lightning calls, and who does it."""
+
+from __future__ import annotations
+
+import atexit
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_pipes.engine.failure import FailureWatch, PeerFailure
+from lightning_pipes.ir import PlanError, Policy, Schedule
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.trainer import checkpoints
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.capture import Interceptor
+from lightning_pipes.trainer.checks import check_module, warn_about
+from lightning_pipes.trainer.clipping import GradientAgreement
+from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.equal_starts import broadcast_random_state, broadcast_weights
+from lightning_pipes.trainer.hooks import HookWrappers
+from lightning_pipes.trainer.logs import metrics_stay_local
+from lightning_pipes.trainer.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
+from lightning_pipes.trainer.pipelined import CutModule, find_pipelined, layer_sizes
+from lightning_pipes.trainer.plans import Plans, stage_layers, stage_ranks
+from lightning_pipes.trainer.report import PipelineReport, Window
+from lightning_pipes.trainer.run import PipelineRun
+from lightning_pipes.trainer.shared_parameters import SharedParameters, holders
+from lightning_pipes.trainer.steps import Context, Steps
+from lightning_pipes.trainer.stopping import StopAgreement
+
+
+class PipelineStrategy(ParallelStrategy):
+    """Trains an unmodified LightningModule with its layers spread over the devices.
+
+    One `nn.Sequential` of the module is cut into stages; every batch is cut into micro-batches that flow through
+    them. Losses, logs, checkpoints and callbacks are those of one process, given a loss that is a mean over samples.
+    The last stage sits on global rank 0, where loggers and the progress bar are.
+
+    Args:
+        schedule: the name of an installed schedule, or a Schedule or Policy of your own.
+        microbatches: pieces of a batch; by default two for every stage.
+        schedule_args: settings of the schedule, such as {"k": 2}.
+        module: path of the nn.Sequential to cut; by default the module's child with the most parameters.
+        partition: "parameters" balances the stages by their number; a list names the layers at which stages 1, 2, ...
+            begin.
+        recompute: keep only the input of each stage and run its forward again before backward; saves memory.
+        seed: what dropout and all other random numbers inside a step start from.
+        timeout: how long ranks wait for each other outside the pipeline.
+        process_group_backend: of the default process group; ours use gloo.
+
+    Raises:
+        PlanError: no such schedule, or it does not take these settings.
+    """
+
+    strategy_name = "pipeline"
+
+    def __init__(
+        self,
+        schedule: str | Schedule | Policy = "1f1b",
+        microbatches: int | None = None,
+        schedule_args: dict[str, Any] | None = None,
+        module: str | None = None,
+        partition: str | list[int] = "parameters",
+        recompute: bool = False,
+        seed: int = 0,
+        timeout: timedelta = timedelta(minutes=30),
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.num_nodes = 1
+        self.schedule = make_schedule(schedule, **(schedule_args or {})) if isinstance(schedule, str) else schedule
+        self._microbatches = _positive("microbatches", microbatches)
+        self._path = module
+        self._partition = _known_partition(partition)
+        self._recompute = recompute
+        self._seed = seed
+        self._timeout = timeout
+        self._backend = process_group_backend
+        self._watch: FailureWatch | None = None
+        self._control: Control | None = None
+        self._run: PipelineRun | None = None
+        self._layouts: list[OptimizerLayout] = []
+        self._stops: StopAgreement | None = None
+        self._stepping = False
+        self._failed = False
+        self._undo: list[Callable[[], None]] = []
+        self._windows: Sequence[Sequence[Window]] = ()
+
+    # ---- processes and devices
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning should give every rank other samples: no, all stages see the same batch."""
+        return False
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def control(self) -> Control:
+        """What the ranks of the pipeline tell each other outside of it."""
+        assert self._control is not None, "setup_environment has not run"
+        return self._control
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = private.SubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment who we are, as Lightning's own strategies do."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        device = self.root_device
+        started = not private.distributed_is_initialized()
+        private.init_distributed(
+            self.cluster_environment,
+            self._backend or private.default_backend(device),
+            timeout=self._timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
+        if started:
+            atexit.register(_leave)
+        self._failed = False
+        store = private.default_store() if self.world_size > 1 else None
+        self._watch = FailureWatch(store, self.global_rank)
+        self._control = Control(range(self.world_size), self._watch, self._timeout)
+        broadcast_random_state(self._control, device)
+
+    # ---- setup and teardown of a run
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        module = self.lightning_module
+        assert module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        # Every rank logs the same values, so there is nothing to synchronise.
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+        self.model = self.precision_plugin.convert_module(self.model)
+        check_module(module, fitting)
+        path = find_pipelined(module, self._path)
+        full = module.get_submodule(path)
+        assert isinstance(full, torch.nn.Sequential)
+        warn_about(module, full)
+
+        ranks = stage_ranks(self.schedule, self.world_size)
+        layers = stage_layers(self._partition, layer_sizes(full), len(ranks))
+        plans = Plans(self.schedule, ranks, layers, self._microbatches, self._recompute)
+        plans.for_rows(plans.microbatches)  # what can't be ordered fails here
+        last = ranks[-1]
+        global_ranks = [(last - r) % self.world_size for r in range(self.world_size)]
+        broadcast_weights(module, self.control)
+
+        self._reset_optimizers_and_schedulers()
+        whole = []
+        if fitting:
+            self.optimizers, self.lr_scheduler_configs = private.init_optimizers(module)
+            refuse_unsuitable(self.optimizers)
+            whole = parameter_names(module, self.optimizers)
+
+        rank_of_layer = [global_ranks[ranks[s]] for s, span in enumerate(layers) for _ in range(span.rows)]
+        who = holders(module, path, rank_of_layer, self.control.ranks)
+        interceptor = Interceptor(f"self.{path}")
+        local = [n for n, rank in enumerate(rank_of_layer) if rank == self.global_rank]
+        cut = CutModule(module, path, local, interceptor)
+        self._layouts = [keep_local(o, w, cut.is_foreign) for o, w in zip(self.optimizers, whole, strict=True)]
+        self.model_to_device()
+        shared = SharedParameters(list(module.parameters()), who, self.control)
+        steps = Steps(module, self.precision_plugin, interceptor, len(ranks), self._seed, self.root_device)
+        self._run = run = PipelineRun(
+            trainer, cut, plans, steps, self.control, shared, global_ranks, self.root_device, self._seed
+        )
+
+        self.setup_precision_plugin()
+        private.optimizers_to_device(self.optimizers, self.root_device)
+        agreement = GradientAgreement(self.precision_plugin, shared, self.control, self.root_device)
+        self._stops = stops = StopAgreement(trainer, self.control)
+        hooks = HookWrappers(module, self.control, run.replay, run.last_rank, run.last, stops.agree, self._start_epoch)
+        self._undo = [hooks.remove, stops.remove, agreement.remove, metrics_stay_local(module)]
+
+    def teardown(self) -> None:
+        module, run = self.lightning_module, self._run
+        for undo in self._undo:
+            undo()
+        self._undo, self._stops = [], None
+        if run is not None:
+            assert module is not None
+            state = None
+            if not self._down:
+                state = checkpoints.gather_model_everywhere(run.cut, self.control)
+                if run.windows:
+                    windows = self.control.all_gather(tuple(run.windows))
+                    self._windows = [windows[rank] for rank in run.global_ranks]
+            run.close()
+            module.cpu()
+            run.cut.restore(state)
+            self._run = None
+        elif module is not None and not any(p.is_meta for p in module.parameters()):
+            module.cpu()
+        if self._watch is not None:
+            self._watch.close()
+        private.optimizers_to_device(self.optimizers, torch.device("cpu"))
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            assert part is not None
+            part.teardown()
+
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        if isinstance(dataloader, DataLoader) and private.seeded_workers(dataloader):
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # all ranks load the same samples
+        return dataloader
+
+    # ---- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._telling_others():
+            return self._running.train(*_batch_and_arguments(args, kwargs), self.optimizers)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
+
+    def _evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._telling_others():
+            step = getattr(self.lightning_module, name)
+            return self._running.evaluate(step, context, *_batch_and_arguments(args, kwargs))
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Calls the hooks around backward; the gradients were made in `training_step`."""
+        module = self.lightning_module
+        assert module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        with self._telling_others():
+            self._running.give_back_gradients(self._stepping)
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self._stepping = True
+        try:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._stepping = False
+
+    def on_validation_end(self) -> None:
+        if self._stops is not None and self._running.fitting:
+            self._stops.agree()
+
+    @property
+    def report(self) -> PipelineReport:
+        """Measured and predicted timelines of the last training batches, on every rank once `fit` has ended.
+
+        Raises:
+            PlanError: nothing was trained.
+        """
+        return PipelineReport.of(self._windows)
+
+    @property
+    def _running(self) -> PipelineRun:
+        assert self._run is not None, "setup has not run"
+        return self._run
+
+    # ---- state
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if self._run is None:
+            return self.lightning_module.state_dict()
+        if self._down:
+            return self._run.cut.local_state(outside=True)
+        return checkpoints.gather_model(self._run.cut, self.control)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._run is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            checkpoints.load_model(self._run.cut, checkpoint["state_dict"], strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        plain = private.plain_optimizer(optimizer)
+        if self._down:
+            return plain.state_dict()
+        number = next(n for n, o in enumerate(self.optimizers) if private.plain_optimizer(o) is plain)
+        return checkpoints.gather_optimizer(plain, self._layouts[number], self.control)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        checkpoints.load_optimizers(self.optimizers, self._layouts, states, self.root_device)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self._down and self._run is not None and self.world_size > 1:  # the others can't be asked for their parts
+            part = f"{filepath}.rank{self.global_rank}of{self.world_size}"
+            self.checkpoint_io.save_checkpoint(checkpoint, part, storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    # ---- what ranks decide together; every stage holds the same values, so nothing is averaged
+
+    def barrier(self, name: str | None = None) -> None:
+        if not self._down:
+            self.control.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._down else self.control.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._down:
+            return decision
+        return not self.control.any(not decision)[0] if all else self.control.any(decision)[0]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return tensor
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._tell_others(exception)
+
+    @property
+    def _down(self) -> bool:
+        """Whether the other ranks can't be counted on: before they are connected, or once this one is failing."""
+        if self._control is None or self._failed:
+            return True
+        module = self.lightning_module
+        if module is None or module._trainer is None:
+            return False
+        return module.trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """Tells the other ranks at once of an exception in the block."""
+        try:
+            yield
+        except BaseException as error:
+            self._tell_others(error)
+            raise
+
+    def _tell_others(self, error: BaseException) -> None:
+        self._failed = True
+        if self._watch is not None:
+            if not isinstance(error, PeerFailure):
+                self._watch.fail(error)
+            self._watch.close()
+
+    def _start_epoch(self) -> None:
+        broadcast_random_state(self.control, self.root_device)
+
+
+def _leave() -> None:
+    """Destroys the process groups before the interpreter ends: gloo's threads abort the process otherwise."""
+    if private.distributed_is_initialized():
+        dist.destroy_process_group()
+
+
+def _batch_and_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    values = (*args, *kwargs.values())
+    return values[0], values[1:]
+
+
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise PlanError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def _known_partition(partition: str | list[int]) -> str | list[int]:
+    if isinstance(partition, str) and partition != "parameters":
+        raise PlanError(f"partition must be 'parameters' or a list of layer numbers, got {partition!r}")
+    return partition

@@ -1,0 +1,71 @@
+"""Mistakes on the command line of a Hydra app, said in a sentence: what, where, what there is, and a way out."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+
+from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from lightning_pipes.ir import PipelineError
+
+HYDRA_RAISES = "HYDRA_FULL_ERROR"  # Hydra then raises instead of printing
+OURS = "LIGHTNING_PIPES_SET_HYDRA_FULL_ERROR"  # inherited by child processes, which must not take it for the user's
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Ends the process with a short message where a setting or our own checks are at fault; other errors keep their
+    traceback.
+
+    Goes around the call of a function that `hydra.main` decorates. HYDRA_FULL_ERROR=1 turns it off.
+    """
+    if os.environ.get(HYDRA_RAISES) == "1" and OURS not in os.environ:
+        yield
+        return
+    os.environ.update({HYDRA_RAISES: "1", OURS: "1"})
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, PipelineError) as error:
+        raise SystemExit(f"\n{explain(error)}\n\nFor the traceback: {HYDRA_RAISES}=1") from None
+    finally:
+        for name in (HYDRA_RAISES, OURS):
+            os.environ.pop(name, None)
+
+
+def explain(error: Exception) -> str:
+    """What is wrong in a configuration and how to go on; the text of any other error as it is."""
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return f"{group}={name}: there is no such {group}. {_choices(name, error.options)}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: {error.message}"
+    if isinstance(error, InstantiationException) and cause is not None:
+        _, _, where = str(error).rpartition("full_key: ")
+        return f"{where}: {cause}"
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
+        where, _, name = str(cause.full_key).rpartition(".")
+        keys = [str(key) for key in cause.parent_node if not str(key).startswith("_")]
+        return f"{cause.full_key}: {where or 'the configuration'} has no {name!r}. {_choices(name, keys)}"
+    if isinstance(cause, ValidationError) and is_dataclass(cause.object_type):
+        if isinstance(cause.child_node, DictConfig):
+            keys = [f"{cause.full_key}.{key!s}" for key in cause.child_node]
+            return f"{cause.full_key}={cause.value}: set one of its values instead: {', '.join(keys)}"
+        kinds = {f.name: f.type for f in fields(cause.object_type)}
+        kind = kinds.get(str(cause.key), "another type")
+        now = getattr(cause.child_node, "_value", lambda: None)()
+        example = "" if now is None else f", as in {cause.full_key}={now}"
+        return f"{cause.full_key}={cause.value}: needs {kind}{example}"
+    return f"{error}\n{cause}" if cause is not None and isinstance(error, HydraException) else str(error)
+
+
+def _choices(name: str, options: Iterable[str]) -> str:
+    options = list(options)
+    close = difflib.get_close_matches(name, options, n=1)
+    return (f"Did you mean {close[0]!r}? " if close else "") + f"There is: {', '.join(options)}"

@@ -1,0 +1,178 @@
+"""What conf/ may hold: one dataclass a file, so that a mistyped key or type stops before anything is trained.
+
+Torch is not imported: Hydra loads this at the start of every app in the environment. Ranges are checked where the
+values are used (a schedule checks its own), names and types here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+MAKE_SCHEDULE = "lightning_pipes.ir.registry.make_schedule"
+
+
+@dataclass
+class ScheduleSettings:
+    """A schedule by its entry point's name; the other fields are the schedule's own.
+
+    `hydra.utils.instantiate(cfg.schedule)` makes it.
+    """
+
+    _target_: str = MAKE_SCHEDULE
+    name: str = MISSING
+
+
+@dataclass
+class GPipeSettings(ScheduleSettings):
+    name: str = "gpipe"
+
+
+@dataclass
+class OneFOneBSettings(ScheduleSettings):
+    name: str = "1f1b"
+
+
+@dataclass
+class InterleavedSettings(ScheduleSettings):
+    name: str = "interleaved"
+    stages_per_rank: int = 2
+
+
+@dataclass
+class KFKBSettings(ScheduleSettings):
+    name: str = "kfkb"
+    k: int = 1
+
+
+@dataclass
+class PipelineSettings:
+    """What PipelineStrategy takes besides the schedule."""
+
+    microbatches: int | None = None
+    module: str | None = None
+    partition: Any = "parameters"  # or a list: where the stages 1, 2, ... begin
+    recompute: bool = False
+    seed: int = 0
+
+
+@dataclass
+class TrainerSettings:
+    """The arguments of lightning's Trainer that have a meaning from the command line."""
+
+    accelerator: str = "auto"
+    devices: int = 1
+    num_nodes: int = 1
+    precision: str = "32-true"
+    max_epochs: int | None = 1
+    max_steps: int = -1
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    val_check_interval: int | float | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int | None = 0
+    log_every_n_steps: int = 10
+    enable_progress_bar: bool = True
+    enable_model_summary: bool = False
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: int | float | None = None
+    deterministic: bool | None = None
+
+
+@dataclass
+class OptimizerSettings:
+    """AdamW with a linear warm-up of so many steps."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    warmup: int = 0
+
+
+@dataclass
+class ModelSettings:
+    """A model of examples/models.py by its name."""
+
+    name: str = MISSING
+
+
+@dataclass
+class GPTSettings(ModelSettings):
+    name: str = "gpt"
+    context: int = 64  # bytes
+    width: int = 128
+    heads: int = 4
+    blocks: int = 4
+    dropout: float = 0.1
+
+
+@dataclass
+class MLPSettings(ModelSettings):
+    name: str = "mlp"
+    width: int = 256
+    blocks: int = 4
+    dropout: float = 0.1
+
+
+@dataclass
+class ResNetDigitsSettings(ModelSettings):
+    name: str = "resnet_digits"
+    channels: int = 16
+    blocks: int = 4
+
+
+@dataclass
+class DataSettings:
+    """A data module of examples/data.py by its name."""
+
+    name: str = MISSING
+    batch_size: int = 32
+    seed: int = 0
+
+
+@dataclass
+class StdlibSettings(DataSettings):
+    name: str = "stdlib"
+    context: int = 64  # bytes
+    windows: int = 6400  # an epoch
+
+
+@dataclass
+class DigitsSettings(DataSettings):
+    name: str = "digits"
+
+
+@dataclass
+class TrainSettings:
+    """Everything that examples/train.py can be told."""
+
+    schedule: Any = MISSING  # another distribution's schedule brings its own settings
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    model: Any = MISSING
+    data: Any = MISSING
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    seed: int = 0
+
+
+SCHEMAS: dict[str, type] = {
+    "train": TrainSettings,
+    "schedule/gpipe": GPipeSettings,
+    "schedule/1f1b": OneFOneBSettings,
+    "schedule/interleaved": InterleavedSettings,
+    "schedule/kfkb": KFKBSettings,
+    "model/gpt": GPTSettings,
+    "model/mlp": MLPSettings,
+    "model/resnet_digits": ResNetDigitsSettings,
+    "data/stdlib": StdlibSettings,
+    "data/digits": DigitsSettings,
+}
+
+
+def register() -> None:
+    """Adds the schemas to Hydra's config store as lightning_pipes/schema/<path of the file in conf/>."""
+    for path, schema in SCHEMAS.items():
+        group, _, name = f"lightning_pipes/schema/{path}".rpartition("/")
+        ConfigStore.instance().store(group=group, name=name, node=schema, provider="lightning_pipes")

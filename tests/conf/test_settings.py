@@ -1,0 +1,176 @@
+"""conf/ holds what the code takes, and refuses everything else with a sentence that helps."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_pipes.ir import PlanError
+from lightning_pipes.ir.registry import installed_schedules
+from lightning_pipes.tune import schema
+from lightning_pipes.tune.messages import explain, plain_errors
+
+ROOT = Path(__file__).parents[2]
+SCHEDULES = sorted(path.stem for path in (ROOT / "conf" / "schedule").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def hydra() -> Iterator[None]:
+    with initialize_config_module("lightning_pipes.conf", version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> DictConfig:
+    return compose("train", overrides=[*overrides])
+
+
+def test_every_installed_schedule_of_ours_has_settings() -> None:
+    ours = {name for name, entry in installed_schedules().items() if entry.value.startswith("lightning_pipes.")}
+    assert ours == set(SCHEDULES)
+    assert {f"schedule/{name}" for name in SCHEDULES} == {key for key in schema.SCHEMAS if key.startswith("schedule/")}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_settings_are_the_fields_of_the_schedule(name: str) -> None:
+    taken = {f.name: (f.type, f.default) for f in fields(installed_schedules()[name].load())}
+    settings = schema.SCHEMAS[f"schedule/{name}"]
+    inherited = {f.name for f in fields(schema.ScheduleSettings)}
+    assert {f.name: (f.type, f.default) for f in fields(settings) if f.name not in inherited} == taken
+    written = yaml.safe_load((ROOT / "conf" / "schedule" / f"{name}.yaml").read_text())
+    assert set(written) - {"defaults"} == {"name", *taken}  # the file shows every setting
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_is_made_from_its_settings(name: str) -> None:
+    cfg = composed(f"schedule={name}")
+    assert instantiate(cfg.schedule).name == name
+    assert isinstance(OmegaConf.to_object(cfg), schema.TrainSettings)
+
+
+def test_a_setting_arrives() -> None:
+    assert instantiate(composed("schedule.k=5").schedule).k == 5
+    assert instantiate(composed("schedule=interleaved", "schedule.stages_per_rank=3").schedule).stages_per_rank == 3
+
+
+def test_trainer_settings_are_arguments_of_trainer() -> None:
+    from lightning.pytorch import Trainer
+
+    taken = inspect.signature(Trainer.__init__).parameters
+    assert {f.name for f in fields(schema.TrainerSettings)} <= set(taken)
+
+
+def test_pipeline_settings_are_arguments_of_the_strategy() -> None:
+    lightning_pipes = pytest.importorskip("lightning_pipes.trainer")
+    if not hasattr(lightning_pipes, "PipelineStrategy"):
+        pytest.skip("no PipelineStrategy yet")
+    taken = inspect.signature(lightning_pipes.PipelineStrategy.__init__).parameters
+    for f in fields(schema.PipelineSettings):
+        assert f.name in taken
+        assert f.default is MISSING or taken[f.name].default == f.default, f.name
+
+
+@pytest.mark.parametrize("kind", ["model", "data"])
+def test_model_and_data_settings_are_arguments_of_the_examples(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import train
+
+    made: dict[str, Callable[..., Any]] = {"model": train.MODELS, "data": train.DATA}[kind]
+    names = {path.stem for path in (ROOT / "conf" / kind).glob("*.yaml")}
+    assert names == set(made) == {key.split("/")[1] for key in schema.SCHEMAS if key.startswith(f"{kind}/")}
+    for name in names:
+        taken = set(inspect.signature(made[name].__init__).parameters)
+        assert {f.name for f in fields(schema.SCHEMAS[f"{kind}/{name}"])} - {"name"} <= taken
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("schedule.kk=2", "schedule.kk: schedule has no 'kk'. Did you mean 'k'? There is: name, k"),
+        ("schedule.k=abc", "schedule.k=abc: needs int, as in schedule.k=2"),
+        ("schedule.k=1.5", "schedule.k=1.5: needs int, as in schedule.k=2"),
+        ("schedule.k=null", "schedule.k=None: needs int, as in schedule.k=2"),
+        ("schedule.k=0", "schedule: kfkb: k must be at least 1, got 0; k=1 is 1F1B"),
+        (
+            "schedule=kfbk",
+            "schedule=kfbk: there is no such schedule. Did you mean 'kfkb'? There is: 1f1b, gpipe, interleaved, kfkb",
+        ),
+        ("scheduel=gpipe", "scheduel: the configuration has no 'scheduel'. Did you mean 'schedule'?"),
+        ("trainer.devces=2", "trainer.devces: trainer has no 'devces'. Did you mean 'devices'?"),
+        ("trainer.devices=two", "trainer.devices=two: needs int, as in trainer.devices=2"),
+        ("trainer.limit_val_batches=a", "trainer.limit_val_batches=a: needs int | float | None"),
+        ("optimizer.lr=fast", "optimizer.lr=fast: needs float, as in optimizer.lr=0.003"),
+        ("optimizer.learning_rate=1", "optimizer.learning_rate: optimizer has no 'learning_rate'. There is: lr,"),
+        ("model=resnet", "model=resnet: there is no such model. Did you mean 'resnet_digits'? There is: gpt, mlp,"),
+        ("model.depth=2", "model.depth: model has no 'depth'. Did you mean"),
+        ("pipeline=3", "pipeline=3: set one of its values instead: pipeline.microbatches,"),
+        ("pipeline.microbatches=[4]", "pipeline.microbatches=[4]: needs int | None, as in pipeline.microbatches=8"),
+        ("schedule.k", "schedule.k: Error parsing override"),
+    ],
+)
+def test_mistakes_are_explained(override: str, said: str) -> None:
+    with pytest.raises(HydraException) as caught:
+        instantiate(composed(override).schedule)
+    assert explain(caught.value).startswith(said)
+
+
+class TestPlainErrors:
+    @pytest.fixture(autouse=True)
+    def clean(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+
+    def test_our_errors_end_the_process_and_others_pass(self) -> None:
+        with pytest.raises(SystemExit, match="too many stages"), plain_errors():
+            raise PlanError("too many stages")
+        with pytest.raises(ZeroDivisionError), plain_errors():
+            raise ZeroDivisionError
+        assert "HYDRA_FULL_ERROR" not in os.environ
+
+    def test_the_user_can_ask_for_the_traceback(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+        with pytest.raises(PlanError), plain_errors():
+            raise PlanError("too many stages")
+        assert os.environ["HYDRA_FULL_ERROR"] == "1"
+
+    def test_a_child_process_does_not_take_our_switch_for_the_users(self) -> None:
+        child = "from lightning_pipes.ir import PlanError; from lightning_pipes.tune.messages import plain_errors\n"
+        child += "with plain_errors(): raise PlanError('too many stages')"
+        with plain_errors():  # the child inherits what this sets
+            found = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
+        assert "too many stages" in found.stderr
+        assert "Traceback" not in found.stderr
+
+
+def test_another_app_gets_the_schemas_and_nothing_else(tmp_path: Path) -> None:
+    """Hydra loads our plugin in every app of the environment; its own groups stay its own."""
+    (tmp_path / "schedule").mkdir()
+    (tmp_path / "schedule" / "kfkb.yaml").write_text("k: this app means something else\n")
+    (tmp_path / "app.yaml").write_text(
+        "defaults: [schedule: kfkb, /lightning_pipes/schema/schedule/kfkb@pipe, _self_]\npipe: {k: 3}\n"
+    )
+    (tmp_path / "app.py").write_text(
+        "import sys, hydra\n"
+        "@hydra.main(version_base='1.3', config_path='.', config_name='app')\n"
+        "def main(cfg):\n"
+        "    print(cfg.schedule.k, '|', hydra.utils.instantiate(cfg.pipe), '|', 'torch' in sys.modules)\n"
+        "main()\n"
+    )
+
+    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "app.py", "hydra.run.dir=.", "hydra.output_subdir=null", *overrides]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    assert run().stdout.strip() == "this app means something else | KFKB(k=3) | False"
+    assert "could not be converted to Integer" in run("pipe.k=x").stderr

@@ -1,0 +1,183 @@
+"""The examples run, shortened; each start of two processes takes ten seconds, so most are slow."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SLOW = pytest.mark.slow
+SHORT = {
+    "gpt": ["model.width=16", "model.blocks=2", "data.context=16", "data.windows=24", "data.batch_size=8"],
+    "mlp": ["data=digits", "model.width=16", "trainer.limit_train_batches=4", "trainer.limit_val_batches=2"],
+    "resnet_digits": [
+        "data=digits",
+        "model.channels=4",
+        "trainer.limit_train_batches=4",
+        "trainer.limit_val_batches=2",
+    ],
+}
+
+
+def run(script: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    command = [sys.executable, str(ROOT / "examples" / script), *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+
+
+def train(cwd: Path, model: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return run(
+        "train.py", cwd, f"model={model}", *SHORT[model], "pipeline.microbatches=4", "hydra.run.dir=out", *overrides
+    )
+
+
+def check_output(found: subprocess.CompletedProcess[str], out: Path) -> None:
+    assert found.returncode == 0, found.stdout + found.stderr
+    said = dict(re.findall(r"^(loss|tokens/s|images/s|bubble|checkpoint|timeline) +(.+)$", found.stdout, re.M))
+    assert len(said) == 5, found.stdout
+    assert found.stdout.count("\nloss ") + found.stdout.startswith("loss ") == 1  # rank 0 only
+    checkpoint, timeline = Path(said["checkpoint"]), Path(said["timeline"])
+    assert (checkpoint.parent, timeline.parent) == (out / "checkpoints", out)
+    assert torch.load(checkpoint, weights_only=False)["state_dict"]
+    assert timeline.read_bytes().startswith(b"\x89PNG")
+    assert "val_loss" in (out / "metrics" / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize("model", ["gpt", pytest.param("mlp", marks=SLOW), pytest.param("resnet_digits", marks=SLOW)])
+def test_one_stage(model: str, tmp_path: Path) -> None:
+    check_output(train(tmp_path, model, "trainer.devices=1"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        ("gpt", ["trainer.enable_progress_bar=false"]),
+        pytest.param("resnet_digits", ["schedule=interleaved"], marks=SLOW),
+        pytest.param("mlp", ["schedule=gpipe", "pipeline.partition=[3]", "pipeline.recompute=true"], marks=SLOW),
+    ],
+)
+def test_pipeline(model: str, overrides: list[str], tmp_path: Path) -> None:
+    check_output(train(tmp_path, model, *overrides), tmp_path / "out")
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {"out"}  # children write into the same directory, and nowhere else
+    assert len([*(tmp_path / "out").rglob("*.ckpt")]) == 1
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {".hydra", "checkpoints", "metrics"}
+
+
+def test_minimal(tmp_path: Path) -> None:
+    found = run("minimal.py", tmp_path)
+    assert found.returncode == 0, found.stdout + found.stderr
+    loss = re.search(r"^loss (\S+), bubble \d+%$", found.stdout, re.M)
+    assert loss is not None
+    assert float(loss[1]) < 0.7  # 2.3 is chance
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["schedule.kk=2"], "schedule.kk: schedule has no 'kk'. Did you mean 'k'? There is: name, k"),
+        pytest.param(["schedule.k=0"], "schedule: kfkb: k must be at least 1, got 0; k=1 is 1F1B", marks=SLOW),
+        (["data=digits"], "model=gpt can't read data=digits: choose data=stdlib, or model=mlp or model=resnet_digits"),
+        pytest.param(
+            ["-m", "seed=1,2"],
+            "--multirun with trainer.devices=2: every process would start the whole sweep again;",
+            marks=SLOW,
+        ),
+    ],
+)
+def test_mistakes_end_in_a_sentence(overrides: list[str], said: str, tmp_path: Path) -> None:
+    found = run("train.py", tmp_path, *overrides)
+    assert found.returncode == 1
+    assert said in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
+@pytest.mark.usefixtures("examples")
+class TestData:
+    def test_windows_are_seeded_and_shifted_by_one(self) -> None:
+        from data import StdlibText
+
+        a, b, c = (StdlibText(context=8, windows=40, seed=seed) for seed in (0, 0, 1))
+        for module in (a, b, c):
+            module.setup("fit")
+        assert [x.tolist() for x, _ in a.train] == [x.tolist() for x, _ in b.train]  # type: ignore[attr-defined]
+        assert a.train.starts != c.train.starts
+        x, y = a.train[3]
+        assert x.tolist()[1:] == y.tolist()[:-1]
+        assert x.shape == y.shape == (8,)
+
+    def test_validation_holds_other_files(self, tmp_path: Path) -> None:
+        from data import StdlibText
+
+        for i in range(40):
+            (tmp_path / f"{i:02}.py").write_bytes(bytes([i]) * 9)
+        (tmp_path / "site-packages").mkdir()
+        (tmp_path / "site-packages" / "other.py").write_bytes(bytes([99]) * 9)
+        module = StdlibText(context=8, windows=20, root=str(tmp_path))
+        module.setup("fit")
+        assert module.val.text.unique().tolist() == [0, 20]
+        assert module.train.text.unique().tolist() == [i for i in range(40) if i % 20]
+
+    def test_no_source_text(self, tmp_path: Path) -> None:
+        from data import StdlibText
+
+        with pytest.raises(FileNotFoundError, match=r"holds 0 Python source files, at least 20 .* choose data=digits"):
+            StdlibText(root=str(tmp_path)).setup("fit")
+
+    def test_every_process_shuffles_the_digits_alike(self) -> None:
+        from data import Digits
+
+        def epochs(global_seed: int) -> list[list[int]]:
+            torch.manual_seed(global_seed)
+            module = Digits(seed=3)
+            module.setup("fit")
+            loader = module.train_dataloader()
+            return [[label for _, labels in loader for label in labels.tolist()] for _ in range(2)]
+
+        first, second = epochs(0)
+        assert [first, second] == epochs(1)
+        assert first != second
+
+
+@pytest.mark.usefixtures("examples")
+def test_gpt_sees_the_past_only() -> None:
+    from models import GPT
+
+    model = GPT(context=8, width=16, heads=2, blocks=2).eval()
+    x = torch.randint(256, (1, 8))
+    changed = x.clone()
+    changed[0, 5] += 1
+    same = torch.isclose(model(x), model(changed % 256), atol=1e-6).all(-1)[0]
+    assert same.tolist() == [True] * 5 + [False] * 3
+
+
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize("model", ["MLP", "ResNetDigits"])
+def test_models_learn_on_an_ordinary_trainer(model: str) -> None:
+    import data
+    import models
+
+    L.seed_everything(0)
+    module = getattr(models, model)(lr=3e-3, warmup=10)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, data.Digits())
+    assert trainer.callback_metrics["val_accuracy"] > 0.9

@@ -1,0 +1,109 @@
+"""Imports point down STYLE's table, and what must stay light does."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ["ir", "cost", "sim", "planning", "engine", "trainer", "tune"]  # from the bottom
+TORCHLESS = {"ir", "cost", "sim", "planning", "strategies"}
+FORBIDDEN = {
+    **{part: {"torch", "lightning", "torchmetrics", "hydra", "omegaconf", "optuna"} for part in TORCHLESS},
+    "engine": {"lightning", "hydra", "omegaconf", "optuna"},
+    "trainer": {"hydra", "omegaconf", "optuna"},
+    "hydra_plugins": {"torch", "lightning", "optuna"},
+}
+STANDARD_LIBRARY_ONLY = {"ir"}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that the file imports, also inside functions; relative imports are made absolute."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            module = ".".join([*package, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def files(part: str) -> list[Path]:
+    folder = ROOT / part if part in {"strategies", "hydra_plugins"} else ROOT / "lightning_pipes" / part
+    found = sorted(folder.rglob("*.py"))
+    assert found, f"no Python files in {folder}"
+    return found
+
+
+def ours(module: str) -> str | None:
+    """The part of lightning_pipes that a module name belongs to."""
+    first, _, rest = module.partition(".")
+    return rest.split(".")[0] or None if first == "lightning_pipes" else None
+
+
+def complaints(part: str, allowed: set[str]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in files(part)
+        for module in imports(path)
+        if (ours(module) or part) not in allowed
+        or module.split(".")[0] in FORBIDDEN.get(part, ())
+        or (part in STANDARD_LIBRARY_ONLY and module.split(".")[0] not in {*sys.stdlib_module_names, "lightning_pipes"})
+    ]
+
+
+@pytest.mark.parametrize("part", LAYERS)
+def test_imports_point_down(part: str) -> None:
+    allowed = {*LAYERS[: LAYERS.index(part) + 1]}
+    if part == "tune":  # the user's doorway, reached through the package itself
+        allowed |= {"PipelineStrategy"}
+    assert complaints(part, allowed) == []
+
+
+def test_strategies_import_from_below_the_line_only() -> None:
+    assert complaints("strategies", TORCHLESS) == []
+
+
+def test_testing_imports_any_layer_but_not_the_schedules() -> None:
+    assert complaints("testing", {*LAYERS, "testing"}) == []
+
+
+def test_hydra_plugins_are_thin() -> None:
+    assert complaints("hydra_plugins", {"hydra_plugins", "tune"}) == []
+    for path in files("hydra_plugins"):
+        assert "__future__" not in set(imports(path)), f"{path}: Hydra runs it before it is in sys.modules"
+    assert not (ROOT / "hydra_plugins" / "__init__.py").exists(), "hydra_plugins is a namespace that others share"
+
+
+def test_the_check_sees_imports_inside_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    folder = tmp_path / "lightning_pipes" / "ir"
+    folder.mkdir(parents=True)
+    (folder / "bad.py").write_text("def f():\n    import torch.nn\n    from ..engine import stage\n")
+    assert [c.split("imports ")[1] for c in complaints("ir", {"ir"})] == [
+        "torch.nn",
+        "lightning_pipes.engine",
+        "lightning_pipes.engine.stage",
+    ]
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["lightning_pipes", "lightning_pipes.strategies.kfkb", "lightning_pipes.tune.messages", "hydra.core.plugins"],
+)
+def test_no_torch_is_loaded(module: str) -> None:
+    scan = "hydra.core.plugins.Plugins.instance();" if module.startswith("hydra") else ""
+    code = f"import sys, {module}; {scan} print([m for m in ('torch', 'lightning', 'optuna') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert (found.stdout.strip(), found.stderr) == ("[]", "")
+
+
+def test_strategies_is_not_a_name_of_its_own() -> None:
+    found = subprocess.run([sys.executable, "-c", "import strategies"], capture_output=True, text=True, cwd=ROOT)
+    assert "import lightning_pipes.strategies, not strategies" in found.stderr

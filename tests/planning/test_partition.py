@@ -1,0 +1,55 @@
+"""Partitions against brute force and by hand."""
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from lightning_pipes.ir import PlanError, Span
+from lightning_pipes.planning.partition import even_partition, partition_at
+
+
+def brute_force(weights: list[int], stages: int) -> tuple[int, int]:
+    """The smallest heaviest stage, and the smallest sum of squares among partitions that reach it."""
+    n = len(weights)
+    found = []
+    for inner in combinations(range(1, n), stages - 1):
+        edges = [0, *inner, n]
+        loads = [sum(weights[a:b]) for a, b in pairwise(edges)]
+        found.append((max(loads), sum(load**2 for load in loads)))
+    return min(found)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_even_partition_is_the_best_of_all(seed):
+    rng = np.random.default_rng(seed)
+    weights = rng.integers(0, 50, size=9).tolist()
+    for stages in (1, 2, 3, 5, 9):
+        spans = even_partition(weights, stages)
+        assert [s.start for s in spans] == [0, *(s.stop for s in spans[:-1])]
+        assert spans[-1].stop == 9
+        assert all(s.rows for s in spans)
+        loads = [sum(weights[s.start : s.stop]) for s in spans]
+        assert (max(loads), sum(load**2 for load in loads)) == brute_force(weights, stages)
+
+
+def test_weightless_layers_fill_stages():
+    assert [s.rows for s in even_partition([0, 0, 0, 0], 4)] == [1, 1, 1, 1]
+
+
+def test_too_few_layers():
+    with pytest.raises(PlanError, match="3 layers can't fill 4 stages; use fewer ranks"):
+        even_partition([1, 1, 1], 4)
+
+
+def test_cut_points():
+    assert partition_at([2, 5], 7, 3) == (Span(0, 2), Span(2, 5), Span(5, 7))
+    assert partition_at([0, 3, 3, 7], 7, 5) == (Span(0, 0), Span(0, 3), Span(3, 3), Span(3, 7), Span(7, 7))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"), [([2], "need 2 cut points, got 1"), ([5, 2], "ascend"), ([2, 8], "ascend")]
+)
+def test_bad_cut_points(cuts, message):
+    with pytest.raises(PlanError, match=message):
+        partition_at(cuts, 7, 3)

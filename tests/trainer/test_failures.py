@@ -1,0 +1,280 @@
+"""Bad input and failures: every rank ends soon, and says what is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from tempfile import mkdtemp
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.testing.ranks import watch_ranks
+from tests.trainer.lit import Lit, LitOutside, data, quiet
+
+SOON = 12.0
+"""Seconds from the start of the processes, of which starting takes one or two."""
+
+
+def fit(rank: int, module: type[Lit], ranks: int, strategy: dict[str, Any], more: dict[str, Any]) -> None:
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    lit = module().double()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=PipelineStrategy(**{"microbatches": 2, **strategy}),
+        max_epochs=50,
+        precision="64-true",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"enable_checkpointing": False, **more},
+    )
+    own = module is FewerBatches
+    trainer.fit(lit, None if own else DataLoader(data(), batch_size=8), DataLoader(data(5), batch_size=5))
+
+
+def bad_inputs(rank: int, cases: list[tuple[type[Lit], dict[str, Any]]], ranks: int) -> list[str]:
+    """The message that each case ends with on this rank."""
+    messages = []
+    for module, strategy in cases:
+        try:
+            fit(rank, module, ranks, strategy, {})
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+        else:
+            messages.append("nothing was raised")
+    return messages
+
+
+class Twice(Lit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x) + self.model(-x)
+
+
+class Never(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return next(self.parameters()).sum()
+
+
+class BareExcept(Lit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.model(x)
+        except:  # noqa: E722
+            return x
+
+
+class NoLoss(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class VectorLoss(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+
+
+class Manual(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Searching(Lit):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NoSequential(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleDict({"blocks": self.model})
+        del self.model
+
+
+class TwoArguments(Lit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x, x)
+
+
+class ForeignWeights(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch) + self.model[0][0].weight.norm()
+
+
+class OwnForward(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Special(nn.Sequential):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) * 2
+
+        self.model = Special(*self.model)
+
+
+class OtherModule(Lit):
+    def __init__(self) -> None:
+        super().__init__(layers=9 if os.environ["RANK"] == "0" else 11)
+
+
+class OtherBatches(Lit):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x + int(os.environ["RANK"]), y
+
+
+class FewerBatches(Lit):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Subset(data(24), range(24 - 8 * int(os.environ["RANK"]))), batch_size=8)
+
+
+class CalledInHook(Lit):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.model(torch.zeros(1))
+
+
+BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
+    (Lit, {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 5}}, "9 layers can't fill 10 stages"),
+    (Lit, {"partition": [1, 2]}, "2 stages need 1 cut points, got 2"),
+    (Lit, {"partition": [10]}, "cut points must ascend from 0 to 9"),
+    (Lit, {"module": "encoder"}, "Lit has no module 'encoder'; it has 'model', 'mean'"),
+    (Lit, {"module": "mean"}, "Lit.mean is a MeanOfAll; only an nn.Sequential can be cut"),
+    (NoSequential, {}, "deeper inside there are 'net.blocks'"),
+    (OwnForward, {}, "with a forward of its own"),
+    (Twice, {}, "calls self.model(...) more than once"),
+    (Never, {}, "training_step ended without a call of self.model(...)"),
+    (BareExcept, {}, "a bare `except:` around the call must become `except Exception:`"),
+    (NoLoss, {}, "training_step returned no loss"),
+    (VectorLoss, {}, "returned a loss of shape (4,)"),
+    (Manual, {}, "uses manual optimization"),
+    (Searching, {}, "LBFGS runs training_step several times"),
+    (TwoArguments, {}, "with 2 positional arguments"),
+    (ForeignWeights, {}, "weights of layers that live on another rank"),
+    (OtherModule, {}, "built different modules"),
+    (OtherBatches, {}, "loaded different batches (checksums rank 0:"),
+    (FewerBatches, {}, "the training data of some ranks end with batch 1"),
+    (CalledInHook, {}, "was called outside of training_step"),
+]
+
+
+@pytest.fixture(scope="module")
+def messages() -> list[tuple[str, ...]]:
+    """By case, what every rank says; each case in the processes that have just survived the one before."""
+    cases = [(module, strategy) for module, strategy, _ in BAD]
+    outcomes = watch_ranks(bad_inputs, 2, cases, 2, timeout=100)
+    assert [o.error for o in outcomes] == ["", ""]
+    return list(zip(*(o.value for o in outcomes), strict=True))
+
+
+@pytest.mark.parametrize("number", range(len(BAD)), ids=[f"{m.__name__} {s or ''}" for m, s, _ in BAD])
+def test_bad_input_is_refused_on_every_rank(number, messages):
+    for message in messages[number]:
+        assert BAD[number][2] in message
+
+
+def test_settings_are_checked_at_once():
+    with pytest.raises(PlanError, match="no schedule is called '1f1d'; did you mean '1f1b'"):
+        PipelineStrategy("1f1d")
+    with pytest.raises(PlanError, match="microbatches must be at least 1, got 0"):
+        PipelineStrategy(microbatches=0)
+    with pytest.raises(PlanError, match="partition must be 'parameters' or a list"):
+        PipelineStrategy(partition="seconds")
+    with pytest.raises(PipelineError, match="does not take"):
+        PipelineStrategy("kfkb", schedule_args={"depth": 2})
+
+
+class Failing(Callback):
+    """Fails on one rank: in the callback itself, or by Ctrl-C to its process."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        self.rank, self.how = rank, how
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == 4:
+            if self.how == "raise":
+                raise ValueError("a bad day")
+            if self.how == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+            if self.how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FailingLayer(Lit):
+    """Fails in a layer that lives on the middle rank of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Bad(nn.Module):
+            calls = 0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.calls += 1
+                if self.calls == 6:
+                    raise ValueError("a bad layer")
+                return x
+
+        self.model[4] = Bad()
+
+
+@pytest.mark.parametrize(
+    ("module", "rank", "how", "said"),
+    [
+        (Lit, 0, "raise", "rank 0 failed: ValueError: a bad day"),
+        (Lit, 2, "raise", "rank 2 failed: ValueError: a bad day"),
+        (FailingLayer, 1, "", "rank 1 failed in instruction F1[4:8] of stage 1 (rank 1 of the pipeline): ValueError"),
+        (Lit, 2, "interrupt", "rank 2 failed: KeyboardInterrupt"),
+        (Lit, 1, "die", "rank 1"),
+    ],
+)
+def test_everybody_ends_when_one_fails(module, rank, how, said):
+    more = {"callbacks": [Failing(rank, how)]}
+    outcomes = watch_ranks(fit, 3, module, 3, {}, more, timeout=30)
+    for outcome in outcomes:
+        assert outcome.error, f"rank {outcome.rank} went on"
+        assert outcome.seconds < SOON, f"rank {outcome.rank}: {outcome.error}"
+        if outcome.rank != rank:
+            assert said in outcome.error
+    if how == "raise":
+        assert "a bad day" in outcomes[rank].error
+
+
+def test_a_failing_rank_can_save_its_part():
+    """A checkpoint written because of an exception must not wait for ranks that are not there."""
+    folder = mkdtemp()
+    saver = ModelCheckpoint(folder, filename="last", save_on_exception=True)
+    more = {"callbacks": [Failing(1, "raise"), saver], "enable_checkpointing": True}
+    outcomes = watch_ranks(fit, 2, LitOutside, 2, {}, more, timeout=30)
+    assert all(o.error and o.seconds < SOON for o in outcomes)
+    parts = [name for name in os.listdir(folder) if "rank1of2" in name]
+    assert parts
+    state = torch.load(os.path.join(folder, parts[0]), weights_only=False)["state_dict"]
+    assert "model.0.0.weight" in state
+    assert "model.8.weight" not in state
+
+
+def test_batch_normalisation_warns_once():
+    class Normal(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model.insert(2, nn.BatchNorm1d(6))
+
+    from lightning_pipes.trainer.checks import warn_about
+
+    module = Normal()
+    with pytest.warns(UserWarning, match="2: batch normalisation sees one micro-batch at a time") as caught:
+        warn_about(module, module.model)
+    assert len(caught) == 1

@@ -1,0 +1,99 @@
+"""Training in a pipeline leaves what one plain process leaves: gradients, weights, logs, results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, ClassVar
+
+import pytest
+
+from lightning_pipes.ir import Instruction, Kind, Plan, RankView
+from lightning_pipes.testing.ranks import run_ranks
+from tests.trainer.lit import Case, Lit, LitHooked, LitOutside, LitTied, differences, train, train_cases
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 2}},
+    "kfkb": {"schedule": "kfkb", "schedule_args": {"k": 2}},
+}
+TIED = {"model.4.weight": "model.0.weight"}  # what a rank with the last layer only calls the shared weights
+CLIPPED = {"gradient_clip_val": 0.05}
+
+
+@dataclass(frozen=True)
+class BackwardFirst:
+    """A policy instead of a program: backwards as soon as they are ready, at most three micro-batches in flight."""
+
+    name: ClassVar[str] = "backward first"
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
+        first = ready[0]
+        held = sum(view.in_flight.values())
+        return None if first.kind is Kind.F and held >= 3 * plan.spans(Kind.F, 0)[-1].rows else first
+
+
+def pipeline(schedule: str, **settings: Any) -> dict[str, Any]:
+    return {**SCHEDULES[schedule], "microbatches": 4, **settings}
+
+
+CASES: dict[tuple[str, int], Case] = {}
+for n in (2, 4):
+    for name in SCHEDULES:
+        CASES[name, n] = Case(Lit, strategy=pipeline(name), evaluate=True)
+    CASES["outside", n] = Case(LitOutside, strategy=pipeline("1f1b"), trainer=CLIPPED)
+    CASES["outside, interleaved", n] = Case(LitOutside, strategy=pipeline("interleaved"), trainer=CLIPPED)
+    CASES["tied", n] = Case(LitTied, strategy=pipeline("1f1b"), trainer=CLIPPED, evaluate=True)
+    CASES["accumulate", n] = Case(
+        LitOutside, {"optimizer": "sgd"}, pipeline("gpipe"), {"accumulate_grad_batches": 2, "max_epochs": 2}
+    )
+    CASES["recompute", n] = Case(LitOutside, strategy=pipeline("kfkb", recompute=True))
+CASES["hooks", 2] = Case(LitHooked, strategy=pipeline("1f1b"), trainer={"max_epochs": 2})
+CASES["policy", 2] = Case(LitOutside, strategy={"schedule": BackwardFirst(), "microbatches": 4})
+CASES["clip by value", 2] = Case(
+    Lit, strategy=pipeline("1f1b"), trainer={**CLIPPED, "gradient_clip_algorithm": "value"}
+)
+CASES["empty stages", 4] = Case(
+    LitOutside, strategy=pipeline("1f1b", partition=[0, 5, 5]), evaluate=True, trainer=CLIPPED
+)
+CASES["more micro-batches than samples", 2] = Case(Lit, strategy=pipeline("1f1b", microbatches=50))
+CASES["one rank", 1] = Case(LitOutside, strategy=pipeline("1f1b"), trainer=CLIPPED, evaluate=True)
+CASES["two stages on one rank", 1] = Case(LitTied, strategy=pipeline("interleaved"), trainer=CLIPPED)
+
+
+@cache
+def in_a_pipeline(ranks: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """What each rank found, by case; all cases of a number of ranks run in the same processes."""
+    keys = [key for key in CASES if key[1] == ranks]
+    found = run_ranks(train_cases, ranks, [CASES[k] for k in keys], ranks, mkdtemp(), timeout=90)
+    return {key: [of_rank[n] for of_rank in found] for n, key in enumerate(keys)}
+
+
+@cache
+def on_one_process(key: tuple[str, int]) -> dict[str, Any]:
+    return train(CASES[key].plain(), 1, Path(mkdtemp()))
+
+
+@pytest.mark.parametrize("key", CASES, ids=lambda key: f"{key[0]} on {key[1]}")
+def test_parity(key):
+    ranks, plain = in_a_pipeline(key[1])[key], on_one_process(key)
+    rows = ranks[0].pop("rows", plain["rows"])
+    assert differences(rows, plain["rows"]) == []
+    for found in ranks:
+        for what in plain.keys() - {"rows", "gradients"}:
+            assert differences(found[what], plain[what], at=what) == []
+    for *parts, whole in zip(*(found["gradients"] for found in ranks), plain["gradients"], strict=True):
+        assert {TIED.get(name, name) for part in parts for name in part} == set(whole)
+        for part in parts:
+            assert differences(part, {name: whole[TIED.get(name, name)] for name in part}) == []
+
+
+def test_every_rank_holds_its_layers_only():
+    ranks = in_a_pipeline(4)["1f1b", 4]
+    held = [set(found["gradients"][0]) for found in ranks]
+    assert all(held)
+    assert sum(map(len, held)) == len(set().union(*held))

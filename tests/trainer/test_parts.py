@@ -1,0 +1,251 @@
+"""The small parts, each by itself."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+
+import lightning_pipes.trainer
+from lightning_pipes.engine import FailureWatch
+from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.ir.registry import installed_schedules
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.batches import check_same, fingerprint, join, rows_of, take
+from lightning_pipes.trainer.capture import Interceptor
+from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.logs import LogCall, merge, recorded
+from lightning_pipes.trainer.optimizers import keep_local, parameter_names
+from lightning_pipes.trainer.pipelined import CutModule
+from tests.trainer.lit import Lit, LitTied
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def test_take_cuts_what_counts_samples():
+    x = torch.arange(12).view(6, 2)
+    batch = {"pair": Pair(x, [x[:, 0], 7]), "names": list("abcdef"), "weights": torch.ones(3), "flag": True}
+    part = take(batch, Span(2, 4), 6)
+    assert part["pair"].x.tolist() == [[4, 5], [6, 7]]
+    assert part["pair"].y[0].tolist() == [4, 6]
+    assert part["pair"].y[1] == 7
+    assert part["names"] == ["c", "d"]
+    assert part["weights"] is batch["weights"]
+    assert part["flag"] is True
+
+
+def test_rows_of():
+    assert rows_of({"x": torch.ones(5, 2)}) == 5
+    with pytest.raises(PipelineError, match="can't tell how many samples a batch of type dict holds"):
+        rows_of({})
+
+
+def test_join_is_the_other_direction_of_take():
+    x = {"a": torch.randn(7, 2), "b": (torch.arange(7), None)}
+    spans = [Span(0, 3), Span(3, 7)]
+    whole = join([{"a": x["a"][a:b], "b": (x["b"][0][a:b], None)} for a, b in spans], spans, "it")
+    assert torch.equal(whole["a"], x["a"])
+    assert torch.equal(whole["b"][0], x["b"][0])
+    with pytest.raises(PipelineError, match=r"it for 3 samples has shape \(2, 3\); axis 0 must count samples"):
+        join([torch.ones(2, 3), torch.ones(2, 4)], spans, "it")
+
+
+def test_fingerprint_sees_values_shapes_and_types():
+    x = torch.arange(6.0)
+    others = [x.view(2, 3), x.double(), x + 1e-6 * (x == 3), x.flip(0)]
+    assert len({fingerprint({"x": t}) for t in (x, *others)}) == 5
+    assert fingerprint([x, "a"]) == fingerprint([x.clone(), "b"])
+    with pytest.raises(PipelineError, match="training, batch 0: the ranks of one pipeline loaded different batches"):
+        check_same(["a", "b"], [0, 1], "training, batch 0")
+
+
+def test_merged_calls():
+    def calls(mean: float, total: int, most: float, twice: list[float], size: int | None = None) -> list[LogCall]:
+        return [
+            LogCall("mean", torch.tensor(mean), {"prog_bar": True}),
+            LogCall("sum", total, {"reduce_fx": "sum"}),
+            LogCall("max", torch.tensor(most), {"reduce_fx": torch.max}),
+            *(LogCall("twice", value) for value in twice),
+            *([LogCall("sized", mean, {"batch_size": size})] if size else []),
+        ]
+
+    merged = merge([calls(1.0, 2, 5.0, [1.0, 10.0], 7), calls(4.0, 3, -1.0, [3.0, 30.0], 14)], [1, 2])
+    by_name = [(c.name, float(c.value), c.options["batch_size"]) for c in merged]
+    assert by_name == [
+        ("mean", 3.0, 3),
+        ("sum", 5.0, 3),
+        ("max", 5.0, 3),
+        ("twice", pytest.approx(7 / 3), 3),
+        ("twice", pytest.approx(70 / 3), 3),
+        ("sized", pytest.approx(3.0), 21),
+    ]
+    assert merged[0].options["prog_bar"]
+
+
+def test_recording_leaves_the_module_as_it_was():
+    module = Lit()
+    with recorded(module) as calls:
+        module.log("a", 1.0, True, on_epoch=True)
+        module.log_dict({"b": torch.tensor(2.0), "c": 3}, batch_size=4)
+    assert [(c.name, float(c.value)) for c in calls] == [("a", 1.0), ("b", 2.0), ("c", 3.0)]
+    assert calls[0].options == {"prog_bar": True, "on_epoch": True}
+    assert calls[1].options["batch_size"] == 4
+    assert "log" not in vars(module)
+
+
+class TestInterceptor:
+    def test_capture_stops_at_the_call(self):
+        reached = []
+        inner = Interceptor("self.model")
+
+        def step(x: int) -> None:
+            reached.append("before")
+            try:
+                inner((x * 2,), {})
+            except Exception:
+                reached.append("caught")
+            reached.append("after")
+
+        assert inner.capture(step, 21) == 42
+        assert reached == ["before"]
+
+    def test_supply_gives_the_answer(self):
+        inner = Interceptor("self.model")
+        assert inner.supply(lambda x: inner((x,), {}) + 1, lambda x: 10 * x, 4) == 41
+
+    def test_outside_of_a_step(self):
+        with pytest.raises(PipelineError, match="called outside of training_step"):
+            Interceptor("self.model")((1,), {})
+
+
+class TestCutModule:
+    def cut(self, module: pl.LightningModule, local: list[int]) -> CutModule:
+        return CutModule(module, "model", local, lambda args, kwargs: args)
+
+    def test_only_local_layers_are_registered_under_their_names(self):
+        module = Lit()
+        whole = dict(module.state_dict())
+        cut = self.cut(module, [2, 8])
+        assert list(module.state_dict()) == ["model.2.0.weight", "model.2.0.bias", "model.8.weight", "model.8.bias"]
+        assert cut.keys == list(whole)
+        assert len(module.model) == 9
+        assert module.model[0][0].weight.is_meta
+        assert module.model[0][0].weight.shape == whole["model.0.0.weight"].shape
+        assert [m is module.model[n] for n, m in enumerate(module.model)] == [True] * 9
+        assert "(0): on another rank" in repr(module.model)
+
+    def test_memory_of_other_ranks_layers_is_released(self):
+        module = Lit()
+        foreign = module.model[0][0].weight
+        self.cut(module, [2])
+        assert foreign.untyped_storage().nbytes() == 0
+
+    def test_restore_brings_the_same_objects_back(self):
+        module = LitTied()
+        before = dict(module.named_parameters(remove_duplicate=False))
+        values = {k: v.clone() for k, v in module.state_dict().items()}
+        full = module.model
+        cut = self.cut(module, [2])
+        cut.restore(values)
+        after = dict(module.named_parameters(remove_duplicate=False))
+        assert module.model is full
+        assert all(after[name] is before[name] for name in before)
+        assert all(torch.equal(v, values[k]) for k, v in module.state_dict().items())
+
+    def test_tied_weights_stay_where_one_of_them_is_local(self):
+        module = LitTied()
+        cut = self.cut(module, [4])
+        assert not module.model[4].weight.is_meta
+        assert module.model[0].weight is module.model[4].weight
+        assert not cut.is_foreign(module.model[4].weight)
+
+    def test_buffers_that_are_not_saved_stay(self):
+        module = Lit()
+        module.model[0].register_buffer("table", torch.arange(3), persistent=False)
+        module.model[0].register_buffer("count", torch.arange(4))
+        values = copy.deepcopy(module.state_dict())
+        cut = self.cut(module, [2])
+        assert module.model[0].count.is_meta
+        cut.restore(values)
+        assert module.model[0].table.tolist() == [0, 1, 2]
+        assert module.model[0].count.tolist() == [0, 1, 2, 3]
+
+    def test_attributes_of_the_whole_are_reachable(self):
+        module = Lit()
+        module.model.note = "hello"
+        self.cut(module, [0])
+        assert module.model.note == "hello"
+        with pytest.raises(AttributeError):
+            module.model.missing  # noqa: B018
+
+
+def test_optimizer_keeps_groups_and_loses_foreign_parameters():
+    module = Lit()
+    optimizer = torch.optim.Adagrad(  # makes its state at once
+        [{"params": [p for n, p in module.named_parameters() if n.endswith(e)]} for e in ("weight", "bias")]
+    )
+    whole = parameter_names(module, [optimizer])[0]
+    one_process = copy.deepcopy(optimizer.state_dict())
+    layouts = []
+    for local in ([0, 1], [2, 3, 4, 5, 6, 7, 8]):
+        other = copy.deepcopy(module)
+        mine = torch.optim.Adagrad(
+            [{"params": [p for n, p in other.named_parameters() if n.endswith(e)]} for e in ("weight", "bias")]
+        )
+        cut = CutModule(other, "model", local, lambda args, kwargs: None)
+        layouts.append((mine, keep_local(mine, whole, cut.is_foreign)))
+    first, layout = layouts[0]
+    assert layout.local == (("model.0.0.weight",), ("model.0.0.bias",))
+    assert len(first.state) == 2
+    states = [layout.states_by_name(o.state_dict()) for o, layout in layouts]
+    gathered = layout.whole_state(first.state_dict(), states)
+    assert str(gathered) == str(one_process)
+    for mine, layout in layouts:
+        mine.load_state_dict(layout.local_state(one_process))
+    one_process["param_groups"].pop()
+    with pytest.raises(PipelineError, match="has 1 parameter groups, this one 2"):
+        layout.local_state(one_process)
+
+
+def everything_about_control(rank: int) -> list[Any]:
+    dist.init_process_group("gloo")
+    watch = FailureWatch(None, rank)
+    control = Control(range(3), watch, timedelta(seconds=20))
+    base = torch.arange(1_000_000)
+    sent = {"big": torch.arange(5000) + rank, "view": base[rank : rank + 2], "leaf": nn.Parameter(torch.ones(1))}
+    found = control.broadcast(sent if rank == 1 else None, 1)
+    return [
+        int(found["big"][0]),
+        found["view"].tolist(),
+        control.broadcast("short", 0),
+        control.gather("x" * rank, 2),
+        control.all_gather(rank**2),
+        control.any(rank == 1, False),
+        float(control.all_reduce(torch.tensor(float(rank)))),
+    ]
+
+
+def test_control():
+    for rank, found in enumerate(run_ranks(everything_about_control, 3, timeout=30)):
+        gathered = ["", "x", "xx"] if rank == 2 else None
+        assert found == [1, [1, 2], "short", gathered, [0, 1, 4], [True, False], 3.0]
+
+
+def test_names_in_lightning_s_registry():
+    assert lightning_pipes.trainer.PipelineStrategy is lightning_pipes.PipelineStrategy
+    for name in installed_schedules():
+        assert f"pipeline_{name}" in StrategyRegistry.available_strategies()
+    trainer = pl.Trainer(
+        strategy="pipeline_kfkb", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
+    )
+    assert trainer.strategy.schedule.name == "kfkb"

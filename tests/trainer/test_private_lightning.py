@@ -1,0 +1,169 @@
+"""One test for every private name of Lightning and its friends that the trainer layer touches."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.fabric.utilities import data as fabric_data
+from lightning.fabric.utilities import distributed as fabric_distributed
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from torch.utils.data import DataLoader
+
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer import private_lightning as private
+
+
+def trainer() -> pl.Trainer:
+    return pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
+def arguments(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_sigterm_notifier_fn():
+    """Registered from the instance, so a replacement there is what runs."""
+    assert "self._sigterm_notifier_fn" in inspect.getsource(_SignalConnector.register_signal_handlers)
+    assert "dist.broadcast" in inspect.getsource(_SignalConnector._sigterm_notifier_fn)
+
+
+def test_slurm_sigusr_handler_fn():
+    assert "self._slurm_sigusr_handler_fn" in inspect.getsource(_SignalConnector.register_signal_handlers)
+    assert "save_checkpoint" in inspect.getsource(_SignalConnector._slurm_sigusr_handler_fn)
+
+
+def test_signal_connector_is_replaced_and_restored():
+    t = trainer()
+    connector = t._signal_connector
+    before = connector._sigterm_notifier_fn, connector._slurm_sigusr_handler_fn
+    seen: list[str] = []
+    original = private.replace_signal_handlers(t, lambda *_: seen.append("term"), lambda *_: seen.append("requeue"))
+    connector._sigterm_notifier_fn(15, None)
+    connector._slurm_sigusr_handler_fn(10, None)
+    assert seen == ["term", "requeue"]
+    assert original == before[1]
+    private.restore_signal_handlers(t)
+    assert (connector._sigterm_notifier_fn, connector._slurm_sigusr_handler_fn) == before
+
+
+def test_received_sigterm():
+    t = trainer()
+    assert not t.received_sigterm
+    private.set_received_sigterm(t)
+    assert t.received_sigterm
+
+
+def test_broadcast_sigterm_tensor():
+    """Called on the instance before every batch."""
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+    t = trainer()
+    private.silence_sigterm_broadcast(t)
+    assert t.fit_loop.epoch_loop._broadcast_sigterm_tensor() is None
+    private.restore_sigterm_broadcast(t)
+    assert "_broadcast_sigterm_tensor" not in vars(t.fit_loop.epoch_loop)
+
+
+def test_init_optimizers_and_lr_schedulers():
+    assert arguments(private.init_optimizers) == ["model"]
+
+
+def test_reset_optimizers_and_schedulers():
+    assert arguments(Strategy._reset_optimizers_and_schedulers) == ["self"]
+
+
+def test_lightning_optimizer_s_optimizer():
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    assert private.plain_optimizer(LightningOptimizer(plain)) is plain
+    assert private.plain_optimizer(plain) is plain
+
+
+def test_optimizer_to_device():
+    assert arguments(private.optimizer_to_device) == ["optimizer", "device"]
+    assert arguments(private.optimizers_to_device) == ["optimizers", "device"]
+
+
+def test_init_dist_connection():
+    names = arguments(private.init_distributed)
+    assert names[:2] == ["cluster_environment", "torch_distributed_backend"]
+    assert "kwargs" in names
+
+
+def test_get_default_process_group_backend_for_device():
+    assert private.default_backend(torch.device("cpu")) == "gloo"
+
+
+def test_distributed_is_initialized():
+    assert fabric_distributed._distributed_is_initialized() == dist.is_initialized()
+
+
+def test_subprocess_script_launcher():
+    assert arguments(private.SubprocessLauncher)[:3] == ["cluster_environment", "num_processes", "num_nodes"]
+
+
+def store_of(rank: int) -> bool:
+    dist.init_process_group("gloo")
+    store = private.default_store()
+    store.set(f"from {rank}", "here")
+    return store.get(f"from {1 - rank}") == b"here"
+
+
+def test_get_default_store():
+    assert run_ranks(store_of, 2, timeout=20) == [True, True]
+
+
+def test_metric_counts():
+    """`_update_count`, `_forward_cache` and `_computed` of torchmetrics."""
+    metric, other = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+    metric(torch.tensor(2.0))
+    metric(torch.tensor(3.0))
+    assert private.metric_counts(metric) == (2, torch.tensor(3.0))
+    assert other._computed is None
+    other._computed = torch.tensor(7.0)
+    private.set_metric_counts(other, *private.metric_counts(metric))
+    assert private.metric_counts(other) == (2, torch.tensor(3.0))
+    assert other._computed is None
+
+
+def test_metric_to_sync():
+    """`_to_sync` is read by the wrapped compute, and only `forward` would bring it up to date."""
+    metric = torchmetrics.SumMetric()
+    private.set_metric_sync(metric, False)
+    assert "should_sync=self._to_sync" in inspect.getsource(torchmetrics.Metric._wrap_compute)
+    assert not metric._to_sync
+
+
+def test_auto_add_worker_init_fn(monkeypatch):
+    """Lightning seeds workers by rank only where the loader has no function of its own."""
+    monkeypatch.setitem(os.environ, "PL_SEED_WORKERS", "1")
+    loader = DataLoader([1, 2], num_workers=1)
+    assert private.seeded_workers(loader)
+    fabric_data._auto_add_worker_init_fn(loader, rank=3)
+    assert loader.worker_init_fn.keywords == {"rank": 3}
+    assert not private.seeded_workers(loader)
+
+
+def test_unscale_grads():
+    scaler = torch.amp.GradScaler("cpu")
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    scaler.scale(p.sum()).backward()
+    private.replace_unscale_gradients(scaler, lambda *_: {torch.device("cpu"): torch.ones(1)})
+    scaler.step(optimizer)
+    assert p.item() == 1.0  # skipped, as our method found an overflow
+    private.replace_unscale_gradients(scaler, None)
+    assert "_unscale_grads_" not in vars(scaler)
+    assert private.unscale_gradients(scaler).__name__ == "_unscale_grads_"
+
+
+def test_trainer_of_a_module():
+    """`_trainer` is None on a module that no Trainer knows; the property would raise."""
+    assert pl.LightningModule()._trainer is None

@@ -1,0 +1,153 @@
+"""Dropout and random user code in a pipeline, against one process that follows the rule for random streams."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from tempfile import mkdtemp
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_pipes.testing.ranks import run_ranks
+from tests.trainer.lit import Case, Lit, data, differences, plain_values, train_cases
+
+SEED = 5
+MICROBATCHES = 3
+
+
+class LitRandom(Lit):
+    """Noise on the input, dropout in the layers, dropout on the output, and mixed targets; from three generators."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return random_loss(self.model, *batch)
+
+
+def random_loss(layers: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    share = random.random()
+    order = np.random.permutation(len(x))
+    x = share * x + (1 - share) * x[order] + 0.1 * torch.randn_like(x)
+    logits = layers(x)
+    kept = F.dropout(logits, 0.3) * random.random() * np.random.rand()
+    return share * F.cross_entropy(kept, y) + (1 - share) * F.cross_entropy(logits, y[order])
+
+
+def seed_stream(layer: int, number: int, start: int, stop: int, everything: bool = False) -> None:
+    text = f"{SEED}/0/{layer}/{number}/{start}:{stop}".encode()
+    seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    torch.manual_seed(seed)
+    if everything:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
+def follow_the_rule(dropout: float) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses and weights after two epochs: before the layers stream -1, after them stream -2, each layer its own."""
+    pl.seed_everything(3, verbose=False)
+    module = LitRandom(dropout=dropout).double()
+    optimizer = module.configure_optimizers()["optimizer"]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    x, y = data().tensors
+    losses = []
+    for number, first in enumerate([*range(0, len(x), 8), *range(0, len(x), 8)]):
+        rows = min(8, len(x) - first)
+        losses.append(0.0)
+        optimizer.zero_grad()
+        for m in range(MICROBATCHES):
+            start, stop = m * rows // MICROBATCHES, (m + 1) * rows // MICROBATCHES
+
+            def layers(h: torch.Tensor, number: int = number, start: int = start, stop: int = stop) -> torch.Tensor:
+                for n, layer in enumerate(module.model):
+                    seed_stream(n, number, start, stop)
+                    h = layer(h)
+                seed_stream(-2, number, start, stop, everything=True)
+                return h
+
+            part = slice(first + start, first + stop)
+            seed_stream(-1, number, start, stop, everything=True)
+            loss = random_loss(layers, x[part], y[part]) * (stop - start) / rows
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+        scheduler.step()
+    return losses, plain_values(dict(module.state_dict()))
+
+
+CASES = [
+    Case(LitRandom, {"dropout": 0.4}, {"microbatches": MICROBATCHES, "seed": SEED, **settings}, {"max_epochs": 2})
+    for settings in ({"schedule": "1f1b"}, {"schedule": "interleaved"}, {"schedule": "gpipe", "recompute": True})
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_random_numbers_do_not_depend_on_the_stages(ranks):
+    losses, weights = follow_the_rule(0.4)
+    for of_rank in run_ranks(train_cases, ranks, CASES, ranks, mkdtemp(), timeout=60):
+        for found in of_rank:
+            assert differences([o["loss"] for o in found["outputs"]], losses) == []
+            assert differences(found["weights"], weights) == []
+
+
+def test_random_numbers_after_a_resume(tmp_path):
+    """One epoch on 4 ranks and one more on 2 are two epochs on 2; a global generator would go on elsewhere."""
+    strategy = {"microbatches": MICROBATCHES, "seed": SEED}
+    path = str(tmp_path / "half.ckpt")
+    whole = Case(LitRandom, {"dropout": 0.4}, strategy, {"max_epochs": 2})
+    first = Case(LitRandom, {"dropout": 0.4}, strategy, save=path)
+    second = Case(LitRandom, {"dropout": 0.4}, strategy, {"max_epochs": 2}, resume=path)
+    run_ranks(train_cases, 4, [first], 4, str(tmp_path / "first"), timeout=60)
+    expected, found = run_ranks(train_cases, 2, [whole, second], 2, str(tmp_path / "second"), timeout=60)[0]
+    assert differences(found["outputs"], expected["outputs"][3:]) == []
+    assert differences(found["weights"], expected["weights"]) == []
+
+
+class LitStirring(Lit):
+    """A hook that draws random numbers where the last stage only runs it."""
+
+    def on_train_epoch_end(self) -> None:
+        torch.rand(3)
+
+
+def shuffled(rank: int, ranks: int) -> list[list[float]]:
+    """The first entries of the batches that this rank sees in three epochs, shuffled without a generator."""
+    from lightning.pytorch.callbacks import Callback
+    from torch.utils.data import DataLoader
+
+    from lightning_pipes import PipelineStrategy
+    from tests.trainer.lit import quiet
+
+    seen: list[list[float]] = []
+
+    class See(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(batch[0][:, 0].tolist())
+
+    quiet()
+    torch.manual_seed(11 * (ranks == 1 or rank == 0) + rank)  # as if the ranks had been seeded differently
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="auto" if ranks == 1 else PipelineStrategy(microbatches=2),
+        max_epochs=3,
+        precision="64-true",
+        logger=False,
+        callbacks=[See()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = (Lit if ranks == 1 else LitStirring)(layers=3)
+    trainer.fit(module, DataLoader(data(), batch_size=8, shuffle=True))
+    return seen
+
+
+def test_ranks_shuffle_alike_and_as_one_process():
+    plain = run_ranks(shuffled, 1, 1)[0]
+    first, second = run_ranks(shuffled, 2, 2)
+    assert first == second
+    assert first[:3] == plain[:3]  # until the hook drew numbers that the plain run did not draw
+    assert first[3:6] != first[:3]

@@ -1,0 +1,82 @@
+"""A stop that one rank wants is one of all, at the same batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.testing.ranks import run_ranks
+from tests.trainer.lit import Lit, data, quiet
+
+
+class Wish(Callback):
+    """Wants to stop on one rank after a number of batches."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        self.rank, self.how = rank, how
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == 4:
+            if self.how == "stop":
+                trainer.should_stop = True
+            if self.how == "sigterm":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.global_rank == self.rank and self.how == "after validation" and trainer.global_step >= 3:
+            trainer.should_stop = True
+
+
+class Worse(EarlyStopping):
+    """Stops when the validation loss stops falling, which the metric on every rank must tell."""
+
+    def __init__(self) -> None:
+        super().__init__("val_loss", patience=1, min_delta=10.0)
+
+
+def stop(rank: int, cases: list[tuple[int, str]]) -> list[int]:
+    """The steps that were made in each case."""
+    quiet()
+    steps = []
+    for where, how in cases:
+        pl.seed_everything(3, verbose=False)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=PipelineStrategy(microbatches=2),
+            max_epochs=5,
+            precision="64-true",
+            logger=False,
+            callbacks=[Worse() if how == "early stopping" else Wish(where, how)],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        try:
+            trainer.fit(Lit(layers=3), DataLoader(data(), batch_size=8), DataLoader(data(5), batch_size=5))
+        except SIGTERMException:
+            assert how == "sigterm"
+        steps.append(trainer.global_step)
+    return steps
+
+
+CASES = [(0, "stop"), (1, "stop"), (0, "sigterm"), (1, "sigterm"), (1, "after validation"), (0, "early stopping")]
+EXPECTED = [4, 4, 4, 4, 3, 6]
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[list[int]]:
+    return run_ranks(stop, 2, CASES, timeout=60)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{how} on rank {rank}" for rank, how in CASES])
+def test_all_ranks_stop_at_the_same_step(number, steps):
+    assert [of_rank[number] for of_rank in steps] == [EXPECTED[number]] * 2
