@@ -129,11 +129,21 @@ class Engine:
         with forked_rng(self._device):
             return self._progress(window, wait)
 
+    def end_window(self) -> None:
+        """No more batches come; what is left of the window can be run by `progress`, or by `drain`, which waits."""
+        if self._window is not None:
+            self._window.order.close()
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether nothing is left to run without another batch."""
+        return self._window is None or self._window.order.satisfied
+
     def drain(self) -> None:
         """Runs everything that is left of the window and closes it."""
         if self._window is None:
             return
-        self._window.order.close()
+        self.end_window()
         self.progress()
         self.events = self._window.executor.events
         self._discard()
@@ -158,7 +168,7 @@ class Engine:
         self._window = window = self._open(*_forward_only(self.plan, item.job, item.rows, micro_batches))
         try:
             self.inject(item)
-            window.order.close()
+            self.end_window()
             self.progress()
         finally:
             self._discard()

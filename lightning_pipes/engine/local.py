@@ -16,21 +16,21 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.mailbox import Key, Mailbox
 from lightning_pipes.engine.message import Decoder, Encoder, Wire
-from lightning_pipes.ir import Kind
+from lightning_pipes.ir import Kind, Plan
 
-_RING = struct.Struct("<i i q")  # what, number of the slot, its bytes
+_RING = struct.Struct("<i i q q")  # what, number of the slot, its bytes, the sender's clock
 _FRESH, _AGAIN, _DROP, _GOODBYE = range(4)
 _HELLO = struct.Struct("<i 2s")  # the sender's global rank, what it sends
 _FREE, _TAKEN = 0, 1
@@ -168,7 +168,7 @@ class LocalOutbox:
             self._ring(_DROP, self._slots.pop(wire.buffer.data_ptr()))
 
     def _ring(self, what: int, number: int, descriptor: int = -1, size: int = 0) -> None:
-        data = _RING.pack(what, number, size)
+        data = _RING.pack(what, number, size, time.monotonic_ns())
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))] if descriptor >= 0 else []
         try:
             while True:
@@ -219,10 +219,10 @@ class LocalInbox:
         self._partial += data
         if len(self._partial) == _RING.size:
             ring, self._partial = self._partial, b""
-            what, number, size = _RING.unpack(ring)
-            self._handle(what, number, size, descriptors)
+            what, number, size, rung = _RING.unpack(ring)
+            self._handle(what, number, size, rung, descriptors)
 
-    def _handle(self, what: int, number: int, size: int, descriptors: array.array[int]) -> None:
+    def _handle(self, what: int, number: int, size: int, rung: int, descriptors: array.array[int]) -> None:
         if what == _GOODBYE:
             self.ended = True
             self._mailbox.forget(self._socket.fileno())
@@ -233,10 +233,10 @@ class LocalInbox:
                 self._slots[number] = _Memory(descriptors[0], size)
                 os.close(descriptors[0])
             memory = self._slots[number]
-            message = self._decoder.decode(memory.tensor, 0, 0, memory.views)
+            message = self._decoder.decode(memory.tensor, 0, rung, memory.views)  # it was there when the bell rang
             tree = _copy(message.tree)
             memory.bytes[0] = _FREE
-            self._mailbox.put(replace(message, tree=tree, arrived=time.monotonic_ns()))
+            self._mailbox.put(replace(message, tree=tree))
 
     def _end(self, error: BaseException) -> None:
         self._mailbox.forget(self._socket.fileno())
@@ -283,9 +283,47 @@ class Listener:
         self._socket.close()
 
 
-def same_host(store: Any, rank: int, ranks: list[int]) -> bool:
-    """Whether all of `ranks` run where `rank` does; all of them must ask."""
-    mine = host()
-    store.set(f"host/{rank}", mine)
-    store.wait([f"host/{r}" for r in ranks], timedelta(seconds=CONNECT_SECONDS))
-    return bool(mine) and all(store.get(f"host/{r}").decode() == mine for r in ranks)
+class LocalTransport:
+    """One channel per neighbour and direction, all on one host, tensors in ordinary memory."""
+
+    def __init__(self, plan: Plan, rank: int, global_ranks: Sequence[int], watch: FailureWatch, store: PrefixStore):
+        mailbox = self.mailbox = LocalMailbox()
+        self._watch = watch
+        self._out: dict[tuple[int, Kind], LocalOutbox] = {}
+        self._in: list[LocalInbox] = []
+        watch.on_failure(mailbox.fail)
+        mine = global_ranks[rank]
+        listener = Listener()
+        store.set(f"address/{mine}", listener.name)
+
+        def lost(peer: int) -> Callable[[BaseException], None]:
+            return lambda error: watch.lost(peer, error)
+
+        expected = 0
+        for source, destination, kind in plan.links:
+            if rank == source:
+                peer = global_ranks[destination]
+                address = store.get(f"address/{peer}").decode()
+                self._out[destination, kind] = LocalOutbox(address, mine, kind, mailbox, lost(peer))
+            elif rank == destination:
+                expected += 1
+        for _ in range(expected):
+            peer, connection = listener.accept(watch)
+            self._in.append(LocalInbox(connection, mailbox, lost(peer)))
+        listener.close()
+
+    def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
+        kind = Kind.SF if key[1].kind is Kind.RF else Kind.SB
+        self._out[rank, kind].send(key, tree, flags)
+
+    def close(self) -> None:
+        failed = self._watch.error is not None
+        for outbox in self._out.values():
+            outbox.close(failed)
+        deadline = time.monotonic() + 10
+        while not failed and not all(inbox.ended for inbox in self._in) and time.monotonic() < deadline:
+            self.mailbox.fetch(0.1)
+        for inbox in self._in:
+            inbox.close()
+        self.mailbox.close()
+        self._out, self._in = {}, []

@@ -172,6 +172,12 @@ class Plan:
         """Whether data from `stage` to `stage + 1`, and gradients back, go from one rank to another."""
         return self.ranks[stage] != self.ranks[stage + 1]
 
+    @cached_property
+    def links(self) -> tuple[tuple[int, int, Kind], ...]:
+        """Every (source rank, destination rank, SF or SB) between which messages go, in one order for all ranks."""
+        pairs = {(self.ranks[s], self.ranks[s + 1]) for s in range(self.n_stages - 1) if self.crosses(s)}
+        return tuple(sorted([(a, b, Kind.SF) for a, b in pairs] + [(b, a, Kind.SB) for a, b in pairs]))
+
     def overlapping(self, kind: Kind, stage: int, job: int, span: Span) -> Spans:
         """Those spans of `kind` on `stage` that share samples with `span`."""
         key = (kind, stage, job, span)

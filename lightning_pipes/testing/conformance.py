@@ -123,6 +123,15 @@ class ScheduleConformance:
         plan = self.plan(schedule, p, m)
         assert self.order(copy.deepcopy(schedule), copy.deepcopy(plan)) == self.order(schedule, plan)
 
+    def test_gradients_equal_those_without_a_pipeline(self, schedule: AnySchedule, p: int, m: int) -> None:
+        """Real tensors through the engine, all ranks in this process, the last batch short."""
+        from lightning_pipes.testing.reference import gradients_alone, gradients_in_a_pipeline
+
+        plan = self.plan(schedule, p, m)
+        order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
+        for rows in {plan.jobs[0].rows, max(1, plan.jobs[0].rows - 1)}:
+            gradients_in_a_pipeline(plan, order, rows).assert_equal(gradients_alone(plan, rows))
+
     def test_is_a_value(self, schedule: AnySchedule) -> None:
         """Frozen, hashable, equal to its copies, and sent to other processes."""
         twin = pickle.loads(pickle.dumps(schedule))

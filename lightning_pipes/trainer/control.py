@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ _SLICE = timedelta(milliseconds=200)
 _FIRST = 4096
 """Bytes of the first message of a broadcast; a longer object takes a second one."""
 _LENGTH = 8
-_REASON_SECONDS = 10 * POLL_SECONDS
+_REASON_SECONDS = 5 * POLL_SECONDS
 
 
 class Control:
@@ -34,6 +36,7 @@ class Control:
         self._timeout = timeout
         self._group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         self._subgroups: dict[tuple[int, ...], Any] = {self.ranks: self._group}
+        self._places: list[tuple[str, int]] = self.all_gather((socket.gethostname(), os.getpid()))
 
     @property
     def size(self) -> int:
@@ -119,12 +122,15 @@ class Control:
         padded[: data.numel()] = data
         return padded, lengths
 
-    def _await_reason(self) -> None:
-        """Raises what the watch knows: who closed a connection, or its neighbours, will soon have said why."""
+    def _raise_reason(self, error: RuntimeError) -> NoReturn:
+        """Raises why a collective broke: what the watch gets to know, else which process has ended."""
         until = time.monotonic() + _REASON_SECONDS
-        while time.monotonic() < until:
+        while time.monotonic() < until:  # who fails tells the watch first, and closes connections then
             self.watch.check()
             time.sleep(POLL_SECONDS / 4)
+        gone = [rank for rank, place in zip(self.ranks, self._places, strict=True) if _has_ended(place)]
+        who = f"rank {', '.join(map(str, gone))}" if gone else "another rank"
+        raise PipelineError(f"{who} has ended without a word while this one waited for it: {error}") from error
 
     def _finish(self, work: dist.Work | None) -> None:
         assert work is not None, "this process is not among the ranks"
@@ -135,8 +141,21 @@ class Control:
             except RuntimeError as error:
                 self.watch.check()
                 if work.is_completed():
-                    self._await_reason()
-                    raise PipelineError(f"another rank has left while this one waited for it: {error}") from error
+                    self._raise_reason(error)
+
+
+def _has_ended(place: tuple[str, int]) -> bool:
+    """Whether a process, given by its host and number, is known to have ended; another host's never is."""
+    host, pid = place
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(pid, 0)  # asks only
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 class _Pickler(pickle.Pickler):

@@ -73,7 +73,7 @@ class SharedParameters:
 
     def counts_here(self, parameter: torch.Tensor) -> bool:
         """Whether this rank is the one of the holders that answers for the parameter in a sum over all ranks."""
-        return True
+        return self._who.get(id(parameter), (self._rank,))[0] == self._rank
 
     def _sum(self, parameters: list[nn.Parameter], group: object) -> None:
         parts = []

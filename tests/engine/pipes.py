@@ -9,17 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from lightning_pipes.engine import (
-    Engine,
     FailureWatch,
+    GlooTransport,
     Item,
-    LoopbackTransport,
-    Mailbox,
     Stage,
+    Transport,
     make_transport,
 )
-from lightning_pipes.ir import Plan, Policy, Program, Span
+from lightning_pipes.ir import Plan, Span
 
 ROWS = 8
 WIDTH = 6
@@ -94,45 +94,22 @@ def sgd_step(lr: float = 0.1) -> Callable[[Sequence[nn.Module]], Callable[[Item]
     return make
 
 
-class Loopback:
-    """All ranks of a pipeline in this process, each making progress in turn."""
-
-    def __init__(
-        self, plan: Plan, order: Program | Policy, stages: Callable[[int], list[Stage]], seed: int = 0
-    ) -> None:
-        boxes = [Mailbox() for _ in range(plan.n_ranks)]
-        self.engines = [
-            Engine(plan, order, stages(r), LoopbackTransport(boxes, r), rank=r, seed=seed) for r in range(plan.n_ranks)
-        ]
-
-    def inject(self, make: Callable[[], Item]) -> None:
-        for engine in self.engines:
-            engine.inject(make())
-
-    def progress(self) -> None:
-        while sum(engine.progress(wait=False) for engine in self.engines):
-            pass
-
-    def drain(self) -> None:
-        for engine in self.engines:
-            assert engine._window is not None
-            engine._window.order.close()
-        self.progress()
-        for engine in self.engines:
-            assert engine._window is not None
-            assert engine._window.order.satisfied, "the ranks wait for each other"
-            engine.drain()
-
-    def adopt(self, plan: Plan, order: Program | Policy) -> None:
-        for engine in self.engines:
-            engine.adopt(plan, order)
+TRANSPORTS = ("local", "gloo", "direct")
+"""What two processes can be connected by here; "direct" is how NCCL is used, over gloo."""
 
 
-def connect(rank: int, plan: Plan, transport: str = "auto") -> tuple[FailureWatch, Any]:
+def connect(rank: int, plan: Plan, transport: str = "auto") -> tuple[FailureWatch, Transport]:
     """A process group, a watch and a transport, in a rank of `run_ranks`."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
-    return watch, make_transport(plan, rank, range(plan.n_ranks), torch.device("cpu"), watch, transport)
+    cpu, ranks = torch.device("cpu"), range(plan.n_ranks)
+    if transport != "direct":
+        return watch, make_transport(plan, rank, ranks, cpu, watch, transport)
+
+    def over_gloo(store: PrefixStore, end: int) -> Any:
+        return ProcessGroupGloo(store, end, 2)
+
+    return watch, GlooTransport(plan, rank, ranks, cpu, watch, watch.store(), over_gloo)
 
 
 def gradients(model: Sequence[nn.Module]) -> dict[str, torch.Tensor | None]:

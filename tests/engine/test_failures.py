@@ -14,19 +14,20 @@ import torch
 from lightning_pipes.engine import Engine, Item, PeerFailure, Stage
 from lightning_pipes.ir import Plan, PlanError, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import watch_ranks
 
-from .pipes import ROWS, Loopback, batch, body, connect, layers, make_stages
+from .pipes import ROWS, batch, body, connect, layers, make_stages
 
 RANKS = 3
 
 
-def train(rank: int, what: str, victim: int) -> None:
+def train(rank: int, what: str, victim: int, transport_name: str) -> None:
     """Steps until the victim fails in its second step, by `what`."""
     schedule = make_schedule("1f1b")
     assert isinstance(schedule, Schedule)
     plan = Plan.even(RANKS, 4, ROWS)
-    watch, transport = connect(rank, plan)
+    watch, transport = connect(rank, plan, transport_name)
     calls = 0
 
     def failing(stage: Stage, item: Item, span: Span, received: Any) -> Any:
@@ -56,8 +57,9 @@ def train(rank: int, what: str, victim: int) -> None:
 
 @pytest.mark.parametrize("victim", range(RANKS))
 @pytest.mark.parametrize("what", ["raise", "kill", "interrupt"])
-def test_everybody_ends(what: str, victim: int) -> None:
-    outcomes = watch_ranks(train, RANKS, what, victim, timeout=30)
+@pytest.mark.parametrize("transport", ["local", "gloo"])
+def test_everybody_ends(what: str, victim: int, transport: str) -> None:
+    outcomes = watch_ranks(train, RANKS, what, victim, transport, timeout=30)
     for o in outcomes:
         assert o.seconds < 10, o
         assert o.error, o

@@ -33,12 +33,13 @@ from lightning_pipes.ir import (
     verify,
 )
 from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
 
 from .pipes import (
     ROWS,
+    TRANSPORTS,
     WIDTH,
-    Loopback,
     assert_close,
     batch,
     body,
@@ -64,15 +65,19 @@ class Case:
     items: Sequence[Callable[[], Item]]
 
 
-def on_two_processes(make: Callable[[], tuple[Case, list[nn.Module]]]) -> dict[str, torch.Tensor]:
+def on_two_processes(
+    make: Callable[[], tuple[Case, list[nn.Module]]], transport: str = "auto"
+) -> dict[str, torch.Tensor]:
     """The weights after the case has run on two processes, each keeping its own half."""
-    parts = run_ranks(_run_case, 2, make, timeout=60)
+    parts = run_ranks(_run_case, 2, make, transport, timeout=60)
     return {n: w for part in parts for n, w in part.items()}
 
 
-def _run_case(rank: int, make: Callable[[], tuple[Case, list[nn.Module]]]) -> dict[str, torch.Tensor]:
+def _run_case(
+    rank: int, make: Callable[[], tuple[Case, list[nn.Module]]], transport_name: str
+) -> dict[str, torch.Tensor]:
     case, model = make()
-    watch, transport = connect(rank, case.plan)
+    watch, transport = connect(rank, case.plan, transport_name)
     stages = case.stages(rank)
     engine = Engine(case.plan, case.order, stages, transport, rank=rank, watch=watch)
     for item in case.items:
@@ -390,7 +395,8 @@ def trees() -> tuple[Case, list[nn.Module]]:
     return Case(plan, make_schedule("1f1b").program(plan), stages, [lambda: Item(0, ROWS, batch())]), model  # type: ignore[union-attr]
 
 
-def test_tree_on_the_edge() -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tree_on_the_edge(transport: str) -> None:
     torch.manual_seed(6)
     net: list[nn.Module] = [Fork(), Join()]
     optimizer = torch.optim.SGD(nn.ModuleList(net).parameters(), lr=0.1, momentum=0.9)
@@ -398,14 +404,16 @@ def test_tree_on_the_edge() -> None:
     squared_error(net[1](net[0](x)), target).backward()
     optimizer.step()
     check(trees, weights(net))
+    got, wanted = on_two_processes(trees, transport), weights(net)
+    assert_close({n: got[n] for n in wanted}, wanted)
 
 
-def shapes(rank: int) -> list[torch.Tensor]:
+def shapes(rank: int, name: str) -> list[torch.Tensor]:
     """Gradients of a stage whose edge changes shape and size every step, small, large and small again."""
     torch.manual_seed(7)
     model = [nn.Linear(1, 1).double(), nn.Linear(1, 1).double()]
     plan = Plan.even(2, 2, 4)
-    watch, transport = connect(rank, plan)
+    watch, transport = connect(rank, plan, name)
     engine = Engine(
         plan, make_schedule("1f1b").program(plan), make_stages(plan, rank, model), transport, rank=rank, watch=watch
     )  # type: ignore[union-attr]
@@ -421,7 +429,8 @@ def shapes(rank: int) -> list[torch.Tensor]:
     return found
 
 
-def test_shapes_change_every_step() -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_shapes_change_every_step(transport: str) -> None:
     torch.manual_seed(7)
     net = nn.Sequential(nn.Linear(1, 1).double(), nn.Linear(1, 1).double())
     wanted: list[list[torch.Tensor]] = [[], []]
@@ -431,7 +440,7 @@ def test_shapes_change_every_step() -> None:
         (net(x) ** 2).mean().backward()
         for rank in (0, 1):
             wanted[rank] += [p.grad.clone() for p in net[rank].parameters() if p.grad is not None]
-    for got, want in zip(run_ranks(shapes, 2), wanted, strict=True):
+    for got, want in zip(run_ranks(shapes, 2, transport), wanted, strict=True):
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
 

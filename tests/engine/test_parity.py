@@ -11,11 +11,12 @@ from torch import nn
 from lightning_pipes.engine import Item
 from lightning_pipes.ir import Plan, placement
 from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
 
 from .pipes import (
     ROWS,
-    Loopback,
+    TRANSPORTS,
     assert_close,
     batch,
     connect,
@@ -76,11 +77,13 @@ def test_short_batch(rows: int) -> None:
     assert_close(gradients(model), gradients(alone(layers(), rows=rows)))
 
 
-def three_steps(rank: int, name: str, settings: dict[str, Any], ranks: int) -> dict[str, torch.Tensor]:
+def three_steps(
+    rank: int, name: str, settings: dict[str, Any], ranks: int, transport_name: str
+) -> dict[str, torch.Tensor]:
     schedule = make_schedule(name, **settings)
     where = placement(schedule, ranks)
     plan = Plan.even(len(where), 4, ROWS, where)
-    watch, transport = connect(rank, plan)
+    watch, transport = connect(rank, plan, transport_name)
     from lightning_pipes.engine import Engine
 
     model = layers()
@@ -96,9 +99,12 @@ def three_steps(rank: int, name: str, settings: dict[str, Any], ranks: int) -> d
     return {n: w for n, w in weights(model).items() if n.split(".")[0] in mine}
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("name", "settings", "ranks"), SCHEDULES)
-def test_weights_after_three_steps_on_processes(name: str, settings: dict[str, Any], ranks: int) -> None:
-    parts = run_ranks(three_steps, ranks, name, settings, ranks, timeout=60)
+def test_weights_after_three_steps_on_processes(
+    name: str, settings: dict[str, Any], ranks: int, transport: str
+) -> None:
+    parts = run_ranks(three_steps, ranks, name, settings, ranks, transport, timeout=60)
     got = {n: w for part in parts for n, w in part.items()}
     reference = weights(alone(layers(), steps=3))
     assert_close({n: got[n] for n in reference}, reference)

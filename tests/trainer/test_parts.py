@@ -16,7 +16,7 @@ from torch import nn
 import lightning_pipes.trainer
 from lightning_pipes.engine import FailureWatch
 from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.ir.registry import installed_schedules
+from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.batches import check_same, fingerprint, join, rows_of, take
 from lightning_pipes.trainer.capture import Interceptor
@@ -24,6 +24,7 @@ from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.logs import LogCall, merge, recorded
 from lightning_pipes.trainer.optimizers import keep_local, parameter_names
 from lightning_pipes.trainer.pipelined import CutModule
+from lightning_pipes.trainer.plans import Plans
 from tests.trainer.lit import Lit, LitTied
 
 
@@ -249,3 +250,13 @@ def test_names_in_lightning_s_registry():
         strategy="pipeline_kfkb", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
     )
     assert trainer.strategy.schedule.name == "kfkb"
+
+
+def test_the_last_stage_never_recomputes():
+    """It runs the user's whole step, which logs and counts."""
+    plans = Plans(make_schedule("1f1b"), (0, 1, 2), [Span(0, 1)] * 3, None, recompute=True)
+    assert plans.microbatches == 6
+    plan, order = plans.for_rows(50)
+    assert plan.recompute == (True, True, False)
+    assert plans.for_rows(50) == (plan, order)
+    assert plans.for_rows(3)[0].jobs[0].rows == 3

@@ -1,0 +1,89 @@
+"""The same training without a pipeline, to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipes.engine import Item, Stage
+from lightning_pipes.ir import Plan, Policy, Program, Span
+from lightning_pipes.testing.loopback import Loopback
+
+WIDTH = 3
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """By job, layer and parameter name."""
+
+    values: Mapping[tuple[int, int, str], torch.Tensor]
+
+    def assert_equal(self, other: Gradients) -> None:
+        """Equal to rounding: the samples' gradients may be summed in another order.
+
+        Raises:
+            AssertionError: they are not; names the parameter.
+        """
+        assert self.values.keys() == other.values.keys()
+        for key, value in self.values.items():
+            torch.testing.assert_close(
+                value, other.values[key], rtol=1e-10, atol=1e-12, msg=f"(job, layer, name) {key}"
+            )
+
+
+def _layers(plan: Plan, job: int) -> list[nn.Linear]:
+    torch.manual_seed(job)
+    return [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(plan.n_stages)]
+
+
+def _batch(job: int, number: int, rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * job + number)
+    return torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def _rows(plan: Plan, job: int, rows: int) -> int:
+    return min(rows, plan.jobs[job].rows)
+
+
+def _gradients(models: list[list[nn.Linear]]) -> Gradients:
+    found = {
+        (job, layer, name): p.grad
+        for job, layers in enumerate(models)
+        for layer, module in enumerate(layers)
+        for name, p in module.named_parameters()
+    }
+    return Gradients({key: g for key, g in found.items() if g is not None})
+
+
+def gradients_alone(plan: Plan, rows: int) -> Gradients:
+    """The gradients of one layer a stage over all batches of the plan, computed batch by batch."""
+    models = [_layers(plan, job) for job in range(len(plan.jobs))]
+    for job, layers in enumerate(models):
+        for number in range(plan.batches):
+            x = _batch(job, number, _rows(plan, job, rows))
+            nn.Sequential(*layers)(x).tanh().mean().backward()
+    return _gradients(models)
+
+
+def gradients_in_a_pipeline(plan: Plan, order: Program | Policy, rows: int) -> Gradients:
+    """The same through the engine, all ranks in this process; weights stay as they are."""
+    models = [_layers(plan, job) for job in range(len(plan.jobs))]
+
+    def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        x = _batch(item.job, item.number, item.rows)[span.start : span.stop] if received is None else received
+        out = stage.run_layers(item, span, x)
+        return out if stage.number < plan.n_stages - 1 else out.tanh().mean() * span.rows / item.rows
+
+    def stages(rank: int) -> list[Stage]:
+        return [Stage(s, {s: m[s]}, body, job=job) for s in plan.stages[rank] for job, m in enumerate(models)]
+
+    pipe = Loopback(plan, order, stages)
+    for job in range(len(plan.jobs)):
+        for number in range(plan.batches):
+            pipe.inject(lambda job=job, number=number: Item(number, _rows(plan, job, rows), job=job))  # type: ignore[misc]
+    pipe.drain()
+    return _gradients(models)
