@@ -37,7 +37,7 @@ from lightning_pipes.testing.ranks import run_ranks
 FORWARD, BACKWARD = 0.005, 0.010
 EDGE_FLOATS = 64 * 1024 // 4
 WARM_UP = 2
-SPIN = 0.0001
+SPIN = 0.00005
 
 
 @dataclass(frozen=True)

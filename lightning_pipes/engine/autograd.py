@@ -103,8 +103,11 @@ def may_want_gradients(tree: Any) -> Flags:
 
 
 def input_gradients(saved: Saved) -> list[Any]:
-    """The gradients to send back: one entry per tensor that the sender marked, None where nothing flowed."""
-    return [t.grad for t in saved.entered]
+    """Takes the gradients to send back: one entry per tensor that the sender marked, None where nothing flowed."""
+    gradients = [t.grad for t in saved.entered]
+    for t in saved.entered:
+        t.grad = None  # a later pass over the graph must not add to what is on its way
+    return gradients
 
 
 def backward(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None:
@@ -122,13 +125,10 @@ def backward_inputs(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) 
         torch.autograd.backward(roots, gradients, retain_graph=True, inputs=entered)  # type: ignore[arg-type]
 
 
-def backward_weights(
-    records: Sequence[tuple[Saved, Sequence[Any]]], last: bool, parameters: Sequence[torch.Tensor]
-) -> None:
-    """Gradients of `parameters` only, added to theirs; frees the graph."""
-    roots, gradients = _roots(records, last)
-    if roots and parameters:
-        torch.autograd.backward(roots, gradients, inputs=list(parameters))  # type: ignore[arg-type]
+def backward_weights(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None:
+    """What `backward_inputs` left out; frees the graph. Goes through the whole graph again, so I and W together take
+    longer than B."""
+    backward(records, last)
 
 
 def _roots(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> tuple[list[Root], list[torch.Tensor | None]]:

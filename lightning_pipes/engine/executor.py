@@ -74,10 +74,8 @@ class Executor:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
         if i.kind is Kind.W:
             records = self._split.pop(i)
-            version = records[0][0].version
-            parameters = stage.parameters() if version is None else version.all_parameters()
-            autograd.backward_weights(records, last, [p for p in parameters if p.requires_grad])
-            stage.weights.collect(version)
+            autograd.backward_weights(records, last)
+            stage.weights.collect(records[0][0].version)
             return
         records = self._take_saved(i, item, span)
         if i.kind is Kind.I:

@@ -120,7 +120,3 @@ class Stage:
         if self.recomputing:  # running statistics have seen this micro-batch already
             tensors.update({name: b.clone() for name, b in layer.named_buffers()})
         return tensors
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The live parameters, each once."""
-        return list({id(p): p for layer in self.layers.values() for p in layer.parameters()}.values())

@@ -21,10 +21,6 @@ class Version:
     updates: int
     parameters: dict[int, dict[str, nn.Parameter]]
 
-    def all_parameters(self) -> list[nn.Parameter]:
-        """Every parameter of the version."""
-        return [p for layer in self.parameters.values() for p in layer.values()]
-
 
 class WeightVersions:
     """The versions that forwards in flight have read.

@@ -176,7 +176,7 @@ def _rank_main(
     os.environ.update(env)
     torch.set_num_threads(1)
     with open(stacks, "w") as file:
-        faulthandler.dump_traceback_later(max(timeout - 1.0, 0.5), file=file)
+        faulthandler.dump_traceback_later(max(timeout - 3.0, timeout / 2), file=file)
         value, error = None, ""
         try:
             value = fn(rank, *args)

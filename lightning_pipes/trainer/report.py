@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_pipes.ir import Plan, PlanError, Policy, Program
@@ -57,7 +57,7 @@ class PipelineReport:
         ]
         timelines.sort(key=lambda t: t.makespan)
         costs = CostModel.measured(timelines)
-        predicted = simulate(first.order, first.plan, costs)
+        predicted = replace(simulate(first.order, first.plan, costs), name="predicted")
         return cls(timelines[len(timelines) // 2], predicted)
 
     @property
