@@ -1,7 +1,8 @@
 """Step time of our engine beside torch.distributed.pipelining, in one alternating run.
 
 Emulated stages sleep for their forward and backward time, so two cores can stand for eight devices: right for order,
-transport and overhead, and for nothing else. The GPT is real: two stages, one thread each.
+transport and overhead, and for nothing else. Empty stages take no time at all: what remains is the engine. The GPT is
+real: two stages, one thread each.
 
     python benchmarks/engine.py [--quick] [--json] [--pairs N]
 """
@@ -31,7 +32,8 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
 from lightning_pipes.ir import Plan, Schedule, Span, placement
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.sim import simulate
+from lightning_pipes.sim import Timeline, simulate
+from lightning_pipes.sim.timeline import Event
 from lightning_pipes.testing.ranks import run_ranks
 
 FORWARD, BACKWARD = 0.005, 0.010
@@ -53,10 +55,20 @@ class Cell:
     def stages_per_rank(self) -> int:
         return 2 if self.schedule == "interleaved" else 1
 
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Forward and backward of an emulated stage; stages of one rank share its time."""
+        if self.model == "empty":
+            return 0.0, 0.0
+        return FORWARD / self.stages_per_rank, BACKWARD / self.stages_per_rank
+
 
 @dataclass(frozen=True)
 class Row:
-    """What one cell gave; seconds, medians over the pairs."""
+    """What one cell gave; seconds, medians over the pairs.
+
+    `simulated` takes the times that a stage was told to take and free links, `predicted` those that the engine recorded.
+    """
 
     cell: Cell
     ours: float
@@ -67,6 +79,7 @@ class Row:
     efficiency: float
     overhead: float
     simulated: float
+    predicted: float
 
 
 def pause_until(end: float) -> None:
@@ -154,8 +167,7 @@ def make_problem(cell: Cell) -> tuple[list[nn.Module], torch.Tensor, torch.Tenso
     if cell.model == "gpt":
         x = torch.randint(256, (cell.microbatches * 2, 96))
         return list(gpt_parts(n)), x, torch.randint(256, x.shape), nn.functional.cross_entropy
-    share = 1 / cell.stages_per_rank
-    parts: list[nn.Module] = [Emulated(FORWARD * share, BACKWARD * share) for _ in range(n)]
+    parts: list[nn.Module] = [Emulated(*cell.seconds) for _ in range(n)]
     x = torch.randn(cell.microbatches, EDGE_FLOATS)
     return parts, x, torch.zeros(cell.microbatches), lambda output, target: output.mean()
 
@@ -214,7 +226,7 @@ def rank_main(rank: int, cells: list[Cell], pairs: int) -> list[dict[str, Any]]:
         sides = {"ours": ours, "torch": make_torch(cell, rank)}
         spans: dict[str, list[tuple[int, int]]] = {"ours": [], "torch": []}
         busy: list[int] = []
-        durations: list[tuple[str, int]] = []
+        windows: list[list[Event]] = []
         for number in range(WARM_UP + pairs):
             for side in ("ours", "torch") if number % 2 else ("torch", "ours"):
                 dist.barrier()
@@ -223,9 +235,9 @@ def rank_main(rank: int, cells: list[Cell], pairs: int) -> list[dict[str, Any]]:
                 spans[side].append((started, time.monotonic_ns()))
             mine = [e for e in engine.events if e.rank == rank and e.instruction.kind in "FB"]
             busy.append(sum(e.end - e.start for e in mine))
-            durations += [(e.instruction.kind.value, e.end - e.start) for e in mine]
+            windows.append(engine.events)
         engine.close()
-        found.append({"spans": spans, "busy": busy, "durations": durations})
+        found.append({"spans": spans, "busy": busy, "windows": windows[WARM_UP:]})
     watch.close()
     return found
 
@@ -250,14 +262,12 @@ def evaluate(cell: Cell, by_rank: list[dict[str, Any]], pairs: int) -> Row:
     schedule = make_schedule(cell.schedule, **settings)
     assert isinstance(schedule, Schedule)
     plan = Plan.even(cell.ranks * cell.stages_per_rank, cell.microbatches, ranks=placement(schedule, cell.ranks))
-    if cell.model == "gpt":
-        times = {
-            k: statistics.median(d for r in by_rank for kind, d in r["durations"] if kind == k) / 1e9 for k in "FB"
-        }
-    else:
-        times = {"F": FORWARD / cell.stages_per_rank, "B": BACKWARD / cell.stages_per_rank}
-    costs = CostModel.uniform(plan.n_stages, times["F"], times["B"])
-    simulated = simulate(schedule.program(plan), plan, costs).makespan / 1e9
+    program = schedule.program(plan)
+    recorded = [Timeline.gather(w, plan) for w in zip(*(r["windows"] for r in by_rank), strict=True)]
+    measured = CostModel.measured(recorded)
+    predicted = simulate(program, plan, measured).makespan / 1e9
+    nominal = measured if cell.model == "gpt" else CostModel.uniform(plan.n_stages, *cell.seconds)
+    simulated = simulate(program, plan, nominal).makespan / 1e9
     busiest = max(statistics.median(r["busy"][WARM_UP:]) for r in by_rank) / 1e9
     step = statistics.median(ours)
     return Row(
@@ -270,6 +280,7 @@ def evaluate(cell: Cell, by_rank: list[dict[str, Any]], pairs: int) -> Row:
         busiest / step,
         (step - simulated) / (2 * cell.microbatches * cell.stages_per_rank),
         simulated,
+        predicted,
     )
 
 
@@ -289,14 +300,14 @@ def measure(cells: list[Cell], pairs: int) -> list[Row]:
 def table(rows: list[Row]) -> str:
     """The rows as text."""
     lines = [
-        "model     schedule     S   M   ours ms  torch ms  ratio (quartiles)      efficiency  overhead us  simulated ms"
+        "model     schedule     S   M   ours ms  torch ms  ratio (quartiles)      efficiency  overhead us  simulated ms  predicted ms"
     ]
     for r in rows:
         c = r.cell
         lines.append(
             f"{c.model:9} {c.schedule:11} {c.ranks:2} {c.microbatches:3} {1e3 * r.ours:9.1f} {1e3 * r.torch:9.1f}"
             f"  {r.ratio:.3f} ({r.ratio_low:.3f}-{r.ratio_high:.3f})  {r.efficiency:10.3f} {1e6 * r.overhead:12.0f}"
-            f" {1e3 * r.simulated:13.1f}"
+            f" {1e3 * r.simulated:13.1f} {1e3 * r.predicted:13.1f}"
         )
     return "\n".join(lines)
 
@@ -312,7 +323,7 @@ def headline(rows: list[Row]) -> dict[str, float]:
         "worst_cell": max(r.ratio for r in emulated),
         "vs_torch_gpt": max(r.ratio for r in rows if r.cell.model == "gpt"),
         "overhead_us": 1e6 * plain.overhead,
-        "sim_error": max(abs(r.ours - r.simulated) / r.ours for r in emulated),
+        "sim_error": max(abs(r.ours - r.predicted) / r.ours for r in emulated),
     }
 
 
@@ -327,6 +338,7 @@ def main() -> None:
     else:
         kinds = ("gpipe", "1f1b", "interleaved")
         cells = [Cell(k, s, m) for s in (2, 4, 8) for m in (8, 16, 32) for k in kinds]
+    cells.append(Cell("1f1b", 2, 16, "empty"))
     cells += [Cell(k, 2, 16, "gpt") for k in (("1f1b",) if options.quick else ("gpipe", "1f1b"))]
     rows = measure(cells, options.pairs)
     print(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from itertools import count
 from typing import Protocol
 
 from lightning_pipes.engine.mailbox import Key, Mailbox
@@ -57,23 +58,18 @@ class StaticOrder:
     """The rank's row of a lowered program. A receive is run when its message is there, everything else at once."""
 
     def __init__(self, program: Program, rank: int) -> None:
-        self._head = program.head[rank]
-        self._cycle = program.cycle[rank] if program.cycle else ()
-        self._tail = program.tail[rank] if program.tail else ()
-        self._head_batches = program.head_batches
+        self._program, self._rank = program, rank
         self._batches: Counter[int] = Counter()  # by job
         self._rows: dict[Item, int] = {}
         self._closed = False
-        self._upcoming: Iterator[Instruction] = self._endless() if self._cycle else iter(self._head)
+        self._upcoming: Iterator[Instruction] = self._endless() if program.endless else iter(program.head[rank])
         self._ran = 0
         self._next: Instruction | None = next(self._upcoming, None)
 
     def _endless(self) -> Iterator[Instruction]:
-        yield from self._head
-        turn = 0
-        while True:
-            yield from shifted(self._cycle, turn)
-            turn += 1
+        yield from self._program.head[self._rank]
+        for turn in count():
+            yield from shifted(self._program.cycle[self._rank], turn)
 
     def add(self, item: Item, rows: int) -> None:
         self._batches[item[0]] += 1
@@ -96,12 +92,10 @@ class StaticOrder:
     def close(self) -> None:
         """From here on instructions of batches that never came are left out, and an endless program ends."""
         self._closed = True
-        if self._cycle:
-            batches = max(self._batches.values(), default=0)
-            turns = batches - self._head_batches
-            rows = [self._head, *(shifted(self._cycle, turn) for turn in range(turns)), shifted(self._tail, turns)]
-            whole = [i for row in rows for i in row if 0 <= i.batch < self._batches[i.job]]
-            self._upcoming = iter(whole[self._ran :])
+        if self._program.endless:
+            row = self._program.unroll(max(self._batches.values(), default=0)).head[self._rank]
+            left = [i for i in row if i.batch < self._batches[i.job]][self._ran :]
+            self._upcoming = iter(left)
             self._next = next(self._upcoming, None)
 
     @property

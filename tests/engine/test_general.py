@@ -66,7 +66,7 @@ class Case:
 
 
 def on_two_processes(
-    make: Callable[[], tuple[Case, list[nn.Module]]], transport: str = "auto"
+    make: Callable[[], tuple[Case, list[nn.Module]]], transport: str = "gloo"
 ) -> dict[str, torch.Tensor]:
     """The weights after the case has run on two processes, each keeping its own half."""
     parts = run_ranks(_run_case, 2, make, transport, timeout=60)
@@ -196,12 +196,20 @@ def test_unequal_spans(name: str, rows: int) -> None:
 
 # An asynchronous window: each B uses the weight version of its F ----------------------------------------------------
 
-BATCHES = 5
+
+class Asynchronous:
+    """Picklable, to be made again on each process."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __call__(self) -> tuple[Case, list[nn.Module]]:
+        return asynchronous(self.batches)
 
 
-def asynchronous() -> tuple[Case, list[nn.Module]]:
+def asynchronous(batches: int) -> tuple[Case, list[nn.Module]]:
     """1F1B across batches: stage 0 runs one batch ahead, so it holds two weight versions."""
-    plan = Plan((0, 1), (Cut.even(4, 1, 2),), batches=BATCHES, versions=(2, 1))
+    plan = Plan((0, 1), (Cut.even(4, 1, 2),), batches=batches, versions=(2, 1))
     span = Span(0, 4)
     head = ((F(0, span),), (F(1, span), B(1, span), STEP(1)))
     cycle = (
@@ -211,11 +219,12 @@ def asynchronous() -> tuple[Case, list[nn.Module]]:
     tail = ((B(0, span), STEP(0)), ())
     model = layers(seed=4)
     stages = lambda rank: make_stages(plan, rank, model, sgd_step())  # noqa: E731
-    items = [lambda n=n: Item(n, 4, batch(n, 4)) for n in range(BATCHES)]
+    items = [lambda n=n: Item(n, 4, batch(n, 4)) for n in range(batches)]
     return Case(plan, Program(head, cycle, tail), stages, items), model
 
 
-def test_asynchronous_weight_versions() -> None:
+@pytest.mark.parametrize("batches", [1, 2, 5])
+def test_asynchronous_weight_versions(batches: int) -> None:
     """By hand: batch n goes through stage 0 as it was after update n - 2, and back through the same weights."""
     first, last = nn.Sequential(*layers(seed=4)[:2]), nn.Sequential(*layers(seed=4)[2:])
     steps = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (first, last)]
@@ -228,7 +237,7 @@ def test_asynchronous_weight_versions() -> None:
             p.grad = g
         steps[0].step()
 
-    for n in range(BATCHES):
+    for n in range(batches):
         x, target = batch(n, 4)
         copies = [p.detach().clone().requires_grad_() for p in first.parameters()]
         names = [name for name, _ in first.named_parameters()]
@@ -242,10 +251,10 @@ def test_asynchronous_weight_versions() -> None:
         if n >= 1:
             finish()
     finish()
-    case, _ = asynchronous()
+    case, _ = asynchronous(batches)
     assert isinstance(case.order, Program)
-    assert verify(case.order, case.plan).versions == (2, 1)
-    check(asynchronous, weights([*first, *last]))
+    assert verify(case.order, case.plan, batches).versions == (min(batches, 2), 1)
+    check(Asynchronous(batches), weights([*first, *last]))
 
 
 # A policy that runs whatever is ready -------------------------------------------------------------------------------
