@@ -56,6 +56,11 @@ class Cell:
         return 2 if self.schedule == "interleaved" else 1
 
     @property
+    def rows(self) -> int:
+        """Samples in a batch."""
+        return self.microbatches * (2 if self.model == "gpt" else 1)
+
+    @property
     def seconds(self) -> tuple[float, float]:
         """Forward and backward of an emulated stage; stages of one rank share its time."""
         if self.model == "empty":
@@ -67,7 +72,7 @@ class Cell:
 class Row:
     """What one cell gave; seconds, medians over the pairs.
 
-    `simulated` takes the times that a stage was told to take and free links, `predicted` those that the engine recorded.
+    `simulated` takes the times that a stage was told to take and free links, `predicted` those that were recorded.
     """
 
     cell: Cell
@@ -165,20 +170,26 @@ def make_problem(cell: Cell) -> tuple[list[nn.Module], torch.Tensor, torch.Tenso
     n = cell.ranks * cell.stages_per_rank
     torch.manual_seed(1)
     if cell.model == "gpt":
-        x = torch.randint(256, (cell.microbatches * 2, 96))
+        x = torch.randint(256, (cell.rows, 96))
         return list(gpt_parts(n)), x, torch.randint(256, x.shape), nn.functional.cross_entropy
     parts: list[nn.Module] = [Emulated(*cell.seconds) for _ in range(n)]
-    x = torch.randn(cell.microbatches, EDGE_FLOATS)
-    return parts, x, torch.zeros(cell.microbatches), lambda output, target: output.mean()
+    x = torch.randn(cell.rows, EDGE_FLOATS)
+    return parts, x, torch.zeros(cell.rows), lambda output, target: output.mean()
+
+
+def make_plan(cell: Cell) -> tuple[Schedule, Plan]:
+    """What is ordered, and by whom."""
+    settings = {"stages_per_rank": cell.stages_per_rank} if cell.stages_per_rank > 1 else {}
+    schedule = make_schedule(cell.schedule, **settings)
+    assert isinstance(schedule, Schedule)
+    where = placement(schedule, cell.ranks)
+    return schedule, Plan.even(len(where), cell.microbatches, cell.rows, where)
 
 
 def make_ours(cell: Cell, rank: int, watch: FailureWatch) -> tuple[Callable[[int], None], Engine]:
     """One step of our engine."""
     parts, x, target, loss = make_problem(cell)
-    settings = {"stages_per_rank": cell.stages_per_rank} if cell.stages_per_rank > 1 else {}
-    schedule = make_schedule(cell.schedule, **settings)
-    assert isinstance(schedule, Schedule)
-    plan = Plan.even(len(parts), cell.microbatches, len(x), placement(schedule, cell.ranks))
+    schedule, plan = make_plan(cell)
 
     def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
         out = stage.run_layers(item, span, x[span.start : span.stop] if received is None else received)
@@ -258,10 +269,7 @@ def evaluate(cell: Cell, by_rank: list[dict[str, Any]], pairs: int) -> Row:
     ours, peer = steps("ours"), steps("torch")
     ratios = sorted(a / b for a, b in zip(ours, peer, strict=True))
     quarter = len(ratios) // 4
-    settings = {"stages_per_rank": cell.stages_per_rank} if cell.stages_per_rank > 1 else {}
-    schedule = make_schedule(cell.schedule, **settings)
-    assert isinstance(schedule, Schedule)
-    plan = Plan.even(cell.ranks * cell.stages_per_rank, cell.microbatches, ranks=placement(schedule, cell.ranks))
+    schedule, plan = make_plan(cell)
     program = schedule.program(plan)
     recorded = [Timeline.gather(w, plan) for w in zip(*(r["windows"] for r in by_rank), strict=True)]
     measured = CostModel.measured(recorded)
@@ -300,7 +308,8 @@ def measure(cells: list[Cell], pairs: int) -> list[Row]:
 def table(rows: list[Row]) -> str:
     """The rows as text."""
     lines = [
-        "model     schedule     S   M   ours ms  torch ms  ratio (quartiles)      efficiency  overhead us  simulated ms  predicted ms"
+        "model     schedule     S   M   ours ms  torch ms  ratio (quartiles)      efficiency  overhead us"
+        "  simulated ms  predicted ms"
     ]
     for r in rows:
         c = r.cell
