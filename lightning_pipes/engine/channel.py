@@ -56,7 +56,7 @@ class Outbox:
         self._encoder = Encoder(pinned if device.type == "cuda" else ordinary)
         self._slots = deque([FIRST_SLOT] * POSTED)  # sizes of the receives that the peer has posted, or will next
         self._slot = FIRST_SLOT
-        self._stager = _StageOut(device, self._post) if device.type == "cuda" else None
+        self._stager = _StageOut(device, self._post, lost) if device.type == "cuda" else None
         self._unfinished: deque[tuple[Work, torch.Tensor, Wire | None]] = deque()
         self._some = threading.Event()
         self._hurry = threading.Event()
@@ -104,7 +104,11 @@ class Outbox:
         self._slots.popleft()
         self._slots.append(self._slot)
         _PIECE.pack_into(view, 0, self._slot, size, offset, len(view) - FRONT_BYTES)
-        work: Work = self._group.send([buffer], RECEIVER, 0)  # type: ignore[attr-defined]
+        try:
+            work: Work = self._group.send([buffer], RECEIVER, 0)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            self._lost(error)  # tells who is gone; raises nothing
+            raise
         self._unfinished.append((work, buffer, wire))
         if not self._some.is_set():
             self._some.set()
@@ -129,8 +133,10 @@ class Outbox:
 class _StageOut:
     """Copies tensors from the GPU to pinned memory on a stream of its own, and posts them when they are there."""
 
-    def __init__(self, device: torch.device, post: Callable[[Wire], None]) -> None:
-        self._post = post
+    def __init__(
+        self, device: torch.device, post: Callable[[Wire], None], lost: Callable[[BaseException], None]
+    ) -> None:
+        self._post, self._lost = post, lost
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lightning_pipes copy from GPU", daemon=True)
@@ -146,14 +152,17 @@ class _StageOut:
         self._thread.join(timeout=1.0 if failed else 10.0)
 
     def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            wire, tensors, done = job
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(done)
-                wire.fill(tensors)
-            self._stream.synchronize()
-            self._post(wire)
-            del job, wire, tensors
+        try:
+            while (job := self._queue.get()) is not None:
+                wire, tensors, done = job
+                with torch.cuda.stream(self._stream):
+                    self._stream.wait_event(done)
+                    wire.fill(tensors)
+                self._stream.synchronize()
+                self._post(wire)
+                del job, wire, tensors
+        except Exception as error:
+            self._lost(error)
 
 
 class Inbox:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -88,10 +88,14 @@ class Engine:
         """
         if self._window is not None:
             raise PlanError("a plan can be swapped between windows only; drain first")
-        if plan.ranks != self.plan.ranks:
-            raise PlanError(
-                f"stages are on ranks {self.plan.ranks}; a plan that puts them on {plan.ranks} moves weights"
-            )
+        for name in ("ranks", "layers", "recompute"):
+            if getattr(plan, name) != getattr(self.plan, name):
+                raise PlanError(
+                    f"the plan to adopt has {name} {getattr(plan, name)}, the engine was made for "
+                    f"{getattr(self.plan, name)}; only spans, limits and versions may change"
+                )
+        if len(plan.jobs) != len(self.plan.jobs):
+            raise PlanError(f"the plan to adopt has {len(plan.jobs)} jobs, the engine {len(self.plan.jobs)}")
         self.plan, self._program = plan, self._lowered(plan, order)
 
     def inject(self, item: Item) -> None:
@@ -145,7 +149,7 @@ class Engine:
             return
         self.end_window()
         self.progress()
-        self.events = self._window.executor.events
+        self.events = list(self._window.executor.events)
         self._discard()
 
     @property
@@ -163,13 +167,14 @@ class Engine:
         """
         if self._window is not None:
             raise PlanError("evaluation needs the weights between two windows; drain first")
-        item.training = False
+        item = replace(item, training=False)
         micro_batches = len(self.plan.spans(Kind.F, 0, item.job))
         self._window = window = self._open(*_forward_only(self.plan, item.job, item.rows, micro_batches))
         try:
-            self.inject(item)
-            self.end_window()
-            self.progress()
+            with torch.no_grad():
+                self.inject(item)
+                self.end_window()
+                self.progress()
         finally:
             self._discard()
         return window.executor.outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +15,14 @@ from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.mailbox import Transport
 from lightning_pipes.engine.spans import Shelf
 from lightning_pipes.engine.stage import Stage
-from lightning_pipes.ir import Instruction, Kind, Plan, Span
+from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, Plan, Span, receive_of, send_of
 from lightning_pipes.sim.timeline import Event
 
 Records = list[tuple[Saved, Sequence[Any]]]
 """Forwards and the gradients of their outputs."""
 
-_RECEIVE_OF = {Kind.SF: Kind.RF, Kind.SB: Kind.RB}
-_SHELF_OF = (*_RECEIVE_OF, *_RECEIVE_OF.values())
+KEPT_EVENTS = 100_000
+"""An endless window forgets the oldest."""
 
 
 class Executor:
@@ -32,7 +32,7 @@ class Executor:
         self.plan = plan
         self.rank = rank
         self.window = window
-        self.events: list[Event] = []
+        self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self.outputs: list[tuple[Span, Any]] = []
         """What the last stage returned in evaluation."""
         self._stages = {(stage.number, stage.job): stage for stage in stages}
@@ -41,6 +41,7 @@ class Executor:
         self._shelves: dict[tuple[Kind, int, int, int], Shelf] = {}
         self._saved: dict[tuple[int, int, int], list[Saved]] = defaultdict(list)
         self._split: dict[Instruction, Records] = {}
+        self._steps: Counter[tuple[int, int]] = Counter()
         self._last_arrival: dict[tuple[int, Kind], int] = {}
 
     def add(self, item: Item, batch: int) -> None:
@@ -75,7 +76,7 @@ class Executor:
         if i.kind is Kind.W:
             records = self._split.pop(i)
             autograd.backward_weights(records, last)
-            stage.weights.collect(records[0][0].version)
+            stage.weights.collect(saved.version for saved, _ in records)
             return
         records = self._take_saved(i, item, span)
         if i.kind is Kind.I:
@@ -83,7 +84,7 @@ class Executor:
             self._split[i._replace(kind=Kind.W)] = records
         else:
             autograd.backward(records, last)
-            stage.weights.collect(records[0][0].version)
+            stage.weights.collect(saved.version for saved, _ in records)
         if i.stage > 0:
             for saved, _ in records:
                 self._hand_on(Kind.SB, i, saved.span, autograd.input_gradients(saved))
@@ -140,19 +141,22 @@ class Executor:
         stage.weights.updated()
         batch = (i.stage, i.job, i.batch)
         self._saved.pop(batch, None)
-        for kind in _SHELF_OF:
+        for kind in SENDS | RECEIVES:
             self._shelves.pop((kind, *batch), None)
+        self._steps[i.job, i.batch] += 1
+        if self._steps[i.job, i.batch] == len(self.plan.stages[self.rank]):  # this rank is through with the batch
+            del self._steps[i.job, i.batch], self._items[i.job, i.batch]
 
     def _hand_on(self, send: Kind, i: Instruction, span: Span, tree: Any) -> None:
         """To the neighbour's shelf, or where it is on another rank to ours until the message is complete."""
-        receiver = i.stage + (1 if send is Kind.SF else -1)
-        if self.plan.ranks[receiver] == self.rank:
-            self._shelf(_RECEIVE_OF[send], i._replace(stage=receiver)).put(span, tree)
+        receive = receive_of(i._replace(kind=send))
+        if self.plan.ranks[receive.stage] == self.rank:
+            self._shelf(receive.kind, receive).put(span, tree)
         else:
             self._shelf(send, i).put(span, tree)
 
     def _send(self, i: Instruction, span: Span) -> None:
-        receive = i._replace(kind=_RECEIVE_OF[i.kind], stage=i.stage + (1 if i.kind is Kind.SF else -1))
+        receive = receive_of(i)
         content = self._shelf(i.kind, i).take(span)
         tree, flags = content if i.kind is Kind.SF else (content[0] if len(content) == 1 else content, ())
         self._transport.send(self.plan.ranks[receive.stage], (self.window, receive), tree, flags)
@@ -165,11 +169,10 @@ class Executor:
         else:  # a list of gradients; a single one travels bare
             self._shelf(i.kind, i).put(span, message.tree if isinstance(message.tree, list) else [message.tree])
         if message.arrived:
-            sender = i.stage + (-1 if i.kind is Kind.RF else 1)
-            source = self.plan.ranks[sender]
+            send = send_of(i)
+            source = self.plan.ranks[send.stage]
             started = max(message.sent, message.posted, self._last_arrival.get((source, i.kind), 0))
             self._last_arrival[source, i.kind] = message.arrived
-            send = i._replace(kind=Kind.SF if i.kind is Kind.RF else Kind.SB, stage=sender)
             self.events.append(Event(source, send, min(started, message.arrived), message.arrived))
 
     def _shelf(self, kind: Kind, i: Instruction) -> Shelf:

@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,11 +29,12 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.mailbox import Key, Mailbox
 from lightning_pipes.engine.message import Decoder, Encoder, Wire
-from lightning_pipes.ir import Kind, Plan
+from lightning_pipes.ir import Kind, PipelineError, Plan, send_of
 
 _RING = struct.Struct("<i i q q")  # what, number of the slot, its bytes, the sender's clock
 _FRESH, _AGAIN, _DROP, _GOODBYE = range(4)
 _HELLO = struct.Struct("<i 2s")  # the sender's global rank, what it sends
+_PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
 _FREE, _TAKEN = 0, 1
 CONNECT_SECONDS = 60.0
 
@@ -53,6 +55,7 @@ class LocalMailbox(Mailbox):
         super().__init__()
         self._poll = select.poll()
         self._readers: dict[int, Callable[[], None]] = {}
+        self._closing, self._closed = threading.Lock(), False
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.watch(self._woken, self._unwake)
 
@@ -68,8 +71,9 @@ class LocalMailbox(Mailbox):
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
-        with suppress(OSError):
-            os.write(self._waker, b"!")
+        with self._closing, suppress(OSError):  # closed, the number may belong to another file
+            if not self._closed:
+                os.write(self._waker, b"!")
 
     def fetch(self, seconds: float | None = 0.0) -> None:
         """Takes in what has arrived; waits that long, or with None for ever, if nothing has."""
@@ -78,13 +82,18 @@ class LocalMailbox(Mailbox):
             if reader is not None:
                 reader()
 
+    def holds(self, key: Key) -> bool:
+        if not super().holds(key):
+            self.fetch()
+        return super().holds(key)
+
     def fresh(self) -> list[Key]:
         self.fetch()
         return super().fresh()
 
     def wait(self, key: Key | None = None) -> list[Key]:
         keys: list[Key] = []
-        while not (self.holds(key) if key is not None else keys):
+        while not (super().holds(key) if key is not None else keys):
             self.check()
             self.fetch(None)
             keys += super().fresh()
@@ -96,8 +105,11 @@ class LocalMailbox(Mailbox):
             raise self._error
 
     def close(self) -> None:
-        os.close(self._woken)
-        os.close(self._waker)
+        """Gives back its descriptors; nobody waits here any more."""
+        with self._closing:
+            self._closed = True
+            os.close(self._woken)
+            os.close(self._waker)
 
     def _unwake(self) -> None:
         with suppress(OSError):
@@ -119,7 +131,7 @@ class LocalOutbox:
 
     def __init__(self, name: str, rank: int, kind: Kind, mailbox: LocalMailbox, lost: Callable[[BaseException], None]):
         self._mailbox, self._lost = mailbox, lost
-        self._encoder = Encoder(self._allocate)
+        self._encoder = Encoder(self._allocate, self._forget)
         self._slots: dict[int, int] = {}  # address of a wire's bytes -> number of its slot
         self._descriptors: dict[int, tuple[int, int]] = {}  # number -> descriptor and bytes, until the peer has it
         self._count = 0
@@ -133,7 +145,7 @@ class LocalOutbox:
     def send(self, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
         """Sends one message; messages arrive in the order of these calls."""
         while self._flying and self._flying[0].bytes[0] == _FREE:
-            self._retire(self._flying.popleft())
+            self._encoder.give_back(self._flying.popleft())
         wire, tensors = self._encoder.encode(key, tree, flags, time.monotonic_ns())
         wire.fill(tensors)
         wire.bytes[0] = _TAKEN
@@ -163,9 +175,14 @@ class LocalOutbox:
         self._count += 1
         return tensor
 
-    def _retire(self, wire: Wire) -> None:
-        if not self._encoder.give_back(wire):
-            self._ring(_DROP, self._slots.pop(wire.buffer.data_ptr()))
+    def _forget(self, wire: Wire) -> None:
+        """Neither end needs the slot any longer."""
+        number = self._slots.pop(wire.buffer.data_ptr())
+        descriptor, _ = self._descriptors.pop(number, (-1, 0))
+        if descriptor >= 0:
+            os.close(descriptor)
+        else:
+            self._ring(_DROP, number)
 
     def _ring(self, what: int, number: int, descriptor: int = -1, size: int = 0) -> None:
         data = _RING.pack(what, number, size, time.monotonic_ns())
@@ -230,6 +247,8 @@ class LocalInbox:
             self._slots.pop(number, None)
         else:
             if what == _FRESH:
+                if not descriptors:
+                    raise PipelineError("shared memory did not arrive: too many open files? raise `ulimit -n`")
                 self._slots[number] = _Memory(descriptors[0], size)
                 os.close(descriptors[0])
             memory = self._slots[number]
@@ -275,6 +294,10 @@ class Listener:
                 if time.monotonic() > deadline:
                     raise
                 continue
+            _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            if uid != os.getuid():  # messages are unpickled: nobody else may send any
+                connection.close()
+                continue
             connection.settimeout(CONNECT_SECONDS)
             rank, _ = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
             return rank, connection
@@ -313,8 +336,7 @@ class LocalTransport:
         listener.close()
 
     def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
-        kind = Kind.SF if key[1].kind is Kind.RF else Kind.SB
-        self._out[rank, kind].send(key, tree, flags)
+        self._out[rank, send_of(key[1]).kind].send(key, tree, flags)
 
     def close(self) -> None:
         failed = self._watch.error is not None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections import OrderedDict, deque
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +43,6 @@ class Message:
         tree: tensors on the receiver's device and plain values.
         flags: for each tensor of the tree, in order, whether the sender wants its gradient.
         sent, posted, arrived: nanoseconds of the monotonic clock; posted is when the receive was.
-        bytes: size on the wire.
     """
 
     key: tuple[int, Instruction]
@@ -51,7 +51,6 @@ class Message:
     sent: int = 0
     posted: int = 0
     arrived: int = 0
-    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,12 +107,14 @@ class Signature:
 class Wire:
     """The bytes of one message: FRONT_BYTES for the channel, the header, plain values, and the tensors."""
 
-    def __init__(self, signature: Signature, body: int, allocate: Callable[[int], torch.Tensor]) -> None:
-        self.buffer = allocate(body + signature.bytes)
+    def __init__(self, kind: tuple[int, int], signature: Signature, allocate: Callable[[int], torch.Tensor]) -> None:
+        body = kind[1]
+        self.kind = kind
+        with torch.inference_mode(False):  # it may be filled again outside
+            self.buffer = allocate(body + signature.bytes)
+            described = filter(None, signature.leaves)
+            self.places = [_view(self.buffer, body + at, *d) for at, d in zip(signature.starts, described, strict=True)]
         self.bytes = self.buffer.numpy().data
-        described = filter(None, signature.leaves)
-        self.places = [_view(self.buffer, body + at, *d) for at, d in zip(signature.starts, described, strict=True)]
-        self.pool: deque[Wire] | None = None
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies the tensors, which must not be part of a graph, to their places."""
@@ -136,12 +137,17 @@ class Encoder:
 
     Args:
         allocate: where wires lie.
+        drop: told of each wire that is not kept any longer.
     """
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor] = ordinary) -> None:
+    def __init__(
+        self, allocate: Callable[[int], torch.Tensor] = ordinary, drop: Callable[[Wire], None] = lambda wire: None
+    ) -> None:
         self._allocate = allocate
+        self._drop = drop
         self._known: dict[Any, tuple[int, Signature]] = {}
-        self._pools: OrderedDict[tuple[int, int], deque[Wire]] = OrderedDict()
+        self._pools: OrderedDict[tuple[int, int], list[Wire]] = OrderedDict()
+        self._lock = threading.Lock()  # wires may be given back by another thread
 
     def encode(
         self, key: tuple[int, Instruction], tree: Any, flags: tuple[bool, ...], sent: int
@@ -163,7 +169,7 @@ class Encoder:
             spec_bytes = known[1].to_bytes()
         number, signature = known
         extra = spec_bytes + values
-        wire = self._wire(number, signature, -(-(_EXTRA + len(extra)) // ALIGN) * ALIGN)
+        wire = self._wire((number, -(-(_EXTRA + len(extra)) // ALIGN) * ALIGN), signature)
         window, (kind, stage, job, batch, span) = key
         sizes = (number, len(spec_bytes), len(values))
         _HEADER.pack_into(
@@ -173,25 +179,28 @@ class Encoder:
             wire.bytes[_EXTRA : _EXTRA + len(extra)] = extra
         return wire, tensors
 
-    def give_back(self, wire: Wire) -> bool:
-        """The wire has been delivered; says whether it is kept for another message."""
-        pool = wire.pool
-        if pool is None or len(pool) >= _SPARE or not any(pool is p for p in self._pools.values()):
-            return False
-        pool.append(wire)
-        return True
+    def give_back(self, wire: Wire) -> None:
+        """The wire has been delivered; it is kept for another message, or dropped."""
+        with self._lock:
+            pool = self._pools.get(wire.kind)
+            keep = pool is not None and len(pool) < _SPARE
+            if pool is not None and keep:
+                pool.append(wire)
+        if not keep:
+            self._drop(wire)
 
-    def _wire(self, number: int, signature: Signature, body: int) -> Wire:
-        pool = self._pools.get((number, body))
-        if pool is None:
-            pool = self._pools[number, body] = deque()
+    def _wire(self, kind: tuple[int, int], signature: Signature) -> Wire:
+        """One for messages of this kind: a signature's number, and the bytes before the tensors."""
+        evicted: list[Wire] = []
+        with self._lock:
+            pool = self._pools.setdefault(kind, [])
+            self._pools.move_to_end(kind)
             if len(self._pools) > _POOLS:  # shapes that change all the time must not pile up memory
-                self._pools.popitem(last=False)
-        if pool:
-            return pool.popleft()
-        wire = Wire(signature, body, self._allocate)
-        wire.pool = pool
-        return wire
+                evicted = self._pools.popitem(last=False)[1]
+            wire = pool.pop() if pool else None  # the one used last is still in the caches
+        for old in evicted:
+            self._drop(old)
+        return Wire(kind, signature, self._allocate) if wire is None else wire
 
 
 class Decoder:
@@ -230,7 +239,7 @@ class Decoder:
             tensors = [_view(buffer, body + s, *d) for s, d in zip(signature.starts, described, strict=True)]
             if views is not None and not n_spec and not n_values:
                 views[number] = tensors
-        return Message(key, signature.tree(tensors, values), signature.flags, sent, posted, arrived, buffer.numel())
+        return Message(key, signature.tree(tensors, values), signature.flags, sent, posted, arrived)
 
 
 def _view(buffer: torch.Tensor, at: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -11,14 +11,17 @@ from lightning_pipes.engine.mailbox import Key, Mailbox
 from lightning_pipes.ir import (
     RECEIVES,
     SENDS,
+    DeadlockError,
     DependencyTracker,
     Instruction,
     Kind,
     Plan,
     Policy,
     Program,
+    ProgramError,
     RankView,
     ready_key,
+    send_of,
     window,
 )
 from lightning_pipes.ir.program import shifted
@@ -129,6 +132,7 @@ class ReadyOrder:
         self._unchecked: list[Instruction] = []  # receives whose message may have come before they were added
         self._rows: dict[Item, int] = {}
         self._left = 0
+        self._receives = 0  # those not run yet
         self._in_flight: dict[int, int] = dict.fromkeys(plan.stages[rank], 0)
         self._last: Instruction | None = None
 
@@ -137,10 +141,12 @@ class ReadyOrder:
         mine = window(self._plan, self._rank, *item)
         self._left += len(mine)
         self._sort(self._tracker.add(mine))
-        self._unchecked += [i for i in mine if i.kind in RECEIVES]
+        receives = [i for i in mine if i.kind in RECEIVES]
+        self._unchecked += receives
+        self._receives += len(receives)
         for i in mine:
             if i.kind in RECEIVES and not i.span.clip(rows).rows:  # nothing will be sent for rows that are not there
-                self._sort(self._tracker.complete(_send_of(i)))
+                self._sort(self._tracker.complete(send_of(i)))
 
     def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
         self._arrived([(number, i) for i in self._unchecked if mailbox.holds((number, i))], number)
@@ -151,16 +157,28 @@ class ReadyOrder:
         if not self._ready:
             return None
         self._ready.sort(key=ready_key)
-        picked = self._policy.pick(
-            tuple(self._ready), RankView(self._rank, self._last, dict(self._in_flight)), self._plan
-        )
+        allowed = tuple(i for i in self._ready if self._fits(i))
+        if not allowed:
+            return None
+        picked = self._policy.pick(allowed, RankView(self._rank, self._last, dict(self._in_flight)), self._plan)
         if picked is not None:
+            if picked not in allowed:
+                raise ProgramError(
+                    f"policy {self._policy.name!r} picked {picked} on rank {self._rank}, which is not ready"
+                )
             self._ready.remove(picked)
             self._last = picked
         return picked
 
+    def _fits(self, i: Instruction) -> bool:
+        if i.kind is not Kind.F or not self._plan.limits:
+            return True
+        rows = i.span.clip(self._rows[i.job, i.batch]).rows
+        return self._in_flight[i.stage] + rows <= self._plan.limits[i.stage]
+
     def done(self, i: Instruction) -> None:
         self._left -= 1
+        self._receives -= i.kind in RECEIVES
         rows = i.span.clip(self._rows[i.job, i.batch]).rows
         if i.kind is Kind.F:
             self._in_flight[i.stage] += rows
@@ -169,6 +187,11 @@ class ReadyOrder:
         self._sort(self._tracker.complete(i))
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
+        if not self._receives:
+            raise DeadlockError(
+                f"rank {self._rank} waits although nothing is on its way: policy {self._policy.name!r} or the limits "
+                f"{self._plan.limits} hold back {', '.join(map(str, self._ready))}"
+            )
         self._arrived(mailbox.wait(), number)
 
     def close(self) -> None:
@@ -181,14 +204,8 @@ class ReadyOrder:
     def _arrived(self, keys: list[Key], number: int) -> None:
         for window_number, i in keys:
             if window_number == number:  # a neighbour may be in the next window already; its messages wait
-                self._sort(self._tracker.complete(_send_of(i)))
+                self._sort(self._tracker.complete(send_of(i)))
 
     def _sort(self, ready: list[Instruction]) -> None:
         for i in ready:
             (self._transfers if i.kind in SENDS or i.kind in RECEIVES else self._ready).append(i)
-
-
-def _send_of(receive: Instruction) -> Instruction:
-    if receive.kind is Kind.RF:
-        return receive._replace(kind=Kind.SF, stage=receive.stage - 1)
-    return receive._replace(kind=Kind.SB, stage=receive.stage + 1)

@@ -125,6 +125,3 @@ class Shelf:
         self._pieces = [p for p in self._pieces if self._left[p[0]]]
         self._left = {held: left for held, left in self._left.items() if left}
         return self._join(parts)
-
-    def __bool__(self) -> bool:
-        return bool(self._pieces)

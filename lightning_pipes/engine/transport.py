@@ -15,7 +15,7 @@ from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.local import CONNECT_SECONDS, LocalTransport, host
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.message import Decoder, Encoder
-from lightning_pipes.ir import Kind, Plan, PlanError
+from lightning_pipes.ir import Kind, Plan, PlanError, send_of
 
 IDLE = timedelta(days=30)
 """How long a posted receive may stay unanswered: a validation that does not use the pipeline may take hours, and the
@@ -72,8 +72,7 @@ class GlooTransport:
                 self._in.append(Inbox(group, peer, device, self.mailbox.put, lost))
 
     def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
-        kind = Kind.SF if key[1].kind is Kind.RF else Kind.SB
-        self._out[rank, kind].send(key, tree, flags)
+        self._out[rank, send_of(key[1]).kind].send(key, tree, flags)
 
     def close(self) -> None:
         failed = self._watch.error is not None

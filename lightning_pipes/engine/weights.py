@@ -7,7 +7,7 @@ silently wrong gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,8 @@ from torch import nn
 
 @dataclass(eq=False)
 class Version:
-    """Parameters by layer and name as they were after `updates` updates; they collect gradients of their own."""
+    """Parameters by layer and name as they once were; they collect gradients of their own."""
 
-    updates: int
     parameters: dict[int, dict[str, nn.Parameter]]
 
 
@@ -33,7 +32,6 @@ class WeightVersions:
     def __init__(self, layers: Mapping[int, nn.Module], most: int) -> None:
         self.most = most
         self._layers = layers
-        self._updates = 0
         self._newest: Version | None = None
 
     def current(self) -> Version | None:
@@ -43,7 +41,6 @@ class WeightVersions:
         if self._newest is None:
             with torch.no_grad():
                 self._newest = Version(
-                    self._updates,
                     {
                         number: {
                             name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
@@ -54,18 +51,16 @@ class WeightVersions:
                 )
         return self._newest
 
-    def collect(self, version: Version | None) -> None:
-        """Moves the gradients of a version to the live parameters, adding to what is there."""
-        if version is None:
-            return
-        for number, copies in version.parameters.items():
-            for name, live in self._layers[number].named_parameters():
-                gradient = copies[name].grad
-                if gradient is not None:
-                    live.grad = gradient if live.grad is None else live.grad + gradient
-                    copies[name].grad = None
+    def collect(self, versions: Iterable[Version | None]) -> None:
+        """Moves the gradients of versions to the live parameters, adding to what is there."""
+        for version in {id(v): v for v in versions if v is not None}.values():
+            for number, copies in version.parameters.items():
+                for name, live in self._layers[number].named_parameters():
+                    gradient = copies[name].grad
+                    if gradient is not None:
+                        live.grad = gradient if live.grad is None else live.grad + gradient
+                        copies[name].grad = None
 
     def updated(self) -> None:
         """The live parameters have changed."""
-        self._updates += 1
         self._newest = None

@@ -5,7 +5,20 @@ Standard library only. Everything here is frozen; state lives in the engine and 
 
 from lightning_pipes.ir.dependencies import DependencyTracker, needs
 from lightning_pipes.ir.errors import DeadlockError, PipelineError, PlanError, ProgramError
-from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, SENDS, STEP, B, F, I, Instruction, Kind, W
+from lightning_pipes.ir.instruction import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    STEP,
+    B,
+    F,
+    I,
+    Instruction,
+    Kind,
+    W,
+    receive_of,
+    send_of,
+)
 from lightning_pipes.ir.lowering import lower, window
 from lightning_pipes.ir.plan import Cut, Plan
 from lightning_pipes.ir.program import Program
@@ -43,6 +56,8 @@ __all__ = [
     "needs",
     "placement",
     "ready_key",
+    "receive_of",
+    "send_of",
     "verify",
     "window",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lightning_pipes.ir.instruction import Instruction, Kind
+from lightning_pipes.ir.instruction import Instruction, Kind, send_of
 from lightning_pipes.ir.plan import Plan
 
 
@@ -35,11 +35,11 @@ def needs(i: Instruction, plan: Plan) -> list[Instruction]:
     elif kind is Kind.SF:
         over(Kind.F, stage)
     elif kind is Kind.RF:
-        out.append(Instruction(Kind.SF, stage - 1, job, batch, span))
+        out.append(send_of(i))
     elif kind is Kind.SB:
         over(gradient, stage)
     elif kind is Kind.RB:
-        out.append(Instruction(Kind.SB, stage + 1, job, batch, span))
+        out.append(send_of(i))
     elif kind is Kind.W:
         out.append(Instruction(Kind.I, stage, job, batch, span))
         if batch > 0 and plan.shared_weights:
@@ -92,10 +92,6 @@ class DependencyTracker:
     def missing(self, i: Instruction) -> list[Instruction]:
         """What `i` still waits for."""
         return [n for n in needs(i, self.plan) if n not in self._done]
-
-    def is_done(self, i: Instruction) -> bool:
-        """Whether `i` has ended."""
-        return i in self._done
 
     @property
     def waiting(self) -> list[Instruction]:

@@ -85,3 +85,17 @@ def W(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:
 def STEP(stage: int, job: int = 0, batch: int = 0) -> Instruction:
     """The optimizer step of `stage` for one batch."""
     return Instruction(Kind.STEP, stage, job, batch)
+
+
+def receive_of(send: Instruction) -> Instruction:
+    """The receive, on the neighbouring stage, of what `send` sends."""
+    if send.kind is Kind.SF:
+        return send._replace(kind=Kind.RF, stage=send.stage + 1)
+    return send._replace(kind=Kind.RB, stage=send.stage - 1)
+
+
+def send_of(receive: Instruction) -> Instruction:
+    """The send, on the neighbouring stage, of what `receive` receives."""
+    if receive.kind is Kind.RF:
+        return receive._replace(kind=Kind.SF, stage=receive.stage - 1)
+    return receive._replace(kind=Kind.SB, stage=receive.stage + 1)
