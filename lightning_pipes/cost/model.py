@@ -11,7 +11,7 @@ from statistics import median
 from typing import Protocol, runtime_checkable
 
 from lightning_pipes.cost.cluster import FREE, Cluster, Link
-from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, PlanError
+from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, PlanError, needs, send_of
 
 Table = tuple[tuple[int, float], ...]
 """(rows, seconds), rows ascending."""
@@ -138,7 +138,7 @@ class CostModel:
 
     @classmethod
     def measured(cls, timelines: Recorded | Iterable[Recorded], base: CostModel | None = None) -> CostModel:
-        """Medians by (kind, stage, rows) of what was recorded, transfers included.
+        """Medians by (kind, stage, rows) of what was recorded, transfers and the overhead of computations included.
 
         A kind seen with one number of rows only is taken as proportional to rows, STEP excepted. What timelines do not
         show is kept from `base`: bytes, links (whose latency is taken off the transfers), kinds that did not run.
@@ -149,8 +149,10 @@ class CostModel:
         base = base or cls({})
         seen: dict[tuple[Kind, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         recomputed: set[int] = set()
+        lags: list[int] = []
         for timeline in [timelines] if isinstance(timelines, Recorded) else timelines:
             recomputed |= {s for s, again in enumerate(timeline.plan.recompute) if again}
+            lags += _lags(timeline)
             for _, i, start, end in timeline.events:
                 if i.kind in COMPUTE:
                     seen[i.kind, i.stage][i.span.rows].append(end - start)
@@ -168,7 +170,8 @@ class CostModel:
                 for rows in points:
                     points[rows] = max(0.0, points[rows] - _at(tuple(sorted(forward.items())), rows))
         measured = {key: tuple(sorted(points.items())) for key, points in tables.items()}
-        return replace(base, seconds={**base.seconds, **measured})
+        overhead = median(lags) / 1e9 if lags else base.overhead
+        return replace(base, seconds={**base.seconds, **measured}, overhead=overhead)
 
     def on(self, cluster: Cluster, ranks: tuple[int, ...]) -> CostModel:
         """The same model on `cluster`, for stages that sit on `ranks`: its links, and times by its devices' speed."""
@@ -258,6 +261,20 @@ class CostModel:
 
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+def _lags(timeline: Recorded) -> list[int]:
+    """Nanoseconds from the moment when a computation had its inputs and its rank was free until it started."""
+    arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SENDS}
+    free: dict[int, int] = {}
+    lags = []
+    for rank, i, start, end in sorted(timeline.events, key=lambda e: e[2]):
+        if i.kind in COMPUTE:
+            inputs = [arrivals.get(send_of(n), 0) for n in needs(i, timeline.plan) if n.kind in RECEIVES]
+            if rank in free or inputs:
+                lags.append(max(0, start - max(free.get(rank, 0), *inputs, 0)))
+            free[rank] = end
+    return lags
 
 
 def _at(table: Table, rows: int) -> float:

@@ -200,3 +200,14 @@ def test_measured_backward_without_the_forward_that_it_ran_again():
 def test_nothing_measured():
     with pytest.raises(PlanError, match="without events"):
         CostModel.measured(Timeline((), PLAN))
+
+
+def test_overhead_is_measured() -> None:
+    """From the moment when a computation could start until it does, whatever it waited for."""
+    plan = Plan.even(3, 6)
+    link = Link(bandwidth=1e9, latency=2e-6)
+    costs = CostModel.uniform(3, 1e-3, 2e-3, overhead=1e-4, message_bytes=1000, link=link)
+    timeline = simulate(OneFOneB().program(plan), plan, costs)
+    measured = CostModel.measured(timeline)
+    assert measured.overhead == pytest.approx(1e-4)
+    assert simulate(OneFOneB().program(plan), plan, measured).makespan == timeline.makespan
