@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from lightning_pipes.engine.channel import Inbox, Outbox
 from lightning_pipes.engine.direct import DirectGroup, DirectInbox, DirectOutbox, nccl_group
 from lightning_pipes.engine.failure import FailureWatch
-from lightning_pipes.engine.local import CONNECT_SECONDS, LocalTransport, host
+from lightning_pipes.engine.local import CONNECT_SECONDS
+from lightning_pipes.engine.local_transport import LocalTransport, host
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.message import Decoder, Encoder
 from lightning_pipes.ir import Kind, Plan, PlanError, send_of
