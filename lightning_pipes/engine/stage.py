@@ -64,7 +64,7 @@ class Stage:
         self.seed = 0
         self.device = torch.device("cpu")
         self.recomputing = False
-        """Whether the body runs for the second time, so that it must not log or count anything again."""
+        """Whether the body runs for the second time on the same samples."""
         self.weights = WeightVersions(self.layers, most=1)
         self._version: Version | None = None
         self._changes_input: bool | None = None  # whether a layer works in place on what was received; None: unknown

@@ -111,6 +111,10 @@ class LoopbackTransport:
         pass
 
 
+KINDS = ("auto", "local", "gloo", "nccl")
+"""The transports that can be asked for."""
+
+
 def make_transport(
     plan: Plan,
     rank: int,
@@ -143,7 +147,7 @@ def make_transport(
             raise PlanError(f"transport 'nccl' needs tensors on a GPU, not on {device}; choose 'gloo'")
         return GlooTransport(plan, rank, global_ranks, device, watch, store, nccl_group)
     if kind != "gloo":
-        raise PlanError(f"there is no transport {kind!r}; choose 'auto', 'local', 'gloo' or 'nccl'")
+        raise PlanError(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
     return GlooTransport(plan, rank, global_ranks, device, watch, store)
 
 

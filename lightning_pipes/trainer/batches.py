@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils import _pytree as pytree
 
@@ -18,30 +17,54 @@ _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
 def rows_of(batch: Any) -> int:
-    """The number of samples: the first axis of the first tensor, as Lightning counts them when it logs.
+    """The number of samples: the entries on axis 0 of the first tensor that has an axis.
 
     Raises:
         PipelineError: the batch holds no tensor with an axis.
     """
-    try:
-        return extract_batch_size(batch)
-    except MisconfigurationException as error:
-        raise PipelineError(
-            f"can't tell how many samples a batch of type {type(batch).__name__} holds, so it can't be cut into "
-            f"micro-batches; let it hold tensors whose axis 0 counts samples ({error})"
-        ) from error
+    for tensor in tensors_of(batch):
+        if tensor.ndim:
+            return tensor.size(0)
+    raise PipelineError(
+        f"can't tell how many samples a batch of type {type(batch).__name__} holds, so it can't be cut into "
+        "micro-batches; let it hold tensors whose axis 0 counts samples"
+    )
 
 
-def take(batch: Any, span: Span, rows: int) -> Any:
-    """The samples `span` of a batch of `rows` samples.
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors in dicts, sequences and dataclasses, in order."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+        return
+    inside: Sequence[Any] = ()
+    if isinstance(batch, Mapping):
+        inside = tuple(batch.values())
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        inside = batch
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        inside = [getattr(batch, field.name) for field in fields(batch)]
+    for part in inside:
+        yield from tensors_of(part)
 
-    Cut are tensors whose axis 0 has `rows` entries and lists of that many numbers or strings; all else is shared by
-    every micro-batch.
+
+def copied(batch: Any) -> Any:
+    """The batch with new containers and copies of its tensors, so that work in place does not reach the original."""
+    return apply_to_collection(batch, torch.Tensor, torch.clone)
+
+
+def take(batch: Any, span: Span, rows: int, whole: Collection[int] = ()) -> Any:
+    """The samples `span` of a batch of `rows` samples; tensors are views.
+
+    Cut are tensors whose axis 0 has `rows` entries, except those whose id is in `whole`, and lists of that many
+    numbers or strings; all else is shared by every micro-batch.
     """
 
     def cut(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
-            return part[span.start : span.stop] if part.ndim and part.size(0) == rows else part
+            if not part.ndim or part.size(0) != rows or id(part) in whole:
+                return part
+            # `data` counts versions by itself: autograd takes work in place on one view for work on all of them.
+            return (part if part.requires_grad else part.data)[span.start : span.stop]
         if len(part) == rows and all(isinstance(e, _PLAIN) for e in part):
             return part[span.start : span.stop]
         return [apply_to_collection(e, (torch.Tensor, list), cut) for e in part]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.pipelined import batch_statistics
+from lightning_pipes.trainer.pipelined import INCOMPLETE, batch_statistics
 
 
 def check_module(module: pl.LightningModule, fitting: bool) -> None:
@@ -26,6 +26,11 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
             f"{owner}.training_step takes dataloader_iter; a pipeline needs the batch itself: training_step(batch)"
         )
     for name, parameter in module.named_parameters():
+        if parameter.is_meta and INCOMPLETE in vars(module):
+            raise PipelineError(
+                f"{owner}.{name} is gone: the last run with this object failed, and the layers of other ranks could "
+                "not be fetched back. Make a new one, and go on from a checkpoint with trainer.fit(..., ckpt_path=...)"
+            )
         if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
             raise PipelineError(
                 f"{owner}.{name} has no values yet; initialise lazy layers with a first forward, and layers on meta "

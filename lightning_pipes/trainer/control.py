@@ -28,14 +28,16 @@ class Control:
     """Collectives over a group of ranks, on gloo, so that they work next to any backend.
 
     Every wait is cut into slices in which signals get through and a failure elsewhere is noticed.
+
+    Connections are made when they are needed, so that all ranks must make the same calls, and last until `close`.
     """
 
     def __init__(self, ranks: Sequence[int], watch: FailureWatch, timeout: timedelta) -> None:
         self.ranks = tuple(ranks)
         self.watch = watch
         self._timeout = timeout
-        self._group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-        self._subgroups: dict[tuple[int, ...], Any] = {self.ranks: self._group}
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._waiting = False
         self._places: list[tuple[str, int]] = self.all_gather((socket.gethostname(), os.getpid()))
 
     @property
@@ -51,9 +53,19 @@ class Control:
     def subgroup(self, ranks: Sequence[int]) -> Any:
         """A process group of some of the ranks; all ranks of the job must ask for the same ones in the same order."""
         key = tuple(sorted(ranks))
-        if key not in self._subgroups:
-            self._subgroups[key] = dist.new_group(list(key), timeout=self._timeout, backend="gloo")
-        return self._subgroups[key]
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(list(key), timeout=self._timeout, backend="gloo")
+        return self._groups[key]
+
+    def close(self) -> None:
+        """Ends the connections; a later call makes new ones.
+
+        After a failure they stay open: gloo waits for a collective that was given up, which may never end.
+        """
+        if dist.is_initialized() and not self._waiting and self.watch.error is None:
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+        self._groups.clear()
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -111,6 +123,10 @@ class Control:
         self._finish(dist.all_gather(into, data, group=self._group, async_op=True))
         return [_from_bytes(t[:n]) for t, n in zip(into, sizes, strict=True)]
 
+    @property
+    def _group(self) -> Any:
+        return self.subgroup(self.ranks)
+
     def _announced(self, thing: Any) -> tuple[torch.Tensor, list[int]]:
         """The thing's bytes, padded to the longest of all ranks, and every rank's true length."""
         data = _to_bytes(thing)
@@ -134,9 +150,11 @@ class Control:
 
     def _finish(self, work: dist.Work | None) -> None:
         assert work is not None, "this process is not among the ranks"
+        self._waiting = True
         while True:
             try:
                 work.wait(_SLICE)
+                self._waiting = False
                 return
             except RuntimeError as error:
                 self.watch.check()

@@ -12,6 +12,9 @@ from torch import nn
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.proxy import Call, StageProxy
 
+INCOMPLETE = "_lightning_pipes_incomplete"
+"""Attribute of a module whose last run failed, so that the layers of other ranks have no values."""
+
 BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
 
 
@@ -135,6 +138,8 @@ class CutModule:
             inside = f"{self.path}."
             own = {key[len(inside) :]: value for key, value in state.items() if key.startswith(inside)}
             self.full.load_state_dict(own)
+        elif self._slots:
+            self.module.__dict__[INCOMPLETE] = True
         self.full.train(training)
 
     def _set(self, part: nn.Module) -> None:

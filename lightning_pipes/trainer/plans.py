@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Plan, Policy, Program, Schedule, Span, placement, verify
 from lightning_pipes.planning.partition import even_partition, partition_at
+from lightning_pipes.sim import simulate
 
 DEFAULT_MICROBATCHES_PER_STAGE = 2
 _KEPT = 64
@@ -41,8 +43,12 @@ class Plans:
     def for_rows(self, rows: int) -> tuple[Plan, Program | Policy]:
         """The plan for a batch of `rows` samples and its verified order.
 
+        A policy is tried in virtual time, with forwards of one second and backwards of two: one that gets stuck there
+        would have every rank wait for ever.
+
         Raises:
             PlanError: the schedule can't order it.
+            DeadlockError: the policy gets stuck.
         """
         if rows not in self._made:
             if len(self._made) >= _KEPT:
@@ -57,6 +63,7 @@ class Plans:
                 verify(order, plan)
             else:
                 order = self.schedule
+                simulate(order, plan, CostModel.uniform(n, forward=1.0, backward=2.0))
             self._made[rows] = (plan, order)
         return self._made[rows]
 

@@ -35,10 +35,22 @@ CHECKED_BATCHES = 2
 class PipelineRun:
     """Takes batches through the pipeline, from `setup` to `teardown` of the strategy.
 
+    Collective: all ranks make one, and the same calls of it, in the same order.
+
     Args:
+        trainer: whose `fit`, `validate`, `test` or `predict` this is.
         cut: the module with the layers of this rank.
         plans: how batches are cut and ordered.
+        steps: runs the user's steps.
+        control: what ranks tell each other outside of the pipeline.
+        shared: the parameters that several ranks hold.
         global_ranks: the global rank of each pipeline rank.
+        device: of this rank.
+        seed: what the random streams of the layers start from.
+        transport: how messages travel, as `make_transport` names it.
+
+    Raises:
+        PlanError: the transport can't be had here.
     """
 
     def __init__(
@@ -52,6 +64,7 @@ class PipelineRun:
         global_ranks: Sequence[int],
         device: torch.device,
         seed: int,
+        transport: str = "auto",
     ) -> None:
         self.cut = cut
         self.plans = plans
@@ -83,8 +96,8 @@ class PipelineRun:
             )
             for number in plan.stages[rank]
         ]
-        transport = make_transport(plan, rank, global_ranks, device, control.watch)
-        self.engine = Engine(plan, order, stages, transport, rank=rank, device=device, seed=seed, watch=control.watch)
+        channels = make_transport(plan, rank, global_ranks, device, control.watch, transport)
+        self.engine = Engine(plan, order, stages, channels, rank=rank, device=device, seed=seed, watch=control.watch)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer]) -> Any:
         """Forward and backward of one batch; on every rank what the user's step gave, logged and with its loss."""
@@ -120,11 +133,10 @@ class PipelineRun:
         rows = rows_of(batch)
         self._check(batch, arguments[0] if arguments else 0, step.__name__)
         item = Item(self._evaluation_number(), rows, training=False)
-        x = None
+        data = item.data = EvaluationBatch(context)
         if self.first:
             with context():
-                x = self.steps.capture(step, item, batch, arguments)
-        item.data = EvaluationBatch(x, context)
+                data.x, data.whole = self.steps.capture(step, item, batch, arguments)
         outputs = self.engine.evaluate(item)
         logs = self._trainer.state.fn != TrainerFn.PREDICTING
         message = None

@@ -11,12 +11,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.rng import AFTER_LAYERS, BEFORE_LAYERS, forked_rng, seed_all, stream_seed
 from lightning_pipes.engine.stage import Body, Stage
-from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.trainer.batches import join, take
+from lightning_pipes.ir import PipelineError, Plan, Span
+from lightning_pipes.trainer.batches import copied, join, take, tensors_of
 from lightning_pipes.trainer.capture import Interceptor
 from lightning_pipes.trainer.logs import LogCall, merge, recorded
 
@@ -63,28 +64,45 @@ class TrainingBatch:
 
 @dataclass
 class EvaluationBatch:
-    """What the first stage captured from the user's step, for the whole batch."""
+    """What the first stage captured from the user's step, for the whole batch.
 
-    x: Any
+    Attributes:
+        whole: ids of the tensors of `x` that belong to every sample, however many entries they have.
+    """
+
     context: Context
+    x: Any = None
+    whole: frozenset[int] = frozenset()
 
 
 class Steps:
-    """Runs the user's `*_step` methods around the pipelined module, which `interceptor` stands for."""
+    """Runs the user's `*_step` methods around the pipelined module, which `interceptor` stands for.
+
+    Where this rank runs a step several times on the same samples, all runs but the last get copies of them: a step may
+    prepare its batch in place, and must find it as it was loaded.
+
+    Args:
+        plan: says which stages `rank` of the pipeline holds, and whether they recompute.
+        seed: what the random numbers of the steps start from.
+    """
 
     def __init__(
         self,
         module: pl.LightningModule,
         precision: Precision,
         interceptor: Interceptor,
-        stages: int,
+        plan: Plan,
+        rank: int,
         seed: int,
         device: torch.device,
     ) -> None:
         self._module = module
         self._precision = precision
         self._interceptor = interceptor
-        self._stages = stages
+        self._stages = plan.n_stages
+        self._both_ends = {0, plan.n_stages - 1} <= set(plan.stages[rank])
+        self._recomputes_first = self._both_ends and bool(plan.recompute) and plan.recompute[0]
+        self._whole: dict[tuple[str, str], list[bool]] = {}
         self._seed = seed
         self._device = device
 
@@ -92,9 +110,35 @@ class Steps:
         """What stage `number` runs for each micro-batch."""
         return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
 
-    def capture(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
-        """What `step` gives to the pipelined module for a whole batch."""
-        with forked_rng(self._device):
+    def capture(
+        self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]
+    ) -> tuple[Any, frozenset[int]]:
+        """What `step` gives to the pipelined module for a whole batch, and which of its tensors can't be cut, by id.
+
+        A tensor that the step makes may have as many entries on axis 0 as the batch has samples by chance, a mask
+        above all. Where there is a doubt, the step is asked for one sample too: what keeps its shape is no sample's.
+        """
+        x = self._captured(step, item, copied(batch) if self._both_ends else batch, arguments)
+        leaves, spec = pytree.tree_flatten(x)
+        doubtful = [t for t in leaves if isinstance(t, torch.Tensor) and t.ndim and t.size(0) == item.rows]
+        if item.rows == 1 or len(doubtful) < 2:
+            return x, frozenset()
+        key = step.__name__, str(spec)
+        if key not in self._whole:
+            one = copied(take(batch, Span(0, 1), item.rows))
+            try:
+                others, other_spec = pytree.tree_flatten(self._captured(step, item, one, arguments))
+            except Exception:  # a step that needs more than one sample: the number of entries has to do
+                others, other_spec = [], None
+            same = other_spec == spec
+            self._whole[key] = [
+                isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape
+                for a, b in zip(leaves, others if same else [None] * len(leaves), strict=True)
+            ]
+        return x, frozenset(id(t) for t, whole in zip(leaves, self._whole[key], strict=True) if whole)
+
+    def _captured(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        with forked_rng(self._device), recorded(self._module):  # the last stage logs
             self._seed_user_code(item, BEFORE_LAYERS)
             return self._interceptor.capture(step, batch, *arguments)
 
@@ -122,11 +166,15 @@ class Steps:
         data = item.data
         if isinstance(data, EvaluationBatch):
             with data.context():
-                return stage.run_layers(item, span, _samples(data.x, span, item.rows))
+                return stage.run_layers(item, span, _samples(data, span, item.rows))
+        last_run = stage.recomputing if stage.recompute else not self._both_ends
         with self._precision.train_step_context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = take(data.batch, span, data.rows)
-            x = self._interceptor.capture(self._module.training_step, part, *data.arguments)
+            with recorded(self._module):  # the last stage logs
+                x = self._interceptor.capture(
+                    self._module.training_step, part if last_run else copied(part), *data.arguments
+                )
             return stage.run_layers(item, span, x)
 
     def _middle(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
@@ -138,7 +186,7 @@ class Steps:
     def _last(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         data = item.data
         if isinstance(data, EvaluationBatch):
-            x = _samples(data.x, span, item.rows) if stage.number == 0 else received
+            x = _samples(data, span, item.rows) if stage.number == 0 else received
             with data.context():
                 return stage.run_layers(item, span, x)
 
@@ -150,6 +198,8 @@ class Steps:
         with self._precision.train_step_context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = take(data.batch, span, data.rows)
+            if self._recomputes_first:
+                part = copied(part)
             with recorded(self._module) as logged:
                 out = self._interceptor.supply(self._module.training_step, answer, part, *data.arguments)
         loss, extras = _loss_of(out)
@@ -167,7 +217,7 @@ def _loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     """The loss and all else in what a training step returned.
 
     Raises:
-        PipelineError: there is no scalar loss that can be differentiated.
+        PipelineError: there is no loss, it is no scalar, or it can't be differentiated.
     """
     extras = {key: value for key, value in out.items() if key != "loss"} if isinstance(out, dict) else {}
     loss = out.get("loss") if isinstance(out, dict) else out
@@ -184,15 +234,22 @@ def _loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
             "the loss depends on weights of layers that live on another rank; only the call of the pipelined module "
             "may use them"
         )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise PipelineError(
+            "training_step returned a loss that nothing can be trained by: it has no gradient (requires_grad is "
+            "False). Compute it outside of torch.no_grad(), do not detach() it, and leave some parameters unfrozen"
+        )
     detached = apply_to_collection(extras, torch.Tensor, lambda t: t.detach())
     return loss.reshape(()), detached
 
 
-def _samples(x: Any, span: Span, rows: int) -> Any:
-    part = take(x, span, rows)
-    if part is x and span.rows != rows:
+def _samples(data: EvaluationBatch, span: Span, rows: int) -> Any:
+    part = take(data.x, span, rows, data.whole)
+    shapes = [tuple(t.shape) for t in tensors_of(data.x)]
+    if span.rows != rows and shapes and shapes == [tuple(t.shape) for t in tensors_of(part)]:
         raise PipelineError(
-            f"the pipelined module gets shape {tuple(x.shape)} for {rows} samples; axis 0 must count samples"
+            f"the pipelined module gets shapes {', '.join(map(str, shapes))} for {rows} samples; axis 0 of a tensor "
+            "must count samples, or the batch can't be cut into micro-batches"
         )
     return part
 

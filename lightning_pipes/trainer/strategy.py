@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.failure import FailureWatch, PeerFailure
+from lightning_pipes.engine.transport import KINDS
 from lightning_pipes.ir import PlanError, Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.trainer import checkpoints
@@ -63,11 +64,13 @@ class PipelineStrategy(ParallelStrategy):
             begin.
         recompute: keep only the input of each stage and run its forward again before backward; saves memory.
         seed: what dropout and all other random numbers inside a step start from.
+        transport: how tensors travel between stages: "local" is shared memory on one host, "nccl" goes from GPU to
+            GPU, "gloo" works everywhere; "auto" takes the fastest that all ranks can use.
         timeout: how long ranks wait for each other outside the pipeline.
         process_group_backend: of the default process group; ours use gloo.
 
     Raises:
-        PlanError: no such schedule, or it does not take these settings.
+        PlanError: no such schedule or transport, or the schedule does not take these settings.
     """
 
     strategy_name = "pipeline"
@@ -81,6 +84,7 @@ class PipelineStrategy(ParallelStrategy):
         partition: str | list[int] = "parameters",
         recompute: bool = False,
         seed: int = 0,
+        transport: str = "auto",
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -97,10 +101,12 @@ class PipelineStrategy(ParallelStrategy):
         self._partition = _known_partition(partition)
         self._recompute = recompute
         self._seed = seed
+        self._transport = _known_transport(transport)
         self._timeout = timeout
         self._backend = process_group_backend
         self._watch: FailureWatch | None = None
         self._control: Control | None = None
+        self._cut: CutModule | None = None
         self._run: PipelineRun | None = None
         self._layouts: list[OptimizerLayout] = []
         self._stops: StopAgreement | None = None
@@ -163,6 +169,8 @@ class PipelineStrategy(ParallelStrategy):
         if started:
             atexit.register(_leave)
         self._failed = False
+        if self._control is not None:
+            self._control.close()  # made again since the last teardown, as by Trainer.save_checkpoint
         store = private.default_store() if self.world_size > 1 else None
         self._watch = FailureWatch(store, self.global_rank)
         self._control = Control(range(self.world_size), self._watch, self._timeout)
@@ -189,7 +197,7 @@ class PipelineStrategy(ParallelStrategy):
         ranks = stage_ranks(self.schedule, self.world_size)
         layers = stage_layers(self._partition, layer_sizes(full), len(ranks))
         plans = Plans(self.schedule, ranks, layers, self._microbatches, self._recompute)
-        plans.for_rows(plans.microbatches)  # what can't be ordered fails here
+        plan, _ = plans.for_rows(plans.microbatches)  # what can't be ordered fails here
         last = ranks[-1]
         global_ranks = [(last - r) % self.world_size for r in range(self.world_size)]
         broadcast_weights(module, self.control)
@@ -205,13 +213,23 @@ class PipelineStrategy(ParallelStrategy):
         who = holders(module, path, rank_of_layer, self.control.ranks)
         interceptor = Interceptor(f"self.{path}")
         local = [n for n, rank in enumerate(rank_of_layer) if rank == self.global_rank]
-        cut = CutModule(module, path, local, interceptor)
+        self._cut = cut = CutModule(module, path, local, interceptor)
         self._layouts = [keep_local(o, w, cut.is_foreign) for o, w in zip(self.optimizers, whole, strict=True)]
         self.model_to_device()
         shared = SharedParameters(list(module.parameters()), who, self.control)
-        steps = Steps(module, self.precision_plugin, interceptor, len(ranks), self._seed, self.root_device)
+        rank = global_ranks.index(self.global_rank)
+        steps = Steps(module, self.precision_plugin, interceptor, plan, rank, self._seed, self.root_device)
         self._run = run = PipelineRun(
-            trainer, cut, plans, steps, self.control, shared, global_ranks, self.root_device, self._seed
+            trainer,
+            cut,
+            plans,
+            steps,
+            self.control,
+            shared,
+            global_ranks,
+            self.root_device,
+            self._seed,
+            self._transport,
         )
 
         self.setup_precision_plugin()
@@ -222,26 +240,29 @@ class PipelineStrategy(ParallelStrategy):
         self._undo = [hooks.remove, stops.remove, agreement.remove, metrics_stay_local(module)]
 
     def teardown(self) -> None:
-        module, run = self.lightning_module, self._run
+        module, cut, run = self.lightning_module, self._cut, self._run
         for undo in self._undo:
             undo()
         self._undo, self._stops = [], None
+        state = None
         if run is not None:
-            assert module is not None
-            state = None
             if not self._down:
                 state = checkpoints.gather_model_everywhere(run.cut, self.control)
                 if run.windows:
                     windows = self.control.all_gather(tuple(run.windows))
                     self._windows = [windows[rank] for rank in run.global_ranks]
             run.close()
+        if self._control is not None:
+            self._control.close()
+        if self._watch is not None:
+            self._watch.close()  # nobody waits for anybody any more: others may be gone before the rest is done
+        if cut is not None:
+            assert module is not None
             module.cpu()
-            run.cut.restore(state)
-            self._run = None
+            cut.restore(state)
+            self._cut = self._run = None
         elif module is not None and not any(p.is_meta for p in module.parameters()):
             module.cpu()
-        if self._watch is not None:
-            self._watch.close()
         private.optimizers_to_device(self.optimizers, torch.device("cpu"))
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             assert part is not None
@@ -420,6 +441,13 @@ def _positive(name: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise PlanError(f"{name} must be at least 1, got {value}")
     return value
+
+
+def _known_transport(transport: str) -> str:
+    if transport not in KINDS:
+        *others, last = map(repr, KINDS)
+        raise PlanError(f"no transport is called {transport!r}; choose {', '.join(others)} or {last}")
+    return transport
 
 
 def _known_partition(partition: str | list[int]) -> str | list[int]:

@@ -57,6 +57,7 @@ class PipelineSettings:
     partition: Any = "parameters"  # or a list: where the stages 1, 2, ... begin
     recompute: bool = False
     seed: int = 0
+    transport: str = "auto"  # or local, gloo, nccl
 
 
 @dataclass

@@ -85,6 +85,16 @@ class VectorLoss(Lit):
         return F.cross_entropy(self(batch[0]), batch[1], reduction="none")
 
 
+class Detached(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch).detach()
+
+
+class Transposed(Lit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model((x.T, None))
+
+
 class Manual(Lit):
     def __init__(self) -> None:
         super().__init__()
@@ -158,8 +168,11 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (BareExcept, {}, "a bare `except:` around the call must become `except Exception:`"),
     (NoLoss, {}, "training_step returned no loss"),
     (VectorLoss, {}, "returned a loss of shape (4,)"),
+    (Detached, {}, "returned a loss that nothing can be trained by"),
+    (Transposed, {}, "gets shapes (6, 5) for 5 samples; axis 0 of a tensor must count samples"),
     (Manual, {}, "uses manual optimization"),
     (Searching, {}, "LBFGS runs training_step several times"),
+    (Lit, {"transport": "nccl"}, "transport 'nccl' needs tensors on a GPU, not on cpu"),
     (TwoArguments, {}, "with 2 positional arguments"),
     (ForeignWeights, {}, "weights of layers that live on another rank"),
     (OtherModule, {}, "built different modules"),
@@ -191,6 +204,8 @@ def test_settings_are_checked_at_once():
         PipelineStrategy(microbatches=0)
     with pytest.raises(PlanError, match="partition must be 'parameters' or a list"):
         PipelineStrategy(partition="seconds")
+    with pytest.raises(PlanError, match="no transport is called 'smoke'; choose 'auto', 'local', 'gloo' or 'nccl'"):
+        PipelineStrategy(transport="smoke")
     with pytest.raises(PipelineError, match="does not take"):
         PipelineStrategy("kfkb", schedule_args={"depth": 2})
 

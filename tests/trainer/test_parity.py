@@ -61,6 +61,7 @@ CASES["empty stages", 4] = Case(
     LitOutside, strategy=pipeline("1f1b", partition=[0, 5, 5]), evaluate=True, trainer=CLIPPED
 )
 CASES["more micro-batches than samples", 2] = Case(Lit, strategy=pipeline("1f1b", microbatches=50))
+CASES["gloo", 2] = Case(Lit, strategy=pipeline("1f1b", transport="gloo"), evaluate=True)
 CASES["one rank", 1] = Case(LitOutside, strategy=pipeline("1f1b"), trainer=CLIPPED, evaluate=True)
 CASES["two stages on one rank", 1] = Case(LitTied, strategy=pipeline("interleaved"), trainer=CLIPPED)
 

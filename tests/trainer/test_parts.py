@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -15,7 +17,7 @@ from torch import nn
 
 import lightning_pipes.trainer
 from lightning_pipes.engine import FailureWatch
-from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.ir import DeadlockError, Instruction, PipelineError, Plan, RankView, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.batches import check_same, fingerprint, join, rows_of, take
@@ -47,8 +49,11 @@ def test_take_cuts_what_counts_samples():
 
 def test_rows_of():
     assert rows_of({"x": torch.ones(5, 2)}) == 5
+    assert rows_of({"temperature": torch.tensor(2.0), "names": ["a"], "pair": Pair(None, [torch.ones(4), 1])}) == 4
     with pytest.raises(PipelineError, match="can't tell how many samples a batch of type dict holds"):
         rows_of({})
+    with pytest.raises(PipelineError, match="axis 0 counts samples"):
+        rows_of([torch.tensor(1.0), "abc"])
 
 
 def test_join_is_the_other_direction_of_take():
@@ -250,6 +255,23 @@ def test_names_in_lightning_s_registry():
         strategy="pipeline_kfkb", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
     )
     assert trainer.strategy.schedule.name == "kfkb"
+
+
+@dataclass(frozen=True)
+class Refusing:
+    """A policy that begins nothing once two micro-batches are under way, and does not go on with those either."""
+
+    name: ClassVar[str] = "refusing"
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
+        return ready[0] if sum(view.in_flight.values()) < 2 else None
+
+
+def test_a_policy_that_gets_stuck_is_refused():
+    plans = Plans(Refusing(), (0, 1), [Span(0, 1)] * 2, 4, recompute=False)
+    assert plans.for_rows(1)
+    with pytest.raises(DeadlockError, match="and refusing picks none"):
+        plans.for_rows(8)
 
 
 def test_the_last_stage_never_recomputes():

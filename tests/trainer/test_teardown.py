@@ -1,0 +1,122 @@
+"""What a run leaves behind in its process: nothing that grows, and a module that says what is wrong with it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.engine import failure
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.checks import check_module
+from lightning_pipes.trainer.pipelined import CutModule
+from tests.trainer.lit import Lit, LitOutside, data, quiet
+
+
+def make_trainer(**strategy: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineStrategy(**{"microbatches": 2, **strategy}),
+        max_steps=2,
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(data(), batch_size=8)
+
+
+def open_things(rank: int, folder: str) -> list[tuple[int, int]]:
+    """File descriptors and threads of this process after each of five runs."""
+    quiet()
+    counts = []
+    for n in range(5):
+        trainer = make_trainer()
+        module = LitOutside()
+        trainer.fit(module, loader())
+        trainer.validate(module, loader(), verbose=False)
+        trainer.save_checkpoint(f"{folder}/{n}.ckpt")  # gathers the optimizer's state once more
+        trainer.validate(module, loader(), verbose=False)
+        del trainer, module
+        gc.collect()
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return counts
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts in /proc")
+def test_nothing_stays_open(tmp_path):
+    for counts in run_ranks(open_things, 2, str(tmp_path), timeout=60):
+        first, *_, last = counts[1:]  # the first run starts what the process keeps
+        assert last[0] <= first[0], counts
+        assert last[1] <= first[1], counts
+
+
+class SlowToLeave(Lit):
+    """Takes its time on rank 1 when all have said all; only then is it asked to go to the CPU for good."""
+
+    def cpu(self) -> SlowToLeave:
+        if os.environ["RANK"] == "1":
+            time.sleep(2.0)
+        return super().cpu()
+
+
+def leave(rank: int) -> str:
+    quiet()
+    failure.GRACE_SECONDS = 0.3
+    make_trainer().fit(SlowToLeave(), loader())
+    return "done"
+
+
+def test_a_slow_teardown_outlives_rank_0():
+    """Rank 0 hosts the store, as without torchrun; that it has gone looks like a failure to who still watches."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    assert run_ranks(leave, 2, timeout=30, env=env) == ["done", "done"]
+
+
+def test_a_module_without_its_foreign_layers_says_so():
+    module = Lit()
+    CutModule(module, "model", [2], lambda args, kwargs: args).restore(None)
+    with pytest.raises(PipelineError, match=r"Lit.model.0.0.weight is gone: the last run .* failed, .*ckpt_path"):
+        check_module(module, fitting=True)
+
+
+def test_lazy_layers_are_still_told_from_it():
+    module = Lit()
+    module.model.append(nn.LazyLinear(3))
+    with pytest.raises(PipelineError, match="initialise lazy layers"):
+        check_module(module, fitting=True)
+
+
+def fail_and_try_again(rank: int) -> list[str]:
+    quiet()
+    module, said = Lit(), []
+    for strategy in ({"transport": "nccl"}, {}):
+        try:
+            make_trainer(**strategy).fit(module, loader())
+        except PipelineError as error:
+            said.append(f"{type(module.model).__name__}: {error}")
+    return said
+
+
+def test_a_run_that_fails_before_it_begins():
+    for first, second in run_ranks(fail_and_try_again, 2, timeout=30):
+        assert first.startswith("Sequential: ")  # no stand-in is left in the module
+        assert "transport 'nccl' needs tensors on a GPU" in first
+        assert "is gone: the last run" in second

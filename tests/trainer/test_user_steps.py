@@ -1,0 +1,107 @@
+"""A rank may run parts of the user's step several times on the same samples; nobody must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipes.ir import Instruction, Plan, RankView
+from lightning_pipes.testing.ranks import run_ranks
+from tests.trainer.lit import WIDTH, Case, Lit, differences, train, train_cases
+
+
+class LitInPlace(Lit):
+    """Prepares its batch in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.sub_(0.5).mul_(3.0)
+        return self.model(x) + x[:, :3]
+
+
+class LitEarlyLog(Lit):
+    """Logs before it calls the layers; a sum shows every call too many."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._log_rows("early", batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._log_rows("early_val", batch)
+        super().validation_step(batch, batch_idx)
+
+    def _log_rows(self, name: str, batch: Any) -> None:
+        self.log(name, float(len(batch[0])), reduce_fx="sum", on_step=False, on_epoch=True)
+
+
+class Masked(nn.Module):
+    """The first features of each sample, mixed by a mask that belongs to no sample."""
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        x, n = inputs["x"], len(inputs["mask"])
+        return torch.cat([x[:, :n] @ inputs["mask"], x[:, n:]], 1) * inputs["weights"]
+
+
+class LitMask(Lit):
+    """Its mask has as many rows as the batches of evaluation have samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.insert(0, Masked())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(5, 5, dtype=x.dtype).tril()
+        return self.model({"x": x, "mask": mask, "weights": x.new_ones(len(x), WIDTH) / 2})
+
+
+@dataclass(frozen=True)
+class Eager:
+    """A policy that waits for nothing; the first and the last of its stages share a rank."""
+
+    name: ClassVar[str] = "eager"
+
+    def placement(self, n_ranks: int) -> tuple[int, ...]:
+        return (*range(n_ranks), 0)
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
+        return ready[0]
+
+
+def pipeline(schedule: Any = "1f1b", **settings: Any) -> dict[str, Any]:
+    return {"schedule": schedule, "microbatches": 3, **settings}
+
+
+CASES: dict[tuple[str, int], Case] = {
+    ("once", 2): Case(LitInPlace, strategy=pipeline(), evaluate=True),
+    ("recompute", 2): Case(LitInPlace, strategy=pipeline("gpipe", recompute=True)),
+    ("both ends", 2): Case(LitInPlace, strategy=pipeline(Eager()), evaluate=True),
+    ("both ends, recompute", 2): Case(LitInPlace, strategy=pipeline(Eager(), recompute=True), evaluate=True),
+    ("one stage", 1): Case(LitInPlace, strategy=pipeline(), evaluate=True),
+    ("two stages", 1): Case(LitInPlace, strategy=pipeline("interleaved"), evaluate=True),
+    ("two stages, recompute", 1): Case(LitInPlace, strategy=pipeline("interleaved", recompute=True)),
+    ("early log", 1): Case(LitEarlyLog, strategy=pipeline("interleaved")),
+    ("early log", 2): Case(LitEarlyLog, strategy=pipeline()),
+    ("mask", 1): Case(LitMask, strategy=pipeline("interleaved"), evaluate=True),
+    ("mask", 2): Case(LitMask, strategy=pipeline(), evaluate=True),
+}
+
+
+@cache
+def on_one_process(module: type[Lit], evaluate: bool) -> dict[str, Any]:
+    return train(Case(module, evaluate=evaluate), 1, Path(mkdtemp()))
+
+
+@pytest.mark.parametrize("key", CASES, ids=lambda key: f"{key[0]} on {key[1]}")
+def test_parity(key):
+    case, ranks = CASES[key], key[1]
+    plain = on_one_process(case.module, case.evaluate)
+    for (found,) in run_ranks(train_cases, ranks, [case], ranks, mkdtemp(), timeout=40):
+        for what in plain.keys() - {"rows", "gradients"}:
+            assert differences(found[what], plain[what], at=what) == []
