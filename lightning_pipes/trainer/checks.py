@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import lightning.pytorch as pl
+from lightning.pytorch import callbacks as cb
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -11,6 +14,24 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.pipelined import INCOMPLETE, batch_statistics
+
+_UNSUITABLE: dict[type[pl.Callback], str] = {
+    cb.StochasticWeightAveraging: "keeps a copy of the whole module and averages it with the layers of one stage; "
+    "average checkpoints after training instead",
+    cb.WeightAveraging: "keeps a copy of the whole module and averages it with the layers of one stage; "
+    "average checkpoints after training instead",
+    cb.BaseFinetuning: "looks for the layers of all stages in the optimizer of one; set requires_grad in "
+    "configure_model, or give the layers learning rates by a scheduler",
+    cb.ModelPruning: "prunes the layers of all stages, of which each process holds its own only; prune after training",
+}
+
+
+def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
+    """Raises PipelineError for a callback that needs the whole module on every process."""
+    for callback in callbacks:
+        for kind, reason in _UNSUITABLE.items():
+            if isinstance(callback, kind):
+                raise PipelineError(f"{type(callback).__name__} can't be used in a pipeline: it {reason}")
 
 
 def check_module(module: pl.LightningModule, fitting: bool) -> None:

@@ -47,6 +47,12 @@ def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
+def callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's callbacks; public, but set from another class, where no type checker sees it."""
+    found: list[pl.Callback] = vars(trainer)["callbacks"]
+    return found
+
+
 def replace_signal_handlers(trainer: pl.Trainer, sigterm: SignalHandler, requeue: SignalHandler) -> SignalHandler:
     """Puts our handlers where Lightning registers its own from; returns Lightning's for a SLURM requeue.
 

@@ -32,7 +32,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.capture import Interceptor
-from lightning_pipes.trainer.checks import check_module, warn_about
+from lightning_pipes.trainer.checks import check_callbacks, check_module, warn_about
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.equal_starts import broadcast_random_state, broadcast_weights
@@ -46,6 +46,7 @@ from lightning_pipes.trainer.run import PipelineRun
 from lightning_pipes.trainer.shared_parameters import SharedParameters, holders
 from lightning_pipes.trainer.steps import Context, Steps
 from lightning_pipes.trainer.stopping import StopAgreement
+from lightning_pipes.trainer.summary import show_summaries
 
 
 class PipelineStrategy(ParallelStrategy):
@@ -189,6 +190,8 @@ class PipelineStrategy(ParallelStrategy):
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self.model = self.precision_plugin.convert_module(self.model)
         check_module(module, fitting)
+        if fitting:
+            check_callbacks(private.callbacks(trainer))
         path = find_pipelined(module, self._path)
         full = module.get_submodule(path)
         assert isinstance(full, torch.nn.Sequential)
@@ -211,6 +214,8 @@ class PipelineStrategy(ParallelStrategy):
 
         rank_of_layer = [global_ranks[ranks[s]] for s, span in enumerate(layers) for _ in range(span.rows)]
         who = holders(module, path, rank_of_layer, self.control.ranks)
+        if fitting:
+            self._undo.append(show_summaries(private.callbacks(trainer), trainer, module))
         interceptor = Interceptor(f"self.{path}")
         local = [n for n, rank in enumerate(rank_of_layer) if rank == self.global_rank]
         self._cut = cut = CutModule(module, path, local, interceptor)
@@ -237,7 +242,7 @@ class PipelineStrategy(ParallelStrategy):
         agreement = GradientAgreement(self.precision_plugin, shared, self.control, self.root_device)
         self._stops = stops = StopAgreement(trainer, self.control)
         hooks = HookWrappers(module, self.control, run.replay, run.last_rank, run.last, stops.agree, self._start_epoch)
-        self._undo = [hooks.remove, stops.remove, agreement.remove, metrics_stay_local(module)]
+        self._undo += [hooks.remove, stops.remove, agreement.remove, metrics_stay_local(module)]
 
     def teardown(self) -> None:
         module, cut, run = self.lightning_module, self._cut, self._run
@@ -346,6 +351,12 @@ class PipelineStrategy(ParallelStrategy):
         if self._down:
             return self._run.cut.local_state(outside=True)
         return checkpoints.gather_model(self._run.cut, self.control)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """The checkpoint that rank 0 means: a tuner names its own after a random number of its process."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
+        self.barrier()  # whoever removes it afterwards must not be too early
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._run is None:

@@ -1,0 +1,24 @@
+"""ModelSummary shows the whole model, not what is left of it on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelSummary
+
+
+def show_summaries(
+    callbacks: Iterable[pl.Callback], trainer: pl.Trainer, module: pl.LightningModule
+) -> Callable[[], None]:
+    """Has every ModelSummary print the module as it is now, and not later; returns what undoes the latter."""
+    shown = [c for c in callbacks if isinstance(c, ModelSummary)]
+    for callback in shown:
+        callback.on_fit_start(trainer, module)
+        vars(callback)["on_fit_start"] = lambda *args: None
+
+    def undo() -> None:
+        for callback in shown:
+            vars(callback).pop("on_fit_start", None)
+
+    return undo

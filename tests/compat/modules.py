@@ -1,0 +1,454 @@
+"""LightningModules and callbacks of the rows: ordinary ones, which know nothing of pipelines."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BasePredictionWriter,
+    Callback,
+    ModelSummary,
+    Timer,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.trainer.lit import WIDTH, Lit, data, plain_values
+
+
+class Endless(IterableDataset[Any]):
+    """The samples without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(data())
+
+
+class LitFloat(Lit):
+    """In whatever precision the Trainer asks for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x.to(next(self.model.parameters()).dtype))
+
+
+class LitManyLoaders(Lit):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("by_loader", self.seen[-1].sum(), add_dataloader_idx=True)
+
+
+class LitTwoLoaders(Lit):
+    """Batches of two loaders at a time, in a dict."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch["a"][0] + batch["b"][0]), batch["a"][1])
+
+
+def two_loaders() -> dict[str, Any]:
+    return {"a": DataLoader(data(), batch_size=8), "b": DataLoader(data(), batch_size=8)}
+
+
+def with_a_worker() -> DataLoader[Any]:
+    """Forked, as torch does by itself on Linux; a rank would start it afresh, because ranks are started so."""
+    return DataLoader(data(), batch_size=8, num_workers=1, multiprocessing_context="fork")
+
+
+class LitReloading(Lit):
+    """Other data in every epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[int] = []
+
+    def train_dataloader(self) -> Any:
+        self.loaded.append(self.current_epoch)
+        return DataLoader(data(9 + 4 * self.current_epoch), batch_size=4)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(data(13), batch_size=5)
+
+
+class LitInference(Lit):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("inference", float(torch.is_inference_mode_enabled()))
+        self.log("gradients", float(torch.is_grad_enabled()))
+
+
+class NanBackward(nn.Module):
+    """Finite forward, gradients that are not numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sqrt(x * 0.0)
+
+
+class LitNan(Lit):
+    """Not a number in the backward of the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[1] = NanBackward()
+
+
+class LitShown(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("shown", loss, prog_bar=True)
+        return loss
+
+
+class LitRaising(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            raise ValueError("the second batch is bad")
+        return super().training_step(batch, batch_idx)
+
+
+class LitWith(Lit):
+    """Optimizers and schedulers as `configure(module)` makes them."""
+
+    def __init__(self, configure: Any) -> None:
+        super().__init__()
+        self.__dict__["configure"] = configure
+
+    def configure_optimizers(self) -> Any:
+        return self.__dict__["configure"](self)
+
+
+class LitFrozen(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.model[2].parameters():
+            parameter.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+
+class LitOwnClipping(Lit):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.02 * (1 + self.current_epoch))
+
+
+class LitWarmUp(Lit):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (self.trainer.global_step + 1)
+        optimizer.step(closure=optimizer_closure)
+
+
+class LitNorms(Lit):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class LitOneCycle(Lit):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class LitSized(Lit):
+    """A batch size that can be looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 8
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(), batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(data(13), batch_size=5)
+
+
+class LitRate(Lit):
+    """A learning rate that can be looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class LitManual(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Net(nn.Module):
+    """Layers that are not a child of the LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x * self.scale)
+
+
+class LitNested(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Net()
+
+
+class Pair(nn.Module):
+    """Passes a tuple on, one of it from the first layer to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, first = pair
+        return torch.tanh(self.linear(x) + first), first
+
+
+class LitTuple(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(Pair(), Pair(), Pair(), Pair())
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last, first = self.model((x, x.detach() * 0.5))
+        return self.head(last * first)
+
+
+class Entry(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**state, "x": torch.tanh(self.linear(state["x"])) * state["mask"]}
+
+
+class LitDict(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(Entry(), Entry(), Entry(), Entry())
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.model({"x": x, "mask": (x > 0).to(x.dtype)})["x"])
+
+
+class LitCompiled(Lit):
+    """Every layer compiled by itself; the backend is one that needs no compiler."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.model = nn.Sequential(*(torch.compile(layer, backend="eager") for layer in self.model))
+
+
+class LitDictBatch(Lit):
+    """Batches that are dicts with tensors, strings and a number for all."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert len(batch["names"]) == len(batch["x"])
+        return batch["scale"][0] * F.cross_entropy(self(batch["x"]), batch["y"])
+
+
+def named_samples() -> DataLoader[Any]:
+    rows = [{"x": x, "y": y, "names": f"sample {n}", "scale": 2.0} for n, (x, y) in enumerate(data())]
+    return DataLoader(rows, batch_size=8)
+
+
+class LitBatchNorm(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[1] = nn.BatchNorm1d(WIDTH)
+
+
+class LitConfigured(Lit):
+    """Makes its layers in configure_model, and does so once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, 3))
+
+
+class LitSynced(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("synced", loss, on_epoch=True, sync_dist=True)
+        self.log("right", (logits.argmax(1) == y).double().sum(), reduce_fx="sum", on_epoch=True, sync_dist=True)
+        return loss
+
+
+class LitSkipping(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = super().training_step(batch, batch_idx)
+        return out if batch_idx != 1 else None
+
+
+class Data(pl.LightningDataModule):
+    """Keeps which of its hooks ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(f"setup {stage}")
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append(f"teardown {stage}")
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(), batch_size=8)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(data(13), batch_size=5)
+
+
+def log_lambda(trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+    module.log("from_lambda", outputs["scale"])
+
+
+class StepTimer(Timer):
+    """Every step takes a second, and there are four."""
+
+    def __init__(self) -> None:
+        super().__init__(timedelta(seconds=4))
+        self.steps = 0
+
+    def time_elapsed(self, stage: Any = "train") -> float:
+        return float(self.steps)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.steps = trainer.global_step
+        super().on_train_batch_end(trainer, *args)
+
+
+class Writer(BasePredictionWriter):
+    """Keeps what it is given to write."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.given: list[Any] = []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *args: Any) -> None:
+        self.given.append(plain_values(prediction))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.given.append(plain_values(predictions))
+
+
+class LitTwice(Lit):
+    """Passes the layers twice a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]) + self(-batch[0]), batch[1])
+
+
+class LitNorm(Lit):
+    """Group normalisation, which looks at each sample alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[1] = nn.GroupNorm(2, WIDTH)
+
+
+class Reader(Callback):
+    """Logs what it reads from outputs and metrics."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.log("doubled", 2 * outputs["loss"], on_step=True, on_epoch=False)
+        module.log("mean_logit", outputs["logits"].mean(), on_step=True, on_epoch=False)
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("from_metrics", trainer.callback_metrics["val_loss"] + 1)
+
+
+class Mourner(Callback):
+    """Keeps what ended the run."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.errors.append(str(exception))
+
+
+def trainable(module: Any) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+class Thaw(BaseFinetuning):
+    """The first layer learns from the second epoch on."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.model[0])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.model[0], optimizer, lr=0.1)
+
+
+class Bar(TQDMProgressBar):
+    """Keeps what it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, module, *args)
+        self.shown.append(self.get_metrics(trainer, module))
+
+
+class Summary(ModelSummary):
+    """Keeps how many parameters it counts."""
+
+    totals: list[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals = []
+
+    def summarize(self, summary_data: Any, total_parameters: int, *args: Any, **kwargs: Any) -> None:
+        self.totals.append(total_parameters)
+
+
+def compiled(module: pl.LightningModule) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def tensorboard(folder: Path) -> dict[str, Any]:
+    return {"logger": TensorBoardLogger(folder, name="runs")}
+
+
+def tensorboard_rows(trainer: pl.Trainer, folder: Path) -> Any:
+    """All scalars by name, and how many event files there are."""
+    if not trainer.is_global_zero:
+        return None
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    runs = sorted({path.parent for path in folder.rglob("events.*")})
+    events = EventAccumulator(str(runs[0])).Reload()
+    scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return len(runs), len(list(folder.rglob("events.*"))), scalars

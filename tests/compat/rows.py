@@ -1,0 +1,478 @@
+"""The rows of the compatibility table."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import callbacks as cb
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
+from lightning.pytorch.profilers import SimpleProfiler
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+
+from tests.compat import modules as m
+from tests.compat.runs import Found, Row, loaders
+from tests.trainer.lit import Lit, LitOutside, LitTied, data, plain_values
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {"schedule": "1f1b"},
+    "kfkb": {"schedule": "kfkb", "schedule_args": {"k": 2}},
+}
+ROWS: dict[str, Row] = {}
+
+
+def row(area: str, name: str, trainer: Any = None, **settings: Any) -> None:
+    """Adds a row; `trainer` is a dict of options, or a function of the run's folder that makes one."""
+    if isinstance(trainer, dict):
+        options = trainer
+        settings["trainer"] = lambda folder: dict(options)
+    elif trainer is not None:
+        settings["trainer"] = trainer
+    assert name not in ROWS, name
+    ROWS[name] = Row(area, name, **settings)
+
+
+def batches(train: Any = None, val: Any = None) -> dict[str, Any]:
+    given = {"train_dataloaders": train, "val_dataloaders": val}
+    return {**loaders(), **{k: v for k, v in given.items() if v is not None}}
+
+
+def callback(trainer: pl.Trainer, kind: type[Any]) -> Any:
+    return next(c for c in trainer.callbacks if isinstance(c, kind))
+
+
+def token_loaders() -> dict[str, Any]:
+    return batches(DataLoader(data(tokens=True), batch_size=8), DataLoader(data(13, tokens=True), batch_size=5))
+
+
+# ---- Trainer
+
+
+def shuffled(seed: int | None = 5) -> DataLoader[Any]:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return DataLoader(data(), batch_size=8, shuffle=True, generator=generator)
+
+
+def profiled(trainer: pl.Trainer, folder: Path) -> dict[str, int]:
+    """How often the actions ran that every strategy has."""
+    counts = {action: len(seconds) for action, seconds in trainer.profiler.recorded_durations.items()}
+    shared = ("[LightningModule]", "[Callback]", "run_training_epoch", "run_training_batch", "optimizer_step")
+    own = ("setup", "_step", "configure_")  # of the strategy, which is another, and what it calls in other numbers
+    return {a: n for a, n in counts.items() if a.startswith(shared) and not any(part in a for part in own)}
+
+
+trainer = partial(row, "Trainer")
+trainer("gradient_clip_val, norm", {"gradient_clip_val": 0.05}, module=LitOutside)
+trainer("gradient_clip_val, value", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, module=LitOutside)
+trainer("accumulate_grad_batches", {"accumulate_grad_batches": 2})
+trainer("max_steps", {"max_steps": 4, "max_epochs": -1})
+trainer("min_epochs, max_epochs", {"min_epochs": 1, "max_epochs": 3})
+trainer("max_time", {"max_time": timedelta(hours=1)})
+trainer("val_check_interval, share of an epoch", {"val_check_interval": 0.5})
+trainer("val_check_interval, batches over epochs", {"val_check_interval": 2, "check_val_every_n_epoch": None})
+trainer("check_val_every_n_epoch", {"check_val_every_n_epoch": 2, "max_epochs": 3})
+trainer(
+    "limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches",
+    {"limit_train_batches": 2, "limit_val_batches": 0.7, "limit_test_batches": 1, "limit_predict_batches": 2},
+    evaluate=True,
+)
+trainer("overfit_batches", {"overfit_batches": 2}, loaders=lambda: batches(shuffled()))
+trainer("fast_dev_run", {"fast_dev_run": 2}, evaluate=True)
+trainer("num_sanity_val_steps", {"num_sanity_val_steps": -1})
+trainer("detect_anomaly", {"detect_anomaly": True})
+trainer("detect_anomaly, a bad backward", {"detect_anomaly": True}, module=m.LitNan, raises="returned nan values")
+trainer("deterministic", {"deterministic": True})
+trainer("benchmark", {"benchmark": True})
+trainer('profiler="simple"', lambda folder: {"profiler": SimpleProfiler(dirpath=folder)}, watch=profiled)
+trainer("inference_mode=True", {"inference_mode": True}, module=m.LitInference)
+trainer("inference_mode=False", {"inference_mode": False}, module=m.LitInference)
+trainer(
+    "several validation dataloaders",
+    module=m.LitManyLoaders,
+    loaders=lambda: batches(val=[DataLoader(data(13), batch_size=5), DataLoader(data(6), batch_size=3)]),
+)
+trainer("several training dataloaders", module=m.LitTwoLoaders, loaders=lambda: batches(m.two_loaders()))
+trainer("IterableDataset without length", loaders=lambda: batches(DataLoader(m.Endless(), batch_size=8)))
+trainer("use_distributed_sampler", {"use_distributed_sampler": True}, loaders=lambda: batches(shuffled()))
+trainer("shuffle=True without a generator of its own", loaders=lambda: batches(shuffled(None)))
+trainer("dataloader workers", loaders=lambda: batches(m.with_a_worker()))
+trainer(
+    "LightningDataModule",
+    loaders=lambda: {"datamodule": m.Data()},
+    watch=lambda trainer, folder: trainer.datamodule.calls,
+)
+trainer("batches that are dicts", module=m.LitDictBatch, loaders=lambda: batches(m.named_samples()))
+trainer("ckpt_path, resumed", lambda folder: {}, resume=True)
+trainer(
+    "plugins=AsyncCheckpointIO()",
+    lambda folder: {**checkpointing(folder, save_last=True), "plugins": [AsyncCheckpointIO()]},
+    watch=lambda trainer, folder: saved(trainer, folder),
+)
+trainer(
+    "reload_dataloaders_every_n_epochs",
+    {"reload_dataloaders_every_n_epochs": 1},
+    module=m.LitReloading,
+    loaders=dict,
+    watch=lambda trainer, folder: trainer.lightning_module.loaded,
+)
+trainer(
+    "enable_model_summary",
+    lambda folder: {"callbacks": [m.Summary()], "enable_model_summary": True},
+    watch=lambda trainer, folder: callback(trainer, m.Summary).totals if trainer.is_global_zero else None,
+)
+trainer(
+    "barebones",
+    lambda folder: {
+        "barebones": True,
+        "logger": None,
+        "log_every_n_steps": None,
+        "num_sanity_val_steps": None,
+        "callbacks": [],
+    },
+)
+
+# ---- precision
+
+ONE = {"microbatches": 1}
+
+
+def half(folder: Path) -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=2)
+    return {"precision": None, "plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "max_epochs": 4}
+
+
+precision = partial(row, "Precision", module=m.LitFloat)
+precision("64-true", {"precision": "64-true"})
+precision("32-true", {"precision": "32-true"}, tolerance=1e-5)
+for name in ("bf16-mixed", "bf16-true"):
+    precision(name, {"precision": name}, strategy=ONE, tolerance=1e-6)
+precision("16-mixed", half, strategy=ONE, tolerance=1e-6, reason="on CPU by plugin, with steps skipped after overflow")
+
+# ---- callbacks
+
+
+def saved(trainer: pl.Trainer, folder: Path) -> Any:
+    """All checkpoints of a run, by file name, and which were best."""
+    if not trainer.is_global_zero:
+        return None
+    found = {}
+    for path in sorted(folder.rglob("*.ckpt")):
+        whole = torch.load(path, map_location="cpu", weights_only=False)
+        kept = {k: whole.get(k) for k in ("global_step", "epoch", "optimizer_states", "lr_schedulers")}
+        settings = {k: v for k, v in whole.get("hyper_parameters", {}).items() if not callable(v)}
+        kept.update(state_dict=dict(whole["state_dict"]), hyper_parameters=settings)
+        found[str(path.relative_to(folder))] = plain_values(kept)
+    best = [
+        (Path(c.best_model_path).name, Path(c.last_model_path).name, plain_values(c.best_model_score))
+        for c in trainer.checkpoint_callbacks
+    ]
+    assert found
+    return found, best
+
+
+def checkpointing(folder: Path, **settings: Any) -> dict[str, Any]:
+    return {"enable_checkpointing": True, "callbacks": [cb.ModelCheckpoint(folder / "kept", **settings)]}
+
+
+def using(make: Any, **options: Any) -> Any:
+    return lambda folder: {"callbacks": [make()], **options}
+
+
+callbacks = partial(row, "Callbacks")
+for name, settings in {
+    "ModelCheckpoint, monitor and save_top_k": {
+        "monitor": "val_loss",
+        "save_top_k": 2,
+        "filename": "{epoch}-{val_loss:.4f}",
+    },
+    "ModelCheckpoint, save_last": {"save_last": True},
+    "ModelCheckpoint, every_n_train_steps": {"every_n_train_steps": 2, "save_top_k": -1},
+    "ModelCheckpoint, save_weights_only": {"save_weights_only": True},
+}.items():
+    callbacks(name, partial(checkpointing, **settings), watch=saved)
+callbacks(
+    "ModelCheckpoint, the default one",
+    {"enable_checkpointing": True},
+    watch=saved,
+)
+callbacks(
+    "EarlyStopping",
+    using(lambda: cb.EarlyStopping("val_loss", patience=1, min_delta=10.0), max_epochs=6),
+    watch=lambda trainer, folder: callback(trainer, cb.EarlyStopping).stopped_epoch,
+)
+callbacks("LearningRateMonitor", using(cb.LearningRateMonitor))
+callbacks(
+    "StochasticWeightAveraging",
+    using(lambda: cb.StochasticWeightAveraging(0.01, swa_epoch_start=1), max_epochs=3),
+    module=partial(m.LitWith, lambda module: SGD(module.parameters(), lr=0.3)),
+    refused="can't be used in a pipeline: it keeps a copy of the whole module",
+    reason="it averages a copy of the whole module with the layers of one stage",
+)
+callbacks(
+    "WeightAveraging, EMAWeightAveraging",
+    using(lambda: cb.EMAWeightAveraging(decay=0.5)),
+    refused="can't be used in a pipeline: it keeps a copy of the whole module",
+    reason="it averages a copy of the whole module with the layers of one stage",
+)
+callbacks(
+    "DeviceStatsMonitor", using(lambda: cb.DeviceStatsMonitor(cpu_stats=True)), differs=frozenset({"metrics", "logged"})
+)
+callbacks(
+    "BasePredictionWriter",
+    using(m.Writer),
+    evaluate=True,
+    watch=lambda trainer, folder: callback(trainer, m.Writer).given,
+)
+callbacks("LambdaCallback", using(lambda: cb.LambdaCallback(on_train_batch_end=m.log_lambda)))
+callbacks("GradientAccumulationScheduler", using(lambda: cb.GradientAccumulationScheduler({1: 2})))
+callbacks("Timer", using(m.StepTimer, max_epochs=9), watch=lambda trainer, folder: trainer.global_step == 4)
+callbacks(
+    "BaseFinetuning",
+    using(m.Thaw),
+    module=partial(m.LitWith, lambda module: SGD(m.trainable(module), lr=0.3)),
+    refused="can't be used in a pipeline: it looks for the layers of all stages",
+    reason="it looks for the layers of all stages in the optimizer of one",
+)
+callbacks(
+    "BatchSizeFinder",
+    using(lambda: cb.BatchSizeFinder(max_trials=1, init_val=4)),
+    module=m.LitSized,
+    loaders=dict,
+)
+callbacks(
+    "LearningRateFinder", using(lambda: cb.LearningRateFinder(num_training_steps=20), max_epochs=8), module=m.LitRate
+)
+callbacks(
+    "ModelPruning",
+    using(lambda: cb.ModelPruning("l1_unstructured", amount=0.5)),
+    refused="can't be used in a pipeline: it prunes the layers of all stages",
+    reason="each process holds its own layers only",
+)
+
+
+def bar_on_one(ranks: list[Found], plain: Found) -> None:
+    assert "Epoch 0" in ranks[0]["written"]
+    assert not any("Epoch 0" in found["written"] for found in ranks[1:])
+
+
+callbacks(
+    "TQDMProgressBar",
+    using(m.Bar, enable_progress_bar=True),
+    module=m.LitShown,
+    watch=lambda trainer, folder: callback(trainer, m.Bar).shown,
+    check=bar_on_one,
+)
+
+
+def rich_bar(folder: Path) -> dict[str, Any]:
+    return {"callbacks": [cb.RichProgressBar()], "enable_progress_bar": True}
+
+
+def rich_on_one(ranks: list[Found], plain: Found) -> None:
+    assert "Epoch" in ranks[0]["written"]
+    assert not any("Epoch" in found["written"] for found in ranks[1:])
+
+
+callbacks("RichProgressBar", rich_bar, module=m.LitShown, check=rich_on_one, needs="rich")
+callbacks("user callbacks that read outputs and callback_metrics", using(m.Reader))
+
+
+def told(ranks: list[Found], plain: Found) -> None:
+    for found in (*ranks, plain):
+        (error,) = found["watched"]
+        assert "the second batch is bad" in error
+
+
+callbacks(
+    "user callbacks, on_exception",
+    using(m.Mourner),
+    module=m.LitRaising,
+    raises="the second batch is bad",
+    watch=lambda trainer, folder: callback(trainer, m.Mourner).errors,
+    check=told,
+)
+
+# ---- loggers
+
+
+def files(trainer: pl.Trainer, folder: Path) -> Any:
+    """What the loggers have written; only once, though all processes could."""
+    if not trainer.is_global_zero:
+        return None
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        found[str(path.relative_to(folder))] = path.read_text().count("\n")
+    return found
+
+
+loggers = partial(row, "Loggers")
+loggers("CSVLogger, written once", lambda folder: {"logger": CSVLogger(str(folder), name="runs")}, watch=files)
+loggers("TensorBoardLogger, written once", m.tensorboard, watch=m.tensorboard_rows, needs="tensorboard")
+loggers("logger=False", {"logger": False})
+loggers(
+    "several loggers",
+    lambda folder: {"logger": [CSVLogger(str(folder), "a"), CSVLogger(str(folder), "b")]},
+    watch=files,
+)
+
+# ---- optimizers
+
+
+def configured(configure: Any) -> Any:
+    return partial(m.LitWith, configure)
+
+
+def by_depth(module: Any) -> Any:
+    early = [p for n, p in module.named_parameters() if n.startswith(("model.0", "model.2"))]
+    late = [p for n, p in module.named_parameters() if not n.startswith(("model.0", "model.2"))]
+    return AdamW([{"params": early, "lr": 0.01, "name": "early"}, {"params": late, "lr": 0.05, "name": "late"}])
+
+
+def decayed(module: Any) -> Any:
+    rest = [p for n, p in module.named_parameters() if not n.endswith("weight")]
+    decay = [p for n, p in module.named_parameters() if n.endswith("weight")]
+    return AdamW([{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}], lr=0.05)
+
+
+def with_scheduler(make: Any, **config: Any) -> Any:
+    def configure(module: Any) -> Any:
+        optimizer = SGD(module.parameters(), lr=0.3, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **config}}
+
+    return configured(configure)
+
+
+optimizers = partial(row, "Optimizers")
+watched = {"trainer": partial(checkpointing, save_last=True), "watch": saved}
+optimizers(
+    "parameter groups with names and rates of their own",
+    lambda folder: {
+        **checkpointing(folder),
+        "callbacks": [*checkpointing(folder)["callbacks"], cb.LearningRateMonitor()],
+    },
+    module=configured(by_depth),
+    watch=saved,
+)
+optimizers("weight decay by a filter on named_parameters", module=configured(decayed), **watched)
+optimizers(
+    "optimizers made from named_parameters",
+    module=configured(lambda module: AdamW(module.named_parameters(), lr=0.05)),
+    **watched,
+)
+optimizers(
+    "SGD with momentum", module=configured(lambda module: SGD(module.parameters(), lr=0.3, momentum=0.9)), **watched
+)
+optimizers("frozen parameters", module=m.LitFrozen, **watched)
+optimizers(
+    "learning rate scheduler, every step",
+    module=with_scheduler(lambda o: StepLR(o, 2, 0.5), interval="step"),
+    **watched,
+)
+optimizers(
+    "learning rate scheduler, every epoch", {"max_epochs": 3}, module=with_scheduler(lambda o: ExponentialLR(o, 0.5))
+)
+optimizers(
+    "learning rate scheduler, monitored metric",
+    {"max_epochs": 4},
+    module=with_scheduler(
+        lambda o: ReduceLROnPlateau(o, patience=0, threshold=10.0, threshold_mode="abs"), monitor="val_loss"
+    ),
+)
+optimizers("OneCycleLR, total steps from the Trainer", module=m.LitOneCycle)
+optimizers("configure_gradient_clipping overridden", module=m.LitOwnClipping)
+optimizers("optimizer_step overridden", module=m.LitWarmUp)
+optimizers(
+    "grad_norm logged in on_before_optimizer_step",
+    module=m.LitNorms,
+    not_yet=True,
+    reason="every process sees the gradients of its own layers, so the norms are not those of the whole module",
+)
+optimizers(
+    "several optimizers",
+    module=configured(
+        lambda module: [SGD(module.model[:2].parameters(), lr=0.1), SGD(module.model[2:].parameters(), lr=0.1)]
+    ),
+    refused="multiple optimizers",
+    reason="Lightning allows several with manual optimization only",
+)
+optimizers(
+    "LBFGS",
+    module=configured(lambda module: torch.optim.LBFGS(module.parameters())),
+    refused="LBFGS runs training_step several times per update",
+    reason="it runs the step several times per update",
+)
+optimizers(
+    "manual optimization",
+    module=m.LitManual,
+    refused="uses manual optimization",
+    reason="the step would call backward while other stages wait for the batch",
+)
+
+# ---- the model
+
+model = partial(row, "Model")
+model("torchmetrics in the module", evaluate=True)
+model("parameters outside the pipelined module", module=LitOutside, evaluate=True)
+model("tied embeddings", module=LitTied, loaders=token_loaders)
+model('module="path"', module=m.LitNested, strategy={"module": "model.layers"})
+model("tuples between layers", module=m.LitTuple)
+model("dicts between layers", module=m.LitDict)
+model("GroupNorm", module=m.LitNorm)
+model(
+    "BatchNorm",
+    module=m.LitBatchNorm,
+    strategy=ONE,
+    reason="several micro-batches are normalised one by one, and a warning says so",
+)
+model("configure_model", module=m.LitConfigured)
+model(
+    "self.log(..., sync_dist=True)",
+    module=m.LitSynced,
+    reason='what is logged with reduce_fx="sum" must be a sum over samples, not their mean',
+)
+model(
+    "training_step that returns None",
+    module=m.LitSkipping,
+    refused="training_step returned no loss",
+    reason="every stage waits for the gradient of every batch; return zero times the loss",
+)
+model("recompute=True", strategy={"recompute": True})
+model("save_hyperparameters", partial(checkpointing, save_last=True), watch=saved)
+model(
+    "torch.compile of the LightningModule",
+    module=lambda: m.compiled(Lit()),
+    refused="incompatible with the current strategy",
+    reason="Lightning allows it with strategies of its own only; compile the layers",
+)
+model("torch.compile of layers", module=m.LitCompiled)
+model(
+    "several calls of the pipelined module a step",
+    module=m.LitTwice,
+    refused="more than once for one batch",
+    reason="a batch passes the pipeline once; join the inputs along axis 0",
+)
+
+# ---- the strategy
+
+strategy = partial(row, "Strategy")
+for name in ("pipeline_1f1b", "pipeline_kfkb", "pipeline_gpipe"):
+    strategy(f'strategy="{name}"', strategy=name)
+
+
+def reported(ranks: list[Found], plain: Found) -> None:
+    assert all(0 <= found["watched"] < 1 for found in ranks)
+
+
+strategy(
+    "strategy.report after fit",
+    watch=lambda trainer, folder: getattr(trainer.strategy, "report", None) and trainer.strategy.report.bubble_measured,
+    differs=frozenset({"watched"}),
+    check=reported,
+)

@@ -1,0 +1,220 @@
+"""One row of the compatibility table, and a Trainer run of it of which everything is kept."""
+
+from __future__ import annotations
+
+import csv
+import io
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from tests.trainer.lit import Lit, data, differences, plain_values, quiet
+
+Found = dict[str, Any]
+"""What a run leaves behind on one rank, by what it is; `error` alone tells that and how it ended early."""
+
+
+def loaders() -> dict[str, Any]:
+    return {
+        "train_dataloaders": DataLoader(data(), batch_size=8),
+        "val_dataloaders": DataLoader(data(13), batch_size=5),
+    }
+
+
+@dataclass(frozen=True)
+class Row:
+    """A feature, and the run that shows it.
+
+    Attributes:
+        trainer: options of the Trainer, made anew for every run because callbacks remember; gets the run's folder.
+        watch: what is compared besides the weights and logs: gets the Trainer after the run and the folder; None is
+            not compared, so files are looked at on global rank zero only.
+        check: asserts more about the ranks' and the plain run's findings.
+        strategy: settings of PipelineStrategy, or a registered name.
+        evaluate: validates, tests and predicts too.
+        resume: trains twice as long in a second run, from the checkpoint of the first.
+        tolerance: of all comparisons.
+        differs: what is not compared at all.
+        raises: both runs end with an error that says this.
+        refused: the pipeline ends with an error that says this, on every rank.
+        reason: for the table: why it is refused, or what does not work yet.
+        not_yet: the row is expected to fail.
+        needs: a package that is not among our requirements.
+    """
+
+    area: str
+    name: str
+    module: Callable[[], Any] = Lit
+    trainer: Callable[[Path], dict[str, Any]] = lambda folder: {}
+    loaders: Callable[[], dict[str, Any]] = loaders
+    watch: Callable[[pl.Trainer, Path], Any] = lambda trainer, folder: None
+    check: Callable[[list[Found], Found], None] = lambda ranks, plain: None
+    strategy: dict[str, Any] | str | None = None
+    evaluate: bool = False
+    resume: bool = False
+    tolerance: float = 1e-10
+    differs: frozenset[str] = frozenset()
+    raises: str = ""
+    refused: str = ""
+    reason: str = ""
+    not_yet: bool = False
+    needs: str = ""
+
+    @property
+    def status(self) -> str:
+        return "not yet" if self.not_yet else "refused" if self.refused else "works"
+
+
+class Keeper(Callback):
+    """What a user's callback sees: outputs, learning rates, metrics."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.rates: list[list[float]] = []
+        self.metrics: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(plain_values(outputs))
+        self.rates.append([group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups])
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.metrics.append(plain_values(dict(trainer.callback_metrics)))
+
+
+def train(row: Row, strategy: Callable[[], Any], ranks: int, folder: Path) -> Found:
+    """One run of a row with `strategy()`, and a second one from its checkpoint where the row resumes."""
+    quiet()
+    found: Found = {}
+    trainer: pl.Trainer | None = None
+    keeper = Keeper()
+    written = io.StringIO()
+    try:
+        with redirect_stdout(written), redirect_stderr(written):
+            for epochs in (2, 4) if row.resume else (2,):
+                keeper = Keeper()
+                module, trainer = made(row, keeper, strategy(), ranks, folder, epochs)
+                checkpoint = {"ckpt_path": folder / "first.ckpt", "weights_only": False} if epochs > 2 else {}
+                trainer.fit(module, **row.loaders(), **checkpoint)
+                if row.resume and epochs == 2:
+                    trainer.save_checkpoint(folder / "first.ckpt")
+            if row.evaluate:
+                loader = partial(DataLoader, data(13), batch_size=5)
+                found["validated"] = trainer.validate(module, loader(), verbose=False)
+                found["tested"] = trainer.test(module, loader(), verbose=False)
+                found["predicted"] = plain_values(trainer.predict(module, loader()))
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    found["written"] = written.getvalue()
+    if trainer is None:
+        return found
+    found["watched"] = row.watch(trainer, folder)
+    if "error" in found:
+        return found
+    found.update(
+        outputs=keeper.outputs,
+        rates=keeper.rates,
+        validations=keeper.metrics,
+        weights=plain_values(dict(module.state_dict())),
+        metrics=plain_values(dict(trainer.callback_metrics)),
+        logged=plain_values(dict(trainer.logged_metrics)),
+        steps=trainer.global_step,
+        epochs=trainer.current_epoch,
+    )
+    if trainer.is_global_zero:
+        found["rows"] = rows_of_csv(folder / "version_0" / "metrics.csv")
+    return found
+
+
+def made(row: Row, keeper: Keeper, strategy: Any, ranks: int, folder: Path, epochs: int) -> tuple[Any, pl.Trainer]:
+    """The row's module and its Trainer."""
+    pl.seed_everything(3, verbose=False)
+    options: dict[str, Any] = {
+        "max_epochs": epochs,
+        "default_root_dir": folder,
+        "num_sanity_val_steps": 1,
+        "precision": "64-true",
+        "log_every_n_steps": 1,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": CSVLogger(str(folder), name="", version=0),
+        **row.trainer(folder),
+    }
+    options["callbacks"] = [keeper, *options.get("callbacks", [])]
+    module = row.module()
+    if options["precision"] == "64-true":
+        module.double()  # Lightning restores weights before its plugin makes them double
+    return module, pl.Trainer(accelerator="cpu", devices=ranks, strategy=strategy, **options)
+
+
+def rows_of_csv(path: Path) -> list[dict[str, float]]:
+    """The logged rows; what was measured about the machine counts as 0."""
+    if not path.exists():
+        return []
+    with open(path) as file:
+        return [
+            {k: 0.0 if k.startswith("DeviceStats") else float(v) for k, v in row.items() if v}
+            for row in csv.DictReader(file)
+        ]
+
+
+def pipeline(row: Row, schedule: dict[str, Any]) -> Any:
+    """The row's strategy, with the schedule where it leaves that open."""
+    if isinstance(row.strategy, str):
+        return row.strategy
+    return PipelineStrategy(**{"microbatches": 4, **schedule, **(row.strategy or {})})
+
+
+def on_a_rank(rank: int, names: list[str], schedule: dict[str, Any], ranks: int, folder: str) -> list[Found]:
+    """Runs rows one after the other in the same process, up to the first that ends with an error."""
+    from tests.compat.rows import ROWS
+
+    results: list[Found] = []
+    for name in names:
+        row = ROWS[name]
+        results.append(train(row, partial(pipeline, row, schedule), ranks, Path(folder) / str(names.index(name))))
+        if "error" in results[-1]:
+            break
+    return results
+
+
+def on_one_process(row: Row) -> Found:
+    """The plain run of a row; the caller's random numbers stay as they were."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    folder = Path(tempfile.mkdtemp())
+    try:
+        return train(row, lambda: "auto", 1, folder)
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        shutil.rmtree(folder)
+
+
+def compare(row: Row, ranks: Iterable[Found], plain: Found) -> list[str]:
+    """Where the ranks' findings are not those of the plain run."""
+    wrong: list[str] = []
+    for rank, found in enumerate(ranks):
+        if "error" in found:
+            return [*wrong, f"rank {rank}: {found['error']}"]
+        for what in sorted(plain.keys() - {"written"} - row.differs):
+            if rank > 0 and (what not in found or (what == "watched" and found[what] is None)):
+                continue  # what is written by global rank zero only
+            wrong += [f"rank {rank}, {d}" for d in differences(found.get(what), plain[what], row.tolerance, what)]
+    return wrong
