@@ -78,12 +78,10 @@ class LocalMailbox(Mailbox):
         return super().fresh()
 
     def wait(self, key: Key | None = None) -> list[Key]:
-        keys: list[Key] = []
-        while not (super().holds(key) if key is not None else keys):
+        while not (super().holds(key) if key is not None else self._unseen):
             self.check()
             self.fetch(None)
-            keys += super().fresh()
-        return keys
+        return super().fresh()
 
     def check(self) -> None:
         """Raises the failure that was told, if any."""

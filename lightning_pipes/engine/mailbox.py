@@ -21,18 +21,20 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._messages: dict[Key, Message] = {}
-        self._arrivals: SimpleQueue[Key | None] = SimpleQueue()
+        self._unseen: dict[Key, None] = {}
+        self._bell: SimpleQueue[None] = SimpleQueue()  # rung after each change; says that something came, not what
         self._error: BaseException | None = None
 
     def put(self, message: Message) -> None:
         """A message has arrived."""
         self._messages[message.key] = message
-        self._arrivals.put(message.key)
+        self._unseen[message.key] = None
+        self._bell.put(None)
 
     def fail(self, error: BaseException) -> None:
         """Whoever waits, or will, gets `error`."""
         self._error = self._error or error
-        self._arrivals.put(None)
+        self._bell.put(None)
 
     def holds(self, key: Key) -> bool:
         """Whether the message is there."""
@@ -40,33 +42,30 @@ class Mailbox:
 
     def take(self, key: Key) -> Message | None:
         """The message, or None if it is not there yet."""
+        self._unseen.pop(key, None)
+        with suppress(Empty):  # a rank that never has to wait must not pile up rings
+            self._bell.get_nowait()
         return self._messages.pop(key, None)
 
     def fresh(self) -> list[Key]:
-        """The keys that have arrived since they were asked for last."""
-        keys = []
-        with suppress(Empty):
-            while True:
-                key = self._arrivals.get_nowait()
-                if key is not None:
-                    keys.append(key)
+        """The keys that have arrived since they were asked for last, without those that were taken."""
+        keys = list(self._unseen)
+        for key in keys:
+            del self._unseen[key]
         return keys
 
     def wait(self, key: Key | None = None) -> list[Key]:
-        """Waits until `key`, or without a key anything new, has arrived; returns what arrived meanwhile.
+        """Waits until `key`, or without a key anything new, has arrived; returns what is fresh.
 
         Raises:
             PeerFailure: a rank has failed.
         """
-        keys: list[Key] = []
-        while not (key in self._messages if key is not None else keys):
+        while not (key in self._messages if key is not None else self._unseen):
             if self._error is not None:
                 raise self._error
             with suppress(Empty):
-                arrived = self._arrivals.get(timeout=1.0)  # bounded, to let Ctrl-C in
-                if arrived is not None:
-                    keys.append(arrived)
-        return keys
+                self._bell.get(timeout=1.0)  # bounded, to let Ctrl-C in
+        return self.fresh()
 
 
 class Transport(Protocol):

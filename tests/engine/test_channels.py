@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipes.engine import Engine, Item
-from lightning_pipes.engine.message import Decoder, Encoder, Wire
+from lightning_pipes.engine import Engine, Item, Mailbox
+from lightning_pipes.engine.message import Decoder, Encoder, Message, Wire
 from lightning_pipes.ir import (
     DeadlockError,
     Instruction,
@@ -116,6 +116,20 @@ def test_wires_are_used_again_and_dropped() -> None:
         wire, _ = encoder.encode((9, RECEIVE), torch.randn(2, size), (True,), 0)
         encoder.give_back(wire)
     assert len(made) - len(dropped) <= 8
+
+
+def test_a_mailbox_whose_owner_never_waits_stays_small() -> None:
+    box = Mailbox()
+    for turn in range(1000):
+        box.put(Message((turn, RECEIVE), None, ()))
+        assert box.take((turn, RECEIVE)) is not None
+    assert box._bell.qsize() == 0
+    assert box.fresh() == []
+    box.put(Message((1, RECEIVE), None, ()))
+    box.put(Message((2, RECEIVE), None, ()))
+    box.take((1, RECEIVE))
+    assert box.wait() == [(2, RECEIVE)]  # the ring that `take` swallowed is not missed
+    assert box.holds((2, RECEIVE))
 
 
 @dataclass(frozen=True)
