@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Executor:
         self._shelves: dict[tuple[Kind, int, int, int], Shelf] = {}
         self._saved: dict[tuple[int, int, int], list[Saved]] = defaultdict(list)
         self._split: dict[Instruction, Records] = {}
+        self._rows_left: dict[tuple[int, int, int], int] = {}  # whose weight gradients are to come
         self._steps: Counter[tuple[int, int]] = Counter()
         self._last_arrival: dict[tuple[int, Kind], int] = {}
 
@@ -74,20 +76,31 @@ class Executor:
             return
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
         if i.kind is Kind.W:
-            records = self._split.pop(i)
-            autograd.backward_weights(records, last)
-            stage.weights.collect(saved.version for saved, _ in records)
+            with self._completing(stage, i, item, span):
+                records = self._split.pop(i)
+                autograd.backward_weights(records, last)
+                stage.weights.collect(saved.version for saved, _ in records)
             return
         records = self._take_saved(i, item, span)
         if i.kind is Kind.I:
             autograd.backward_inputs(records, last)
             self._split[i._replace(kind=Kind.W)] = records
         else:
-            autograd.backward(records, last)
-            stage.weights.collect(saved.version for saved, _ in records)
+            with self._completing(stage, i, item, span):
+                autograd.backward(records, last)
+                stage.weights.collect(saved.version for saved, _ in records)
         if i.stage > 0:
             for saved, _ in records:
                 self._hand_on(Kind.SB, i, saved.span, autograd.input_gradients(saved))
+
+    def _completing(self, stage: Stage, i: Instruction, item: Item, span: Span) -> AbstractContextManager[None]:
+        """What the stage wants around the weight gradients of the batch's last samples, whichever these are."""
+        batch = (i.stage, i.job, i.batch)
+        left = self._rows_left[batch] = self._rows_left.get(batch, item.rows) - span.rows
+        if left:
+            return nullcontext()
+        del self._rows_left[batch]
+        return nullcontext() if stage.last_backward is None else stage.last_backward(i.stage)
 
     def _forward(self, i: Instruction, item: Item) -> None:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)

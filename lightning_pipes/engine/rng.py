@@ -27,6 +27,11 @@ def stream_seed(seed: int, job: int, layer: int, number: int, span: Span) -> int
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def replica_seed(seed: int, replica: int) -> int:
+    """What the streams of a replica of the pipeline start from; the first one's as if it were alone."""
+    return seed if not replica else stream_seed(seed, replica, BEFORE_LAYERS, 0, Span(0, 0))
+
+
 @contextmanager
 def forked_rng(device: torch.device) -> Iterator[None]:
     """Leaves the generators of torch, Python and NumPy as they were before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class Stage:
         step: called when the gradients of a batch are complete; updates the weights and clears the gradients.
         recompute: keep only what was received and run forward again before backward.
         job: the sibling whose layers these are.
+        last_backward: makes what is entered, with the stage's number, around the backward that completes the
+            gradients of a batch.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Stage:
         step: Callable[[Item], None] | None = None,
         recompute: bool = False,
         job: int = 0,
+        last_backward: Callable[[int], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.number = number
         self.layers = dict(layers)
@@ -61,6 +65,7 @@ class Stage:
         self.step = step
         self.recompute = recompute
         self.job = job
+        self.last_backward = last_backward
         self.seed = 0
         self.device = torch.device("cpu")
         self.recomputing = False

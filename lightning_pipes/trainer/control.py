@@ -7,8 +7,9 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -30,13 +31,21 @@ class Control:
     Every wait is cut into slices in which signals get through and a failure elsewhere is noticed.
 
     Connections are made when they are needed, so that all ranks must make the same calls, and last until `close`.
+
+    Args:
+        ranks: the global ranks; all of the job, but for a part that `split` makes.
     """
 
-    def __init__(self, ranks: Sequence[int], watch: FailureWatch, timeout: timedelta) -> None:
+    def __init__(
+        self, ranks: Sequence[int], watch: FailureWatch, timeout: timedelta, connect: Callable[[], Any] | None = None
+    ) -> None:
         self.ranks = tuple(ranks)
         self.watch = watch
+        self.connect = connect or (lambda: self.subgroup(self.ranks))
+        """Makes the connections, if there are none, and returns their group; all ranks of the job must call it."""
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], Any] = {}
+        self._part: Control | None = None
         self._waiting = False
         self._places: list[tuple[str, int]] = self.all_gather((socket.gethostname(), os.getpid()))
 
@@ -57,12 +66,27 @@ class Control:
             self._groups[key] = dist.new_group(list(key), timeout=self._timeout, backend="gloo")
         return self._groups[key]
 
+    def split(self, parts: Sequence[Sequence[int]]) -> Control:
+        """The control of that part of the ranks which holds this one; all ranks must ask for the same parts. It lasts
+        until this one is closed."""
+        if len(parts) == 1:
+            return self
+        mine = next(part for part in parts if dist.get_rank() in part)
+
+        def connect() -> Any:
+            groups = [self.subgroup(part) for part in parts]
+            return groups[parts.index(mine)]
+
+        self._part = Control(mine, self.watch, self._timeout, connect)
+        return self._part
+
     def close(self) -> None:
         """Ends the connections; a later call makes new ones.
 
         After a failure they stay open: gloo waits for a collective that was given up, which may never end.
         """
-        if dist.is_initialized() and not self._waiting and self.watch.error is None:
+        waiting = self._waiting or (self._part is not None and self._part._waiting)
+        if dist.is_initialized() and not waiting and self.watch.error is None:
             for group in self._groups.values():
                 dist.destroy_process_group(group)
         self._groups.clear()
@@ -76,6 +100,12 @@ class Control:
         if self.size > 1:
             self._finish(dist.all_reduce(tensor, op, group=group or self._group, async_op=True))
         return tensor
+
+    def start_all_reduce(self, tensor: torch.Tensor, group: Any) -> Callable[[], None]:
+        """Starts to sum `tensor` in place over a group of any backend; what it returns waits for the end."""
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        return partial(self._finish, work) if dist.get_backend(group) == "gloo" else partial(_wait, work)
 
     def any(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is set on any rank."""
@@ -125,7 +155,7 @@ class Control:
 
     @property
     def _group(self) -> Any:
-        return self.subgroup(self.ranks)
+        return self.connect()
 
     def _announced(self, thing: Any) -> tuple[torch.Tensor, list[int]]:
         """The thing's bytes, padded to the longest of all ranks, and every rank's true length."""
@@ -160,6 +190,10 @@ class Control:
                 self.watch.check()
                 if work.is_completed():
                     self._raise_reason(error)
+
+
+def _wait(work: dist.Work) -> None:
+    work.wait()
 
 
 def _has_ended(place: tuple[str, int]) -> bool:

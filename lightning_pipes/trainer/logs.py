@@ -186,14 +186,17 @@ class LogReplay:
         return metric
 
 
-def metrics_stay_local(module: pl.LightningModule) -> Callable[[], None]:
-    """Keeps torchmetrics objects from gathering over all ranks, which hold the same values; returns what undoes it."""
-    metrics = [(m, m.sync_on_compute) for m in module.modules() if isinstance(m, Metric)]
-    for metric, _ in metrics:
-        set_metric_sync(metric, False)
+def metrics_gather_over(module: pl.LightningModule, group: Any) -> Callable[[], None]:
+    """Has torchmetrics objects gather over the replicas only, or for None not at all: the stages of one pipeline hold
+    the same values; returns what undoes it."""
+    metrics = [(m, m.sync_on_compute, m.process_group) for m in module.modules() if isinstance(m, Metric)]
+    for metric, wanted, _ in metrics:
+        set_metric_sync(metric, wanted and group is not None)
+        metric.process_group = group
 
     def undo() -> None:
-        for metric, before in metrics:
-            set_metric_sync(metric, before)
+        for metric, wanted, before in metrics:
+            set_metric_sync(metric, wanted)
+            metric.process_group = before
 
     return undo

@@ -15,13 +15,16 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _sync_ddp,
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -33,6 +36,8 @@ optimizer_to_device = _optimizer_to_device
 optimizers_to_device = _optimizers_to_device
 init_optimizers = _init_optimizers_and_lr_schedulers
 SubprocessLauncher = _SubprocessScriptLauncher
+reduce_over = _sync_ddp
+gather_over = _all_gather_ddp_if_available
 
 SignalHandler = Callable[[int, FrameType | None], None]
 
@@ -45,6 +50,11 @@ def default_store() -> Any:
 def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """The optimizer that Lightning wrapped, or the one given."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
+    """What the module's `device_mesh` is."""
+    module._device_mesh = mesh
 
 
 def callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

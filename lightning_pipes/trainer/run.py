@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.item import Item
+from lightning_pipes.engine.reducer import Reducer
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.transport import make_transport
 from lightning_pipes.trainer.batches import check_same, fingerprint, rows_of
@@ -24,6 +25,7 @@ from lightning_pipes.trainer.gradients import FreshGradients
 from lightning_pipes.trainer.logs import LogReplay, merge, recorded
 from lightning_pipes.trainer.pipelined import CutModule
 from lightning_pipes.trainer.plans import Plans
+from lightning_pipes.trainer.replicas import BufferSync
 from lightning_pipes.trainer.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.shared_parameters import SharedParameters
 from lightning_pipes.trainer.steps import Context, EvaluationBatch, Steps, TrainingBatch
@@ -42,9 +44,11 @@ class PipelineRun:
         cut: the module with the layers of this rank.
         plans: how batches are cut and ordered.
         steps: runs the user's steps.
-        control: what ranks tell each other outside of the pipeline.
+        control: what the ranks of the pipeline tell each other outside of it.
         shared: the parameters that several ranks hold.
-        global_ranks: the global rank of each pipeline rank.
+        reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
+        buffers: keeps those of the replicas equal.
+        global_ranks: the global rank of each rank of this pipeline.
         device: of this rank.
         seed: what the random streams of the layers start from.
         transport: how messages travel, as `make_transport` names it.
@@ -61,6 +65,8 @@ class PipelineRun:
         steps: Steps,
         control: Control,
         shared: SharedParameters,
+        reducer: Reducer | None,
+        buffers: BufferSync,
         global_ranks: Sequence[int],
         device: torch.device,
         seed: int,
@@ -82,6 +88,8 @@ class PipelineRun:
         self._keep_old = is_overridden("optimizer_zero_grad", cut.module)
         self._evaluated = 0
 
+        self._reducer = reducer
+        self.buffers = buffers
         rank = global_ranks.index(dist.get_rank())
         plan, order = plans.for_rows(plans.microbatches)
         self.last_rank = global_ranks[plan.ranks[-1]]
@@ -93,25 +101,38 @@ class PipelineRun:
                 {layer: cut.full[layer] for layer in range(*plan.layers[number])},
                 steps.body(number),
                 recompute=bool(plan.recompute) and plan.recompute[number],
+                last_backward=None if reducer is None else reducer.last_backward,
             )
             for number in plan.stages[rank]
         ]
         channels = make_transport(plan, rank, global_ranks, device, control.watch, transport)
         self.engine = Engine(plan, order, stages, channels, rank=rank, device=device, seed=seed, watch=control.watch)
 
-    def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer]) -> Any:
-        """Forward and backward of one batch; on every rank what the user's step gave, logged and with its loss."""
+    def train(
+        self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool = True
+    ) -> Any:
+        """Forward and backward of one batch; on every rank what the user's step gave, logged and with its loss.
+
+        Gradients are summed over all who hold a parameter if they are `complete`: a step may follow.
+        """
         rows = rows_of(batch)
         batch_idx = arguments[0] if arguments else self._trainer.fit_loop.batch_idx
         self._check(batch, batch_idx, "training")
         divisor = self._trainer.accumulate_grad_batches
+        self.buffers.before_batch()
         data = TrainingBatch(batch, rows, arguments, divisor)
         plan, order = self.plans.for_rows(rows)
         if plan is not self.engine.plan:
             self.engine.adopt(plan, order)
         with self._gradients.made(optimizers, batch_idx % divisor == 0, self._keep_old):
             self.engine.inject(Item(self._trainer.fit_loop.total_batch_idx, rows, data))
+            if self._reducer is not None:
+                self._reducer.on = complete
             self.engine.drain()
+            if complete:
+                self.shared.sum_gradients()
+                if self._reducer is not None:
+                    self._reducer.finish()
         self.windows.append(Window(plan, order, self.engine.events))
         self._evaluated = 0
         message = None
@@ -122,16 +143,16 @@ class PipelineRun:
         self.replay.replay(logged)
         return move_data_to_device(out, self._device)
 
-    def give_back_gradients(self, stepping: bool) -> None:
-        """Puts the gradients where the optimizer looks for them; before a step with those of other holders."""
+    def give_back_gradients(self) -> None:
+        """Puts the gradients where the optimizer looks for them."""
         self._gradients.give_back()
-        if stepping:
-            self.shared.sum_gradients()
 
     def evaluate(self, step: Callable[..., Any], context: Context, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Forward of one batch through `step`, which runs once on the whole batch; its result on every rank."""
         rows = rows_of(batch)
         self._check(batch, arguments[0] if arguments else 0, step.__name__)
+        if not self._evaluated:
+            self.buffers.before_batch()
         item = Item(self._evaluation_number(), rows, training=False)
         data = item.data = EvaluationBatch(context)
         if self.first:
@@ -154,6 +175,8 @@ class PipelineRun:
 
     def close(self) -> None:
         """Ends the connections to the neighbours."""
+        if self._reducer is not None:
+            self._reducer.remove()
         self.engine.close()
 
     def _check(self, batch: Any, batch_idx: int, what: str) -> None:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.failure import FailureWatch, PeerFailure
+from lightning_pipes.engine.rng import replica_seed
 from lightning_pipes.engine.transport import KINDS
 from lightning_pipes.ir import PlanError, Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
@@ -36,14 +37,16 @@ from lightning_pipes.trainer.checks import check_callbacks, check_module, warn_a
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.equal_starts import broadcast_random_state, broadcast_weights
+from lightning_pipes.trainer.grid import Grid
 from lightning_pipes.trainer.hooks import HookWrappers
-from lightning_pipes.trainer.logs import metrics_stay_local
+from lightning_pipes.trainer.logs import metrics_gather_over
 from lightning_pipes.trainer.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.pipelined import CutModule, find_pipelined, layer_sizes
 from lightning_pipes.trainer.plans import Plans, stage_layers, stage_ranks
+from lightning_pipes.trainer.replicas import BufferSync, Replicas
 from lightning_pipes.trainer.report import PipelineReport, Window
 from lightning_pipes.trainer.run import PipelineRun
-from lightning_pipes.trainer.shared_parameters import SharedParameters, holders
+from lightning_pipes.trainer.shared_parameters import SharedParameters, held_once, holders
 from lightning_pipes.trainer.steps import Context, Steps
 from lightning_pipes.trainer.stopping import StopAgreement
 from lightning_pipes.trainer.summary import show_summaries
@@ -59,6 +62,8 @@ class PipelineStrategy(ParallelStrategy):
     Args:
         schedule: the name of an installed schedule, or a Schedule or Policy of your own.
         microbatches: pieces of a batch; by default two for every stage.
+        data_parallel: replicas of the whole pipeline, each with its share of the data, as under DDP. The processes are
+            shared out to them, consecutive ones to one pipeline.
         schedule_args: settings of the schedule, such as {"k": 2}.
         module: path of the nn.Sequential to cut; by default the module's child with the most parameters.
         partition: "parameters" balances the stages by their number; a list names the layers at which stages 1, 2, ...
@@ -71,7 +76,8 @@ class PipelineStrategy(ParallelStrategy):
         process_group_backend: of the default process group; ours use gloo.
 
     Raises:
-        PlanError: no such schedule or transport, or the schedule does not take these settings.
+        PlanError: no such schedule or transport, or the schedule does not take these settings; when the run starts,
+            a number of processes that can't be shared out.
     """
 
     strategy_name = "pipeline"
@@ -80,6 +86,7 @@ class PipelineStrategy(ParallelStrategy):
         self,
         schedule: str | Schedule | Policy = "1f1b",
         microbatches: int | None = None,
+        data_parallel: int = 1,
         schedule_args: dict[str, Any] | None = None,
         module: str | None = None,
         partition: str | list[int] = "parameters",
@@ -98,6 +105,7 @@ class PipelineStrategy(ParallelStrategy):
         self.num_nodes = 1
         self.schedule = make_schedule(schedule, **(schedule_args or {})) if isinstance(schedule, str) else schedule
         self._microbatches = _positive("microbatches", microbatches)
+        self._data_parallel = _positive("data_parallel", data_parallel) or 1
         self._path = module
         self._partition = _known_partition(partition)
         self._recompute = recompute
@@ -107,11 +115,13 @@ class PipelineStrategy(ParallelStrategy):
         self._backend = process_group_backend
         self._watch: FailureWatch | None = None
         self._control: Control | None = None
+        self._pipeline: Control | None = None
+        self._replicas: Replicas | None = None
         self._cut: CutModule | None = None
         self._run: PipelineRun | None = None
         self._layouts: list[OptimizerLayout] = []
         self._stops: StopAgreement | None = None
-        self._stepping = False
+        self._accumulating = False
         self._failed = False
         self._undo: list[Callable[[], None]] = []
         self._windows: Sequence[Sequence[Window]] = ()
@@ -130,18 +140,35 @@ class PipelineStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning should give every rank other samples: no, all stages see the same batch."""
-        return False
+        """Whether Lightning should shard the data: over replicas, for all stages of one see the same batches."""
+        return self._data_parallel > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.grid.replicas, "rank": self.grid.replica}
+
+    @property
+    def grid(self) -> Grid:
+        """Where this rank is among the replicas and stages."""
+        return Grid(self._data_parallel, self.world_size, self.global_rank)
 
     @property
     def control(self) -> Control:
-        """What the ranks of the pipeline tell each other outside of it."""
+        """What all ranks tell each other."""
         assert self._control is not None, "setup_environment has not run"
         return self._control
+
+    @property
+    def pipeline(self) -> Control:
+        """What the ranks of this rank's pipeline tell each other outside of it."""
+        assert self._pipeline is not None, "setup_environment has not run"
+        return self._pipeline
+
+    @property
+    def replicas(self) -> Replicas:
+        """What the replicas of the pipeline have in common."""
+        assert self._replicas is not None, "setup_environment has not run"
+        return self._replicas
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -159,6 +186,8 @@ class PipelineStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None
+        assert self.lightning_module is not None
+        grid = self.grid
         device = self.root_device
         started = not private.distributed_is_initialized()
         private.init_distributed(
@@ -175,6 +204,9 @@ class PipelineStrategy(ParallelStrategy):
         store = private.default_store() if self.world_size > 1 else None
         self._watch = FailureWatch(store, self.global_rank)
         self._control = Control(range(self.world_size), self._watch, self._timeout)
+        self._pipeline = self._control.split(grid.pipelines)
+        self._replicas = Replicas(grid, self._control, device)
+        private.set_device_mesh(self.lightning_module, self._replicas.mesh)
         broadcast_random_state(self._control, device)
 
     # ---- setup and teardown of a run
@@ -186,8 +218,8 @@ class PipelineStrategy(ParallelStrategy):
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        # Every rank logs the same values, so there is nothing to synchronise.
-        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+        if self.grid.replicas == 1:  # every rank logs the same values: there is nothing to synchronise
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self.model = self.precision_plugin.convert_module(self.model)
         check_module(module, fitting)
         if fitting:
@@ -197,12 +229,13 @@ class PipelineStrategy(ParallelStrategy):
         assert isinstance(full, torch.nn.Sequential)
         warn_about(module, full)
 
-        ranks = stage_ranks(self.schedule, self.world_size)
+        grid = self.grid
+        ranks = stage_ranks(self.schedule, grid.length)
         layers = stage_layers(self._partition, layer_sizes(full), len(ranks))
         plans = Plans(self.schedule, ranks, layers, self._microbatches, self._recompute)
         plan, _ = plans.for_rows(plans.microbatches)  # what can't be ordered fails here
-        last = ranks[-1]
-        global_ranks = [(last - r) % self.world_size for r in range(self.world_size)]
+        places = [(ranks[-1] - r) % grid.length for r in range(grid.length)]  # of the pipeline's ranks: the last first
+        global_ranks = [grid.pipeline[place] for place in places]
         broadcast_weights(module, self.control)
 
         self._reset_optimizers_and_schedulers()
@@ -212,37 +245,42 @@ class PipelineStrategy(ParallelStrategy):
             refuse_unsuitable(self.optimizers)
             whole = parameter_names(module, self.optimizers)
 
-        rank_of_layer = [global_ranks[ranks[s]] for s, span in enumerate(layers) for _ in range(span.rows)]
-        who = holders(module, path, rank_of_layer, self.control.ranks)
+        place_of_layer = [places[ranks[s]] for s, span in enumerate(layers) for _ in range(span.rows)]
+        who = holders(module, path, place_of_layer, range(grid.length))
         if fitting:
             self._undo.append(show_summaries(private.callbacks(trainer), trainer, module))
         interceptor = Interceptor(f"self.{path}")
-        local = [n for n, rank in enumerate(rank_of_layer) if rank == self.global_rank]
+        local = [n for n, place in enumerate(place_of_layer) if place == grid.place]
         self._cut = cut = CutModule(module, path, local, interceptor)
         self._layouts = [keep_local(o, w, cut.is_foreign) for o, w in zip(self.optimizers, whole, strict=True)]
         self.model_to_device()
-        shared = SharedParameters(list(module.parameters()), who, self.control)
-        rank = global_ranks.index(self.global_rank)
-        steps = Steps(module, self.precision_plugin, interceptor, plan, rank, self._seed, self.root_device)
+        rank = places.index(grid.place)
+        stages = {s: [full[n] for n in range(*layers[s])] for s in plan.stages[rank]}
+        alone = held_once(stages.values(), who)
+        shared = SharedParameters([p for p in module.parameters() if id(p) not in alone], who, grid, self.control)
+        seed = replica_seed(self._seed, grid.replica)
+        steps = Steps(module, self.precision_plugin, interceptor, plan, rank, seed, self.root_device)
         self._run = run = PipelineRun(
             trainer,
             cut,
             plans,
             steps,
-            self.control,
+            self.pipeline,
             shared,
+            self.replicas.reducer(stages, alone),
+            BufferSync(module, self.replicas),
             global_ranks,
             self.root_device,
-            self._seed,
+            seed,
             self._transport,
         )
 
         self.setup_precision_plugin()
         private.optimizers_to_device(self.optimizers, self.root_device)
-        agreement = GradientAgreement(self.precision_plugin, shared, self.control, self.root_device)
+        agreement = GradientAgreement(self.precision_plugin, shared, self.pipeline, self.root_device)
         self._stops = stops = StopAgreement(trainer, self.control)
-        hooks = HookWrappers(module, self.control, run.replay, run.last_rank, run.last, stops.agree, self._start_epoch)
-        self._undo += [hooks.remove, stops.remove, agreement.remove, metrics_stay_local(module)]
+        hooks = HookWrappers(module, self.pipeline, run.replay, run.last_rank, run.last, stops.agree, self._start_epoch)
+        self._undo += [hooks.remove, stops.remove, agreement.remove, metrics_gather_over(module, self.replicas.group)]
 
     def teardown(self) -> None:
         module, cut, run = self.lightning_module, self._cut, self._run
@@ -252,10 +290,10 @@ class PipelineStrategy(ParallelStrategy):
         state = None
         if run is not None:
             if not self._down:
-                state = checkpoints.gather_model_everywhere(run.cut, self.control)
+                state = checkpoints.gather_model_everywhere(run.cut, self.pipeline)
                 if run.windows:
-                    windows = self.control.all_gather(tuple(run.windows))
-                    self._windows = [windows[rank] for rank in run.global_ranks]
+                    windows = self.pipeline.all_gather(tuple(run.windows))
+                    self._windows = [windows[self.pipeline.ranks.index(rank)] for rank in run.global_ranks]
             run.close()
         if self._control is not None:
             self._control.close()
@@ -279,14 +317,17 @@ class PipelineStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         if isinstance(dataloader, DataLoader) and private.seeded_workers(dataloader):
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # all ranks load the same samples
+            dataloader.worker_init_fn = partial(
+                pl_worker_init_function, rank=self.grid.replica
+            )  # the same on all stages
         return dataloader
 
     # ---- steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._telling_others():
-            return self._running.train(*_batch_and_arguments(args, kwargs), self.optimizers)
+            batch, arguments = _batch_and_arguments(args, kwargs)
+            return self._running.train(batch, arguments, self.optimizers, complete=not self._accumulating)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
@@ -308,21 +349,17 @@ class PipelineStrategy(ParallelStrategy):
         assert module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         with self._telling_others():
-            self._running.give_back_gradients(self._stepping)
+            self._running.give_back_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        self._stepping = True
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Batches in the block add to gradients that no step uses yet, so they are not summed over ranks."""
+        self._accumulating = True
         try:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            yield
         finally:
-            self._stepping = False
+            self._accumulating = False
 
     def on_validation_end(self) -> None:
         if self._stops is not None and self._running.fitting:
@@ -350,7 +387,8 @@ class PipelineStrategy(ParallelStrategy):
             return self.lightning_module.state_dict()
         if self._down:
             return self._run.cut.local_state(outside=True)
-        return checkpoints.gather_model(self._run.cut, self.control)
+        self.pipeline.connect()
+        return {} if self.grid.replica else checkpoints.gather_model(self._run.cut, self.pipeline)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """The checkpoint that rank 0 means: a tuner names its own after a random number of its process."""
@@ -369,7 +407,8 @@ class PipelineStrategy(ParallelStrategy):
         if self._down:
             return plain.state_dict()
         number = next(n for n, o in enumerate(self.optimizers) if private.plain_optimizer(o) is plain)
-        return checkpoints.gather_optimizer(plain, self._layouts[number], self.control)
+        self.pipeline.connect()
+        return {} if self.grid.replica else checkpoints.gather_optimizer(plain, self._layouts[number], self.pipeline)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
@@ -384,7 +423,7 @@ class PipelineStrategy(ParallelStrategy):
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    # ---- what ranks decide together; every stage holds the same values, so nothing is averaged
+    # ---- what ranks decide together; every stage holds the same values, so averages are over replicas
 
     def barrier(self, name: str | None = None) -> None:
         if not self._down:
@@ -394,7 +433,7 @@ class PipelineStrategy(ParallelStrategy):
         return obj if self._down else self.control.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor
+        return tensor if self._down else self.replicas.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._down:
@@ -402,7 +441,7 @@ class PipelineStrategy(ParallelStrategy):
         return not self.control.any(not decision)[0] if all else self.control.any(decision)[0]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return tensor
+        return self.replicas.all_gather(tensor, group, sync_grads)
 
     def on_exception(self, exception: BaseException) -> None:
         self._tell_others(exception)
@@ -435,6 +474,7 @@ class PipelineStrategy(ParallelStrategy):
 
     def _start_epoch(self) -> None:
         broadcast_random_state(self.control, self.root_device)
+        self._running.buffers.start_epoch()
 
 
 def _leave() -> None:

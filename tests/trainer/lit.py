@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.trainer import on_every_stage
@@ -48,7 +49,7 @@ class MeanOfAll(torchmetrics.Metric):
         self.values.append(values.double())
 
     def compute(self) -> torch.Tensor:
-        values = torch.cat(self.values)
+        values = dim_zero_cat(self.values)
         return self.total / len(values) + values.mean()
 
 
@@ -301,5 +302,5 @@ def differences(a: Any, b: Any, tolerance: float = 1e-10, at: str = "") -> list[
         return [d for n, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, tolerance, f"{at}/{n}")]
     if isinstance(a, (bool, str)) or a is None or b is None or np.shape(a) != np.shape(b):
         return [] if type(a) is type(b) and a == b else [f"{at}: {a} and {b}"]
-    worst = float(np.abs(np.asarray(a) - np.asarray(b)).max(initial=0.0))
+    worst = float(np.abs(np.subtract(a, b, dtype=np.result_type(a, b, np.int8))).max(initial=0.0))
     return [] if worst <= tolerance else [f"{at}: differ by {worst:.3g}"]

@@ -1,0 +1,161 @@
+"""Gradients that several ranks hold parts of: flattened into buckets and summed, while backward goes on.
+
+A bucket carries a mark per parameter too: a parameter without a gradient on any rank keeps none, so that its optimizer
+state and its weight decay stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from lightning_pipes.ir import PipelineError
+
+BUCKET_BYTES = 25 * 2**20
+"""As in torch's DistributedDataParallel: large enough for bandwidth, small enough to leave early."""
+
+Wait = Callable[[], object]
+AllReduce = Callable[[torch.Tensor], Wait]
+"""Starts to sum a tensor in place over some ranks; what it returns waits for the end."""
+
+
+class Bucket:
+    """Gradients of one type that travel together."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        self._flat: torch.Tensor | None = None
+        self._wait: Wait = lambda: None
+
+    def start(self, all_reduce: AllReduce) -> None:
+        """Sends off what is in `.grad` now; types of less than four bytes are summed in float32.
+
+        Raises:
+            PipelineError: a gradient is sparse.
+        """
+        for p in self.parameters:
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise PipelineError(
+                    f"a parameter of shape {tuple(p.shape)} that several ranks hold has a {p.grad.layout} gradient, "
+                    "which can't be summed; use sparse=False"
+                )
+        parts = [(torch.zeros_like(p) if p.grad is None else p.grad).detach().flatten() for p in self.parameters]
+        marks = torch.tensor([float(p.grad is not None) for p in self.parameters])
+        flat = torch.cat([*parts, marks.to(parts[0])])
+        self._flat = flat.float() if flat.dtype.itemsize < 4 else flat
+        self._wait = all_reduce(self._flat)
+
+    def finish(self, divisor: int = 1) -> None:
+        """Waits, and replaces every `.grad` by the sum over the ranks, divided; none stays none where all had none."""
+        self._wait()
+        assert self._flat is not None, "start was not called"
+        sizes = [p.numel() for p in self.parameters]
+        *sums, marks = torch.split(self._flat, [*sizes, len(sizes)])
+        for p, part, mark in zip(self.parameters, sums, marks.tolist(), strict=True):
+            if mark:
+                p.grad = (part if divisor == 1 else part / divisor).view_as(p).to(p.dtype)
+        self._flat, self._wait = None, lambda: None
+
+
+def buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET_BYTES) -> list[Bucket]:
+    """Trainable parameters in buckets of about `size` bytes: the last ones first, as backward reaches them."""
+    found: list[Bucket] = []
+    groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for p in reversed([p for p in parameters if p.requires_grad]):
+        group = groups.setdefault((p.dtype, p.device), [])
+        group.append(p)
+        if sum(q.numel() * q.element_size() for q in group) >= size:
+            found.append(Bucket(group))
+            group.clear()
+    return [*found, *(Bucket(group) for group in groups.values() if group)]
+
+
+class Reducer:
+    """Averages the gradients of this rank's stages over the replicas of the pipeline.
+
+    In a stage's last backward of a batch a bucket leaves as soon as its gradients are complete, and always in the
+    same order, so that replicas agree; the rest of that backward, of other stages and of other ranks goes on
+    meanwhile.
+
+    Args:
+        parameters: of each stage, in the order of its layers.
+        all_reduce: sums over the ranks that hold the same stage in all replicas.
+        replicas: how many they are.
+        size: bytes of a bucket.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[int, Sequence[nn.Parameter]],
+        all_reduce: AllReduce,
+        replicas: int,
+        size: int = BUCKET_BYTES,
+    ) -> None:
+        self.on = True
+        """Whether the gradients of the next batch are reduced; not so in the middle of an accumulation."""
+        self._buckets = {stage: buckets(found, size) for stage, found in parameters.items()}
+        self._all_reduce = all_reduce
+        self._replicas = replicas
+        self._under_way: list[Bucket] = []
+        self._started = 0
+        self._waiting: list[tuple[Bucket, set[int]]] = []
+        """Buckets of the stage under way, in order, each with the ids of the parameters that are not complete."""
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._complete)  # type: ignore[no-untyped-call]
+            for found in parameters.values()
+            for p in found
+            if p.requires_grad
+        ]
+
+    @contextmanager
+    def last_backward(self, stage: int) -> Iterator[None]:
+        """Around the backward of a stage after which the gradients of a batch are complete.
+
+        Raises:
+            PipelineError: a gradient is sparse, or comes in two parts.
+        """
+        if not self.on:
+            yield
+            return
+        self._started = 0
+        self._waiting = [(bucket, {id(p) for p in bucket.parameters}) for bucket in self._buckets[stage]]
+        try:
+            yield
+            self._start(len(self._waiting))
+        finally:
+            self._waiting = []
+
+    def finish(self) -> None:
+        """Waits for all buckets; every `.grad` is the average over the replicas."""
+        for bucket in self._under_way:
+            bucket.finish(self._replicas)
+        self._under_way = []
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _complete(self, parameter: torch.Tensor) -> None:
+        for number, (bucket, missing) in enumerate(self._waiting):
+            if id(parameter) in missing:
+                missing.remove(id(parameter))
+            elif number < self._started and any(parameter is p for p in bucket.parameters):
+                raise PipelineError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} comes in several parts within one "
+                    "backward, as with reentrant checkpointing of a layer that is used twice; "
+                    "use torch.utils.checkpoint with use_reentrant=False, or recompute=True"
+                )
+        ready = self._started
+        while ready < len(self._waiting) and not self._waiting[ready][1]:
+            ready += 1
+        self._start(ready)
+
+    def _start(self, until: int) -> None:
+        for bucket, _ in self._waiting[self._started : until]:
+            bucket.start(self._all_reduce)
+            self._under_way.append(bucket)
+        self._started = max(self._started, until)

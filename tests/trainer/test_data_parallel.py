@@ -1,0 +1,249 @@
+"""Replicas of a pipeline: gradients averaged, data sharded, logs reduced; together they do what one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import PlanError
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.grid import Grid
+from tests.trainer.lit import Keeper, Lit, LitOutside, MeanOfAll, data, differences, plain_values, quiet
+
+REPLICAS = 2
+SEED = 3
+ROWS = 4  # samples of one replica's batch
+
+
+class LitSynced(LitOutside):
+    """Logs what DDP would need to be told to reduce; the outside parameters and one layer are tied."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.right = MeanOfAll()
+        self.gathered: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        losses = F.cross_entropy(self(x), y, reduction="none")
+        self.right(losses)
+        self.log("val_metric", self.right)
+        self.log("val_loss", losses.mean(), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+class LitSometimes(LitSynced):
+    """A layer that only some samples reach, so that a replica may have no gradient for it."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.extra = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        chosen = x[:, 0] > 1.0
+        return out + self.extra(out * chosen[:, None]) if chosen.any() else out
+
+
+class Dealt(Sampler[int]):
+    """For one process: what Lightning's DistributedSampler deals out to the replicas, batch by batch."""
+
+    def __init__(self, rows: int, shuffle: bool) -> None:
+        self.samplers = [DistributedSampler(range(rows), REPLICAS, r, shuffle, SEED) for r in range(REPLICAS)]
+
+    def set_epoch(self, epoch: int) -> None:
+        for sampler in self.samplers:
+            sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        dealt = [list(sampler) for sampler in self.samplers]
+        steps = range(0, len(dealt[0]), ROWS)
+        return iter([n for step in steps for mine in dealt for n in mine[step : step + ROWS]])
+
+    def __len__(self) -> int:
+        return sum(map(len, self.samplers))
+
+
+SAMPLES, VALIDATED = 24, 16
+CASES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "kfkb": {"strategy": {"schedule": "kfkb", "schedule_args": {"k": 2}}},
+    "interleaved": {"strategy": {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 2}}},
+    "clipped, accumulated": {"trainer": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}},
+    "no gradient on one replica": {"module": LitSometimes},
+    "stopped early": {
+        "trainer": {"max_epochs": 6, "callbacks": lambda: [EarlyStopping("val_loss", patience=1, min_delta=10.0)]}
+    },
+}
+
+
+def train(rank: int, case: dict[str, Any], folder: str, pipeline: bool) -> dict[str, Any]:
+    """Everything that a run leaves on one rank."""
+    quiet()
+    pl.seed_everything(SEED, verbose=False)
+    module = case.get("module", LitSynced)().double()
+    keeper = Keeper()
+    more = dict(case.get("trainer", {}))
+    strategy = {"microbatches": 2, **case.get("strategy", {})}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=4 if pipeline else 1,
+        strategy=PipelineStrategy(data_parallel=REPLICAS, **strategy) if pipeline else "auto",
+        precision="64-true",
+        logger=False,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[keeper, *more.pop("callbacks", list)()],
+        **{"max_epochs": 2, **more},
+    )
+    rows = ROWS if pipeline else ROWS * REPLICAS
+    samplers = [None, None] if pipeline else [Dealt(SAMPLES, shuffle=True), Dealt(VALIDATED, shuffle=False)]
+    train_loader, val_loader = (
+        DataLoader(data(samples), batch_size=rows, sampler=sampler)
+        for samples, sampler in zip((SAMPLES, VALIDATED), samplers, strict=True)
+    )
+    trainer.fit(module, train_loader, val_loader)
+    trainer.save_checkpoint(Path(folder, "whole.ckpt"))
+    return {
+        "gradients": keeper.gradients,
+        "weights": plain_values(dict(module.state_dict())),
+        "metrics": plain_values(dict(trainer.callback_metrics)),
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "sampler": type(trainer.train_dataloader.sampler).__name__,
+    }
+
+
+def train_all(rank: int, folder: str) -> list[dict[str, Any]]:
+    return [train(rank, case, folder, True) for case in CASES.values()]
+
+
+@cache
+def in_replicas() -> dict[str, list[dict[str, Any]]]:
+    by_rank = run_ranks(train_all, 4, mkdtemp(), timeout=40)
+    return {name: [found[n] for found in by_rank] for n, name in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_pipelines_of_two_stages_are_one_process_with_twice_the_batch(name):
+    ranks, plain = in_replicas()[name], train(0, CASES[name], mkdtemp(), False)
+    for found in ranks:
+        assert found["sampler"] == "DistributedSampler"
+        for what in ("weights", "metrics", "steps", "epochs"):
+            assert differences(found[what], plain[what], at=what) == []
+        for mine, whole in zip(found["gradients"], plain["gradients"], strict=True):
+            assert mine.keys() <= whole.keys()
+            assert differences(mine, {n: whole[n] for n in mine}) == []
+    for step, whole in enumerate(plain["gradients"]):
+        assert set().union(*(found["gradients"][step] for found in ranks)) == set(whole)
+
+
+class LitNormed(Lit):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 3)
+        )
+        self.register_buffer("table", torch.arange(4) > 1)
+
+
+def normed(rank: int) -> dict[str, Any]:
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    module = LitNormed().double()
+    seen: list[Any] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(plain_values(batch[0]))
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=4,
+        strategy=PipelineStrategy("1f1b", data_parallel=2, microbatches=1),
+        max_epochs=2,
+        precision="64-true",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[Watch()],
+    )
+    trainer.fit(module, DataLoader(data(24), batch_size=4, shuffle=True), DataLoader(data(8), batch_size=4))
+    gathered = trainer.strategy.all_gather(torch.tensor([float(rank)]))
+    mesh = module.device_mesh
+    return {
+        "seen": seen,
+        "buffers": plain_values(dict(module.named_buffers())),
+        "weights": plain_values(dict(module.named_parameters())),
+        "gathered": gathered.flatten().tolist(),
+        "mesh": (mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_coordinate()),
+        "predicted": plain_values(trainer.predict(module, DataLoader(data(8), batch_size=2))),
+    }
+
+
+def test_shards_buffers_and_mesh():
+    ranks = run_ranks(normed, 4, timeout=60)
+    assert differences(ranks[0]["seen"], ranks[1]["seen"]) == []  # stages of one pipeline
+    assert differences(ranks[2]["seen"], ranks[3]["seen"]) == []
+    first, second = ranks[0]["seen"][:3], ranks[2]["seen"][:3]
+    together = sorted(tuple(row) for batch in (*first, *second) for row in batch)
+    assert together == sorted(tuple(row.tolist()) for row in data(24).tensors[0])
+    assert [found["gathered"] for found in ranks] == [[0.0, 2.0], [1.0, 3.0], [0.0, 2.0], [1.0, 3.0]]
+    assert ranks[3]["mesh"] == (("data_parallel", "pipeline"), [[0, 1], [2, 3]], (1, 1))
+    for found in ranks[1:]:
+        assert differences(found["weights"], ranks[0]["weights"], tolerance=0.0) == []
+        assert differences(found["buffers"], ranks[0]["buffers"], tolerance=0.0) == []
+    assert ranks[0]["buffers"]["model.1.num_batches_tracked"] == 2 * 24 // 2 // 4
+    assert differences(ranks[2]["predicted"], ranks[0]["predicted"]) != []
+
+
+def wrong_number(rank: int) -> str:
+    quiet()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=3,
+        strategy=PipelineStrategy(data_parallel=2),
+        logger=False,
+        enable_checkpointing=False,
+    )
+    with pytest.raises(PlanError) as error:
+        trainer.fit(Lit(), DataLoader(data(), batch_size=8))
+    return str(error.value)
+
+
+def test_processes_that_cannot_be_shared_out():
+    assert (
+        "3 processes can't be shared out to data_parallel=2 pipelines; take a multiple of 2"
+        in run_ranks(wrong_number, 3, timeout=30)[0]
+    )
+    with pytest.raises(PlanError, match="data_parallel must be at least 1, got 0"):
+        PipelineStrategy(data_parallel=0)
+
+
+def test_grid():
+    grid = Grid(replicas=3, size=6, rank=3)
+    assert (grid.length, grid.replica, grid.place, grid.pipeline) == (2, 1, 1, (2, 3))
+    assert grid.everywhere((0,)) == (0, 2, 4)
+    assert grid.everywhere((0, 1)) == (0, 1, 2, 3, 4, 5)
