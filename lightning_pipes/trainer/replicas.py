@@ -81,11 +81,11 @@ class BufferSync:
         self._replicas = replicas
         self._changing: set[str] = set()
         self._watching = False
-        self._versions: dict[str, int] = {}
+        self._before: dict[str, torch.Tensor] = {}
 
     def start_epoch(self) -> None:
         """The next batch shows which buffers change."""
-        self._watching, self._versions = True, {}
+        self._watching, self._before = True, {}
 
     def before_batch(self) -> None:
         """Gives all replicas the changing buffers of the first; a collective call."""
@@ -93,14 +93,17 @@ class BufferSync:
             return
         buffers = dict(self._module.named_buffers())
         if self._watching and buffers:
-            self._watch({name: b._version for name, b in buffers.items()})
+            self._watch(buffers)
         for name in sorted(self._changing & buffers.keys()):
             dist.broadcast(buffers[name], group=self._replicas.group, group_src=0)
 
-    def _watch(self, versions: dict[str, int]) -> None:
-        if self._versions:
-            changed = torch.tensor([int(self._versions.get(name) != now) for name, now in versions.items()])
-            dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._replicas.group)
-            self._changing.update(name for name, flag in zip(versions, changed.tolist(), strict=True) if flag)
-            self._watching = False
-        self._versions = versions
+    def _watch(self, buffers: dict[str, torch.Tensor]) -> None:
+        if not self._before:  # copies: batch_norm does not count its work in place as new versions
+            self._before = {name: b.clone() for name, b in buffers.items()}
+            return
+        flags = [int(name not in self._before or not torch.equal(self._before[name], b)) for name, b in buffers.items()]
+        device = next(iter(buffers.values())).device
+        changed = torch.tensor(flags, device=device)
+        dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._replicas.group)
+        self._changing.update(name for name, flag in zip(buffers, changed.tolist(), strict=True) if flag)
+        self._watching, self._before = False, {}
