@@ -74,7 +74,7 @@ def make(kinds: dict[str, Any], settings: DictConfig, **more: Any) -> Any:
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_pipes.conf", config_name="train")
 def main(cfg: DictConfig) -> float:
-    """The validation loss; everything else is printed, or lies in Hydra's output directory."""
+    """The validation loss, without validation that of the last batch; everything else is printed, or lies in Hydra's output directory."""
     check(cfg)
     for noise in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*"):
         warnings.filterwarnings("ignore", noise)
@@ -103,12 +103,13 @@ def main(cfg: DictConfig) -> float:
     if trainer.is_global_zero:
         report = strategy.report
         picture, *_ = report.save(directory)
-        print(f"loss        last batch {loss['train_loss']:.3f}, validation {loss['val_loss']:.3f}")
+        validated = f", validation {loss['val_loss']:.3f}" if "val_loss" in loss else ", not validated"
+        print(f"loss        last batch {loss['train_loss']:.3f}{validated}")
         print(f"{UNITS[cfg.data.name]:11} {speed.labels / max(speed.seconds, 1e-9):.0f}")
         print(f"bubble      predicted {report.bubble_predicted:.1%}, measured {report.bubble_measured:.1%}")
         print(f"checkpoint  {checkpoint.best_model_path}")
         print(f"timeline    {picture}")
-    return loss["val_loss"]
+    return loss.get("val_loss", loss["train_loss"])
 
 
 if __name__ == "__main__":

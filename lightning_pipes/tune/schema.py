@@ -53,6 +53,7 @@ class PipelineSettings:
     """What PipelineStrategy takes besides the schedule."""
 
     microbatches: int | None = None
+    data_parallel: int = 1
     module: str | None = None
     partition: Any = "parameters"  # or a list: where the stages 1, 2, ... begin
     recompute: bool = False

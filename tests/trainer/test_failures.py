@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
@@ -150,6 +151,11 @@ class FewerBatches(Lit):
         return DataLoader(Subset(data(24), range(24 - 8 * int(os.environ["RANK"]))), batch_size=8)
 
 
+class Sharded(Lit):
+    def configure_model(self) -> None:
+        fully_shard(self.model[0])
+
+
 class CalledInHook(Lit):
     def on_train_batch_end(self, *args: Any) -> None:
         self.model(torch.zeros(1))
@@ -157,6 +163,7 @@ class CalledInHook(Lit):
 
 BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 5}}, "9 layers can't fill 10 stages"),
+    (Sharded, {}, "model.0.0.weight is a DTensor"),
     (Lit, {"partition": [1, 2]}, "2 stages need 1 cut points, got 2"),
     (Lit, {"partition": [10]}, "cut points must ascend from 0 to 9"),
     (Lit, {"module": "encoder"}, "Lit has no module 'encoder'; it has 'model', 'mean'"),
