@@ -74,7 +74,8 @@ def make(kinds: dict[str, Any], settings: DictConfig, **more: Any) -> Any:
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_pipes.conf", config_name="train")
 def main(cfg: DictConfig) -> float:
-    """The validation loss, without validation that of the last batch; everything else is printed, or lies in Hydra's output directory."""
+    """The validation loss, or the last batch's if nothing was validated; all else is printed, or lies in Hydra's output
+    directory."""
     check(cfg)
     for noise in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*"):
         warnings.filterwarnings("ignore", noise)
@@ -107,7 +108,7 @@ def main(cfg: DictConfig) -> float:
         print(f"loss        last batch {loss['train_loss']:.3f}{validated}")
         print(f"{UNITS[cfg.data.name]:11} {speed.labels / max(speed.seconds, 1e-9):.0f}")
         print(f"bubble      predicted {report.bubble_predicted:.1%}, measured {report.bubble_measured:.1%}")
-        print(f"checkpoint  {checkpoint.best_model_path}")
+        print(f"checkpoint  {checkpoint.best_model_path or 'none: nothing was validated'}")
         print(f"timeline    {picture}")
     return loss.get("val_loss", loss["train_loss"])
 
