@@ -280,7 +280,7 @@ def rich_on_one(ranks: list[Found], plain: Found) -> None:
     assert not any("Epoch" in found["written"] for found in ranks[1:])
 
 
-callbacks("RichProgressBar", rich_bar, module=m.LitShown, check=rich_on_one, needs="rich")
+callbacks("RichProgressBar", rich_bar, module=m.LitShown, check=rich_on_one)
 callbacks("user callbacks that read outputs and callback_metrics", using(m.Reader))
 
 
@@ -314,7 +314,7 @@ def files(trainer: pl.Trainer, folder: Path) -> Any:
 
 loggers = partial(row, "Loggers")
 loggers("CSVLogger, written once", lambda folder: {"logger": CSVLogger(str(folder), name="runs")}, watch=files)
-loggers("TensorBoardLogger, written once", m.tensorboard, watch=m.tensorboard_rows, needs="tensorboard")
+loggers("TensorBoardLogger, written once", m.tensorboard, watch=m.tensorboard_rows)
 loggers("logger=False", {"logger": False})
 loggers(
     "several loggers",

@@ -53,7 +53,6 @@ class Row:
         refused: the pipeline ends with an error that says this, on every rank.
         reason: for the table: why it is refused, or what does not work yet.
         not_yet: the row is expected to fail.
-        needs: a package that is not among our requirements.
     """
 
     area: str
@@ -72,7 +71,6 @@ class Row:
     refused: str = ""
     reason: str = ""
     not_yet: bool = False
-    needs: str = ""
 
     @property
     def status(self) -> str:

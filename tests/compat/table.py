@@ -41,8 +41,6 @@ def _line(row: Row) -> str:
         notes.append("compared with microbatches=1")
     if row.tolerance > 1e-10:
         notes.append(f"agrees to {row.tolerance:g}")
-    if row.needs:
-        notes.append(f"tested where `{row.needs}` is installed")
     return f"| {row.name} | {row.status} | {schedules} | {'; '.join(notes)} |"
 
 

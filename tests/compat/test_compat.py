@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -20,7 +19,7 @@ plain_run = cache(lambda name: on_one_process(ROWS[name]))
 @cache
 def together(schedule: str, ranks: int, area: str) -> dict[str, list[Found]]:
     """What each rank found, by row; the rows of an area that should work share processes until one fails."""
-    names = [n for n, row in ROWS.items() if row.area == area and not row.not_yet and installed(row.needs)]
+    names = [n for n, row in ROWS.items() if row.area == area and not row.not_yet]
     found: dict[str, list[Found]] = {}
     while left := [name for name in names if name not in found]:
         try:
@@ -34,10 +33,6 @@ def launch(names: list[str], schedule: str, ranks: int) -> dict[str, list[Found]
     with TemporaryDirectory() as folder:
         by_rank = run_ranks(on_a_rank, ranks, names, SCHEDULES[schedule], ranks, folder, timeout=30 + 2 * len(names))
     return {name: list(found) for name, *found in zip(names, *by_rank, strict=False)}
-
-
-def installed(package: str) -> bool:
-    return not package or find_spec(package) is not None
 
 
 def verify(row: Row, ranks: list[Found], plain: Found) -> None:
@@ -70,8 +65,6 @@ def marked(schedule: str, ranks: int) -> list[Any]:
 )
 def test_row(name, schedule, ranks):
     row = ROWS[name]
-    if row.needs:
-        pytest.importorskip(row.needs)
     found = launch([name], schedule, ranks) if row.not_yet else together(schedule, ranks, row.area)
     verify(row, found[name], {} if row.refused else plain_run(name))
 
