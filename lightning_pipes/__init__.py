@@ -1,11 +1,13 @@
 """Pipeline parallelism for PyTorch Lightning.
 
 Importing this package imports neither torch nor lightning: Hydra loads our plugins at the start of every app in the
-environment. Names are fetched on first use.
+environment. Names are fetched on first use, and strategies get theirs when Lightning is imported.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lightning_pipes.after_lightning import load_trainer_with_lightning
 
 if TYPE_CHECKING:
     from lightning_pipes.trainer import PipelineStrategy
@@ -24,3 +26,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_WHERE])
+
+
+load_trainer_with_lightning()

@@ -29,8 +29,8 @@ def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
     found = installed_schedules().get(name)
     if found is None:
         close = difflib.get_close_matches(name, installed_schedules(), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise PlanError(f"no schedule is called {name!r}{hint} Installed: {', '.join(installed_schedules())}")
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise PlanError(f"no schedule is called {name!r}; {hint}installed are {', '.join(installed_schedules())}")
     factory = found.load()
     try:
         made = factory(**settings)

@@ -1,16 +1,23 @@
-"""Names for `Trainer(strategy="pipeline_...")`: one for every installed schedule."""
+"""Names for `Trainer(strategy="pipeline_...")`: one for every installed schedule, and that of the class."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.trainer.strategy import PipelineStrategy
 
+CLASS_NAMES = ("PipelineStrategy", "lightning_pipes.PipelineStrategy")
+"""LightningCLI passes `--trainer.strategy=CLASS` on as a name, unless arguments of the class follow."""
+
 
 def register_names() -> None:
-    """Registers `pipeline_<schedule>` with Lightning, in lower case because the Trainer lowers what it is given."""
-    for name in installed_schedules():
-        key = f"pipeline_{name}".lower()
-        if key not in StrategyRegistry:
-            StrategyRegistry.register(key, PipelineStrategy, description=f"PipelineStrategy({name!r})", schedule=name)
+    """Registers the names with Lightning, in lower case because the Trainer lowers what it is given."""
+    settings: dict[str, dict[str, Any]] = {f"pipeline_{name}": {"schedule": name} for name in installed_schedules()}
+    settings.update({name: {} for name in CLASS_NAMES})
+    for name, given in settings.items():
+        if name.lower() not in StrategyRegistry:
+            described = ", ".join(map(repr, given.values()))
+            StrategyRegistry.register(name.lower(), PipelineStrategy, f"PipelineStrategy({described})", **given)

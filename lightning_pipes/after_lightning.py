@@ -1,0 +1,52 @@
+"""Loads the trainer layer as soon as Lightning is loaded, before or after us.
+
+`Trainer(strategy="pipeline_1f1b")` and LightningCLI know a strategy only once its class exists, and Lightning has no
+entry point for strategies. So `import lightning_pipes` has to do, in any order, without importing Lightning itself.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+_LIGHTNING = "lightning.pytorch"
+
+
+def load_trainer_with_lightning() -> None:
+    """Imports `lightning_pipes.trainer` now if Lightning is there, or else right after Lightning."""
+    if _LIGHTNING in sys.modules:
+        _load_trainer()
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds nothing itself; what it does is to be asked for Lightning, once."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _LIGHTNING:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_load(module: ModuleType) -> None:
+                execute(module)
+                _load_trainer()
+
+            vars(spec.loader)["exec_module"] = execute_and_load
+        return spec
+
+
+def _load_trainer() -> None:
+    try:
+        import_module("lightning_pipes.trainer")
+    except ImportError as error:  # must not keep others from Lightning: any Hydra app here loads us
+        warnings.warn(f"strategies 'pipeline_...' can't be used: {error}", stacklevel=2)
