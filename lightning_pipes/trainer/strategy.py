@@ -37,6 +37,7 @@ from lightning_pipes.trainer.checks import check_callbacks, check_module, warn_a
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.equal_starts import broadcast_random_state, broadcast_weights
+from lightning_pipes.trainer.gradient_logs import GradientLogs
 from lightning_pipes.trainer.grid import Grid
 from lightning_pipes.trainer.hooks import HookWrappers
 from lightning_pipes.trainer.logs import metrics_gather_over
@@ -280,7 +281,9 @@ class PipelineStrategy(ParallelStrategy):
         agreement = GradientAgreement(self.precision_plugin, shared, self.pipeline, self.root_device)
         self._stops = stops = StopAgreement(trainer, self.control)
         hooks = HookWrappers(module, self.pipeline, run.replay, run.last_rank, run.last, stops.agree, self._start_epoch)
-        self._undo += [hooks.remove, stops.remove, agreement.remove, metrics_gather_over(module, self.replicas.group)]
+        logs = GradientLogs(module, private.callbacks(trainer), self.pipeline, run.replay, run.last_rank)
+        self._undo += [hooks.remove, logs.remove, stops.remove, agreement.remove]
+        self._undo.append(metrics_gather_over(module, self.replicas.group))
 
     def teardown(self) -> None:
         module, cut, run = self.lightning_module, self._cut, self._run

@@ -151,6 +151,14 @@ class LitNorms(Lit):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
+class Norms(Callback):
+    """Logs the norms of all gradients, and a value of its own."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        module.log_dict({f"norms/{name}": norm for name, norm in grad_norm(module, norm_type="inf").items()})
+        module.log("step", float(trainer.global_step))
+
+
 class LitOneCycle(Lit):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)

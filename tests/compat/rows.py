@@ -391,8 +391,11 @@ optimizers("optimizer_step overridden", module=m.LitWarmUp)
 optimizers(
     "grad_norm logged in on_before_optimizer_step",
     module=m.LitNorms,
-    not_yet=True,
-    reason="every process sees the gradients of its own layers, so the norms are not those of the whole module",
+)
+optimizers(
+    "grad_norm logged by a callback",
+    using(m.Norms, gradient_clip_val=0.05, accumulate_grad_batches=2),
+    module=LitOutside,
 )
 optimizers(
     "several optimizers",
