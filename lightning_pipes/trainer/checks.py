@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks as cb
@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.pipelined import INCOMPLETE, batch_statistics
+from lightning_pipes.trainer.private_lightning import spectral_norms
 
 _UNSUITABLE: dict[type[pl.Callback], str] = {
     cb.StochasticWeightAveraging: "keeps a copy of the whole module and averages it with the layers of one stage; "
@@ -47,6 +48,12 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
         raise PipelineError(
             f"{owner}.training_step takes dataloader_iter; a pipeline needs the batch itself: training_step(batch)"
         )
+    for name, part in module.named_modules():
+        if fitting and isinstance(part, nn.SyncBatchNorm):
+            raise PipelineError(
+                f"{owner}.{name} is a SyncBatchNorm, which would wait for ranks that hold other layers; use BatchNorm, "
+                "whose stage sees all samples of a micro-batch"
+            )
     for name, parameter in module.named_parameters():
         if parameter.is_meta and INCOMPLETE in vars(module):
             raise PipelineError(
@@ -71,10 +78,20 @@ def warn_about(module: pl.LightningModule, full: nn.Sequential) -> None:
     names = batch_statistics(full)
     if names:
         rank_zero_warn(
-            f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}: batch normalisation sees one micro-batch at a "
+            f"{_listed(names)}: batch normalisation sees one micro-batch at a "
             "time, so training differs from one process; use GroupNorm or LayerNorm, or microbatches=1"
+        )
+    names = spectral_norms(full)
+    if names:
+        rank_zero_warn(
+            f"{_listed(names)}: spectral normalisation improves its estimate in every forward, so once for every "
+            "micro-batch, and training differs a little from one process"
         )
     if is_overridden("backward", module):
         rank_zero_warn(
             f"{type(module).__name__}.backward is not called: every stage runs its own part of the backward pass"
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
@@ -47,9 +48,15 @@ def find_pipelined(module: pl.LightningModule, path: str | None) -> str:
             f"{owner}.{path} is a {type(full).__name__} with a forward of its own, which would not be run; "
             "name a plain nn.Sequential inside it: PipelineStrategy(module=...)"
         )
-    if full._forward_hooks or full._forward_pre_hooks:
+    if not all(map(_only_records, (*full._forward_hooks.values(), *full._forward_pre_hooks.values()))):
         raise PipelineError(f"{owner}.{path} has forward hooks, which no rank could run; register them on its layers")
     return path
+
+
+def _only_records(hook: object) -> bool:
+    """Whether a forward hook is PyTorchProfiler's, which times the module; its layers have hooks of their own."""
+    owner = getattr(getattr(hook, "func", None), "__self__", None)
+    return isinstance(owner, RegisterRecordFunction)
 
 
 def layer_sizes(full: nn.Sequential) -> list[int]:

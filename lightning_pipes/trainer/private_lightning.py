@@ -25,6 +25,7 @@ from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimize
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -118,6 +119,12 @@ def seeded_workers(loader: DataLoader[Any]) -> bool:
     """Whether Lightning would seed the loader's workers by global rank, so that ranks would see other batches."""
     wanted = bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
     return wanted and loader.num_workers > 0 and loader.worker_init_fn is None
+
+
+def spectral_norms(module: torch.nn.Module) -> list[str]:
+    """Names of the layers whose weights `torch.nn.utils.parametrizations.spectral_norm` computes."""
+    found = [name for name, part in module.named_modules() if isinstance(part, _SpectralNorm)]
+    return [name.partition(".parametrizations.")[0] for name in found]
 
 
 def unscale_gradients(scaler: torch.amp.GradScaler) -> Callable[..., dict[torch.device, torch.Tensor]]:

@@ -140,7 +140,8 @@ class PipelineRun:
             out, logged = data.result()
             message = (out, self.replay.pack(logged))
         out, logged = self._control.broadcast(message, self.last_rank)
-        self.replay.replay(logged)
+        with self._trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type
+            self.replay.replay(logged)
         return move_data_to_device(out, self._device)
 
     def give_back_gradients(self) -> None:
@@ -170,7 +171,8 @@ class PipelineRun:
                 else:
                     message = (self.steps.finish(step, item, batch, arguments, outputs), [])
         out, logged = self._control.broadcast(message, self.last_rank)
-        self.replay.replay(logged)
+        with context():
+            self.replay.replay(logged)
         return move_data_to_device(out, self._device)
 
     def close(self) -> None:

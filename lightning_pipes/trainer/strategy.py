@@ -50,7 +50,7 @@ from lightning_pipes.trainer.run import PipelineRun
 from lightning_pipes.trainer.shared_parameters import SharedParameters, held_once, holders
 from lightning_pipes.trainer.steps import Context, Steps
 from lightning_pipes.trainer.stopping import StopAgreement
-from lightning_pipes.trainer.summary import show_summaries
+from lightning_pipes.trainer.summary import log_graphs, show_summaries
 
 
 class PipelineStrategy(ParallelStrategy):
@@ -250,6 +250,7 @@ class PipelineStrategy(ParallelStrategy):
         who = holders(module, path, place_of_layer, range(grid.length))
         if fitting:
             self._undo.append(show_summaries(private.callbacks(trainer), trainer, module))
+        self._undo.append(log_graphs(trainer, module))
         interceptor = Interceptor(f"self.{path}")
         local = [n for n, place in enumerate(place_of_layer) if place == grid.place]
         self._cut = cut = CutModule(module, path, local, interceptor)

@@ -1,4 +1,4 @@
-"""ModelSummary shows the whole model, not what is left of it on one rank."""
+"""ModelSummary and loggers show the whole model, not what is left of it on one rank."""
 
 from __future__ import annotations
 
@@ -20,5 +20,19 @@ def show_summaries(
     def undo() -> None:
         for callback in shown:
             vars(callback).pop("on_fit_start", None)
+
+    return undo
+
+
+def log_graphs(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:
+    """Has every logger log the graph of the module as it is now, and not later; returns what undoes the latter."""
+    loggers = trainer.loggers if trainer.enable_autolog_hparams else []
+    for logger in loggers:
+        logger.log_graph(module)
+        vars(logger)["log_graph"] = lambda *args: None
+
+    def undo() -> None:
+        for logger in loggers:
+            vars(logger).pop("log_graph", None)
 
     return undo

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -12,17 +13,23 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BasePredictionWriter,
     Callback,
+    EarlyStopping,
     ModelSummary,
+    RichModelSummary,
     Timer,
     TQDMProgressBar,
 )
+from lightning.pytorch.core.hooks import CheckpointHooks, ModelHooks
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from tests.trainer.lit import WIDTH, Lit, data, plain_values
+from tests.trainer.lit import WIDTH, Lit, LitTied, data, plain_values
 
 
 class Endless(IterableDataset[Any]):
@@ -442,12 +449,35 @@ class Summary(ModelSummary):
         self.totals.append(total_parameters)
 
 
+class RichSummary(RichModelSummary):
+    """The same with `rich`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals: list[int] = []
+
+    def summarize(self, summary_data: Any, total_parameters: int, *args: Any, **kwargs: Any) -> None:
+        self.totals.append(total_parameters)
+        super().summarize(summary_data, total_parameters, *args, **kwargs)
+
+
 def compiled(module: pl.LightningModule) -> Any:
     return torch.compile(module, backend="eager")
 
 
-def tensorboard(folder: Path) -> dict[str, Any]:
-    return {"logger": TensorBoardLogger(folder, name="runs")}
+def tensorboard(folder: Path, **settings: Any) -> dict[str, Any]:
+    return {"logger": TensorBoardLogger(folder, name="runs", **settings)}
+
+
+def tensorboard_graph(trainer: pl.Trainer, folder: Path) -> Any:
+    """How many operations the graph has, once."""
+    if not trainer.is_global_zero:
+        return None
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = folder.rglob("events.*")
+    events = EventAccumulator(str(file)).Reload()
+    return len(events.Graph().node) if events.Tags()["graph"] else None
 
 
 def tensorboard_rows(trainer: pl.Trainer, folder: Path) -> Any:
@@ -460,3 +490,239 @@ def tensorboard_rows(trainer: pl.Trainer, folder: Path) -> Any:
     events = EventAccumulator(str(runs[0])).Reload()
     scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     return len(runs), len(list(folder.rglob("events.*"))), scalars
+
+
+# ---- what users override
+
+
+class LitTransfers(Lit):
+    """Every hook on a batch's way to the device: a type of its own, scaled samples, and a random mixture of them."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] * 2, batch[1]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return tuple(part.to(device) for part in batch)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        if self.trainer.training:
+            share = torch.rand(len(x), 1, dtype=x.dtype)
+            x = share * x + (1 - share) * x[torch.randperm(len(x))]
+        return x, y
+
+
+class LitOwnSteps(Lit):
+    """Clears gradients and moves learning rates itself."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        scheduler.step()
+
+
+class LitBringsCallbacks(Lit):
+    def configure_callbacks(self) -> Any:
+        return [Norms(), EarlyStopping("val_loss", patience=1, min_delta=10.0)]
+
+
+class LitAsks(Lit):
+    """Asks Trainer, strategy and optimizer for this and that."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("lr", self.optimizers().param_groups[0]["lr"])
+        self.log("next_lr", self.lr_schedulers().get_last_lr()[0])
+        self.log("step", float(self.global_step + self.trainer.global_step + self.current_epoch))
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("gathered", self.all_gather(outputs["loss"]).sum())
+        self.log("reduced", self.trainer.strategy.reduce(outputs["loss"], reduce_op="mean"))
+
+    def on_train_epoch_end(self) -> None:
+        self.print("the epoch has ended")
+
+
+class LitSkipsAnEpoch(Lit):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == 1 else None
+
+
+class LitHooks(Lit):
+    """Keeps which hooks ran, and in which order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+
+def _keeping(name: str) -> Any:
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.ran.append(name)
+        return getattr(super(LitHooks, self), name)(*args, **kwargs)
+
+    return hook
+
+
+for _name in vars(ModelHooks).keys() | vars(CheckpointHooks).keys():
+    if _name.startswith("on_") and "batch_transfer" not in _name:
+        setattr(LitHooks, _name, _keeping(_name))
+
+
+# ---- data
+
+
+class Sample(NamedTuple):
+    x: torch.Tensor
+    more: dict[str, Any]
+
+
+class LitNestedBatch(Lit):
+    """Batches that are named tuples with dicts and lists inside."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        (y, weights), names = batch.more["targets"], batch.more["names"]
+        assert len(names) == len(batch.x)
+        return (F.cross_entropy(self(batch.x), y, reduction="none") * weights).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+def nested_samples() -> DataLoader[Any]:
+    rows = [Sample(x, {"targets": [y, 0.5 + n % 3], "names": f"sample {n}"}) for n, (x, y) in enumerate(data())]
+    return DataLoader(rows, batch_size=8)
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class LitDataclassBatch(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert isinstance(batch, Batch)
+        return F.cross_entropy(self(batch.x), batch.y)
+
+
+def dataclass_samples() -> DataLoader[Any]:
+    def collate(rows: Any) -> Batch:
+        return Batch(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+    return DataLoader(data(), batch_size=8, collate_fn=collate)
+
+
+class EverySecond(Sampler[int]):
+    """A sampler of the user's own."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self) -> Any:
+        return iter(range(0, 22, 2))
+
+
+# ---- layers
+
+
+def _tokens_with(embedding: nn.Embedding) -> Any:
+    class LitEmbedding(LitTied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(
+                embedding, nn.Flatten(), nn.Linear(5 * WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
+            )
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.3)
+
+    return LitEmbedding()
+
+
+def sparse_embedding() -> Any:
+    return _tokens_with(nn.Embedding(11, WIDTH, sparse=True))
+
+
+def bounded_embedding() -> Any:
+    return _tokens_with(nn.Embedding(11, WIDTH, max_norm=0.5))
+
+
+class LitParametrized(Lit):
+    """Weights that are computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.model[0][0])
+        orthogonal(self.model[4][0])
+        register_parametrization(self.model[8], "weight", nn.Softplus())
+
+
+class LitSpectral(Lit):
+    """A norm that is estimated by one more iteration in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        spectral_norm(self.model[2][0])
+
+
+class LitLazy(Lit):
+    """Layers that learn their sizes from a first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(nn.LazyLinear(WIDTH) for _ in range(4)), nn.LazyLinear(3))
+        self.model(torch.zeros(1, WIDTH))
+
+
+class ToComplex(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.fft(x)
+
+
+class Magnitude(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.abs()
+
+
+class LitComplex(Lit):
+    """Complex numbers from the first layer to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        middle = [nn.Linear(WIDTH, WIDTH, dtype=torch.complex128) for _ in range(3)]
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ToComplex(), *middle, Magnitude(), nn.Linear(WIDTH, 3))
+
+
+class Checkpointed(nn.Module):
+    """Gives its activations up, and computes them again for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class LitCheckpointed(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Checkpointed() for _ in range(4)), nn.Linear(WIDTH, 3))
+
+
+class LitSyncBatchNorm(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[1] = nn.SyncBatchNorm(WIDTH)
+
+
+class LitGraph(Lit):
+    """Shows what goes in and out of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(4, WIDTH, dtype=torch.float64)

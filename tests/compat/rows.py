@@ -12,11 +12,13 @@ import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
-from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
+from lightning_pipes import PipelineStrategy
 from tests.compat import modules as m
 from tests.compat.runs import Found, Row, loaders
 from tests.trainer.lit import Lit, LitOutside, LitTied, data, plain_values
@@ -52,6 +54,14 @@ def token_loaders() -> dict[str, Any]:
     return batches(DataLoader(data(tokens=True), batch_size=8), DataLoader(data(13, tokens=True), batch_size=5))
 
 
+def checkpointing(folder: Path, **settings: Any) -> dict[str, Any]:
+    return {"enable_checkpointing": True, "callbacks": [cb.ModelCheckpoint(folder / "kept", **settings)]}
+
+
+def using(make: Any, **options: Any) -> Any:
+    return lambda folder: {"callbacks": [make()], **options}
+
+
 # ---- Trainer
 
 
@@ -66,6 +76,74 @@ def profiled(trainer: pl.Trainer, folder: Path) -> dict[str, int]:
     shared = ("[LightningModule]", "[Callback]", "run_training_epoch", "run_training_batch", "optimizer_step")
     own = ("setup", "_step", "configure_")  # of the strategy, which is another, and what it calls in other numbers
     return {a: n for a, n in counts.items() if a.startswith(shared) and not any(part in a for part in own)}
+
+
+def profiling(kind: str, folder: Path) -> dict[str, Any]:
+    kinds = {"advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+    return {"profiler": kinds[kind](dirpath=folder, filename="profile")}
+
+
+def profile_written(trainer: pl.Trainer, folder: Path) -> bool:
+    """Whether each rank has written a profile with the work of its steps."""
+    rank = f"-{trainer.global_rank}" if trainer.world_size > 1 else ""
+    return "training_step" in (folder / f"fit-profile{rank}.txt").read_text()
+
+
+def fitted_again(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, **loaders())
+    return trainer.global_step, dict(trainer.callback_metrics)
+
+
+def another_trainer(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
+    strategy = "auto" if isinstance(trainer.strategy, SingleDeviceStrategy) else PipelineStrategy("gpipe")
+    other = pl.Trainer(
+        accelerator="cpu",
+        devices=trainer.num_devices,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    fresh = Lit().double()
+    fresh.load_state_dict(module.state_dict())
+    other.fit(fresh, **loaders())
+    return (
+        dict(fresh.state_dict()),
+        dict(other.callback_metrics),
+        trainer.validate(module, loaders()["val_dataloaders"]),
+    )
+
+
+def tested_best(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
+    validation = loaders()["val_dataloaders"]
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+    tested = trainer.test(dataloaders=validation, ckpt_path="best", weights_only=False)
+    path = trainer.checkpoint_callback.best_model_path
+    return (
+        tested,
+        trainer.validate(dataloaders=validation, ckpt_path=path, weights_only=False),
+        dict(module.state_dict()),
+    )
+
+
+def predicted_to_a_writer(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
+    nothing = trainer.predict(module, loaders()["val_dataloaders"], return_predictions=False)
+    return nothing, callback(trainer, m.Writer).given
+
+
+def loaded_again(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
+    trainer.save_checkpoint(folder / "saved.ckpt")
+    return dict(Lit.load_from_checkpoint(folder / "saved.ckpt").state_dict())
+
+
+def ran(trainer: pl.Trainer, folder: Path) -> list[str] | None:
+    return trainer.lightning_module.ran if trainer.is_global_zero else None
 
 
 trainer = partial(row, "Trainer")
@@ -88,9 +166,14 @@ trainer("fast_dev_run", {"fast_dev_run": 2}, evaluate=True)
 trainer("num_sanity_val_steps", {"num_sanity_val_steps": -1})
 trainer("detect_anomaly", {"detect_anomaly": True})
 trainer("detect_anomaly, a bad backward", {"detect_anomaly": True}, module=m.LitNan, raises="returned nan values")
+trainer("sync_batchnorm", {"sync_batchnorm": True}, module=m.LitBatchNorm, strategy={"microbatches": 1})
+trainer("enable_autolog_hparams=False", {"enable_autolog_hparams": False})
+trainer("gradient_clip_val with accumulate_grad_batches", {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3})
 trainer("deterministic", {"deterministic": True})
 trainer("benchmark", {"benchmark": True})
 trainer('profiler="simple"', lambda folder: {"profiler": SimpleProfiler(dirpath=folder)}, watch=profiled)
+for name in ("advanced", "pytorch"):
+    trainer(f'profiler="{name}"', partial(profiling, name), watch=profile_written)
 trainer("inference_mode=True", {"inference_mode": True}, module=m.LitInference)
 trainer("inference_mode=False", {"inference_mode": False}, module=m.LitInference)
 trainer(
@@ -101,6 +184,7 @@ trainer(
 trainer("several training dataloaders", module=m.LitTwoLoaders, loaders=lambda: batches(m.two_loaders()))
 trainer("IterableDataset without length", loaders=lambda: batches(DataLoader(m.Endless(), batch_size=8)))
 trainer("use_distributed_sampler", {"use_distributed_sampler": True}, loaders=lambda: batches(shuffled()))
+trainer("samplers of one's own", loaders=lambda: batches(DataLoader(data(), batch_size=4, sampler=m.EverySecond())))
 trainer("shuffle=True without a generator of its own", loaders=lambda: batches(shuffled(None)))
 trainer("dataloader workers", loaders=lambda: batches(m.with_a_worker()))
 trainer(
@@ -108,7 +192,19 @@ trainer(
     loaders=lambda: {"datamodule": m.Data()},
     watch=lambda trainer, folder: trainer.datamodule.calls,
 )
+trainer("a last batch of one sample", loaders=lambda: batches(DataLoader(data(17), batch_size=8)))
+trainer(
+    "batches that are named tuples of dicts and lists",
+    module=m.LitNestedBatch,
+    loaders=lambda: batches(m.nested_samples()),
+)
+trainer("batches that are dataclasses", module=m.LitDataclassBatch, loaders=lambda: batches(m.dataclass_samples()))
 trainer("batches that are dicts", module=m.LitDictBatch, loaders=lambda: batches(m.named_samples()))
+trainer("fit twice with the same module", then=fitted_again)
+trainer("several Trainers one after the other", then=another_trainer)
+trainer('test(ckpt_path="best"), validate(ckpt_path=...)', partial(checkpointing, monitor="val_loss"), then=tested_best)
+trainer("predict(return_predictions=False)", using(m.Writer), then=predicted_to_a_writer)
+trainer("save_checkpoint, then load_from_checkpoint", then=loaded_again)
 trainer("ckpt_path, resumed", lambda folder: {}, resume=True)
 trainer(
     "plugins=AsyncCheckpointIO()",
@@ -126,6 +222,9 @@ trainer(
     "enable_model_summary",
     lambda folder: {"callbacks": [m.Summary()], "enable_model_summary": True},
     watch=lambda trainer, folder: callback(trainer, m.Summary).totals if trainer.is_global_zero else None,
+)
+trainer(
+    "hooks run as often, in the same order", {"enable_checkpointing": True}, module=m.LitHooks, evaluate=True, watch=ran
 )
 trainer(
     "barebones",
@@ -177,14 +276,6 @@ def saved(trainer: pl.Trainer, folder: Path) -> Any:
     return found, best
 
 
-def checkpointing(folder: Path, **settings: Any) -> dict[str, Any]:
-    return {"enable_checkpointing": True, "callbacks": [cb.ModelCheckpoint(folder / "kept", **settings)]}
-
-
-def using(make: Any, **options: Any) -> Any:
-    return lambda folder: {"callbacks": [make()], **options}
-
-
 callbacks = partial(row, "Callbacks")
 for name, settings in {
     "ModelCheckpoint, monitor and save_top_k": {
@@ -195,6 +286,7 @@ for name, settings in {
     "ModelCheckpoint, save_last": {"save_last": True},
     "ModelCheckpoint, every_n_train_steps": {"every_n_train_steps": 2, "save_top_k": -1},
     "ModelCheckpoint, save_weights_only": {"save_weights_only": True},
+    "ModelCheckpoint, train_time_interval": {"train_time_interval": timedelta(0), "save_top_k": -1},
 }.items():
     callbacks(name, partial(checkpointing, **settings), watch=saved)
 callbacks(
@@ -280,6 +372,11 @@ def rich_on_one(ranks: list[Found], plain: Found) -> None:
     assert not any("Epoch" in found["written"] for found in ranks[1:])
 
 
+callbacks(
+    "RichModelSummary",
+    using(m.RichSummary, enable_model_summary=True),
+    watch=lambda trainer, folder: callback(trainer, m.RichSummary).totals if trainer.is_global_zero else None,
+)
 callbacks("RichProgressBar", rich_bar, module=m.LitShown, check=rich_on_one)
 callbacks("user callbacks that read outputs and callback_metrics", using(m.Reader))
 
@@ -315,6 +412,12 @@ def files(trainer: pl.Trainer, folder: Path) -> Any:
 loggers = partial(row, "Loggers")
 loggers("CSVLogger, written once", lambda folder: {"logger": CSVLogger(str(folder), name="runs")}, watch=files)
 loggers("TensorBoardLogger, written once", m.tensorboard, watch=m.tensorboard_rows)
+loggers(
+    "TensorBoardLogger(log_graph=True)",
+    partial(m.tensorboard, log_graph=True),
+    module=m.LitGraph,
+    watch=m.tensorboard_graph,
+)
 loggers("logger=False", {"logger": False})
 loggers(
     "several loggers",
@@ -347,6 +450,11 @@ def with_scheduler(make: Any, **config: Any) -> Any:
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **config}}
 
     return configured(configure)
+
+
+def two_schedulers(module: Any) -> Any:
+    optimizer = SGD(module.parameters(), lr=0.3, momentum=0.9)
+    return [optimizer], [{"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}, ExponentialLR(optimizer, 0.9)]
 
 
 optimizers = partial(row, "Optimizers")
@@ -388,6 +496,13 @@ optimizers(
 optimizers("OneCycleLR, total steps from the Trainer", module=m.LitOneCycle)
 optimizers("configure_gradient_clipping overridden", module=m.LitOwnClipping)
 optimizers("optimizer_step overridden", module=m.LitWarmUp)
+optimizers("optimizer_zero_grad, lr_scheduler_step overridden", {"accumulate_grad_batches": 2}, module=m.LitOwnSteps)
+optimizers("several learning rate schedulers", module=configured(two_schedulers))
+optimizers(
+    "learning rate scheduler, metric that is missing with strict=False",
+    module=with_scheduler(ReduceLROnPlateau, monitor="nothing", strict=False),
+)
+optimizers("sparse gradients", module=m.sparse_embedding, loaders=token_loaders)
 optimizers(
     "grad_norm logged in on_before_optimizer_step",
     module=m.LitNorms,
@@ -420,6 +535,12 @@ optimizers(
 
 # ---- the model
 
+
+def printed_on_one(ranks: list[Found], plain: Found) -> None:
+    assert "the epoch has ended" in ranks[0]["written"]
+    assert not any("the epoch has ended" in found["written"] for found in ranks[1:])
+
+
 model = partial(row, "Model")
 model("torchmetrics in the module", evaluate=True)
 model("parameters outside the pipelined module", module=LitOutside, evaluate=True)
@@ -434,6 +555,22 @@ model(
     strategy=ONE,
     reason="several micro-batches are normalised one by one, and a warning says so",
 )
+model(
+    "SyncBatchNorm",
+    module=m.LitSyncBatchNorm,
+    refused="is a SyncBatchNorm, which would wait for ranks that hold other layers",
+    reason="it would wait for ranks that hold other layers; use BatchNorm",
+)
+model("weight_norm, orthogonal, register_parametrization", module=m.LitParametrized)
+model("spectral_norm", module=m.LitSpectral, strategy=ONE, reason="it iterates once for every micro-batch")
+model("nn.Embedding(max_norm=...)", module=m.bounded_embedding, loaders=token_loaders)
+model("lazy layers after a first forward", module=m.LitLazy)
+model("complex numbers between layers", module=m.LitComplex)
+model("torch.utils.checkpoint in layers", module=m.LitCheckpointed)
+model("batch transfer hooks overridden, random ones too", module=m.LitTransfers, evaluate=True)
+model("configure_callbacks", {"max_epochs": 6}, module=m.LitBringsCallbacks)
+model("optimizers(), lr_schedulers(), all_gather, print, strategy.reduce", module=m.LitAsks, check=printed_on_one)
+model("on_train_batch_start that returns -1", module=m.LitSkipsAnEpoch)
 model("configure_model", module=m.LitConfigured)
 model(
     "self.log(..., sync_dist=True)",

@@ -46,6 +46,7 @@ class Row:
         check: asserts more about the ranks' and the plain run's findings.
         strategy: settings of PipelineStrategy, or a registered name.
         evaluate: validates, tests and predicts too.
+        then: goes on after training, with the Trainer, the module and the folder; what it returns is compared.
         resume: trains twice as long in a second run, from the checkpoint of the first.
         tolerance: of all comparisons.
         differs: what is not compared at all.
@@ -64,6 +65,7 @@ class Row:
     check: Callable[[list[Found], Found], None] = lambda ranks, plain: None
     strategy: dict[str, Any] | str | None = None
     evaluate: bool = False
+    then: Callable[[pl.Trainer, Any, Path], Any] = lambda trainer, module, folder: None
     resume: bool = False
     tolerance: float = 1e-10
     differs: frozenset[str] = frozenset()
@@ -114,6 +116,7 @@ def train(row: Row, strategy: Callable[[], Any], ranks: int, folder: Path) -> Fo
                 found["validated"] = trainer.validate(module, loader(), verbose=False)
                 found["tested"] = trainer.test(module, loader(), verbose=False)
                 found["predicted"] = plain_values(trainer.predict(module, loader()))
+            found["then"] = plain_values(row.then(trainer, module, folder))
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
     torch.use_deterministic_algorithms(False)

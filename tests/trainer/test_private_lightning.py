@@ -167,3 +167,10 @@ def test_unscale_grads():
 def test_trainer_of_a_module():
     """`_trainer` is None on a module that no Trainer knows; the property would raise."""
     assert pl.LightningModule()._trainer is None
+
+
+def test_spectral_norm():
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert private.spectral_norms(plain) == []
+    torch.nn.utils.parametrizations.spectral_norm(plain[1][0])
+    assert private.spectral_norms(plain) == ["1.0"]
