@@ -302,5 +302,7 @@ def differences(a: Any, b: Any, tolerance: float = 1e-10, at: str = "") -> list[
         return [d for n, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, tolerance, f"{at}/{n}")]
     if isinstance(a, (bool, str)) or a is None or b is None or np.shape(a) != np.shape(b):
         return [] if type(a) is type(b) and a == b else [f"{at}: {a} and {b}"]
-    worst = float(np.abs(np.subtract(a, b, dtype=np.result_type(np.asarray(a), np.asarray(b), np.int8))).max(initial=0.0))
+    worst = float(
+        np.abs(np.subtract(a, b, dtype=np.result_type(np.asarray(a), np.asarray(b), np.int8))).max(initial=0.0)
+    )
     return [] if worst <= tolerance else [f"{at}: differ by {worst:.3g}"]

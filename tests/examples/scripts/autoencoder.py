@@ -1,10 +1,8 @@
-"""The starter example of Lightning's documentation, on noise in the shape of MNIST: nothing can be downloaded."""
+"""The first example of Lightning's documentation, on noise in the shape of MNIST: nothing can be downloaded."""
 
 import lightning as L
 import torch
 from torch import nn, optim, utils
-
-L.seed_everything(0)
 
 
 class LitAutoEncoder(L.LightningModule):
@@ -30,8 +28,8 @@ encoder = nn.Sequential(nn.Linear(28 * 28, 64), nn.ReLU(), nn.Linear(64, 3))
 decoder = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 28 * 28))
 model = LitAutoEncoder(encoder, decoder)
 
-dataset = utils.data.TensorDataset(torch.rand(500, 1, 28, 28), torch.randint(10, (500,)))
-train_loader = utils.data.DataLoader(dataset, batch_size=32, shuffle=True)
+images = torch.rand(60, 1, 28, 28, generator=torch.Generator().manual_seed(1))
+train_loader = utils.data.DataLoader(utils.data.TensorDataset(images, torch.zeros(60)), batch_size=8, shuffle=True)
 
-trainer = L.Trainer(limit_train_batches=10, max_epochs=1)
+trainer = L.Trainer(limit_train_batches=5, max_epochs=2)
 trainer.fit(model=model, train_dataloaders=train_loader)
