@@ -4,7 +4,7 @@ Standard library only. Everything here is frozen; state lives in the engine and 
 """
 
 from lightning_pipes.ir.dependencies import DependencyTracker, needs
-from lightning_pipes.ir.errors import DeadlockError, PipelineError, PlanError, ProgramError
+from lightning_pipes.ir.errors import DeadlockError, PipelineError, PlanError, ProgramError, check_count
 from lightning_pipes.ir.instruction import (
     COMPUTE,
     RECEIVES,
@@ -50,6 +50,7 @@ __all__ = [
     "Schedule",
     "Span",
     "W",
+    "check_count",
     "check_one_batch",
     "even_spans",
     "lower",

@@ -112,6 +112,6 @@ def check_same(fingerprints: Sequence[str], ranks: Sequence[int], where: str) ->
         listed = ", ".join(f"rank {r}: {f}" for r, f in zip(ranks, fingerprints, strict=True))
         raise PipelineError(
             f"{where}: the ranks of one pipeline loaded different batches (checksums {listed}); the first stage would "
-            "see other samples than the loss. Seed what loads data: give samplers, random_split and augmentation "
-            "their own generator"
+            "see other samples than the loss. Call lightning.seed_everything(...) before data are made, or give "
+            "samplers, random_split and augmentation their own generator"
         )

@@ -93,5 +93,14 @@ def warn_about(module: pl.LightningModule, full: nn.Sequential) -> None:
         )
 
 
+def warn_about_small_batch(rows: int, stages: int) -> None:
+    """Warns of a batch with fewer samples than there are stages, or nothing."""
+    if rows < stages:
+        rank_zero_warn(
+            f"a batch of {rows} sample{'s' * (rows > 1)} can't keep {stages} stages busy, so most of them wait at any "
+            "time; use a batch_size of several samples for each stage"
+        )
+
+
 def _listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])

@@ -20,6 +20,7 @@ from lightning_pipes.engine.reducer import Reducer
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.transport import make_transport
 from lightning_pipes.trainer.batches import check_same, fingerprint, rows_of
+from lightning_pipes.trainer.checks import warn_about_small_batch
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.gradients import FreshGradients
 from lightning_pipes.trainer.logs import LogReplay, merge, recorded
@@ -122,6 +123,8 @@ class PipelineRun:
         self.buffers.before_batch()
         data = TrainingBatch(batch, rows, arguments, divisor)
         plan, order = self.plans.for_rows(rows)
+        if not self.windows:
+            warn_about_small_batch(rows, plan.n_stages)
         if plan is not self.engine.plan:
             self.engine.adopt(plan, order)
         with self._gradients.made(optimizers, batch_idx % divisor == 0, self._keep_old):

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes.engine.failure import FailureWatch, PeerFailure
 from lightning_pipes.engine.rng import replica_seed
 from lightning_pipes.engine.transport import KINDS
-from lightning_pipes.ir import PlanError, Policy, Schedule
+from lightning_pipes.ir import PlanError, Policy, Schedule, check_count
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
@@ -104,9 +104,9 @@ class PipelineStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.num_nodes = 1
-        self.schedule = make_schedule(schedule, **(schedule_args or {})) if isinstance(schedule, str) else schedule
-        self._microbatches = _positive("microbatches", microbatches)
-        self._data_parallel = _positive("data_parallel", data_parallel) or 1
+        self.schedule = _known_schedule(schedule, schedule_args or {})
+        self._microbatches = None if microbatches is None else check_count("microbatches", microbatches)
+        self._data_parallel = check_count("data_parallel", data_parallel)
         self._path = module
         self._partition = _known_partition(partition)
         self._recompute = recompute
@@ -492,10 +492,14 @@ def _batch_and_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return values[0], values[1:]
 
 
-def _positive(name: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise PlanError(f"{name} must be at least 1, got {value}")
-    return value
+def _known_schedule(schedule: str | Schedule | Policy, settings: dict[str, Any]) -> Schedule | Policy:
+    if isinstance(schedule, str):
+        return make_schedule(schedule, **settings)
+    if isinstance(schedule, type) or not isinstance(schedule, (Schedule, Policy)):
+        raise PlanError(f"schedule must be the name of one, or an object as in KFKB(k=2), got {schedule!r}")
+    if settings:
+        raise PlanError(f"schedule_args={settings} belong to a schedule's name; {schedule!r} has its settings already")
+    return schedule
 
 
 def _known_transport(transport: str) -> str:

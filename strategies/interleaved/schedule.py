@@ -16,6 +16,7 @@ from lightning_pipes.ir import (
     PlanError,
     Program,
     Span,
+    check_count,
     check_one_batch,
     even_spans,
 )
@@ -37,8 +38,7 @@ class Interleaved:
     name: ClassVar[str] = "interleaved"
 
     def __post_init__(self) -> None:
-        if self.stages_per_rank < 1:
-            raise PlanError(f"{self.name}: stages_per_rank must be at least 1, got {self.stages_per_rank}")
+        check_count(f"{self.name}: stages_per_rank", self.stages_per_rank)
 
     def placement(self, n_ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""

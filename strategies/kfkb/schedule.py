@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, PlanError, Program, check_one_batch
+from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, PlanError, Program, check_count, check_one_batch
 
 
 @dataclass(frozen=True)
@@ -17,16 +17,15 @@ class KFKB:
     activations: stage s of p keeps at most min(k * (p - s), m) micro-batches. The last group may be incomplete.
 
     Raises:
-        PlanError: k < 1, a rank has several stages, backward spans differ from forward spans, or there is more than one
-            batch of one job to order.
+        PlanError: k is no whole number from 1 on, a rank has several stages, backward spans differ from forward spans,
+            or there is more than one batch of one job to order.
     """
 
     k: int = 1
     name: ClassVar[str] = "kfkb"
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise PlanError(f"{self.name}: k must be at least 1, got {self.k}; k=1 is 1F1B")
+        check_count(f"{self.name}: k", self.k, "; k=1 is 1F1B")
 
     def program(self, plan: Plan) -> Program:
         check_one_batch(plan, self.name)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.testing.ranks import watch_ranks
 from tests.trainer.lit import Lit, LitOutside, data, quiet
 
@@ -209,6 +210,14 @@ def test_settings_are_checked_at_once():
         PipelineStrategy("1f1d")
     with pytest.raises(PlanError, match="microbatches must be at least 1, got 0"):
         PipelineStrategy(microbatches=0)
+    with pytest.raises(PlanError, match="microbatches must be a whole number, got '4'"):
+        PipelineStrategy(microbatches="4")
+    with pytest.raises(PlanError, match=r"kfkb: k must be a whole number, got 2\.0; k=1 is 1F1B"):
+        PipelineStrategy("kfkb", schedule_args={"k": 2.0})
+    with pytest.raises(PlanError, match=r"schedule must be the name of one, or an object .*, got <class .*KFKB'>"):
+        PipelineStrategy(KFKB)
+    with pytest.raises(PlanError, match=r"KFKB\(k=1\) has its settings already"):
+        PipelineStrategy(KFKB(), schedule_args={"k": 2})
     with pytest.raises(PlanError, match="partition must be 'parameters' or a list"):
         PipelineStrategy(partition="seconds")
     with pytest.raises(PlanError, match="no transport is called 'smoke'; choose 'auto', 'local', 'gloo' or 'nccl'"):
