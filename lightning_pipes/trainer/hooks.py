@@ -66,7 +66,7 @@ class HookWrappers:
         if is_overridden("on_save_checkpoint", module):
             self._wrap("on_save_checkpoint", self._on_rank_zero)
         for name in AGREEING_HOOKS:
-            self._wrap(name, lambda hook: _then(hook, agree))
+            self._wrap(name, lambda hook: _then(self._explained(hook), agree))
         self._wrap("on_train_epoch_start", lambda hook: _then(hook, epoch_start))
 
     def remove(self) -> None:
@@ -88,6 +88,23 @@ class HookWrappers:
                     hook(*args, **kwargs)
                 packed = self._replay.pack(calls)
             self._replay.replay(self._control.broadcast(packed, self._last_rank))
+
+        return run
+
+    def _explained(self, hook: Hook) -> Hook:
+        """The hook; what it misses on this rank because steps end elsewhere is explained in the error."""
+
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(*args, **kwargs)
+            except AttributeError as error:
+                if not self._here:
+                    error.add_note(
+                        f"{hook.__name__} runs on every stage, but only the last one runs training_step to its end; "
+                        "read what it returns from `outputs`, or make the attribute in __init__"
+                    )
+                raise
 
         return run
 

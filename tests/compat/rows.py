@@ -570,6 +570,12 @@ model("torch.utils.checkpoint in layers", module=m.LitCheckpointed)
 model("batch transfer hooks overridden, random ones too", module=m.LitTransfers, evaluate=True)
 model("configure_callbacks", {"max_epochs": 6}, module=m.LitBringsCallbacks)
 model("optimizers(), lr_schedulers(), all_gather, print, strategy.reduce", module=m.LitAsks, check=printed_on_one)
+model(
+    "losses kept in a list by training_step, read in on_train_epoch_end",
+    module=m.LitCollects,
+    loaders=lambda: batches(DataLoader(data(24), batch_size=8)),
+    reason="the list has an entry for every micro-batch",
+)
 model("on_train_batch_start that returns -1", module=m.LitSkipsAnEpoch)
 model("configure_model", module=m.LitConfigured)
 model(

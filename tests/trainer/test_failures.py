@@ -21,6 +21,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.testing.ranks import watch_ranks
+from lightning_pipes.trainer.checks import warn_about, warn_about_small_batch
 from tests.trainer.lit import Lit, LitOutside, data, quiet
 
 SOON = 12.0
@@ -303,9 +304,21 @@ def test_batch_normalisation_warns_once():
             super().__init__()
             self.model.insert(2, nn.BatchNorm1d(6))
 
-    from lightning_pipes.trainer.checks import warn_about
-
     module = Normal()
     with pytest.warns(UserWarning, match="2: batch normalisation sees one micro-batch at a time") as caught:
         warn_about(module, module.model)
     assert len(caught) == 1
+
+
+def test_spectral_norm_warns():
+    module = Lit()
+    nn.utils.parametrizations.spectral_norm(module.model[2][0])
+    with pytest.warns(UserWarning, match=r"2\.0: spectral normalisation improves its estimate in every forward"):
+        warn_about(module, module.model)
+
+
+def test_batches_too_small_for_the_stages_warn(recwarn):
+    warn_about_small_batch(4, stages=4)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="a batch of 3 samples can't keep 4 stages busy"):
+        warn_about_small_batch(3, stages=4)

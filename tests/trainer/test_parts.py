@@ -23,6 +23,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.batches import check_same, fingerprint, join, rows_of, take
 from lightning_pipes.trainer.capture import Interceptor
 from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.hooks import HookWrappers
 from lightning_pipes.trainer.logs import LogCall, merge, recorded
 from lightning_pipes.trainer.optimizers import keep_local, parameter_names
 from lightning_pipes.trainer.pipelined import CutModule
@@ -282,3 +283,19 @@ def test_the_last_stage_never_recomputes():
     assert plan.recompute == (True, True, False)
     assert plans.for_rows(50) == (plan, order)
     assert plans.for_rows(3)[0].jobs[0].rows == 3
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_what_a_hook_misses_on_other_stages_is_explained(here):
+    class Storing(Lit):
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.last_loss.item()
+
+    module = Storing()
+    unused: Any = None
+    wrappers = HookWrappers(module, unused, unused, 0, here, lambda: None, lambda: None)
+    with pytest.raises(AttributeError, match="last_loss") as caught:
+        module.on_train_batch_end(None, None, 0)
+    explained = "on_train_batch_end runs on every stage" in "".join(getattr(caught.value, "__notes__", []))
+    assert explained is not here
+    wrappers.remove()
