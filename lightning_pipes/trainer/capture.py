@@ -30,6 +30,11 @@ class Interceptor:
         self._step = ""
         self._calls = 0
 
+    @property
+    def running(self) -> bool:
+        """Whether a step is running that may make the call."""
+        return self._answer is not None
+
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call of the pipelined module, as made by the user's step.
 

@@ -87,10 +87,25 @@ def warn_about(module: pl.LightningModule, full: nn.Sequential) -> None:
             f"{_listed(names)}: spectral normalisation improves its estimate in every forward, so once for every "
             "micro-batch, and training differs a little from one process"
         )
+    copies = _copies(module, full)
+    if copies:
+        rank_zero_warn(
+            f"{_listed(copies)}: a module like the pipelined one. A hook that averages one into the other, as for a "
+            "teacher, would pair wrong layers: it finds the layers of its stage on one side and all on the other"
+        )
     if is_overridden("backward", module):
         rank_zero_warn(
             f"{type(module).__name__}.backward is not called: every stage runs its own part of the backward pass"
         )
+
+
+def _copies(module: pl.LightningModule, full: nn.Module) -> list[str]:
+    """Names of other modules with parameters of the same shapes in the same order as those of `full`."""
+    shapes = [p.shape for p in full.parameters()]
+    inside = {id(part) for part in full.modules()}
+    others = [(name, part) for name, part in module.named_modules() if name and id(part) not in inside]
+    copies = [(name, part) for name, part in others if [p.shape for p in part.parameters()] == shapes]
+    return [name for name, part in copies if shapes and full not in part.modules()]
 
 
 def warn_about_small_batch(rows: int, stages: int) -> None:

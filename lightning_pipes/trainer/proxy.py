@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.capture import Interceptor
+
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -40,6 +43,20 @@ class StageProxy(nn.Module):
 
     def __getitem__(self, index: int | slice) -> Any:
         return self.__dict__["_full"][index]
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module; PipelineError for a step that wants all of them, as a penalty on all weights does."""
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        call = self.__dict__["_call"]
+        if isinstance(call, Interceptor) and call.running and len(self._modules) < len(self):
+            where = f"self.{prefix}" if prefix else "the pipelined module"
+            raise PipelineError(
+                f"a step goes through all modules or parameters of {where}, but only some of its layers are on "
+                "this rank, and the sum over them would be another than on one process. Penalise weights by the "
+                "optimizer's weight_decay; let layers hand what they add to the loss on with their output"
+            )
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
+import warnings
 from tempfile import mkdtemp
 from typing import Any
 
@@ -126,6 +128,11 @@ class ForeignWeights(Lit):
         return self.loss(batch) + self.model[0][0].weight.norm()
 
 
+class Penalty(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch) + sum(p.square().sum() for p in self.parameters())
+
+
 class OwnForward(Lit):
     def __init__(self) -> None:
         super().__init__()
@@ -171,6 +178,7 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"module": "encoder"}, "Lit has no module 'encoder'; it has 'model', 'mean'"),
     (Lit, {"module": "mean"}, "Lit.mean is a MeanOfAll; only an nn.Sequential can be cut"),
     (NoSequential, {}, "deeper inside there are 'net.blocks'"),
+    (Penalty, {}, "a step goes through all modules or parameters of self.model"),
     (OwnForward, {}, "with a forward of its own"),
     (Twice, {}, "calls self.model(...) more than once"),
     (Never, {}, "training_step ended without a call of self.model(...)"),
@@ -308,6 +316,16 @@ def test_batch_normalisation_warns_once():
     with pytest.warns(UserWarning, match="2: batch normalisation sees one micro-batch at a time") as caught:
         warn_about(module, module.model)
     assert len(caught) == 1
+
+
+def test_a_copy_of_the_layers_warns():
+    module = LitOutside()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_about(module, module.model)
+    module.teacher = copy.deepcopy(module.model)
+    with pytest.warns(UserWarning, match="teacher: a module like the pipelined one"):
+        warn_about(module, module.model)
 
 
 def test_spectral_norm_warns():
