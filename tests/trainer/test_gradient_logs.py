@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-from lightning_pipes.trainer.gradient_logs import over_ranks
+from lightning_pipes.trainer.gradient_logs import GradientLogs, over_ranks
 from lightning_pipes.trainer.logs import LogCall
+from tests.trainer.lit import Lit
 
 
 def with_gradients() -> nn.Sequential:
@@ -51,3 +54,25 @@ def test_a_total_alone_is_doubtful() -> None:
     norms = [{"grad_2.0_norm_total": 1.0}, {"grad_2.0_norm_total": 2.0}]
     _, doubtful = over_ranks([calls(part) for part in norms], last=0)
     assert doubtful == ["grad_2.0_norm_total"]
+
+
+def test_hooks_are_wrapped_and_come_back() -> None:
+    """Also one that a LambdaCallback keeps on itself."""
+
+    class Logging(Lit):
+        def on_after_backward(self) -> None:
+            self.log("own", 1.0)
+
+    module = Logging()
+    callback = LambdaCallback(on_before_optimizer_step=lambda trainer, module, optimizer: module.log("lambda", 2.0))
+    mine = callback.on_before_optimizer_step
+    logged: list[LogCall] = []
+    alone: Any = SimpleNamespace(ranks=(0,), all_gather=lambda calls: [calls])
+    replay: Any = SimpleNamespace(pack=list, replay=logged.extend)
+    logs = GradientLogs(module, [callback, Callback()], alone, replay, last_rank=0)
+    module.on_after_backward()
+    callback.on_before_optimizer_step(None, module, None)  # type: ignore[arg-type]
+    assert [(call.name, call.value) for call in logged] == [("own", 1.0), ("lambda", 2.0)]
+    logs.remove()
+    assert callback.on_before_optimizer_step is mine
+    assert "on_after_backward" not in vars(module)
