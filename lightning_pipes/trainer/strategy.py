@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipes.engine.failure import FailureWatch, PeerFailure
+from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch, PeerFailure
+from lightning_pipes.engine.heartbeat import BEAT_SECONDS
+from lightning_pipes.engine.rendezvous import own_store, store_host
 from lightning_pipes.engine.rng import replica_seed
 from lightning_pipes.engine.transport import KINDS
 from lightning_pipes.ir import PlanError, Policy, Schedule
@@ -73,6 +75,8 @@ class PipelineStrategy(ParallelStrategy):
         transport: how tensors travel between stages: "local" is shared memory on one host, "nccl" goes from GPU to
             GPU, "gloo" works everywhere; "auto" takes the fastest that all ranks can use.
         timeout: how long ranks wait for each other outside the pipeline.
+        heartbeat_timeout: seconds without a sign of life after which a rank is given up, at least 2. A process gives
+            them while it computes, too, except inside a call that keeps Python's lock all that time.
         process_group_backend: of the default process group; ours use gloo.
 
     Raises:
@@ -94,6 +98,7 @@ class PipelineStrategy(ParallelStrategy):
         seed: int = 0,
         transport: str = "auto",
         timeout: timedelta = timedelta(minutes=30),
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -112,6 +117,7 @@ class PipelineStrategy(ParallelStrategy):
         self._seed = seed
         self._transport = _known_transport(transport)
         self._timeout = timeout
+        self._heartbeat_timeout = _long_enough(heartbeat_timeout)
         self._backend = process_group_backend
         self._watch: FailureWatch | None = None
         self._control: Control | None = None
@@ -195,6 +201,7 @@ class PipelineStrategy(ParallelStrategy):
             self._backend or private.default_backend(device),
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
+            store=own_store(self.global_rank, self.world_size, self._timeout) if started else None,
         )
         if started:
             atexit.register(_leave)
@@ -202,7 +209,9 @@ class PipelineStrategy(ParallelStrategy):
         if self._control is not None:
             self._control.close()  # made again since the last teardown, as by Trainer.save_checkpoint
         store = private.default_store() if self.world_size > 1 else None
-        self._watch = FailureWatch(store, self.global_rank)
+        self._watch = FailureWatch(
+            store, self.global_rank, self.world_size, self._heartbeat_timeout, store_host=store_host()
+        )
         self._control = Control(range(self.world_size), self._watch, self._timeout)
         self._pipeline = self._control.split(grid.pipelines)
         self._replicas = Replicas(grid, self._control, device)
@@ -492,6 +501,15 @@ def _positive(name: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise PlanError(f"{name} must be at least 1, got {value}")
     return value
+
+
+def _long_enough(heartbeat_timeout: float) -> float:
+    if not heartbeat_timeout >= 2 * BEAT_SECONDS:
+        raise PlanError(
+            f"heartbeat_timeout must be at least {2 * BEAT_SECONDS:g} seconds, got {heartbeat_timeout}; signs of life "
+            f"are given every {BEAT_SECONDS:g} s"
+        )
+    return heartbeat_timeout
 
 
 def _known_transport(transport: str) -> str:
