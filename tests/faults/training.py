@@ -32,7 +32,7 @@ class Run:
 
     Attributes:
         directory: of the last checkpoint, and of the losses.
-        harm: what happens to `victims`: "kill", "raise", "stop", "stop twice", "term", "nan".
+        harm: what happens to `victims`: a key of HARM, or "nan".
         place: where in the second epoch.
         resume: continue from the last checkpoint.
     """
@@ -96,7 +96,18 @@ def terminate() -> None:
     time.sleep(0.01)  # the handler runs now, and not two instructions later
 
 
-HARM: dict[str, Callable[[], None]] = {"kill": kill, "raise": fail, "stop": stop, "term": terminate}
+def be_busy() -> None:
+    time.sleep(BUSY_SECONDS)
+
+
+BUSY_SECONDS = 5.0
+HARM: dict[str, Callable[[], None]] = {
+    "kill": kill,
+    "raise": fail,
+    "stop": stop,
+    "term": terminate,
+    "be busy": be_busy,
+}
 
 
 class Harm(Callback):
@@ -139,6 +150,7 @@ def pairs(seed: int, rows: int) -> TensorDataset:
 def train(rank: int, run: Run) -> dict[str, Any]:
     """Trains on this rank, in a world of what WORLD_SIZE says; returns what is left of it."""
     quiet()
+    Path(run.directory, f"pid{rank}").write_text(str(os.getpid()))
     last = Path(run.directory, "last.ckpt")
     saver = ModelCheckpoint(run.directory, filename="last", enable_version_counter=False)
     options: dict[str, Any] = {"callbacks": [], **run.trainer}
