@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -124,13 +125,12 @@ class FailureWatch:
 
     def close(self) -> None:
         """Stops watching; this process is safe from the watchdog, and needs to give no more signs of life."""
-        was_open = not self._closed.is_set()
         self._closed.set()
-        if was_open and self._threads and self.error is None:
-            self._within(lambda: self._heart.line.set(self._left(self._rank), ""))
-        for thread in self._threads:
+        until = time.monotonic() + 1.0  # that long only where the store does not answer
+        while self._threads:
+            thread = self._threads.pop()
             if thread is not threading.current_thread():
-                thread.join(timeout=1.0)  # longer only where the store does not answer
+                thread.join(timeout=max(0.0, until - time.monotonic()))
 
     def _watch(self) -> None:
         """Listens to the store, and for the next rank's signs of life. Its calls block where the store is stopped."""
@@ -146,8 +146,10 @@ class FailureWatch:
                         self._tell(
                             f"{self.name(self._neighbour)} was declared dead by rank {self._rank}: no sign of life for "
                             f"{seconds:.0f} s. Its process or host is stopped, or can't be reached; if it was only "
-                            f"busy, raise heartbeat_timeout (now {self._timeout:g} s)"
+                            f"busy, raise heartbeat_timeout (now {self._timeout:g})"
                         )
+            if self.error is None:
+                self._heart.line.set(self._left(self._rank), "")
         except Exception as error:
             if not self._closed.is_set():
                 self._learn(f"{self._store_host}, which hosts the store of this run, has ended ({error})")
@@ -160,10 +162,12 @@ class FailureWatch:
             if self.error is None:
                 seconds = silence.seconds(self._polls, now)
                 if seconds > self._timeout:
-                    self._tell(
+                    text = (
                         f"{self._store_host}, which hosts the store of this run, has not answered rank {self._rank} "
                         f"for {seconds:.0f} s: it is stopped, or can't be reached"
                     )
+                    self._learn(text)
+                    self._write(text)  # for a host that goes on one day
             elif self._enforce and self._failed_at is not None and now > self._failed_at + GRACE_SECONDS:
                 print(
                     f"[rank {self._rank}] still blocked {GRACE_SECONDS:.0f} s after: {self.error}; ending",
@@ -176,26 +180,25 @@ class FailureWatch:
         """Makes `text` the failure of the run, unless there is one."""
         first = None
         if self._store is not None:  # the store may be gone with its host; closed connections tell the others then
-            first = self._within(lambda: self._heart.last_words.compare_set(self._key, "", text).decode())
+            thread, answers = self._write(text)
+            thread.join(TELL_SECONDS)
+            first = answers[0] if answers else None
         if first is None or first == text:
             self._notice(text)
         else:
             self._learn(first)
 
-    def _within(self, call: Callable[[], Any]) -> Any:
-        """What a call of the store returns; None if it fails or takes longer than `TELL_SECONDS`."""
-        answers: list[Any] = []
+    def _write(self, text: str) -> tuple[threading.Thread, list[str]]:
+        """Writes a failure into the store from another thread, which may block, and gets the first that was written."""
+        answers: list[str] = []
 
         def ask() -> None:
-            try:
-                answers.append(call())
-            except RuntimeError:
-                answers.append(None)
+            with suppress(RuntimeError):
+                answers.append(self._heart.last_words.compare_set(self._key, "", text).decode())
 
         thread = threading.Thread(target=ask, name="lightning_pipes last words", daemon=True)
         thread.start()
-        thread.join(TELL_SECONDS)
-        return answers[0] if answers else None
+        return thread, answers
 
     def _learn(self, text: str) -> None:
         doing = self._while_doing()

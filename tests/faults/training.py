@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
+from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.ranks import Outcome
 from tests.trainer.lit import quiet
 
@@ -107,6 +108,7 @@ HARM: dict[str, Callable[[], None]] = {
     "stop": stop,
     "term": terminate,
     "be busy": be_busy,
+    "cut": namespaces.cut,
 }
 
 
@@ -138,7 +140,7 @@ class Harm(Callback):
     def harm(self, trainer: pl.Trainer, wanted: bool = True) -> None:
         if wanted and not self.done and trainer.global_step >= STEP:
             self.done = True
-            Path(trainer.lightning_module.directory, f"harmed{trainer.global_rank}").touch()
+            Path(trainer.lightning_module.directory, f"harmed{trainer.global_rank}").write_text(str(time.monotonic()))
             self.act()
 
 
