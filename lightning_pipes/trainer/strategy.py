@@ -350,7 +350,10 @@ class PipelineStrategy(ParallelStrategy):
     def _evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._telling_others():
             step = getattr(self.lightning_module, name)
-            return self._running.evaluate(step, context, *_batch_and_arguments(args, kwargs))
+            output = self._running.evaluate(step, context, *_batch_and_arguments(args, kwargs))
+            if self._stops is not None and not self._running.fitting:
+                self._stops.agree_to_leave()
+            return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the hooks around backward; the gradients were made in `training_step`."""
@@ -360,6 +363,10 @@ class PipelineStrategy(ParallelStrategy):
         with self._telling_others():
             self._running.give_back_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._telling_others():
+            return super().optimizer_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -453,7 +460,8 @@ class PipelineStrategy(ParallelStrategy):
         return self.replicas.all_gather(tensor, group, sync_grads)
 
     def on_exception(self, exception: BaseException) -> None:
-        self._tell_others(exception)
+        if not self._leaving_together:
+            self._tell_others(exception)
 
     @property
     def _down(self) -> bool:
@@ -463,7 +471,12 @@ class PipelineStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is None or module._trainer is None:
             return False
-        return module.trainer.state.status == TrainerStatus.INTERRUPTED
+        return module.trainer.state.status == TrainerStatus.INTERRUPTED and not self._leaving_together
+
+    @property
+    def _leaving_together(self) -> bool:
+        """Whether all ranks end at the same batch because one got SIGTERM, so that they can save a whole checkpoint."""
+        return self._stops is not None and self._stops.terminated
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:

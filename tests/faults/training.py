@@ -137,6 +137,9 @@ class Harm(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.harm(trainer, self.place == "batch end")
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.harm(trainer, self.place == "epoch end")
+
     def harm(self, trainer: pl.Trainer, wanted: bool = True) -> None:
         if wanted and not self.done and trainer.global_step >= STEP:
             self.done = True
