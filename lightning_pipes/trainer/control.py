@@ -181,7 +181,7 @@ class Control:
     def _finish(self, work: dist.Work | None) -> None:
         assert work is not None, "this process is not among the ranks"
         self._waiting = True
-        self.watch.doing = "a collective call of all ranks"
+        self.watch.doing = f"a collective call of {self.size} ranks"
         while True:
             try:
                 work.wait(_SLICE)

@@ -93,7 +93,6 @@ class PipelineRun:
         rank = global_ranks.index(dist.get_rank())
         plan, order = plans.for_rows(plans.microbatches)
         self.last_rank = global_ranks[plan.ranks[-1]]
-        control.watch.stages = dict(zip(global_ranks, plan.stages, strict=True))
         self.first = plan.ranks[0] == rank
         self.last = plan.ranks[-1] == rank
         stages = [

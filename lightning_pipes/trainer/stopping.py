@@ -51,9 +51,10 @@ class StopAgreement:
         if sigterm:
             self._terminate()
 
-    def agree_to_leave(self) -> None:
-        """The part of `agree` that matters where nothing is trained: SIGTERM."""
-        if any(self._control.any(self._sigterm)):
+    def agree_to_leave(self, pipeline: Control) -> None:
+        """The part of `agree` that matters where nothing is trained: SIGTERM. Replicas may have other numbers of
+        batches there, so each is asked by itself."""
+        if any(pipeline.any(self._sigterm)):
             self._terminate()
 
     def remove(self) -> None:

@@ -245,6 +245,9 @@ class PipelineStrategy(ParallelStrategy):
         plan, _ = plans.for_rows(plans.microbatches)  # what can't be ordered fails here
         places = [(ranks[-1] - r) % grid.length for r in range(grid.length)]  # of the pipeline's ranks: the last first
         global_ranks = [grid.pipeline[place] for place in places]
+        self.control.watch.stages = {
+            pipeline[place]: plan.stages[r] for pipeline in grid.pipelines for r, place in enumerate(places)
+        }
         broadcast_weights(module, self.control)
 
         self._reset_optimizers_and_schedulers()
@@ -352,7 +355,7 @@ class PipelineStrategy(ParallelStrategy):
             step = getattr(self.lightning_module, name)
             output = self._running.evaluate(step, context, *_batch_and_arguments(args, kwargs))
             if self._stops is not None and not self._running.fitting:
-                self._stops.agree_to_leave()
+                self._stops.agree_to_leave(self.pipeline)
             return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
