@@ -101,6 +101,12 @@ def be_busy() -> None:
     time.sleep(BUSY_SECONDS)
 
 
+def requeue() -> None:
+    """What SLURM sends before the time is up."""
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(0.01)
+
+
 BUSY_SECONDS = 5.0
 HARM: dict[str, Callable[[], None]] = {
     "kill": kill,
@@ -109,6 +115,7 @@ HARM: dict[str, Callable[[], None]] = {
     "term": terminate,
     "be busy": be_busy,
     "cut": namespaces.cut,
+    "requeue": requeue,
 }
 
 
@@ -158,11 +165,10 @@ def train(rank: int, run: Run) -> dict[str, Any]:
     Path(run.directory, f"pid{rank}").write_text(str(os.getpid()))
     last = Path(run.directory, "last.ckpt")
     saver = ModelCheckpoint(run.directory, filename="last", enable_version_counter=False)
-    options: dict[str, Any] = {"callbacks": [], **run.trainer}
+    options: dict[str, Any] = {"devices": int(os.environ.get("WORLD_SIZE", "1")), "callbacks": [], **run.trainer}
     harm = [Harm(run)] if rank in run.victims and run.harm != "nan" else []
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
         strategy=PipelineStrategy(microbatches=4, **run.strategy),
         max_epochs=EPOCHS,
         num_sanity_val_steps=0,
