@@ -72,6 +72,18 @@ def make(kinds: dict[str, Any], settings: DictConfig, **more: Any) -> Any:
     return kinds[arguments.pop("name")](**arguments, **more)
 
 
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The last that an earlier attempt of this run has saved, by itself or when SLURM asked for it."""
+    found = [*directory.glob("checkpoints/last.ckpt"), *directory.glob("hpc_ckpt_*.ckpt")]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def attempt(metrics: Path) -> str:
+    """The sub-directory for the metrics of this attempt: a logger would delete those of the one before."""
+    earlier = len([*metrics.rglob("metrics.csv")])
+    return f"restart_{earlier}" if earlier else ""
+
+
 @hydra.main(version_base="1.3", config_path="pkg://lightning_pipes.conf", config_name="train")
 def main(cfg: DictConfig) -> float:
     """The validation loss, or the last batch's if nothing was validated; all else is printed, or lies in Hydra's output
@@ -89,16 +101,28 @@ def main(cfg: DictConfig) -> float:
         hydra.utils.instantiate(cfg.schedule),
         **OmegaConf.to_container(cfg.pipeline),  # type: ignore[arg-type]
     )
-    checkpoint = ModelCheckpoint(directory / "checkpoints", filename="{step}-{val_loss:.3f}", monitor="val_loss")
+    checkpoint = ModelCheckpoint(
+        directory / "checkpoints",
+        filename="{step}-{val_loss:.3f}",
+        monitor="val_loss",
+        save_last=True,
+        enable_version_counter=False,
+    )
     speed = Speed()
     bar = [TQDMProgressBar(refresh_rate=5)] if cfg.trainer.enable_progress_bar else []
     trainer = L.Trainer(
         strategy=strategy,
-        logger=CSVLogger(directory, name="metrics", version=""),
+        logger=CSVLogger(directory, name="metrics", version=attempt(directory / "metrics")),
         callbacks=[checkpoint, speed, *bar],
+        default_root_dir=directory,
         **cfg.trainer,
     )
-    trainer.fit(model, data)
+    before = newest_checkpoint(directory) if cfg.resume else None
+    trainer.fit(model, data, ckpt_path=before)
+    if "train_loss" not in trainer.callback_metrics:
+        raise SystemExit(
+            f"{before} has nothing left to train: raise trainer.max_epochs, or choose another hydra.run.dir"
+        )
 
     loss = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if trainer.is_global_zero:

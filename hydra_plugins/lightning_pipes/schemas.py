@@ -1,8 +1,10 @@
-"""The schemas of lightning_pipes, for any Hydra app: `defaults: [/lightning_pipes/schema/schedule/kfkb@schedule]`.
+"""For any Hydra app: the schemas of lightning_pipes, `defaults: [/lightning_pipes/schema/schedule/kfkb@schedule]`, and
+the resolver `${lightning_pipes.run_name:}`.
 
 No `from __future__ import annotations` here: Hydra runs this module before it is in sys.modules.
 """
 
-from lightning_pipes.tune.schema import register
+from lightning_pipes.tune import run_name, schema
 
-register()
+schema.register()
+run_name.register()

@@ -193,7 +193,11 @@ class Engine:
                 continue
             if window.order.satisfied or not wait:
                 return ran
+            if self._watch is not None:
+                self._watch.doing = window.order.awaited
             window.order.wait(self._transport.mailbox, window.executor.window)
+            if self._watch is not None:
+                self._watch.doing = None
 
     def _open(self, plan: Plan, order: Program | Policy) -> _Window:
         self._windows += 1

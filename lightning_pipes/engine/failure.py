@@ -1,7 +1,9 @@
 """A failure on one rank reaches all others, and nobody waits for the dead.
 
 The side channel is the store through which the ranks found each other: whoever fails first writes there what
-happened, everybody reads it several times a second. Broken connections are reported the same way.
+happened, everybody reads it several times a second. Broken connections are reported the same way. Where nothing
+breaks, because a process is stopped or a link is cut, its missing signs of life are: each rank looks after the next one
+in a ring, so that the work for the store grows only as the number of ranks.
 """
 
 from __future__ import annotations
@@ -10,26 +12,26 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from lightning_pipes.engine.heartbeat import BEAT_SECONDS, Silence, heart_of
 from lightning_pipes.ir import PipelineError
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 8.0
 """How long a rank that knows of a failure may take to leave by itself before its watchdog ends it."""
+TELL_SECONDS = 2.0
+"""How long a failing rank waits for the store to take its word."""
+HEARTBEAT_TIMEOUT = 120.0
+"""Long enough for any call that keeps Python's lock, such as loading a large pickle."""
 
 
 class PeerFailure(PipelineError):  # noqa: N818 - reads as what it is: the failure is elsewhere
     """Another rank failed; the message names it, its stage, its instruction and the cause."""
-
-
-def _own_connection(store: Any) -> Any:
-    """The same store over a connection of its own: one that waits for a key blocks all others that share it."""
-    return store.clone()
 
 
 class FailureWatch:
@@ -37,33 +39,61 @@ class FailureWatch:
 
     Args:
         store: the c10d store of the process group; None for ranks in one process.
-        rank: the global rank, for the message.
+        rank: the global rank.
+        ranks: how many there are in all.
+        heartbeat_timeout: seconds after which a rank without a sign of life, or a store without an answer, is given up.
+        store_host: who hosts the store, for the message.
         enforce: end the process when it has not closed the watch `GRACE_SECONDS` after a failure elsewhere: a rank
             that is blocked in a collective neither sees exceptions nor runs signal handlers.
+
+    Attributes:
+        stages: the stages of each global rank, for messages.
+        doing: what this rank waits for, for messages; None while it computes.
     """
 
-    def __init__(self, store: Any, rank: int, enforce: bool = True) -> None:
-        self._store = None if store is None else _own_connection(store)
-        self._rank = rank
-        run = store.add(f"lightning_pipes/runs/{rank}", 1) if store is not None else 0  # the same on every rank
-        self._prefix = f"lightning_pipes/{run}"
-        self._key = f"{self._prefix}/failure"
-        self._stores = 0
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int = 1,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+        store_host: str = "the launcher",
+        enforce: bool = True,
+    ) -> None:
+        self.stages: Mapping[int, Sequence[int]] = {}
+        self.doing: object | None = None
+        self.error: PipelineError | None = None
+        self._store = store
+        self._rank, self._neighbour = rank, (rank + 1) % ranks
+        self._timeout = heartbeat_timeout
+        self._store_host = store_host
         self._enforce = enforce
+        self._stores = 0
         self._listeners: list[Callable[[BaseException], None]] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._failed_at: float | None = None
-        self.error: PipelineError | None = None
-        self._thread: threading.Thread | None = None
-        if self._store is not None:
-            self._thread = threading.Thread(target=self._watch, name="lightning_pipes failure watch", daemon=True)
-            self._thread.start()
+        self._polls = 0
+        self._threads: list[threading.Thread] = []
+        if store is not None:
+            self._heart = heart_of(store, rank)
+            run = self._heart.line.add(f"lightning_pipes/runs/{rank}", 1)  # the same on every rank
+            self._prefix = f"lightning_pipes/{run}"
+            self._key = f"{self._prefix}/failure"
+            for name, target in (("watch", self._watch), ("watchdog", self._guard)):
+                thread = threading.Thread(target=target, name=f"lightning_pipes failure {name}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
 
     def store(self) -> Any:
         """A part of the store for one purpose of this run; ranks that ask equally often get the same."""
         self._stores += 1
-        return PrefixStore(f"{self._prefix}/{self._stores}", _own_connection(self._store))
+        return PrefixStore(f"{self._prefix}/{self._stores}", self._store.clone())
+
+    def name(self, rank: int) -> str:
+        """A rank and its stages, as messages call it."""
+        stages = self.stages.get(rank, ())
+        return f"rank {rank}" + (f" (stage {', '.join(map(str, stages))})" if stages else "")
 
     def on_failure(self, listener: Callable[[BaseException], None]) -> None:
         """Calls `listener(error)` from another thread when any rank fails; at once if one has."""
@@ -74,13 +104,9 @@ class FailureWatch:
             listener(error)
 
     def fail(self, error: BaseException, where: str = "") -> None:
-        """Tells everybody, unless another failure was told before."""
-        place = f" in {where}" if where else ""
-        text = f"rank {self._rank} failed{place}: {type(error).__name__}: {error}"
-        if self._store is not None:
-            with suppress(Exception):  # the store may be gone with rank 0, whose closed connections tell the others
-                text = self._store.compare_set(self._key, "", text).decode()
-        self._notice(text)
+        """Tells everybody that this rank failed, unless another failure was told before."""
+        who = f"rank {self._rank} failed in {where}" if where else f"{self.name(self._rank)} failed"
+        self._tell(f"{who}: {type(error).__name__}: {error}")
 
     def lost(self, peer: int, error: BaseException) -> None:
         """A connection to `peer` broke. If the peer has said why, that is the failure; else it is gone."""
@@ -88,7 +114,9 @@ class FailureWatch:
             return
         if self._store is not None and self._closed.wait(2 * POLL_SECONDS):
             return
-        self.fail(error, f"the connection to rank {peer}, which has ended or can't be reached")
+        if self.error is None:
+            lost = f"rank {self._rank} lost the connection to it{self._while_doing()} ({error})"
+            self._tell(f"{self.name(peer)} has ended or can't be reached: {lost}")
 
     def check(self) -> None:
         """Raises PeerFailure if any rank has failed."""
@@ -96,27 +124,85 @@ class FailureWatch:
             raise self.error
 
     def close(self) -> None:
-        """Stops watching; this process is safe from the watchdog."""
+        """Stops watching; this process is safe from the watchdog, and needs to give no more signs of life."""
         self._closed.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
+        until = time.monotonic() + 1.0  # that long only where the store does not answer
+        while self._threads:
+            thread = self._threads.pop()
+            if thread is not threading.current_thread():
+                thread.join(timeout=max(0.0, until - time.monotonic()))
 
     def _watch(self) -> None:
-        assert self._store is not None
-        while not self._closed.wait(POLL_SECONDS):
+        """Listens to the store, and for the next rank's signs of life. Its calls block where the store is stopped."""
+        silence, looks = Silence(2 * BEAT_SECONDS), round(BEAT_SECONDS / POLL_SECONDS)
+        try:
+            while self.error is None and not self._closed.wait(POLL_SECONDS):
+                self._polls += 1
+                if self._heart.line.check([self._key]):
+                    self._learn(self._heart.line.get(self._key).decode())
+                elif self._neighbour != self._rank and self._polls % looks == 0:
+                    seconds = silence.seconds(self._heart.beats(self._neighbour), time.monotonic())
+                    if seconds > self._timeout and not self._heart.line.check([self._left(self._neighbour)]):
+                        self._tell(
+                            f"{self.name(self._neighbour)} was declared dead by rank {self._rank}: no sign of life for "
+                            f"{seconds:.0f} s. Its process or host is stopped, or can't be reached; if it was only "
+                            f"busy, raise heartbeat_timeout (now {self._timeout:g})"
+                        )
             if self.error is None:
-                try:
-                    if self._store.check([self._key]):
-                        self._notice(self._store.get(self._key).decode())
-                except Exception as error:
-                    self._notice(f"the process that hosts the store of this run can't be reached ({error})")
-            elif self._enforce and self._failed_at is not None and time.monotonic() > self._failed_at + GRACE_SECONDS:
+                self._heart.line.set(self._left(self._rank), "")
+        except Exception as error:
+            if not self._closed.is_set():
+                self._learn(f"{self._store_host}, which hosts the store of this run, has ended ({error})")
+
+    def _guard(self) -> None:
+        """Notices that the store does not answer, and ends a process that is blocked; never blocks itself."""
+        silence = Silence(2 * POLL_SECONDS)
+        while not self._closed.wait(POLL_SECONDS):
+            now = time.monotonic()
+            if self.error is None:
+                seconds = silence.seconds(self._polls, now)
+                if seconds > self._timeout:
+                    text = (
+                        f"{self._store_host}, which hosts the store of this run, has not answered rank {self._rank} "
+                        f"for {seconds:.0f} s: it is stopped, or can't be reached"
+                    )
+                    self._learn(text)
+                    self._write(text)  # for a host that goes on one day
+            elif self._enforce and self._failed_at is not None and now > self._failed_at + GRACE_SECONDS:
                 print(
                     f"[rank {self._rank}] still blocked {GRACE_SECONDS:.0f} s after: {self.error}; ending",
                     file=sys.stderr,
                 )
                 sys.stderr.flush()
                 os._exit(1)
+
+    def _tell(self, text: str) -> None:
+        """Makes `text` the failure of the run, unless there is one."""
+        first = None
+        if self._store is not None:  # the store may be gone with its host; closed connections tell the others then
+            thread, answers = self._write(text)
+            thread.join(TELL_SECONDS)
+            first = answers[0] if answers else None
+        if first is None or first == text:
+            self._notice(text)
+        else:
+            self._learn(first)
+
+    def _write(self, text: str) -> tuple[threading.Thread, list[str]]:
+        """Writes a failure into the store from another thread, which may block, and gets the first that was written."""
+        answers: list[str] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                answers.append(self._heart.last_words.compare_set(self._key, "", text).decode())
+
+        thread = threading.Thread(target=ask, name="lightning_pipes last words", daemon=True)
+        thread.start()
+        return thread, answers
+
+    def _learn(self, text: str) -> None:
+        doing = self._while_doing()
+        self._notice(text + (f"\nrank {self._rank} learnt of it{doing}" if doing else ""))
 
     def _notice(self, text: str) -> None:
         with self._lock:
@@ -127,3 +213,9 @@ class FailureWatch:
             listeners = list(self._listeners)
         for listener in listeners:
             listener(self.error)
+
+    def _while_doing(self) -> str:
+        return "" if self.doing is None else f" while waiting for {self.doing}"
+
+    def _left(self, rank: int) -> str:
+        return f"{self._prefix}/left/{rank}"

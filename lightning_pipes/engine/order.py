@@ -46,6 +46,10 @@ class Order(Protocol):
             PeerFailure: a rank has failed.
         """
 
+    @property
+    def awaited(self) -> str:
+        """What `wait` waits for, in words."""
+
     def done(self, i: Instruction) -> None:
         """`i`, which `next` gave, has been run."""
 
@@ -91,6 +95,11 @@ class StaticOrder:
         i = self._current()
         assert i is not None
         mailbox.wait((number, i))
+
+    @property
+    def awaited(self) -> str:
+        i = self._current()
+        return "nothing" if i is None else f"instruction {i} of stage {i.stage}, sent by stage {send_of(i).stage}"
 
     def close(self) -> None:
         """From here on instructions of batches that never came are left out, and an endless program ends."""
@@ -193,6 +202,11 @@ class ReadyOrder:
                 f"{self._plan.limits} hold back {', '.join(map(str, self._ready))}"
             )
         self._arrived(mailbox.wait(), number)
+
+    @property
+    def awaited(self) -> str:
+        stages = ", ".join(map(str, self._in_flight))
+        return f"any of {self._receives} messages to stage {stages}"
 
     def close(self) -> None:
         pass

@@ -25,6 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+# A store asks for the name of every client that connects, and answers nobody meanwhile. A name server that loses one
+# question in fifty would hold up one test in ten for five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_pipes.testing.ranks"]
 
 

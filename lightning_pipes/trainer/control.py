@@ -175,16 +175,17 @@ class Control:
             self.watch.check()
             time.sleep(POLL_SECONDS / 4)
         gone = [rank for rank, place in zip(self.ranks, self._places, strict=True) if _has_ended(place)]
-        who = f"rank {', '.join(map(str, gone))}" if gone else "another rank"
+        who = ", ".join(map(self.watch.name, gone)) if gone else "another rank"
         raise PipelineError(f"{who} has ended without a word while this one waited for it: {error}") from error
 
     def _finish(self, work: dist.Work | None) -> None:
         assert work is not None, "this process is not among the ranks"
         self._waiting = True
+        self.watch.doing = f"a collective call of {self.size} ranks"
         while True:
             try:
                 work.wait(_SLICE)
-                self._waiting = False
+                self._waiting, self.watch.doing = False, None
                 return
             except RuntimeError as error:
                 self.watch.check()

@@ -12,11 +12,16 @@ from lightning_pipes.trainer.control import Control
 
 
 class StopAgreement:
-    """Signal handlers only take note; `agree` is called where all ranks are, and makes the note common."""
+    """Signal handlers only take note; `agree` is called where all ranks are, and makes the note common.
+
+    Attributes:
+        terminated: Lightning is about to raise SIGTERMException, on every rank after the same batch.
+    """
 
     def __init__(self, trainer: pl.Trainer, control: Control) -> None:
         self._trainer = trainer
         self._control = control
+        self.terminated = False
         self._sigterm = False
         self._requeue: tuple[int, FrameType | None] | None = None
         self._requeue_handler = private.replace_signal_handlers(trainer, self._note_sigterm, self._note_requeue)
@@ -44,12 +49,22 @@ class StopAgreement:
             self._requeue = None
             self._requeue_handler(*(requeue or (0, None)))
         if sigterm:
-            private.set_received_sigterm(self._trainer)
+            self._terminate()
+
+    def agree_to_leave(self, pipeline: Control) -> None:
+        """The part of `agree` that matters where nothing is trained: SIGTERM. Replicas may have other numbers of
+        batches there, so each is asked by itself."""
+        if any(pipeline.any(self._sigterm)):
+            self._terminate()
 
     def remove(self) -> None:
         """Lightning's own handlers and broadcast are back."""
         private.restore_signal_handlers(self._trainer)
         private.restore_sigterm_broadcast(self._trainer)
+
+    def _terminate(self) -> None:
+        self.terminated = True
+        private.set_received_sigterm(self._trainer)
 
     def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher

@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipes.engine.failure import FailureWatch, PeerFailure
+from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch, PeerFailure
+from lightning_pipes.engine.heartbeat import BEAT_SECONDS
+from lightning_pipes.engine.rendezvous import own_store, store_host
 from lightning_pipes.engine.rng import replica_seed
 from lightning_pipes.engine.transport import KINDS
 from lightning_pipes.ir import PlanError, Policy, Schedule, check_count
@@ -74,6 +76,8 @@ class PipelineStrategy(ParallelStrategy):
         transport: how tensors travel between stages: "local" is shared memory on one host, "nccl" goes from GPU to
             GPU, "gloo" works everywhere; "auto" takes the fastest that all ranks can use.
         timeout: how long ranks wait for each other outside the pipeline.
+        heartbeat_timeout: seconds without a sign of life after which a rank is given up, at least 2. A process gives
+            them while it computes, too, except inside a call that keeps Python's lock all that time.
         process_group_backend: of the default process group; ours use gloo.
 
     Raises:
@@ -95,6 +99,7 @@ class PipelineStrategy(ParallelStrategy):
         seed: int = 0,
         transport: str = "auto",
         timeout: timedelta = timedelta(minutes=30),
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -113,6 +118,7 @@ class PipelineStrategy(ParallelStrategy):
         self._seed = seed
         self._transport = _known_transport(transport)
         self._timeout = timeout
+        self._heartbeat_timeout = _long_enough(heartbeat_timeout)
         self._backend = process_group_backend
         self._watch: FailureWatch | None = None
         self._control: Control | None = None
@@ -196,6 +202,7 @@ class PipelineStrategy(ParallelStrategy):
             self._backend or private.default_backend(device),
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
+            store=own_store(self.global_rank, self.world_size, self._timeout) if started else None,
         )
         if started:
             atexit.register(_leave)
@@ -203,7 +210,9 @@ class PipelineStrategy(ParallelStrategy):
         if self._control is not None:
             self._control.close()  # made again since the last teardown, as by Trainer.save_checkpoint
         store = private.default_store() if self.world_size > 1 else None
-        self._watch = FailureWatch(store, self.global_rank)
+        self._watch = FailureWatch(
+            store, self.global_rank, self.world_size, self._heartbeat_timeout, store_host=store_host()
+        )
         self._control = Control(range(self.world_size), self._watch, self._timeout)
         self._pipeline = self._control.split(grid.pipelines)
         self._replicas = Replicas(grid, self._control, device)
@@ -237,6 +246,9 @@ class PipelineStrategy(ParallelStrategy):
         plan, _ = plans.for_rows(plans.microbatches)  # what can't be ordered fails here
         places = [(ranks[-1] - r) % grid.length for r in range(grid.length)]  # of the pipeline's ranks: the last first
         global_ranks = [grid.pipeline[place] for place in places]
+        self.control.watch.stages = {
+            pipeline[place]: plan.stages[r] for pipeline in grid.pipelines for r, place in enumerate(places)
+        }
         broadcast_weights(module, self.control)
 
         self._reset_optimizers_and_schedulers()
@@ -345,7 +357,10 @@ class PipelineStrategy(ParallelStrategy):
     def _evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._telling_others():
             step = getattr(self.lightning_module, name)
-            return self._running.evaluate(step, context, *_batch_and_arguments(args, kwargs))
+            output = self._running.evaluate(step, context, *_batch_and_arguments(args, kwargs))
+            if self._stops is not None and not self._running.fitting:
+                self._stops.agree_to_leave(self.pipeline)
+            return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the hooks around backward; the gradients were made in `training_step`."""
@@ -355,6 +370,10 @@ class PipelineStrategy(ParallelStrategy):
         with self._telling_others():
             self._running.give_back_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._telling_others():
+            return super().optimizer_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -448,7 +467,8 @@ class PipelineStrategy(ParallelStrategy):
         return self.replicas.all_gather(tensor, group, sync_grads)
 
     def on_exception(self, exception: BaseException) -> None:
-        self._tell_others(exception)
+        if not self._leaving_together:
+            self._tell_others(exception)
 
     @property
     def _down(self) -> bool:
@@ -458,7 +478,12 @@ class PipelineStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is None or module._trainer is None:
             return False
-        return module.trainer.state.status == TrainerStatus.INTERRUPTED
+        return module.trainer.state.status == TrainerStatus.INTERRUPTED and not self._leaving_together
+
+    @property
+    def _leaving_together(self) -> bool:
+        """Whether all ranks end at the same batch because one got SIGTERM, so that they can save a whole checkpoint."""
+        return self._stops is not None and self._stops.terminated
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:
@@ -500,6 +525,15 @@ def _known_schedule(schedule: str | Schedule | Policy, settings: dict[str, Any])
     if settings:
         raise PlanError(f"schedule_args={settings} belong to a schedule's name; {schedule!r} has its settings already")
     return schedule
+
+
+def _long_enough(heartbeat_timeout: float) -> float:
+    if not heartbeat_timeout >= 2 * BEAT_SECONDS:
+        raise PlanError(
+            f"heartbeat_timeout must be at least {2 * BEAT_SECONDS:g} seconds, got {heartbeat_timeout}; signs of life "
+            f"are given every {BEAT_SECONDS:g} s"
+        )
+    return heartbeat_timeout
 
 
 def _known_transport(transport: str) -> str:

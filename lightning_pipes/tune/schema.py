@@ -59,6 +59,7 @@ class PipelineSettings:
     recompute: bool = False
     seed: int = 0
     transport: str = "auto"  # or local, gloo, nccl
+    heartbeat_timeout: float = 120.0  # seconds without a sign of life after which a process is given up
 
 
 @dataclass
@@ -157,6 +158,7 @@ class TrainSettings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     seed: int = 0
+    resume: bool = True  # from the newest checkpoint in the run directory, if there is one
 
 
 SCHEMAS: dict[str, type] = {

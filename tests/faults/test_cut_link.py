@@ -1,0 +1,75 @@
+"""Two hosts lose sight of each other: nothing breaks, bytes only cease to arrive."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_pipes.testing import namespaces
+from lightning_pipes.testing.ranks import Outcome, watch_ranks
+from tests.faults.training import Run, train
+
+TIMEOUT, SOON = 5.0, 8.0
+needs_hosts = pytest.mark.skipif(not namespaces.available(), reason="needs root and network namespaces")
+
+
+def train_on_host(rank: int, holders: list[int], run: Run) -> dict[str, Any]:
+    namespaces.enter(holders[rank])
+    return train(rank, run)
+
+
+def on_two_hosts(run: Run) -> list[Outcome]:
+    env = {
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": namespaces.address(0),
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": namespaces.DEVICE,
+    }
+    with namespaces.Hosts(2) as hosts:
+        return watch_ranks(train_on_host, 2, hosts.holders, run, timeout=60, env=env)
+
+
+@pytest.mark.root
+@needs_hosts
+@pytest.mark.parametrize("place", ["forward", "save"])
+def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
+    run = Run(str(tmp_path), "cut", place, (1,), strategy={"heartbeat_timeout": TIMEOUT})
+    with_store, without = on_two_hosts(run)
+    assert time.monotonic() - float((tmp_path / "harmed1").read_text()) < TIMEOUT + SOON
+    for o in (with_store, without):
+        assert o.exitcode == 1
+        assert "PeerFailure" in o.error
+    assert "rank 1 (stage 0) was declared dead by rank 0: no sign of life for 5 s" in with_store.error
+    assert "rank 0, which hosts the store of this run, has not answered rank 1 for 5 s" in without.error
+
+
+@pytest.mark.root
+@needs_hosts
+def test_hosts_vanish_with_their_owner() -> None:
+    code = (
+        "import os, signal\n"
+        "from lightning_pipes.testing.namespaces import Hosts\n"
+        "with Hosts(1) as hosts:\n"
+        "    process = hosts.start(0, ['sleep', 'infinity'], {})\n"
+        "    print(process.pid, *hosts.holders, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=60)
+    pids = found.stdout.split()
+    assert len(pids) == 2
+    until = time.monotonic() + 10
+    while any(map(is_there, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(is_there, pids))
+
+
+def is_there(pid: str) -> bool:
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,130 @@
+"""A process that is stopped gives no sign of life; one that is busy does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.engine.heartbeat import Silence
+from lightning_pipes.ir import PlanError
+from lightning_pipes.testing.ranks import Outcome, watch_ranks
+from tests.faults.training import EPOCHS, STEPS, Run, train
+
+DEADLINE = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Ranks that stop themselves, and when they are told to continue: once all others are gone, or after a while."""
+
+    ranks: int
+    stopped: tuple[int, ...]
+    place: str
+    timeout: float
+    rank_zero_hosts_store: bool = False
+    harm: str = "stop"
+    seconds: float | None = None
+
+
+CASES = {
+    "the last rank": Case(2, (1,), "forward", 5.0),
+    "rank 0, with the store": Case(2, (0,), "save", 5.0, rank_zero_hosts_store=True),
+    "one of four": Case(4, (2,), "step", 5.0),
+    "all for a while": Case(2, (0, 1), "batch end", 3.0, rank_zero_hosts_store=True, seconds=6.0),
+    "busy": Case(2, (1,), "forward", 2.0, harm="be busy"),
+}
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def pids(directory: Path, ranks: list[int]) -> list[int]:
+    return [int((directory / f"pid{rank}").read_text()) for rank in ranks]
+
+
+def go_on(case: Case, directory: Path) -> None:
+    """Waits until the ranks have stopped themselves, then until they shall continue, and lets them."""
+    until = time.monotonic() + DEADLINE
+    while not all((directory / f"harmed{rank}").exists() for rank in case.stopped) and time.monotonic() < until:
+        time.sleep(0.05)
+    others = pids(directory, [r for r in range(case.ranks) if r not in case.stopped])
+    if case.seconds is not None:
+        time.sleep(case.seconds)
+    while any(map(alive, others)) and time.monotonic() < until:
+        time.sleep(0.05)
+    for pid in pids(directory, list(case.stopped)):
+        os.kill(pid, signal.SIGCONT)
+
+
+def run(case: Case, directory: Path) -> list[Outcome]:
+    env = {}
+    if case.rank_zero_hosts_store:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free.getsockname()[1])}
+    helper = threading.Thread(target=go_on, args=(case, directory), daemon=True)
+    if case.harm == "stop":
+        helper.start()
+    task = Run(str(directory), case.harm, case.place, case.stopped, strategy={"heartbeat_timeout": case.timeout})
+    return watch_ranks(train, case.ranks, task, timeout=DEADLINE, env=env)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """All cases at once: most of their time they wait."""
+    folders = [tmp_path_factory.mktemp("stopped") for _ in CASES]
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        return dict(zip(CASES, pool.map(run, CASES.values(), folders), strict=True))
+
+
+@pytest.mark.parametrize("name", ["the last rank", "rank 0, with the store", "one of four"])
+def test_a_stopped_rank_is_declared_dead(name, outcomes):
+    case = CASES[name]
+    (victim,) = case.stopped
+    who = f"rank {victim} (stage {case.ranks - 1 - victim}) was declared dead by rank"
+    if case.rank_zero_hosts_store:
+        who = "rank 0, which hosts the store of this run, has not answered rank 1 for 5 s"
+    for o in outcomes[name]:
+        assert o.exitcode == 1
+        if o.rank != victim:
+            assert who in o.error
+            assert "PeerFailure" in o.error
+            assert o.seconds < outcomes[name][victim].seconds  # which could go on after that only
+    own = outcomes[name][victim].error
+    assert who in own, "a rank that goes on does not learn that it was given up"
+
+
+@pytest.mark.parametrize("name", ["all for a while", "busy"])
+def test_who_was_only_late_is_not_declared_dead(name, outcomes):
+    for o in outcomes[name]:
+        assert o.error == ""
+        assert o.value["steps"] == EPOCHS * STEPS
+    assert outcomes[name][0].seconds > 5
+
+
+def test_silence_is_measured_in_the_time_of_who_listens():
+    silence = Silence(gap=2.0)
+    assert [silence.seconds(7, now) for now in (100.0, 101.0, 102.5)] == [0.0, 1.0, 2.5]
+    assert silence.seconds(8, 103.0) == 0.0
+    assert silence.seconds(8, 104.0) == 1.0
+    assert silence.seconds(8, 1104.0) == 3.0  # who listens was stopped itself for the most of it
+
+
+def test_heartbeat_timeout_is_checked_at_once():
+    for wrong in (0, 1.9, -3, float("nan")):
+        with pytest.raises(PlanError, match="heartbeat_timeout must be at least 2 seconds"):
+            PipelineStrategy(heartbeat_timeout=wrong)

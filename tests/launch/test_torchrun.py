@@ -1,0 +1,181 @@
+"""The example under torchrun: on one host and on two, and when a process is killed."""
+
+from __future__ import annotations
+
+import csv
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_pipes.testing import namespaces
+
+ROOT = Path(__file__).parents[2]
+EPOCHS = 16
+SETTINGS = [
+    "model.width=16",
+    "model.blocks=2",
+    "data.context=16",
+    "data.windows=24",
+    "data.batch_size=8",
+    "pipeline.microbatches=4",
+    f"trainer.max_epochs={EPOCHS}",
+    "trainer.val_check_interval=1.0",
+    "trainer.log_every_n_steps=1",
+    "trainer.enable_progress_bar=false",
+]
+TOKEN = "LIGHTNING_PIPES_TEST"
+Start = Callable[[int, list[str], dict[str, str], Path], "subprocess.Popen[str]"]
+"""Starts a command on one of the hosts, in a directory."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of torchrun, and what it left in its one run directory."""
+
+    directory: Path
+    said: str
+
+    @property
+    def attempts(self) -> int:
+        return len([*self.directory.rglob("metrics.csv")])
+
+    def validation(self) -> list[tuple[int, str]]:
+        """Step and validation loss, with all digits, of every epoch; the latest where an epoch was run twice."""
+        found = {}
+        for path in sorted(self.directory.rglob("metrics.csv"), key=lambda p: p.stat().st_mtime):
+            with open(path) as file:
+                found.update({int(row["step"]): row["val_loss"] for row in csv.DictReader(file) if row["val_loss"]})
+        return sorted(found.items())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        state = torch.load(self.directory / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"]
+        return dict(state)
+
+
+def here(host: int, command: list[str], env: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, env={**os.environ, **env}, cwd=cwd, text=True, stdout=-1, stderr=-2)
+
+
+def torchrun(
+    folder: Path, options: list[str], hosts: int = 1, start: Start = here, kill: int | None = None
+) -> Training:
+    """Trains on `hosts` hosts that share a file system; kills global rank `kill` once there is a checkpoint."""
+    token = secrets.token_hex(8)
+    env = {TOKEN: token, "PYTHONPATH": str(ROOT), "RES_OPTIONS": "timeout:1 attempts:1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    script = [str(ROOT / "examples" / "train.py"), *SETTINGS]
+    agents = []
+    for host in range(hosts):
+        where = [f"--node-rank={host}"] if hosts > 1 else []
+        agents.append(start(host, [*command, *where, *script], env, folder))
+    if kill is not None:
+        wait_until(lambda: [*folder.rglob("last.ckpt")], agents)
+        (pid,) = [pid for pid, ours in processes(token) if ours.get("RANK") == str(kill)]
+        os.kill(pid, signal.SIGKILL)
+    with ThreadPoolExecutor(hosts) as pool:
+        said = list(pool.map(lambda agent: agent.communicate(timeout=120)[0], agents))
+    assert [agent.returncode for agent in agents] == [0] * hosts, "\n".join(said)
+    assert not [*processes(token)], "processes were left behind"
+    (directory,) = {path.parent.parent for path in folder.glob("outputs/**/last.ckpt")}
+    assert len([*folder.glob("outputs/*/*")]) == 1
+    return Training(directory, "".join(said))
+
+
+def processes(token: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """The processes, and their environments, that were started with this token."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            pairs = path.read_text().split("\0")
+        except OSError:
+            continue
+        env = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        if env.get(TOKEN) == token:
+            yield int(path.parent.name), env
+
+
+def wait_until(ready: Callable[[], object], agents: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + 90
+    while not ready():
+        assert time.monotonic() < deadline
+        assert all(agent.poll() is None for agent in agents), "".join(agent.communicate()[0] for agent in agents)
+        time.sleep(0.01)
+
+
+def check_same(found: Training, wanted: Training) -> None:
+    assert len(found.validation()) == EPOCHS
+    assert found.validation() == wanted.validation()
+    weights = found.weights()
+    assert all(torch.equal(weights[name], value) for name, value in wanted.weights().items())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return torchrun(tmp_path_factory.mktemp("undisturbed"), ["--nproc-per-node=2"])
+
+
+def test_the_result_of_one_process(undisturbed, tmp_path):
+    """One stage in one process, without torchrun: the same numbers up to rounding."""
+    command = [sys.executable, str(ROOT / "examples" / "train.py"), *SETTINGS, "trainer.devices=1"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=env)
+    (last,) = tmp_path.glob("outputs/**/last.ckpt")
+    one, two = ([(s, float(v)) for s, v in t.validation()] for t in (Training(last.parent.parent, ""), undisturbed))
+    assert len(one) == EPOCHS
+    torch.testing.assert_close(torch.tensor(one), torch.tensor(two), rtol=1e-3, atol=0)
+    assert undisturbed.attempts == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--standalone"], ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]])
+def test_a_restart_goes_on_where_the_dead_one_was(options, undisturbed, tmp_path):
+    restarted = torchrun(tmp_path, ["--nproc-per-node=2", "--max-restarts=1", *options], kill=1)
+    assert restarted.attempts == 2
+    check_same(restarted, undisturbed)
+
+
+needs_hosts = pytest.mark.skipif(not namespaces.available(), reason="needs root and network namespaces")
+
+
+def on_two_hosts(folder: Path, options: list[str], kill: int | None = None) -> Training:
+    with namespaces.Hosts(2) as hosts:
+
+        def start(host: int, command: list[str], env: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
+            # as options --local-addr and --rdzv-conf; names don't tell these hosts apart
+            own = {"PET_LOCAL_ADDR": namespaces.address(host), "PET_RDZV_CONF": f"is_host={int(host == 0)}"}
+            return hosts.start(host, command, {**env, **own}, cwd=cwd, stdout=-1, stderr=-2)
+
+        return torchrun(folder, ["--nnodes=2", *options], hosts=2, start=start, kill=kill)
+
+
+ENDPOINT = f"{namespaces.address(0)}:29500"
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@needs_hosts
+@pytest.mark.parametrize("victim", [None, 0, 1])
+def test_two_hosts_that_find_each_other(victim, undisturbed, tmp_path):
+    """With the c10d rendezvous each host counts restarts for itself, and ranks may change hosts."""
+    options = ["--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={ENDPOINT}", "--max-restarts=2"]
+    found = on_two_hosts(tmp_path, options, victim)
+    assert found.attempts == (1 if victim is None else 2)
+    check_same(found, undisturbed)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@needs_hosts
+def test_two_hosts_with_two_processes_each(undisturbed, tmp_path):
+    master = ["--master-addr", namespaces.address(0), "--master-port=29500"]
+    found = on_two_hosts(tmp_path, ["--nproc-per-node=2", "--rdzv-backend=static", *master])
+    assert f"val_loss={float(undisturbed.validation()[-1][1]):.3f}" in found.said
