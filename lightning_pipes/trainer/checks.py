@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.pipelined import INCOMPLETE, batch_statistics
 from lightning_pipes.trainer.private_lightning import spectral_norms
+from lightning_pipes.trainer.proxy import Layers
 
 _UNSUITABLE: dict[type[pl.Callback], str] = {
     cb.StochasticWeightAveraging: "keeps a copy of the whole module and averages it with the layers of one stage; "
@@ -73,7 +74,7 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
             )
 
 
-def warn_about(module: pl.LightningModule, full: nn.Sequential) -> None:
+def warn_about(module: pl.LightningModule, full: Layers) -> None:
     """Warns of layers and hooks that see micro-batches, or nothing."""
     names = batch_statistics(full)
     if names:

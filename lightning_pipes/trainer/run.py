@@ -99,7 +99,7 @@ class PipelineRun:
         stages = [
             Stage(
                 number,
-                {layer: cut.full[layer] for layer in range(*plan.layers[number])},
+                {layer: cut.runnable(layer) for layer in range(*plan.layers[number])},
                 steps.body(number),
                 recompute=bool(plan.recompute) and plan.recompute[number],
                 last_backward=None if reducer is None else reducer.last_backward,

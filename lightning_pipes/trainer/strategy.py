@@ -46,6 +46,7 @@ from lightning_pipes.trainer.logs import metrics_gather_over
 from lightning_pipes.trainer.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.pipelined import CutModule, find_pipelined, layer_sizes
 from lightning_pipes.trainer.plans import Plans, stage_layers, stage_ranks
+from lightning_pipes.trainer.proxy import Layers
 from lightning_pipes.trainer.replicas import BufferSync, Replicas
 from lightning_pipes.trainer.report import PipelineReport, Window
 from lightning_pipes.trainer.run import PipelineRun
@@ -236,7 +237,7 @@ class PipelineStrategy(ParallelStrategy):
             check_callbacks(private.callbacks(trainer))
         path = find_pipelined(module, self._path)
         full = module.get_submodule(path)
-        assert isinstance(full, torch.nn.Sequential)
+        assert isinstance(full, Layers)
         warn_about(module, full)
 
         grid = self.grid
@@ -263,7 +264,7 @@ class PipelineStrategy(ParallelStrategy):
         if fitting:
             self._undo.append(show_summaries(private.callbacks(trainer), trainer, module))
         self._undo.append(log_graphs(trainer, module))
-        interceptor = Interceptor(f"self.{path}")
+        interceptor = Interceptor(f"self.{path}", loop=isinstance(full, torch.nn.ModuleList))
         local = [n for n, place in enumerate(place_of_layer) if place == grid.place]
         self._cut = cut = CutModule(module, path, local, interceptor)
         self._layouts = [keep_local(o, w, cut.is_foreign) for o, w in zip(self.optimizers, whole, strict=True)]
