@@ -15,7 +15,6 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.capture import Interceptor
 from lightning_pipes.trainer.private_lightning import is_compiled
 from lightning_pipes.trainer.proxy import Layers, StageProxy
-from lightning_pipes.trainer.tape import TapedLayer
 
 INCOMPLETE = "_lightning_pipes_incomplete"
 """Attribute of a module whose last run failed, so that the layers of other ranks have no values."""
@@ -168,10 +167,6 @@ class CutModule:
     def layers(self) -> dict[int, nn.Module]:
         """The local layers by number."""
         return {number: self.full[number] for number in self.local}
-
-    def runnable(self, number: int) -> nn.Module:
-        """A layer as a stage runs it."""
-        return TapedLayer(self.full[number], number)
 
     @property
     def layer_prefixes(self) -> tuple[str, ...]:

@@ -76,6 +76,6 @@ class StageProxy(nn.Module):
         return type(self.__dict__["_full"])
 
     def __repr__(self) -> str:
-        layers = self.__dict__["_full"].named_children()
+        layers = self.__dict__["_full"]._modules.items()
         lines = [f"  ({n}): {m!r}" if n in self._modules else f"  ({n}): on another rank" for n, m in layers]
         return "\n".join([f"{type(self).__name__}(", *lines, ")"])

@@ -41,6 +41,7 @@ from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.equal_starts import broadcast_random_state, broadcast_weights
 from lightning_pipes.trainer.gradient_logs import GradientLogs
 from lightning_pipes.trainer.grid import Grid
+from lightning_pipes.trainer.hidden_state import HiddenState
 from lightning_pipes.trainer.hooks import HookWrappers
 from lightning_pipes.trainer.logs import metrics_gather_over
 from lightning_pipes.trainer.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
@@ -259,8 +260,11 @@ class PipelineStrategy(ParallelStrategy):
             refuse_unsuitable(self.optimizers)
             whole = parameter_names(module, self.optimizers)
 
-        place_of_layer = [places[ranks[s]] for s, span in enumerate(layers) for _ in range(span.rows)]
+        stage_of_layer = [s for s, span in enumerate(layers) for _ in range(span.rows)]
+        place_of_layer = [places[ranks[s]] for s in stage_of_layer]
         who = holders(module, path, place_of_layer, range(grid.length))
+        rank_of_layer = [grid.pipeline[place] for place in place_of_layer]
+        hidden = HiddenState(module, path, stage_of_layer, rank_of_layer, self.pipeline)
         if fitting:
             self._undo.append(show_summaries(private.callbacks(trainer), trainer, module))
         self._undo.append(log_graphs(trainer, module))
@@ -284,6 +288,7 @@ class PipelineStrategy(ParallelStrategy):
             shared,
             self.replicas.reducer(stages, alone),
             BufferSync(module, self.replicas),
+            hidden,
             global_ranks,
             self.root_device,
             seed,

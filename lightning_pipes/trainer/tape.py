@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -18,6 +19,8 @@ Path = tuple[int | str, ...]
 
 Key = int | tuple[int, Path]
 """Of a value on its way: the number of one from outside of the loop, or a layer and a path into what it returned."""
+
+Around = Callable[[int, nn.Module], AbstractContextManager[None]]
 
 PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size, slice, range, Enum)
 
@@ -90,17 +93,20 @@ class TapedLayer(nn.Module):
 
     Args:
         number: the layer's place in the whole model.
+        around: makes what is entered, with number and layer, around its forward.
     """
 
-    def __init__(self, layer: nn.Module, number: int) -> None:
+    def __init__(self, layer: nn.Module, number: int, around: Around) -> None:
         super().__init__()
         self.layer = layer
         self.number = number
+        self._around = around
 
     def forward(self, x: Any) -> Any:
-        if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], Tape):
-            return x[0].run(self.number, self.layer, x[1])
-        return self.layer(x)
+        with self._around(self.number, self.layer):
+            if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], Tape):
+                return x[0].run(self.number, self.layer, x[1])
+            return self.layer(x)
 
 
 def filled(tree: Any, value: Callable[[Given | Output], Any]) -> Any:

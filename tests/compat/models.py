@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -160,6 +161,67 @@ class LitUNet(Lit):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.outlet(self.model({"x": self.inlet(x), "skips": []})["x"])
+
+
+class Remembering(nn.Module):
+    """Leaves what it gets in a dict, or takes it from there."""
+
+    def __init__(self, memory: dict[str, Any], leaves: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.memory = memory
+        self.leaves = leaves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.leaves:
+            self.memory["skip"] = x
+            return self.linear(x)
+        return self.linear(x) + self.memory.pop("skip")
+
+
+class LitHiddenSkip(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        memory: dict[str, Any] = {}
+        middle = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        layers = [nn.Linear(WIDTH, WIDTH), Remembering(memory, True), *middle, Remembering(memory, False)]
+        self.model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+
+class Table(nn.Module):
+    """Made by whoever comes first, in a module that all layers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.size(1) not in self.values:
+            self.values[x.size(1)] = torch.linspace(0, 1, x.size(1), dtype=x.dtype)
+        return x + self.values[x.size(1)]
+
+
+class Configured(nn.Module):
+    def __init__(self, settings: Any, table: Table) -> None:
+        super().__init__()
+        self.settings = settings
+        self.table = table
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.settings.calls.append(len(x))
+        return self.settings.scale * self.linear(self.table(x))
+
+
+class LitShared(Lit):
+    """Settings, an activation and a table that all layers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = SimpleNamespace(scale=0.5, calls=[])
+        table, activation = Table(), nn.ReLU()
+        layers = [layer for _ in range(3) for layer in (Configured(self.settings, table), activation)]
+        self.model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
 
 class Language(Lit):

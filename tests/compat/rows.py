@@ -666,6 +666,13 @@ model(
 )
 model("skip connections between distant layers, in dicts", module=models.LitUNet)
 model(
+    "skip connections through an object that layers share",
+    module=models.LitHiddenSkip,
+    refused="Pass the tensor along: let layers take and return tuples or dicts",
+    reason="each process has its own copy of the object; pass tuples or dicts",
+)
+model("objects and modules that several layers share, without passing tensors", module=models.LitShared, evaluate=True)
+model(
     "several calls of the pipelined module a step",
     module=m.LitTwice,
     refused="more than once for one batch",

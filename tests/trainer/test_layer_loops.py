@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from functools import cache
 from tempfile import mkdtemp
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.capture import Interceptor
 from lightning_pipes.trainer.pipelined import CutModule, find_pipelined
+from lightning_pipes.trainer.tape import TapedLayer
 from tests.compat.models import LitGPT2
 from tests.trainer.lit import Case, differences, train_cases
 
@@ -27,6 +29,11 @@ class Layer(nn.Module):
 
     def forward(self, h: Any, *args: Any, **kwargs: Any) -> Any:
         return self.linear(h)
+
+
+def run(parts: CutModule, number: int, x: Any) -> Any:
+    """A layer as its stage runs it."""
+    return TapedLayer(parts.full[number], number, lambda *_: nullcontext())(x)
 
 
 class LitLoop(pl.LightningModule):
@@ -55,11 +62,11 @@ def test_values_travel_no_further_than_they_are_needed():
     x = interceptor.capture(step)
     held = []
     for number in range(3):
-        x = parts.runnable(number)(x)
+        x = run(parts, number, x)
         held.append(sorted(tuple(v.shape) for v in x[1].values()))
     h = (5, 3)
     assert held == [[(1,), (2,), h], [(2,), h, h], [(2,), h]]
-    assert torch.equal(parts.runnable(3)(x), step_by_hand(module, torch.zeros(5, 3)))
+    assert torch.equal(run(parts, 3, x), step_by_hand(module, torch.zeros(5, 3)))
 
 
 def step_by_hand(module: LitLoop, h: torch.Tensor) -> torch.Tensor:
@@ -98,7 +105,7 @@ def test_unpacking_and_entries():
         parts.full[number] = Returning()
     x = interceptor.capture(step, module, torch.ones(2))
     for number in range(4):
-        x = parts.runnable(number)(x)
+        x = run(parts, number, x)
     assert interceptor.supply(step, lambda _: x, module, torch.ones(2)).tolist() == [5.0, 5.0]
 
 
@@ -199,7 +206,7 @@ def test_a_layer_that_returns_what_no_other_rank_understands():
 
     parts.full[0] = Bad()
     with pytest.raises(PipelineError, match=r"what Bad returns as layer 0 holds a Cache"):
-        parts.runnable(0)(interceptor.capture(step))
+        run(parts, 0, interceptor.capture(step))
 
 
 class TestFindPipelined:

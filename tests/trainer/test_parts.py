@@ -28,6 +28,7 @@ from lightning_pipes.trainer.logs import LogCall, merge, recorded
 from lightning_pipes.trainer.optimizers import keep_local, parameter_names
 from lightning_pipes.trainer.pipelined import CutModule
 from lightning_pipes.trainer.plans import Plans
+from lightning_pipes.trainer.shared_parameters import holders
 from tests.trainer.lit import Lit, LitTied
 
 
@@ -226,6 +227,14 @@ def test_optimizer_keeps_groups_and_loses_foreign_parameters():
     one_process["param_groups"].pop()
     with pytest.raises(PipelineError, match="has 1 parameter groups, this one 2"):
         layout.local_state(one_process)
+
+
+def test_holders_count_a_layer_that_occurs_twice():
+    module, activation = pl.LightningModule(), nn.ReLU()
+    module.model = nn.Sequential(nn.Linear(1, 1), activation, nn.Linear(1, 1), activation, nn.Linear(1, 1))
+    module.outside = nn.Parameter(torch.ones(1))
+    who = holders(module, "model", [0, 0, 1, 1, 2], range(3))
+    assert [who[id(p)] for p in module.parameters()] == [(0, 1, 2), (0,), (0,), (1,), (1,), (2,), (2,)]
 
 
 def everything_about_control(rank: int) -> list[Any]:
