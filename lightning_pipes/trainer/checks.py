@@ -67,11 +67,8 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
                 "sharded: starting weights, gradient norms and checkpoints of shards are missing. Use more stages, "
                 "recompute=True, or data_parallel= for replicas of whole stages"
             )
-        if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
-            raise PipelineError(
-                f"{owner}.{name} has no values yet; initialise lazy layers with a first forward, and layers on meta "
-                "in configure_model"
-            )
+        if isinstance(parameter, UninitializedParameter):
+            raise PipelineError(f"{owner}.{name} has no shape yet; initialise lazy layers with a first forward")
 
 
 def warn_about(module: pl.LightningModule, full: Layers) -> None:

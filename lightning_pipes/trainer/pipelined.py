@@ -19,6 +19,9 @@ from lightning_pipes.trainer.proxy import Layers, StageProxy
 INCOMPLETE = "_lightning_pipes_incomplete"
 """Attribute of a module whose last run failed, so that the layers of other ranks have no values."""
 
+SPREAD = "_lightning_pipes_spread"
+"""Attribute of a module that was made on meta and has been run: the path of its container, and the layers here."""
+
 CLEARLY_LARGER = 2
 """By what factor the parameters of a container must exceed those of all others for it to be cut without being named."""
 
@@ -131,7 +134,8 @@ class CutModule:
     """A LightningModule whose pipelined part is replaced by the layers of this rank.
 
     The weights of other ranks' layers are released; what is left of them is on `meta`. `restore` brings the whole
-    module back, with the very same Parameter objects.
+    module back, with the very same Parameter objects, unless its layers were made on `meta`: then no rank is to hold
+    it whole.
 
     Args:
         module: the user's module, whole.
@@ -153,11 +157,14 @@ class CutModule:
         here = {id(t) for t in (*module.parameters(), *module.buffers())}
         self._slots = [s for s in self._foreign_slots() if id(s[2]) not in here]
         self._foreign = {id(t) for _, _, t in self._slots}
-        metas = {id(t): _meta(t) for _, _, t in self._slots}
+        self.stays_spread = any(t.is_meta for t in (*full.parameters(), *full.buffers()))
+        """Whether the module is not to be whole again."""
+        metas = {id(t): t if t.is_meta else _meta(t) for _, _, t in self._slots}
         for table, name, tensor in self._slots:
             table[name] = metas[id(tensor)]
         for _, _, tensor in self._slots:
-            tensor.data = tensor.data.new_empty(0)
+            if not tensor.is_meta:
+                tensor.data = tensor.data.new_empty(0)
 
     def is_foreign(self, tensor: torch.Tensor) -> bool:
         """Whether a parameter of the whole module lives on other ranks only."""
@@ -190,10 +197,15 @@ class CutModule:
         return {**ordered, **merged}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Puts the whole module back; `state` is its state dict, None leaves the layers of other ranks on `meta`."""
+        """Puts the whole module back; `state` is its state dict, None says that the run has failed.
+
+        Of a module that was made on `meta` the layers of other ranks stay there; `state` is not looked at.
+        """
         training = self.proxy.training
         self._set(self.full)
-        if state is not None:
+        if state is not None and self.stays_spread:
+            self.module.__dict__[SPREAD] = (self.path, tuple(self.local))
+        elif state is not None:
             for table, name, tensor in self._slots:
                 meta = table[name]
                 assert meta is not None
