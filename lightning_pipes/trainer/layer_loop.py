@@ -213,6 +213,18 @@ class StandIn:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._layer, name, value)
 
+    def __getitem__(self, index: Any) -> Any:
+        return self._layer[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._layer)
+
+    def __len__(self) -> int:
+        return len(self._layer)
+
+    def __bool__(self) -> bool:
+        return bool(self._layer)
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # so that `isinstance` answers as for the layer
         return type(self._layer)

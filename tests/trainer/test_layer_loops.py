@@ -190,6 +190,21 @@ def test_layers_outside_of_steps():
     assert kept[1].linear is module.layers[1].linear
     assert hasattr(kept[1], "linear")
     assert isinstance(kept[1], Layer)
+    assert bool(kept[1])
+
+
+def test_layers_of_layers():
+    module = pl.LightningModule()
+    module.model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.Linear(1, 1))
+    interceptor = Interceptor("self.model")
+    CutModule(module, "model", [0, 1], interceptor)
+
+    def step() -> Any:
+        assert len(module.model[0]) == 2
+        assert [type(part) for part in module.model[0]] == [nn.Linear, nn.ReLU]
+        return module.model(module.model[0][0].weight)
+
+    assert interceptor.capture(step).shape == (1, 1)
 
 
 def test_a_layer_that_returns_what_no_other_rank_understands():
