@@ -339,13 +339,11 @@ class PipelineStrategy(ParallelStrategy):
             self._control.close()
         if self._watch is not None:
             self._watch.close()  # nobody waits for anybody any more: others may be gone before the rest is done
-        if cut is not None:
-            assert module is not None
+        if module is not None and not has_meta(module):
             module.cpu()
+        if cut is not None:
             cut.restore(state)
             self._cut, self._run, self._spread = None, None, cut if cut.stays_spread else None
-        elif module is not None and not any(p.is_meta for p in module.parameters()):
-            module.cpu()
         private.optimizers_to_device(self.optimizers, torch.device("cpu"))
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             assert part is not None

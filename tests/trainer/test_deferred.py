@@ -252,3 +252,27 @@ def test_a_failed_run_leaves_nothing_to_go_on_with():
     CutModule(module, "model", [0], Interceptor("self.model")).restore(None)
     with pytest.raises(PipelineError, match=r"model.0.weight is gone: the last run with this object failed"):
         check_module(module, fitting=False)
+
+
+class Failing(nn.Linear):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            raise ValueError("no idea what to start from")
+
+
+class LitFailing(LitMeta):
+    def configure_model(self) -> None:
+        super().configure_model()
+        with torch.device("meta"):
+            self.model[1][0] = Failing(WIDTH, WIDTH)
+
+
+def failing(rank: int) -> str:
+    quiet()
+    with pytest.raises(ValueError, match="no idea") as error:
+        trainer(1, mkdtemp()).fit(made(LitFailing), *loaders())
+    return str(error.value)
+
+
+def test_an_error_while_weights_are_made_is_the_one_that_is_seen():
+    assert run_ranks(failing, 1, timeout=40) == ["no idea what to start from"]
