@@ -73,21 +73,26 @@ def take(batch: Any, span: Span, rows: int, whole: Collection[int] = ()) -> Any:
 
 
 def join(parts: Sequence[Any], spans: Sequence[Span], what: str) -> Any:
-    """The whole of what was computed span by span: tensors are joined along axis 0, all else is that of the first.
+    """The whole of what was computed span by span: tensors are joined along axis 0, all else is that of the first, as
+    are tensors that have not one entry for each sample and are the same in all parts.
 
     Raises:
         PipelineError: the parts have other shapes than their spans, so axis 0 does not count samples.
     """
 
     def joined(*leaves: Any) -> Any:
-        if not isinstance(leaves[0], torch.Tensor):
-            return leaves[0]
+        first = leaves[0]
+        if not isinstance(first, torch.Tensor):
+            return first
+        for_samples = all(t.ndim and t.size(0) == span.rows for t, span in zip(leaves, spans, strict=True))
+        if not for_samples and all(torch.equal(t, first) for t in leaves[1:]):
+            return first
         for leaf, span in zip(leaves, spans, strict=True):
             if leaf.ndim == 0 or leaf.size(0) != span.rows:
                 raise PipelineError(
                     f"{what} for {span.rows} samples has shape {tuple(leaf.shape)}; axis 0 must count samples"
                 )
-        return torch.cat(leaves) if len(leaves) > 1 else leaves[0]
+        return torch.cat(leaves) if len(leaves) > 1 else first
 
     return pytree.tree_map(joined, *parts)
 

@@ -1,4 +1,4 @@
-"""Running the user's step around the pipelined module: up to its call, or past it with a given answer."""
+"""Running the user's step around the pipelined layers: up to their call, or past it with a given answer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ class _Reached(BaseException):
 
 
 class Interceptor:
-    """Decides what a call of the pipelined module does.
+    """Decides what a call of the pipelined module does, or a loop over its layers.
 
     Args:
         name: how the user calls the module, for messages.
+        loop: whether it can only be called layer by layer.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, loop: bool = False) -> None:
+        self._name = f"the layers of {name}" if loop else f"{name}(...)"
         self._answer: Callable[[Any], Any] | None = None
         self._step = ""
         self._calls = 0
@@ -43,24 +44,34 @@ class Interceptor:
         """
         if self._answer is None:
             raise PipelineError(
-                f"{self._name}(...) was called outside of training_step, validation_step, test_step and predict_step; "
+                f"{self._name} was called outside of training_step, validation_step, test_step and predict_step; "
                 "its layers are spread over several ranks there. Call it from a step, or after the Trainer has ended"
-            )
-        self._calls += 1
-        if self._calls > 1:
-            raise PipelineError(
-                f"{self._step} calls {self._name}(...) more than once for one batch; a batch can pass the pipeline "
-                "once. Join the inputs along axis 0 and call it once"
             )
         if kwargs or len(args) != 1:
             raise PipelineError(
-                f"{self._step} calls {self._name}(...) with {len(args)} positional arguments and the keywords "
-                f"{sorted(kwargs)}; it takes one positional argument, which may be a tuple or dict of tensors"
+                f"{self._step} calls {self._name} with {len(args)} positional arguments and the keywords "
+                f"{sorted(kwargs)}; it takes one positional argument, which may be a tuple or dict of tensors. Layers "
+                "with several arguments go into an nn.ModuleList and are called in a loop"
             )
-        return self._answer(args[0])
+        return self.reach(args[0])
+
+    def reach(self, x: Any) -> Any:
+        """The call of the layers with `x`; what they return.
+
+        Raises:
+            PipelineError: it is the step's second call.
+        """
+        assert self._answer is not None, "no step is running"
+        self._calls += 1
+        if self._calls > 1:
+            raise PipelineError(
+                f"{self._step} calls {self._name} more than once for one batch; a batch can pass the pipeline "
+                "once. Join the inputs along axis 0 and call it once"
+            )
+        return self._answer(x)
 
     def capture(self, step: Step, *args: Any) -> Any:
-        """The argument with which `step(*args)` calls the pipelined module; the step goes no further.
+        """With what `step(*args)` calls the layers; the step goes no further.
 
         Raises:
             PipelineError: the step ends without the call.
@@ -74,8 +85,8 @@ class Interceptor:
         except _Reached as found:
             return found.x
         raise PipelineError(
-            f"{_name(step)} ended without a call of {self._name}(...), or caught what the call raised; it must call "
-            "it once for every batch, and a bare `except:` around the call must become `except Exception:`"
+            f"{_name(step)} ended without a call of {self._name}, or caught what the call raised; it must make it "
+            "once for every batch, and a bare `except:` around the call must become `except Exception:`"
         )
 
     def supply(self, step: Step, answer: Callable[[Any], Any], *args: Any) -> Any:
@@ -86,7 +97,7 @@ class Interceptor:
         """
         out = self._run(answer, step, args)
         if not self._calls:
-            raise PipelineError(f"{_name(step)} never calls {self._name}(...); it must call it once for every batch")
+            raise PipelineError(f"{_name(step)} never calls {self._name}; it must make this call once for every batch")
         return out
 
     def _run(self, answer: Callable[[Any], Any], step: Step, args: tuple[Any, ...]) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.control import Control
@@ -54,5 +56,7 @@ def load_optimizers(
 ) -> None:
     """Loads from one process's `state_dict` of each optimizer what belongs to this rank."""
     for optimizer, layout, whole in zip(optimizers, layouts, states, strict=False):
-        optimizer.load_state_dict(layout.local_state(whole))
+        own = layout.local_state(whole)
+        # Copies: the tensors may be parts of a file that will be overwritten.
+        optimizer.load_state_dict({**own, "state": pytree.tree_map_only(torch.Tensor, torch.clone, own["state"])})
         optimizer_to_device(optimizer, device)

@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.pipelined import INCOMPLETE, batch_statistics
 from lightning_pipes.trainer.private_lightning import spectral_norms
+from lightning_pipes.trainer.proxy import Layers
 
 _UNSUITABLE: dict[type[pl.Callback], str] = {
     cb.StochasticWeightAveraging: "keeps a copy of the whole module and averages it with the layers of one stage; "
@@ -66,14 +67,11 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
                 "sharded: starting weights, gradient norms and checkpoints of shards are missing. Use more stages, "
                 "recompute=True, or data_parallel= for replicas of whole stages"
             )
-        if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
-            raise PipelineError(
-                f"{owner}.{name} has no values yet; initialise lazy layers with a first forward, and layers on meta "
-                "in configure_model"
-            )
+        if isinstance(parameter, UninitializedParameter):
+            raise PipelineError(f"{owner}.{name} has no shape yet; initialise lazy layers with a first forward")
 
 
-def warn_about(module: pl.LightningModule, full: nn.Sequential) -> None:
+def warn_about(module: pl.LightningModule, full: Layers) -> None:
     """Warns of layers and hooks that see micro-batches, or nothing."""
     names = batch_statistics(full)
     if names:

@@ -33,7 +33,7 @@ def broadcast_random_state(control: Control, device: torch.device) -> None:
 
 
 def broadcast_weights(module: pl.LightningModule, control: Control) -> None:
-    """Gives all ranks the parameters and buffers of rank 0.
+    """Gives all ranks the parameters and buffers of rank 0, but for those that are on `meta` on any rank.
 
     Raises:
         PipelineError: the ranks have built different modules.
@@ -50,7 +50,8 @@ def broadcast_weights(module: pl.LightningModule, control: Control) -> None:
             f"the ranks have built different modules: names, shapes or types are not those of rank 0{where}. "
             "Build the module from settings and seeds that are the same on every rank"
         )
-    for tensor in tensors.values():
+    on_meta = control.any(*(t.is_meta for t in tensors.values())) if tensors else []
+    for tensor in (t for t, meta in zip(tensors.values(), on_meta, strict=True) if not meta):
         data = tensor.detach()
         flat = data.cpu().contiguous().reshape(-1).view(torch.uint8)
         control.broadcast_tensor(flat, control.ranks[0])

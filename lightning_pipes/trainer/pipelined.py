@@ -8,46 +8,64 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.proxy import Call, StageProxy
+from lightning_pipes.trainer.capture import Interceptor
+from lightning_pipes.trainer.private_lightning import is_compiled
+from lightning_pipes.trainer.proxy import Layers, StageProxy
 
 INCOMPLETE = "_lightning_pipes_incomplete"
 """Attribute of a module whose last run failed, so that the layers of other ranks have no values."""
+
+SPREAD = "_lightning_pipes_spread"
+"""Attribute of a module that was made on meta and has been run: the path of its container, and the layers here."""
+
+CLEARLY_LARGER = 2
+"""By what factor the parameters of a container must exceed those of all others for it to be cut without being named."""
 
 BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
 
 
 def find_pipelined(module: pl.LightningModule, path: str | None) -> str:
-    """The path of the nn.Sequential to spread over the stages: `path`, or the child with the most parameters.
+    """The path of what to spread over the stages: `path`, or the nn.Sequential child with the most parameters, or else
+    the largest nn.Sequential or nn.ModuleList deeper inside if no other comes near.
 
     Raises:
-        PipelineError: there is none, or it is not run layer by layer.
+        PipelineError: there is none or no clear one, or it is not run layer by layer.
     """
     owner = type(module).__name__
-    if path is None:
-        found = [(_size(m), n) for n, m in module.named_children() if isinstance(m, nn.Sequential)]
-        if not found:
-            deeper = [n for n, m in module.named_modules() if isinstance(m, nn.Sequential)]
-            hint = f"; deeper inside there are {', '.join(map(repr, deeper))}" if deeper else ""
-            raise PipelineError(
-                f"{owner} has no attribute that is an nn.Sequential{hint}. "
-                "Put the layers into one, or name it: PipelineStrategy(module='path.to.it')"
-            )
-        path = max(found, key=lambda f: f[0])[1]
+    path = _largest(module) if path is None else path
     try:
         full = module.get_submodule(path)
     except AttributeError as error:
         children = ", ".join(repr(n) for n, _ in module.named_children())
         raise PipelineError(f"{owner} has no module {path!r}; it has {children}") from error
-    if not path or not isinstance(full, nn.Sequential):
-        raise PipelineError(f"{owner}.{path} is a {type(full).__name__}; only an nn.Sequential can be cut into stages")
-    if type(full).forward is not nn.Sequential.forward:
+    what = f"{owner}.{path} is a {type(full).__name__}"
+    parts = path.split(".")
+    for around in (".".join(parts[:n]) for n in range(len(parts) + 1)):
+        if is_compiled(module.get_submodule(around)):
+            raise PipelineError(
+                f"{owner}.{around}".rstrip(".") + " is compiled as a whole, but every rank holds only some of its "
+                "layers; compile these instead, each by itself: for layer in layers: layer.compile()"
+            )
+    if not path or not isinstance(full, nn.Sequential | nn.ModuleList):
         raise PipelineError(
-            f"{owner}.{path} is a {type(full).__name__} with a forward of its own, which would not be run; "
-            "name a plain nn.Sequential inside it: PipelineStrategy(module=...)"
+            f"{what}; only an nn.Sequential, or an nn.ModuleList that is run in a loop, can be cut into stages. "
+            f"{_candidates(module)}"
         )
+    if _has_own_forward(full):
+        raise PipelineError(
+            f"{what} with a forward of its own, which would not be run; "
+            "name a plain nn.Sequential or nn.ModuleList inside it: PipelineStrategy(module=...)"
+        )
+    for name, layer in full.named_children():
+        if isinstance(layer, nn.ModuleList | nn.ModuleDict):
+            raise PipelineError(
+                f"{owner}.{path}.{name} is a {type(layer).__name__}, which has no forward, so the layers can't be "
+                "called one after the other; make each layer one module with a forward"
+            )
     if not all(map(_only_records, (*full._forward_hooks.values(), *full._forward_pre_hooks.values()))):
         raise PipelineError(f"{owner}.{path} has forward hooks, which no rank could run; register them on its layers")
     return path
@@ -59,12 +77,55 @@ def _only_records(hook: object) -> bool:
     return isinstance(owner, RegisterRecordFunction)
 
 
-def layer_sizes(full: nn.Sequential) -> list[int]:
+def _largest(module: pl.LightningModule) -> str:
+    """The path of the container that is cut if none is named."""
+    children = [(_size(m), n) for n, m in module.named_children() if isinstance(m, nn.Sequential)]
+    if children:
+        return max(children, key=lambda f: f[0])[1]
+    sizes = [size for _, size in _containers(module)]
+    if not sizes or (len(sizes) > 1 and sizes[0] < CLEARLY_LARGER * sizes[1]):
+        raise PipelineError(
+            f"{type(module).__name__} has no attribute that is an nn.Sequential, and there is no other container of "
+            f"layers that is clearly the largest. {_candidates(module)}"
+        )
+    path, _ = _containers(module)[0]
+    rank_zero_info(f"The pipeline is cut from self.{path}; PipelineStrategy(module=...) names another")
+    return path
+
+
+def _containers(module: nn.Module) -> list[tuple[str, int]]:
+    """Paths and sizes of outermost containers that could be cut, the largest first."""
+    found: list[tuple[str, int]] = []
+
+    def search(part: nn.Module, prefix: str) -> None:
+        for name, child in part.named_children():
+            if isinstance(child, nn.Sequential | nn.ModuleList) and len(child) > 1 and not _has_own_forward(child):
+                found.append((f"{prefix}{name}", _size(child)))
+            else:
+                search(child, f"{prefix}{name}.")
+
+    search(module, "")
+    return sorted(found, key=lambda f: -f[1])
+
+
+def _candidates(module: nn.Module) -> str:
+    found = _containers(module)
+    if not found:
+        return "Put the layers into one and call them in order: PipelineStrategy(module='path.to.it')"
+    listed = ", ".join(f"{path!r} ({size} parameters)" for path, size in found[:5])
+    return f"Name one: PipelineStrategy(module=...); there are {listed}"
+
+
+def _has_own_forward(full: nn.Module) -> bool:
+    return type(full).forward not in (nn.Sequential.forward, nn.ModuleList.forward)
+
+
+def layer_sizes(full: Layers) -> list[int]:
     """The number of parameters of each layer, plus one so that no layer is free."""
     return [_size(layer) + 1 for layer in full]
 
 
-def batch_statistics(full: nn.Sequential) -> list[str]:
+def batch_statistics(full: Layers) -> list[str]:
     """Names of layers whose result depends on which samples share a micro-batch."""
     return [name for name, m in full.named_modules() if isinstance(m, BATCH_STATISTICS)]
 
@@ -73,33 +134,37 @@ class CutModule:
     """A LightningModule whose pipelined part is replaced by the layers of this rank.
 
     The weights of other ranks' layers are released; what is left of them is on `meta`. `restore` brings the whole
-    module back, with the very same Parameter objects.
+    module back, with the very same Parameter objects, unless its layers were made on `meta`: then no rank is to hold
+    it whole.
 
     Args:
         module: the user's module, whole.
-        path: the pipelined nn.Sequential in it.
+        path: the pipelined container in it.
         local: numbers of the layers that live here.
-        call: what calling the pipelined module does.
+        interceptor: what calling the pipelined module or its layers does.
     """
 
-    def __init__(self, module: pl.LightningModule, path: str, local: Collection[int], call: Call) -> None:
+    def __init__(self, module: pl.LightningModule, path: str, local: Collection[int], interceptor: Interceptor) -> None:
         self.module = module
         self.path = path
         self.keys = list(module.state_dict())
         full = module.get_submodule(path)
-        assert isinstance(full, nn.Sequential)
+        assert isinstance(full, Layers)
         self.full = full
         self.local = sorted(local)
-        self.proxy = StageProxy(full, self.local, call)
+        self.proxy = StageProxy(full, self.local, interceptor, f"self.{path}")
         self._set(self.proxy)
         here = {id(t) for t in (*module.parameters(), *module.buffers())}
         self._slots = [s for s in self._foreign_slots() if id(s[2]) not in here]
         self._foreign = {id(t) for _, _, t in self._slots}
-        metas = {id(t): _meta(t) for _, _, t in self._slots}
+        self.stays_spread = any(t.is_meta for t in (*full.parameters(), *full.buffers()))
+        """Whether the module is not to be whole again."""
+        metas = {id(t): t if t.is_meta else _meta(t) for _, _, t in self._slots}
         for table, name, tensor in self._slots:
             table[name] = metas[id(tensor)]
         for _, _, tensor in self._slots:
-            tensor.data = tensor.data.new_empty(0)
+            if not tensor.is_meta:
+                tensor.data = tensor.data.new_empty(0)
 
     def is_foreign(self, tensor: torch.Tensor) -> bool:
         """Whether a parameter of the whole module lives on other ranks only."""
@@ -132,10 +197,15 @@ class CutModule:
         return {**ordered, **merged}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Puts the whole module back; `state` is its state dict, None leaves the layers of other ranks on `meta`."""
+        """Puts the whole module back; `state` is its state dict, None says that the run has failed.
+
+        Of a module that was made on `meta` the layers of other ranks stay there; `state` is not looked at.
+        """
         training = self.proxy.training
         self._set(self.full)
-        if state is not None:
+        if state is not None and self.stays_spread:
+            self.module.__dict__[SPREAD] = (self.path, tuple(self.local))
+        elif state is not None:
             for table, name, tensor in self._slots:
                 meta = table[name]
                 assert meta is not None

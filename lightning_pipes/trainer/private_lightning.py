@@ -1,4 +1,4 @@
-"""Every private name of Lightning, torch and torchmetrics that the trainer layer touches.
+"""Every private name of Lightning, torch, torchmetrics and transformers that the trainer layer touches.
 
 Each has a test of its own, so that a new version which renames or changes one is noticed by name. Nothing outside
 this module may use a name with a leading underscore that is not ours.
@@ -7,6 +7,7 @@ this module may use a name with a leading underscore that is not ours.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, cast
@@ -24,6 +25,8 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
@@ -140,3 +143,15 @@ def replace_unscale_gradients(
         scaler.__dict__.pop("_unscale_grads_", None)
     else:
         scaler.__dict__["_unscale_grads_"] = method
+
+
+def wanted_layer_outputs() -> list[str]:
+    """What a Hugging Face model that is running collects of all its layers by hooks, such as hidden_states."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    return [] if collector is None else sorted(k for k in collector.get() or () if not k.startswith("_"))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module go through torch.compile, by a wrapper or in place."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None

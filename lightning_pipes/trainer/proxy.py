@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.capture import Interceptor
+from lightning_pipes.trainer.layer_loop import LayerLoop
 
-Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Layers = nn.Sequential | nn.ModuleList
+"""What can be cut: called as a whole, or layer by layer in a loop of the user's code."""
 
 
 class StageProxy(nn.Module):
     """Registers only the layers that live here, so `parameters()`, `state_dict()` and `train()` see those; its length,
-    order and indices are those of the whole module. Layers of other ranks can be looked at, with weights on `meta`.
+    order, indices and type are those of the whole module. Layers of other ranks can be looked at, with weights on
+    `meta`; while a step of the user's runs, stand-ins are in their place.
 
     Args:
         full: the whole module; not registered.
         local: numbers of the layers that live here.
-        call: what `forward` does.
+        interceptor: what a call does, and a loop over the layers.
+        name: how the user calls the module.
     """
 
-    def __init__(self, full: nn.Sequential, local: Iterable[int], call: Call) -> None:
+    def __init__(self, full: Layers, local: Iterable[int], interceptor: Interceptor, name: str) -> None:
         super().__init__()
-        hidden = {"_full": full, "_call": call}
+        loop = LayerLoop(name, list(full), lambda: interceptor.running, interceptor.reach)
+        hidden = {"_full": full, "_call": interceptor, "_loop": loop}
         self.__dict__.update(hidden)  # past nn.Module, which would register the whole module
         names = list(full._modules)
         for number in sorted(local):
@@ -33,16 +38,18 @@ class StageProxy(nn.Module):
         self.train(full.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.__dict__["_full"], nn.ModuleList):
+            return self.__dict__["_full"](*args, **kwargs)  # torch says that a list can't be called
         return self.__dict__["_call"](args, kwargs)
 
     def __len__(self) -> int:
         return len(self.__dict__["_full"])
 
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self.__dict__["_full"])
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.__dict__["_loop"].stand_ins or self.__dict__["_full"])
 
     def __getitem__(self, index: int | slice) -> Any:
-        return self.__dict__["_full"][index]
+        return (self.__dict__["_loop"].stand_ins or self.__dict__["_full"])[index]
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -50,7 +57,7 @@ class StageProxy(nn.Module):
         """As of any module; PipelineError for a step that wants all of them, as a penalty on all weights does."""
         yield from super().named_modules(memo, prefix, remove_duplicate)
         call = self.__dict__["_call"]
-        if isinstance(call, Interceptor) and call.running and len(self._modules) < len(self):
+        if call.running and len(self._modules) < len(self):
             where = f"self.{prefix}" if prefix else "the pipelined module"
             raise PipelineError(
                 f"a step goes through all modules or parameters of {where}, but only some of its layers are on "
@@ -62,9 +69,13 @@ class StageProxy(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_full"], name)  # attributes of a subclass of nn.Sequential, foreign layers
+            return getattr(self.__dict__["_full"], name)  # attributes of a subclass, foreign layers
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # so that `isinstance` answers as for the whole module
+        return type(self.__dict__["_full"])
 
     def __repr__(self) -> str:
-        layers = self.__dict__["_full"].named_children()
+        layers = self.__dict__["_full"]._modules.items()
         lines = [f"  ({n}): {m!r}" if n in self._modules else f"  ({n}): on another rank" for n, m in layers]
         return "\n".join([f"{type(self).__name__}(", *lines, ")"])

@@ -23,6 +23,7 @@ from lightning_pipes.trainer.batches import check_same, fingerprint, rows_of
 from lightning_pipes.trainer.checks import warn_about_small_batch
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.gradients import FreshGradients
+from lightning_pipes.trainer.hidden_state import HiddenState
 from lightning_pipes.trainer.logs import LogReplay, merge, recorded
 from lightning_pipes.trainer.pipelined import CutModule
 from lightning_pipes.trainer.plans import Plans
@@ -30,6 +31,7 @@ from lightning_pipes.trainer.replicas import BufferSync
 from lightning_pipes.trainer.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.shared_parameters import SharedParameters
 from lightning_pipes.trainer.steps import Context, EvaluationBatch, Steps, TrainingBatch
+from lightning_pipes.trainer.tape import TapedLayer
 
 CHECKED_BATCHES = 2
 """Batches at the start of every epoch whose checksums all ranks compare."""
@@ -49,6 +51,7 @@ class PipelineRun:
         shared: the parameters that several ranks hold.
         reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
         buffers: keeps those of the replicas equal.
+        hidden: watches what layers leave where others might look for it.
         global_ranks: the global rank of each rank of this pipeline.
         device: of this rank.
         seed: what the random streams of the layers start from.
@@ -68,6 +71,7 @@ class PipelineRun:
         shared: SharedParameters,
         reducer: Reducer | None,
         buffers: BufferSync,
+        hidden: HiddenState,
         global_ranks: Sequence[int],
         device: torch.device,
         seed: int,
@@ -88,6 +92,7 @@ class PipelineRun:
         self._gradients = FreshGradients()
         self._keep_old = is_overridden("optimizer_zero_grad", cut.module)
         self._evaluated = 0
+        self._hidden = hidden
 
         self._reducer = reducer
         self.buffers = buffers
@@ -99,7 +104,7 @@ class PipelineRun:
         stages = [
             Stage(
                 number,
-                {layer: cut.full[layer] for layer in range(*plan.layers[number])},
+                {n: TapedLayer(cut.full[n], n, hidden.layer) for n in range(*plan.layers[number])},
                 steps.body(number),
                 recompute=bool(plan.recompute) and plan.recompute[number],
                 last_backward=None if reducer is None else reducer.last_backward,
@@ -127,7 +132,8 @@ class PipelineRun:
             warn_about_small_batch(rows, plan.n_stages)
         if plan is not self.engine.plan:
             self.engine.adopt(plan, order)
-        with self._gradients.made(optimizers, batch_idx % divisor == 0, self._keep_old):
+        first = batch_idx % divisor == 0
+        with self._hidden.batch(training=True), self._gradients.made(optimizers, first, self._keep_old):
             self.engine.inject(Item(self._trainer.fit_loop.total_batch_idx, rows, data))
             if self._reducer is not None:
                 self._reducer.on = complete
@@ -159,20 +165,21 @@ class PipelineRun:
             self.buffers.before_batch()
         item = Item(self._evaluation_number(), rows, training=False)
         data = item.data = EvaluationBatch(context)
-        if self.first:
-            with context():
-                data.x, data.whole = self.steps.capture(step, item, batch, arguments)
-        outputs = self.engine.evaluate(item)
-        logs = self._trainer.state.fn != TrainerFn.PREDICTING
         message = None
-        if self.last:
-            with context():
-                if logs:
-                    with recorded(self._module) as calls:
-                        out = self.steps.finish(step, item, batch, arguments, outputs)
-                    message = (out, self.replay.pack(merge([calls], [rows])))
-                else:
-                    message = (self.steps.finish(step, item, batch, arguments, outputs), [])
+        with self._hidden.batch(training=False):
+            if self.first:
+                with context():
+                    data.x, data.whole = self.steps.capture(step, item, batch, arguments)
+            outputs = self.engine.evaluate(item)
+            logs = self._trainer.state.fn != TrainerFn.PREDICTING
+            if self.last:
+                with context():
+                    if logs:
+                        with recorded(self._module) as calls:
+                            out = self.steps.finish(step, item, batch, arguments, outputs)
+                        message = (out, self.replay.pack(merge([calls], [rows])))
+                    else:
+                        message = (self.steps.finish(step, item, batch, arguments, outputs), [])
         out, logged = self._control.broadcast(message, self.last_rank)
         with context():
             self.replay.replay(logged)

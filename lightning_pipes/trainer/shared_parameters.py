@@ -25,7 +25,7 @@ Holders = dict[int, tuple[int, ...]]
 def holders(module: pl.LightningModule, path: str, place_of_layer: Sequence[int], places: Sequence[int]) -> Holders:
     """Who holds each parameter of the whole module: all `places` what is not inside `path`, that of its layer what
     is, and several what occurs several times."""
-    layer_of = {name: number for number, (name, _) in enumerate(module.get_submodule(path).named_children())}
+    layer_of = {name: number for number, name in enumerate(module.get_submodule(path)._modules)}
     found: dict[int, set[int]] = defaultdict(set)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name.startswith(f"{path}."):

@@ -38,14 +38,23 @@ from lightning_pipes.trainer.capture import Interceptor
 from lightning_pipes.trainer.checks import check_callbacks, check_module, warn_about
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.deferred import (
+    DeferredWeights,
+    check_optimizers,
+    check_same_cut,
+    has_meta,
+    load_mapped,
+)
 from lightning_pipes.trainer.equal_starts import broadcast_random_state, broadcast_weights
 from lightning_pipes.trainer.gradient_logs import GradientLogs
 from lightning_pipes.trainer.grid import Grid
+from lightning_pipes.trainer.hidden_state import HiddenState
 from lightning_pipes.trainer.hooks import HookWrappers
 from lightning_pipes.trainer.logs import metrics_gather_over
 from lightning_pipes.trainer.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.pipelined import CutModule, find_pipelined, layer_sizes
 from lightning_pipes.trainer.plans import Plans, stage_layers, stage_ranks
+from lightning_pipes.trainer.proxy import Layers
 from lightning_pipes.trainer.replicas import BufferSync, Replicas
 from lightning_pipes.trainer.report import PipelineReport, Window
 from lightning_pipes.trainer.run import PipelineRun
@@ -125,6 +134,10 @@ class PipelineStrategy(ParallelStrategy):
         self._pipeline: Control | None = None
         self._replicas: Replicas | None = None
         self._cut: CutModule | None = None
+        self._spread: CutModule | None = None
+        """The last run's, if its layers stay where they are: they were made on meta."""
+        self._loaded: tuple[Mapping[str, Any], bool] | None = None
+        """A state dict that waits for weights to load it into, and whether its keys must be all."""
         self._run: PipelineRun | None = None
         self._layouts: list[OptimizerLayout] = []
         self._stops: StopAgreement | None = None
@@ -236,8 +249,9 @@ class PipelineStrategy(ParallelStrategy):
             check_callbacks(private.callbacks(trainer))
         path = find_pipelined(module, self._path)
         full = module.get_submodule(path)
-        assert isinstance(full, torch.nn.Sequential)
+        assert isinstance(full, Layers)
         warn_about(module, full)
+        deferred = DeferredWeights(module, path)
 
         grid = self.grid
         ranks = stage_ranks(self.schedule, grid.length)
@@ -256,16 +270,25 @@ class PipelineStrategy(ParallelStrategy):
         if fitting:
             self.optimizers, self.lr_scheduler_configs = private.init_optimizers(module)
             refuse_unsuitable(self.optimizers)
+            check_optimizers(self.optimizers)
             whole = parameter_names(module, self.optimizers)
 
-        place_of_layer = [places[ranks[s]] for s, span in enumerate(layers) for _ in range(span.rows)]
+        stage_of_layer = [s for s, span in enumerate(layers) for _ in range(span.rows)]
+        place_of_layer = [places[ranks[s]] for s in stage_of_layer]
         who = holders(module, path, place_of_layer, range(grid.length))
+        rank_of_layer = [grid.pipeline[place] for place in place_of_layer]
+        hidden = HiddenState(module, path, stage_of_layer, rank_of_layer, self.pipeline)
         if fitting:
             self._undo.append(show_summaries(private.callbacks(trainer), trainer, module))
         self._undo.append(log_graphs(trainer, module))
-        interceptor = Interceptor(f"self.{path}")
+        interceptor = Interceptor(f"self.{path}", loop=isinstance(full, torch.nn.ModuleList))
         local = [n for n, place in enumerate(place_of_layer) if place == grid.place]
+        check_same_cut(module, path, local, self.control)
         self._cut = cut = CutModule(module, path, local, interceptor)
+        deferred.make(local, place_of_layer, self._seed, self.root_device, self.pipeline)
+        if self._loaded is not None:
+            checkpoints.load_model(cut, *self._loaded)
+            self._loaded = None
         self._layouts = [keep_local(o, w, cut.is_foreign) for o, w in zip(self.optimizers, whole, strict=True)]
         self.model_to_device()
         rank = places.index(grid.place)
@@ -283,6 +306,7 @@ class PipelineStrategy(ParallelStrategy):
             shared,
             self.replicas.reducer(stages, alone),
             BufferSync(module, self.replicas),
+            hidden,
             global_ranks,
             self.root_device,
             seed,
@@ -306,7 +330,7 @@ class PipelineStrategy(ParallelStrategy):
         state = None
         if run is not None:
             if not self._down:
-                state = checkpoints.gather_model_everywhere(run.cut, self.pipeline)
+                state = {} if run.cut.stays_spread else checkpoints.gather_model_everywhere(run.cut, self.pipeline)
                 if run.windows:
                     windows = self.pipeline.all_gather(tuple(run.windows))
                     self._windows = [windows[self.pipeline.ranks.index(rank)] for rank in run.global_ranks]
@@ -315,13 +339,11 @@ class PipelineStrategy(ParallelStrategy):
             self._control.close()
         if self._watch is not None:
             self._watch.close()  # nobody waits for anybody any more: others may be gone before the rest is done
+        if module is not None and not has_meta(module):
+            module.cpu()
         if cut is not None:
-            assert module is not None
-            module.cpu()
             cut.restore(state)
-            self._cut = self._run = None
-        elif module is not None and not any(p.is_meta for p in module.parameters()):
-            module.cpu()
+            self._cut, self._run, self._spread = None, None, cut if cut.stays_spread else None
         private.optimizers_to_device(self.optimizers, torch.device("cpu"))
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             assert part is not None
@@ -406,24 +428,31 @@ class PipelineStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        if self._run is None:
+        cut = self._cut or self._spread
+        if cut is None or cut.module is not self.lightning_module:
             return self.lightning_module.state_dict()
         if self._down:
-            return self._run.cut.local_state(outside=True)
+            return cut.local_state(outside=True)
         self.pipeline.connect()
-        return {} if self.grid.replica else checkpoints.gather_model(self._run.cut, self.pipeline)
+        return {} if self.grid.replica else checkpoints.gather_model(cut, self.pipeline)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """The checkpoint that rank 0 means: a tuner names its own after a random number of its process."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
+        path = self.broadcast(checkpoint_path)
+        module = self.lightning_module
+        mapped = load_mapped(self, path, weights_only) if module is not None and has_meta(module) else None
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only) if mapped is None else mapped
         self.barrier()  # whoever removes it afterwards must not be too early
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._run is None:
-            super().load_model_state_dict(checkpoint, strict)
-        else:
+        assert self.lightning_module is not None
+        if self._run is not None:
             checkpoints.load_model(self._run.cut, checkpoint["state_dict"], strict)
+        elif has_meta(self.lightning_module):
+            self._loaded = checkpoint["state_dict"], strict
+        else:
+            super().load_model_state_dict(checkpoint, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = private.plain_optimizer(optimizer)

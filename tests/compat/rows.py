@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
+from tests.compat import models
 from tests.compat import modules as m
 from tests.compat.runs import Found, Row, loaders
 from tests.trainer.lit import Lit, LitOutside, LitTied, data, plain_values
@@ -51,7 +52,11 @@ def callback(trainer: pl.Trainer, kind: type[Any]) -> Any:
 
 
 def token_loaders() -> dict[str, Any]:
-    return batches(DataLoader(data(tokens=True), batch_size=8), DataLoader(data(13, tokens=True), batch_size=5))
+    return batches(DataLoader(data(tokens=True), batch_size=8), token_loader())
+
+
+def token_loader() -> DataLoader[Any]:
+    return DataLoader(data(13, tokens=True), batch_size=5)
 
 
 def checkpointing(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -548,6 +553,60 @@ model("tied embeddings", module=LitTied, loaders=token_loaders)
 model('module="path"', module=m.LitNested, strategy={"module": "model.layers"})
 model("tuples between layers", module=m.LitTuple)
 model("dicts between layers", module=m.LitDict)
+model(
+    "nn.ModuleList, run in a loop with masks and keyword arguments",
+    module=models.LitList,
+    evaluate=True,
+    reason="the largest one is found without being named",
+)
+model(
+    "nn.ModuleList, other arguments for each layer, slices and indices",
+    module=models.LitIndexed,
+    strategy={"module": "layers"},
+)
+model(
+    "nn.ModuleList, layers that return tuples, skips in the loop",
+    module=models.LitUnpacked,
+    strategy={"module": "layers"},
+    evaluate=True,
+)
+model(
+    "nn.ModuleList, operations between its layers",
+    module=models.LitBetween,
+    refused="was used in relu before the last layer had run",
+    reason="what a layer returns is on another rank; put the operation into a layer",
+)
+for name, kind, path in (
+    ("GPT-2", models.LitGPT2, "net.transformer.h"),
+    ("BERT", models.LitBert, "net.bert.encoder.layer"),
+    ("Llama", models.LitLlama, "net.model.layers"),
+    ("T5, its encoder", models.LitT5, "net.encoder.block"),
+):
+    model(
+        f"Hugging Face {name}",
+        module=kind,
+        loaders=token_loaders,
+        strategy={"module": path},
+        evaluate=True,
+        evaluate_on=token_loader,
+        reason=f'`module="{path}"`',
+    )
+model(
+    "Hugging Face, caches of keys and values",
+    module=partial(models.LitGPT2, use_cache=True),
+    loaders=token_loaders,
+    strategy={"module": "net.transformer.h"},
+    refused="set use_cache=False",
+    reason="set `use_cache=False` in the model's config",
+)
+model(
+    "Hugging Face, output_hidden_states",
+    module=partial(models.LitGPT2, output_hidden_states=True),
+    loaders=token_loaders,
+    strategy={"module": "net.transformer.h"},
+    refused="set output_hidden_states=False",
+    reason="the layers are on several ranks",
+)
 model("GroupNorm", module=m.LitNorm)
 model(
     "BatchNorm",
@@ -598,6 +657,21 @@ model(
     reason="Lightning allows it with strategies of its own only; compile the layers",
 )
 model("torch.compile of layers", module=m.LitCompiled)
+model("layer.compile() in configure_model", module=models.LitCompiledList)
+model(
+    "torch.compile of the pipelined module",
+    module=models.LitCompiledWhole,
+    refused="is compiled as a whole",
+    reason="every rank holds some of its layers only; compile these",
+)
+model("skip connections between distant layers, in dicts", module=models.LitUNet)
+model(
+    "skip connections through an object that layers share",
+    module=models.LitHiddenSkip,
+    refused="Pass the tensor along: let layers take and return tuples or dicts",
+    reason="each process has its own copy of the object; pass tuples or dicts",
+)
+model("objects and modules that several layers share, without passing tensors", module=models.LitShared, evaluate=True)
 model(
     "several calls of the pipelined module a step",
     module=m.LitTwice,

@@ -45,7 +45,7 @@ class Row:
             not compared, so files are looked at on global rank zero only.
         check: asserts more about the ranks' and the plain run's findings.
         strategy: settings of PipelineStrategy, or a registered name.
-        evaluate: validates, tests and predicts too.
+        evaluate: validates, tests and predicts too, on what `evaluate_on` gives.
         then: goes on after training, with the Trainer, the module and the folder; what it returns is compared.
         resume: trains twice as long in a second run, from the checkpoint of the first.
         tolerance: of all comparisons.
@@ -61,6 +61,7 @@ class Row:
     module: Callable[[], Any] = Lit
     trainer: Callable[[Path], dict[str, Any]] = lambda folder: {}
     loaders: Callable[[], dict[str, Any]] = loaders
+    evaluate_on: Callable[[], DataLoader[Any]] = lambda: DataLoader(data(13), batch_size=5)
     watch: Callable[[pl.Trainer, Path], Any] = lambda trainer, folder: None
     check: Callable[[list[Found], Found], None] = lambda ranks, plain: None
     strategy: dict[str, Any] | str | None = None
@@ -112,7 +113,7 @@ def train(row: Row, strategy: Callable[[], Any], ranks: int, folder: Path) -> Fo
                 if row.resume and epochs == 2:
                     trainer.save_checkpoint(folder / "first.ckpt")
             if row.evaluate:
-                loader = partial(DataLoader, data(13), batch_size=5)
+                loader = row.evaluate_on
                 found["validated"] = trainer.validate(module, loader(), verbose=False)
                 found["tested"] = trainer.test(module, loader(), verbose=False)
                 found["predicted"] = plain_values(trainer.predict(module, loader()))

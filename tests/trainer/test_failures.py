@@ -114,7 +114,7 @@ class Searching(Lit):
 class NoSequential(Lit):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.ModuleDict({"blocks": self.model})
+        self.net = nn.ModuleDict({"encoder": self.model, "decoder": copy.deepcopy(self.model)})
         del self.model
 
 
@@ -176,9 +176,9 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"partition": [1, 2]}, "2 stages need 1 cut points, got 2"),
     (Lit, {"partition": [10]}, "cut points must ascend from 0 to 9"),
     (Lit, {"module": "encoder"}, "Lit has no module 'encoder'; it has 'model', 'mean'"),
-    (Lit, {"module": "mean"}, "Lit.mean is a MeanOfAll; only an nn.Sequential can be cut"),
-    (NoSequential, {}, "deeper inside there are 'net.blocks'"),
     (Penalty, {}, "a step goes through all modules or parameters of self.model"),
+    (Lit, {"module": "mean"}, "Lit.mean is a MeanOfAll; only an nn.Sequential, or an nn.ModuleList"),
+    (NoSequential, {}, "clearly the largest. Name one: PipelineStrategy(module=...); there are 'net.encoder'"),
     (OwnForward, {}, "with a forward of its own"),
     (Twice, {}, "calls self.model(...) more than once"),
     (Never, {}, "training_step ended without a call of self.model(...)"),

@@ -28,6 +28,7 @@ from lightning_pipes.trainer.logs import LogCall, merge, recorded
 from lightning_pipes.trainer.optimizers import keep_local, parameter_names
 from lightning_pipes.trainer.pipelined import CutModule
 from lightning_pipes.trainer.plans import Plans
+from lightning_pipes.trainer.shared_parameters import holders
 from tests.trainer.lit import Lit, LitTied
 
 
@@ -63,6 +64,10 @@ def test_join_is_the_other_direction_of_take():
     whole = join([{"a": x["a"][a:b], "b": (x["b"][0][a:b], None)} for a, b in spans], spans, "it")
     assert torch.equal(whole["a"], x["a"])
     assert torch.equal(whole["b"][0], x["b"][0])
+    masks = [torch.ones(1, 4), torch.ones(1, 4)]
+    assert join([{"mask": m} for m in masks], spans, "it")["mask"] is masks[0]
+    with pytest.raises(PipelineError, match=r"it for 3 samples has shape \(1, 4\)"):
+        join([torch.ones(1, 4), torch.zeros(1, 4)], spans, "it")
     with pytest.raises(PipelineError, match=r"it for 3 samples has shape \(2, 3\); axis 0 must count samples"):
         join([torch.ones(2, 3), torch.ones(2, 4)], spans, "it")
 
@@ -137,7 +142,7 @@ class TestInterceptor:
 
 class TestCutModule:
     def cut(self, module: pl.LightningModule, local: list[int]) -> CutModule:
-        return CutModule(module, "model", local, lambda args, kwargs: args)
+        return CutModule(module, "model", local, Interceptor("self.model"))
 
     def test_only_local_layers_are_registered_under_their_names(self):
         module = Lit()
@@ -209,7 +214,7 @@ def test_optimizer_keeps_groups_and_loses_foreign_parameters():
         mine = torch.optim.Adagrad(
             [{"params": [p for n, p in other.named_parameters() if n.endswith(e)]} for e in ("weight", "bias")]
         )
-        cut = CutModule(other, "model", local, lambda args, kwargs: None)
+        cut = CutModule(other, "model", local, Interceptor("self.model"))
         layouts.append((mine, keep_local(mine, whole, cut.is_foreign)))
     first, layout = layouts[0]
     assert layout.local == (("model.0.0.weight",), ("model.0.0.bias",))
@@ -222,6 +227,14 @@ def test_optimizer_keeps_groups_and_loses_foreign_parameters():
     one_process["param_groups"].pop()
     with pytest.raises(PipelineError, match="has 1 parameter groups, this one 2"):
         layout.local_state(one_process)
+
+
+def test_holders_count_a_layer_that_occurs_twice():
+    module, activation = pl.LightningModule(), nn.ReLU()
+    module.model = nn.Sequential(nn.Linear(1, 1), activation, nn.Linear(1, 1), activation, nn.Linear(1, 1))
+    module.outside = nn.Parameter(torch.ones(1))
+    who = holders(module, "model", [0, 0, 1, 1, 2], range(3))
+    assert [who[id(p)] for p in module.parameters()] == [(0, 1, 2), (0,), (0,), (1,), (1,), (2,), (2,)]
 
 
 def everything_about_control(rank: int) -> list[Any]:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torchmetrics
+import transformers
 from lightning.fabric.utilities import data as fabric_data
 from lightning.fabric.utilities import distributed as fabric_distributed
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -174,3 +175,24 @@ def test_spectral_norm():
     assert private.spectral_norms(plain) == []
     torch.nn.utils.parametrizations.spectral_norm(plain[1][0])
     assert private.spectral_norms(plain) == ["1.0"]
+
+
+def test_collector_of_hidden_states():
+    """`_active_collector` of transformers holds, while a model runs, what its hooks collect."""
+    config = transformers.GPT2Config(vocab_size=5, n_positions=4, n_embd=4, n_layer=1, n_head=1)
+    model = transformers.GPT2Model(config)
+    seen = []
+    model.h[0].register_forward_hook(lambda *args: seen.append(private.wanted_layer_outputs()))
+    for wanted in ({}, {"output_hidden_states": True}, {"output_hidden_states": [-1]}):
+        model(torch.zeros(1, 2, dtype=torch.long), **wanted)
+    assert seen == [[], ["hidden_states"], ["hidden_states"]]
+    assert private.wanted_layer_outputs() == []
+
+
+def test_compiled_in_place():
+    """`_compiled_call_impl` is what `nn.Module.compile` sets."""
+    layer = torch.nn.Linear(1, 1)
+    assert not private.is_compiled(layer)
+    assert private.is_compiled(torch.compile(layer, backend="eager"))
+    layer.compile(backend="eager")
+    assert private.is_compiled(layer)

@@ -17,6 +17,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine import failure
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.capture import Interceptor
 from lightning_pipes.trainer.checks import check_module
 from lightning_pipes.trainer.pipelined import CutModule
 from tests.trainer.lit import Lit, LitOutside, data, quiet
@@ -92,7 +93,7 @@ def test_a_slow_teardown_outlives_rank_0():
 
 def test_a_module_without_its_foreign_layers_says_so():
     module = Lit()
-    CutModule(module, "model", [2], lambda args, kwargs: args).restore(None)
+    CutModule(module, "model", [2], Interceptor("self.model")).restore(None)
     with pytest.raises(PipelineError, match=r"Lit.model.0.0.weight is gone: the last run .* failed, .*ckpt_path"):
         check_module(module, fitting=True)
 

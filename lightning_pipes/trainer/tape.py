@@ -1,0 +1,157 @@
+"""A loop over layers as data: what each layer is called with. It travels from stage to stage with the values."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipes.ir import PipelineError
+
+Path = tuple[int | str, ...]
+"""How to get from what a layer returned to a part of it: indices and keys."""
+
+Key = int | tuple[int, Path]
+"""Of a value on its way: the number of one from outside of the loop, or a layer and a path into what it returned."""
+
+Around = Callable[[int, nn.Module], AbstractContextManager[None]]
+
+PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size, slice, range, Enum)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Stands for a value that comes from outside of the loop."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """Stands for what the layer `back` layers ago returned, or the part of it at `path`."""
+
+    back: int
+    path: Path = ()
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """Arguments of one layer, with Given and Output in place of values that travel."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Tape:
+    """The calls of all layers of a loop, in order, and which values they still need. Not a tree: it travels whole.
+
+    Args:
+        last_use: for each value the number of the last layer that needs it.
+    """
+
+    def __init__(self, calls: Sequence[LayerCall], last_use: dict[Key, int]) -> None:
+        self._calls = list(calls)
+        self._last_use = last_use
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tape) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def run(self, number: int, layer: nn.Module, held: dict[Key, Any]) -> Any:
+        """Runs one layer on the values that have come this far: itself and the values for the layers after it, or
+        after the last layer what that returned.
+
+        Raises:
+            PipelineError: the layer returned something that can't travel and is needed later.
+        """
+        call = self._calls[number]
+
+        def value(slot: Given | Output) -> Any:
+            return held[slot.number if isinstance(slot, Given) else (number - slot.back, slot.path)]
+
+        args, kwargs = filled(call.args, value), filled(call.kwargs, value)
+        out = layer(*args, **kwargs)
+        if number == len(self._calls) - 1:
+            return out
+        kept = {key: held[key] for key in held if self._last_use[key] > number}
+        for key in self._last_use:
+            if isinstance(key, tuple) and key[0] == number:
+                kept[key] = _part(out, key[1], args, kwargs)
+                refuse_objects(kept[key], f"what {type(layer).__name__} returns as layer {number}")
+        return self, kept
+
+
+class TapedLayer(nn.Module):
+    """A layer as a stage runs it: on a tape and its values where it was called in a loop, else on its input.
+
+    Args:
+        number: the layer's place in the whole model.
+        around: makes what is entered, with number and layer, around its forward.
+    """
+
+    def __init__(self, layer: nn.Module, number: int, around: Around) -> None:
+        super().__init__()
+        self.layer = layer
+        self.number = number
+        self._around = around
+
+    def forward(self, x: Any) -> Any:
+        with self._around(self.number, self.layer):
+            if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], Tape):
+                return x[0].run(self.number, self.layer, x[1])
+            return self.layer(x)
+
+
+def filled(tree: Any, value: Callable[[Given | Output], Any]) -> Any:
+    """The tree with values where Given and Output stand for them."""
+    if isinstance(tree, (Given, Output)):
+        return value(tree)
+    return mapped(tree, lambda entry: filled(entry, value))
+
+
+def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The container with its entries changed; what is no container comes back as it is."""
+    if type(tree) in (list, tuple):
+        return type(tree)([change(entry) for entry in tree])
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(change(entry) for entry in tree))
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((key, change(entry)) for key, entry in tree.items())
+    return tree
+
+
+def refuse_objects(thing: Any, where: str) -> None:
+    """Raises PipelineError unless `thing` is made of tensors and plain values only, so that it means the same on
+    another rank."""
+    if isinstance(thing, (torch.Tensor, *PLAIN)):
+        return
+
+    def check(entry: Any) -> None:
+        refuse_objects(entry, where)
+
+    if mapped(thing, check) is thing:
+        raise PipelineError(
+            f"{where} holds a {type(thing).__name__}; between stages travel tensors, plain values, and tuples, lists "
+            "and dicts of them, no other objects. If it is a cache of keys and values, set use_cache=False"
+        )
+
+
+def _part(out: Any, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The part of what a layer returned that the loop hands on.
+
+    A loop that hands on all of it may have looked whether it is a tuple, which it could not see yet. Then the first
+    entry is meant, unless the layer was given a tuple itself.
+    """
+    if not path:
+        given = next(iter((*args, *kwargs.values())), None)
+        return out[0] if isinstance(out, (tuple, list)) and not isinstance(given, (tuple, list)) else out
+    for step in path:
+        out = out[step]
+    return out

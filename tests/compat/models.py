@@ -1,0 +1,350 @@
+"""LightningModules of the rows that are about how a model is built: layer lists, and models of other libraries."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.trainer.lit import WIDTH, Lit
+
+TOKENS = 11
+CLASSES = 3
+
+
+class Mixing(nn.Module):
+    """A layer with several arguments: a mask for all samples, a value for each, a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, h: Any, mask: Any, *, gates: tuple[Any, Any], scale: float, nothing: None = None) -> Any:
+        assert nothing is None
+        assert mask.shape == (WIDTH, WIDTH)
+        opened, shift = gates
+        return h + scale * opened * torch.tanh(self.linear(self.norm(h)) @ mask) + shift
+
+
+class LitList(Lit):
+    """A list of layers in a loop, between parameters that get gradients through the arguments of all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.model
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, 1)
+        self.shift = nn.Parameter(torch.full((WIDTH,), 0.1))
+        self.layers = nn.ModuleList(Mixing() for _ in range(5))
+        self.outlet = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inlet(x)
+        # As long as a batch of validation, but not cut: it is the same for all samples.
+        mask = torch.ones(WIDTH, WIDTH, dtype=x.dtype).tril()
+        gates = torch.sigmoid(self.gate(x)), self.shift
+        for layer in self.layers:
+            h = layer(h, mask, gates=gates, scale=0.5)
+        return self.outlet(h)
+
+
+class LitIndexed(LitList):
+    """Another scale for each layer, one loop in two parts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inlet(x)
+        mask = torch.ones(WIDTH, WIDTH, dtype=x.dtype)
+        assert len(self.layers) == 5
+        assert isinstance(self.layers, nn.ModuleList)
+        for n, layer in enumerate(self.layers[:2]):
+            assert isinstance(layer, Mixing)
+            h = layer(h, mask, gates=(1.0, self.shift * n), scale=n + 1.0)
+        for n in range(2, 5):
+            h = self.layers[n](h, mask * n, gates=(0.5, 0.0), scale=0.1)
+        return self.outlet(h)
+
+
+class Attending(nn.Module):
+    """Returns what comes next, and something that only one layer further back made, as T5 does."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.full((1, WIDTH), 0.2)) if first else None
+
+    def forward(self, h: Any, bias: Any = None) -> Any:
+        bias = self.bias if bias is None else bias
+        return torch.tanh(self.linear(h) + bias), bias
+
+
+class LitUnpacked(LitList):
+    """Layers that return tuples, and a skip from the first half to the second in the user's loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.gate
+        self.layers = nn.ModuleList(Attending(n == 0) for n in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, bias = self.inlet(x), None
+        skips: list[Any] = []
+        for n, layer in enumerate(self.layers):
+            if n < 2:
+                h, bias = layer(h, bias)
+                skips.append(h)
+            elif n < 4:
+                out = layer(h, skips.pop())
+                h = out[0] if isinstance(out, tuple) else out
+            else:
+                h = layer(h, bias=bias)[0]
+        return self.outlet(h * self.shift)
+
+
+class LitBetween(LitList):
+    """The same operation between all layers, in the user's code."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inlet(x)
+        for layer in self.layers:
+            h = F.relu(layer(h, torch.eye(WIDTH, dtype=x.dtype), gates=(1.0, self.shift), scale=0.5))
+        return self.outlet(h)
+
+
+class LitCompiledList(LitList):
+    """Layers of a list, compiled in both ways; the backend is one that needs no compiler."""
+
+    def configure_model(self) -> None:
+        for n, layer in enumerate(self.layers):
+            if n % 2:
+                layer.compile(backend="eager")
+            elif isinstance(layer, Mixing):
+                self.layers[n] = torch.compile(layer, backend="eager")
+
+
+class LitCompiledWhole(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model, backend="eager")
+
+
+class Down(nn.Module):
+    """Halves the width and keeps what was there for the layer that widens it again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width // 2)
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        x = state["x"]
+        return {"x": torch.tanh(self.linear(x)), "skips": [*state["skips"], x]}
+
+
+class Up(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width // 2 + width, width)
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        *skips, skip = state["skips"]
+        return {"x": torch.tanh(self.linear(torch.cat([state["x"], skip], dim=1))), "skips": skips}
+
+
+class LitUNet(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(Down(8), Down(4), Up(4), Up(8))
+        self.inlet, self.outlet = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outlet(self.model({"x": self.inlet(x), "skips": []})["x"])
+
+
+class Remembering(nn.Module):
+    """Leaves what it gets in a dict, or takes it from there."""
+
+    def __init__(self, memory: dict[str, Any], leaves: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.memory = memory
+        self.leaves = leaves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.leaves:
+            self.memory["skip"] = x
+            return self.linear(x)
+        return self.linear(x) + self.memory.pop("skip")
+
+
+class LitHiddenSkip(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        memory: dict[str, Any] = {}
+        middle = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        layers = [nn.Linear(WIDTH, WIDTH), Remembering(memory, True), *middle, Remembering(memory, False)]
+        self.model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+
+class Table(nn.Module):
+    """Made by whoever comes first, in a module that all layers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.size(1) not in self.values:
+            self.values[x.size(1)] = torch.linspace(0, 1, x.size(1), dtype=x.dtype)
+        return x + self.values[x.size(1)]
+
+
+class Configured(nn.Module):
+    def __init__(self, settings: Any, table: Table) -> None:
+        super().__init__()
+        self.settings = settings
+        self.table = table
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.settings.calls.append(len(x))
+        return self.settings.scale * self.linear(self.table(x))
+
+
+class LitShared(Lit):
+    """Settings, an activation and a table that all layers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = SimpleNamespace(scale=0.5, calls=[])
+        table, activation = Table(), nn.ReLU()
+        layers = [layer for _ in range(3) for layer in (Configured(self.settings, table), activation)]
+        self.model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+
+class Language(Lit):
+    """Any model that gives logits over tokens for each position."""
+
+    tokens = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        mask = (tokens % 4 != 3).long()
+        mask[:, 0] = 1  # the others are padded here and there
+        return self.net(input_ids=tokens, attention_mask=mask).logits
+
+    def error(self, batch: Any) -> torch.Tensor:
+        tokens, _ = batch
+        return F.cross_entropy(self(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.error(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.error(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+    def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).softmax(-1)
+
+
+class LitGPT2(Language):
+    def __init__(self, dropout: float = 0.0, **settings: Any) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=TOKENS,
+            n_positions=8,
+            n_embd=8,
+            n_layer=4,
+            n_head=2,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+            **{"use_cache": False, **settings},
+        )
+        self.net = GPT2LMHeadModel(config)
+
+
+class LitBert(Language):
+    """Labels for whole sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForSequenceClassification
+
+        config = BertConfig(
+            vocab_size=TOKENS,
+            hidden_size=8,
+            num_hidden_layers=5,
+            num_attention_heads=2,
+            intermediate_size=16,
+            max_position_embeddings=8,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=CLASSES,
+        )
+        self.net = BertForSequenceClassification(config)
+
+    def error(self, batch: Any) -> torch.Tensor:
+        tokens, y = batch
+        return self.net(input_ids=tokens, labels=y).loss
+
+
+class LitLlama(Language):
+    """Rotary embeddings, which all layers get in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=TOKENS,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            max_position_embeddings=8,
+            use_cache=False,
+        )
+        self.net = LlamaForCausalLM(config)
+
+
+class LitT5(Language):
+    """The encoder's layers; its first one makes a position bias for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        config = T5Config(
+            vocab_size=TOKENS,
+            d_model=8,
+            d_kv=4,
+            d_ff=16,
+            num_layers=4,
+            num_decoder_layers=1,
+            num_heads=2,
+            dropout_rate=0.0,
+            use_cache=False,
+            decoder_start_token_id=0,
+        )
+        self.net = T5ForConditionalGeneration(config)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.net(input_ids=tokens, decoder_input_ids=tokens).logits
