@@ -22,7 +22,7 @@ INCOMPLETE = "_lightning_pipes_incomplete"
 SPREAD = "_lightning_pipes_spread"
 """Attribute of a module that was made on meta and has been run: the path of its container, and the layers here."""
 
-CLEARLY_LARGER = 2
+CLEARLY_LARGER = 1.5
 """By what factor the parameters of a container must exceed those of all others for it to be cut without being named."""
 
 BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)

@@ -49,7 +49,9 @@ def switch_dropout_off(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize(("script", "dropout"), [("autoencoder.py", False)])
+@pytest.mark.parametrize(
+    ("script", "dropout"), [("autoencoder.py", False), ("transformer.py", False), ("transformer.py", True)]
+)
 def test_script(script: str, dropout: bool, tmp_path: Path) -> None:
     """As on one process; with dropout as in a pipeline of one stage, where the masks are the same."""
     pipeline = 'strategy=PipelineStrategy("1f1b", microbatches=2)' if dropout else 'strategy="pipeline_1f1b"'
