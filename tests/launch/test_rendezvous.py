@@ -1,0 +1,84 @@
+"""Processes of one attempt find each other in a store that still holds what the dead have written."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from lightning_pipes.engine.rendezvous import agreed_name
+from lightning_pipes.tune.run_name import run_name
+
+SOON = timedelta(seconds=20)
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def join(pool: ThreadPoolExecutor, store: TCPStore, rank: int) -> Future[str]:
+    connection = TCPStore("127.0.0.1", store.port, is_master=False)
+    return pool.submit(agreed_name, connection, rank, 3, SOON)
+
+
+def test_each_attempt_agrees_on_a_name_of_its_own(store):
+    names = []
+    with ThreadPoolExecutor(3) as pool:
+        for late in (0, 1, 2):  # whoever comes late: the others see only the keys of the attempt before
+            early = [join(pool, store, rank) for rank in range(3) if rank != late]
+            time.sleep(0.2)
+            assert not early[0].done()  # rank 0, or one that needs it
+            found = {future.result() for future in [*early, join(pool, store, late)]}
+            assert len(found) == 1
+            names += found
+    assert len(set(names)) == 3
+
+
+def test_rank_zero_does_not_wait_for_ever(store):
+    with pytest.raises(TimeoutError, match="rank 1, 2 did not come within 0 s"):
+        agreed_name(store, 0, 3, timedelta(seconds=0.1))
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "SLURM"))]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_the_name_of_a_run_without_a_launcher_is_the_time(environment):
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", run_name())
+
+
+def test_torchrun_keeps_the_name_of_a_run(environment, store):
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }.items():
+        environment.setenv(name, value)
+    first = run_name()
+    store.set("lightning_pipes/run_name", "of another start")
+    assert run_name() == "of another start"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", first)
+    environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert run_name() == "torchrun-none"
+
+
+def test_a_requeued_slurm_job_keeps_its_name(environment):
+    environment.setenv("SLURM_PROCID", "1")
+    environment.setenv("SLURM_JOB_ID", "4712")
+    environment.setenv("SLURM_STEP_ID", "2")
+    assert run_name() == "slurm-4712.2"
+    environment.setenv("SLURM_ARRAY_JOB_ID", "4711")
+    environment.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert run_name() == "slurm-4711_3.2"
+    environment.setenv("SLURM_JOB_NAME", "interactive")
+    assert not run_name().startswith("slurm")
