@@ -8,6 +8,7 @@ in a ring, so that the work for the store grows only as the number of ranks.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -20,6 +21,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.heartbeat import BEAT_SECONDS, Silence, heart_of
 from lightning_pipes.ir import PipelineError
+
+_log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 8.0
@@ -106,7 +109,7 @@ class FailureWatch:
     def fail(self, error: BaseException, where: str = "") -> None:
         """Tells everybody that this rank failed, unless another failure was told before."""
         who = f"rank {self._rank} failed in {where}" if where else f"{self.name(self._rank)} failed"
-        self._tell(f"{who}: {type(error).__name__}: {error}")
+        self._tell(f"{who}: {type(error).__name__}: {error}", elsewhere=False)
 
     def lost(self, peer: int, error: BaseException) -> None:
         """A connection to `peer` broke. If the peer has said why, that is the failure; else it is gone."""
@@ -176,15 +179,15 @@ class FailureWatch:
                 sys.stderr.flush()
                 os._exit(1)
 
-    def _tell(self, text: str) -> None:
-        """Makes `text` the failure of the run, unless there is one."""
+    def _tell(self, text: str, elsewhere: bool = True) -> None:
+        """Makes `text` the failure of the run, unless there is one; `elsewhere` if it is not this rank's own."""
         first = None
         if self._store is not None:  # the store may be gone with its host; closed connections tell the others then
             thread, answers = self._write(text)
             thread.join(TELL_SECONDS)
             first = answers[0] if answers else None
         if first is None or first == text:
-            self._notice(text)
+            self._notice(text, elsewhere)
         else:
             self._learn(first)
 
@@ -204,13 +207,15 @@ class FailureWatch:
         doing = self._while_doing()
         self._notice(text + (f"\nrank {self._rank} learnt of it{doing}" if doing else ""))
 
-    def _notice(self, text: str) -> None:
+    def _notice(self, text: str, elsewhere: bool = True) -> None:
         with self._lock:
             if self.error is not None:
                 return
             self.error = PeerFailure(text)
             self._failed_at = time.monotonic()
             listeners = list(self._listeners)
+        if elsewhere:  # at once: whoever started this process may kill it before its own error is printed
+            _log.error("[rank %d] %s", self._rank, text)
         for listener in listeners:
             listener(self.error)
 

@@ -67,7 +67,7 @@ def test_pipeline(model: str, overrides: list[str], tmp_path: Path) -> None:
     check_output(train(tmp_path, model, *overrides), tmp_path / "out")
     made = {path.name for path in tmp_path.iterdir()}
     assert made == {"out"}  # children write into the same directory, and nowhere else
-    assert len([*(tmp_path / "out").rglob("*.ckpt")]) == 1
+    assert len([*(tmp_path / "out").rglob("*.ckpt")]) == 2  # the best and the last
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {".hydra", "checkpoints", "metrics"}
 
 

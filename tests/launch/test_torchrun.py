@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,22 +18,8 @@ import pytest
 import torch
 
 from lightning_pipes.testing import namespaces
+from tests.launch.example import EPOCHS, SCRIPT, SETTINGS, environment, processes, wait_until
 
-ROOT = Path(__file__).parents[2]
-EPOCHS = 12
-SETTINGS = [
-    "model.width=16",
-    "model.blocks=2",
-    "data.context=16",
-    "data.windows=24",
-    "data.batch_size=8",
-    "pipeline.microbatches=4",
-    f"trainer.max_epochs={EPOCHS}",
-    "trainer.val_check_interval=1.0",
-    "trainer.log_every_n_steps=1",
-    "trainer.enable_progress_bar=false",
-]
-TOKEN = "LIGHTNING_PIPES_TEST"
 Start = Callable[[int, list[str], dict[str, str], Path], "subprocess.Popen[str]"]
 """Starts a command on one of the hosts, in a directory."""
 
@@ -72,13 +57,12 @@ def torchrun(
 ) -> Training:
     """Trains on `hosts` hosts that share a file system; kills global rank `kill` once there is a checkpoint."""
     token = secrets.token_hex(8)
-    env = {TOKEN: token, "PYTHONPATH": str(ROOT), "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
+    env = environment(token)
     command = [sys.executable, "-m", "torch.distributed.run", *options]
-    script = [str(ROOT / "examples" / "train.py"), *SETTINGS]
     agents = []
     for host in range(hosts):
         where = [f"--node-rank={host}"] if hosts > 1 else []
-        agents.append(start(host, [*command, *where, *script], env, folder))
+        agents.append(start(host, [*command, *where, SCRIPT, *SETTINGS], env, folder))
     if kill is not None:
         wait_until(lambda: [*folder.rglob("last.ckpt")], agents)
         (pid,) = [pid for pid, ours in processes(token) if ours.get("RANK") == str(kill)]
@@ -90,26 +74,6 @@ def torchrun(
     (directory,) = {path.parent.parent for path in folder.glob("outputs/**/last.ckpt")}
     assert len([*folder.glob("outputs/*/*")]) == 1
     return Training(directory, "".join(said))
-
-
-def processes(token: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """The processes, and their environments, that were started with this token."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            pairs = path.read_text().split("\0")
-        except OSError:
-            continue
-        env = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-        if env.get(TOKEN) == token:
-            yield int(path.parent.name), env
-
-
-def wait_until(ready: Callable[[], object], agents: list[subprocess.Popen[str]]) -> None:
-    deadline = time.monotonic() + 90
-    while not ready():
-        assert time.monotonic() < deadline
-        assert all(agent.poll() is None for agent in agents), "".join(agent.communicate()[0] for agent in agents)
-        time.sleep(0.01)
 
 
 def check_same(found: Training, wanted: Training) -> None:
@@ -126,8 +90,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 def test_the_result_of_one_process(undisturbed, tmp_path):
     """One stage in one process, without torchrun: the same numbers up to rounding."""
-    command = [sys.executable, str(ROOT / "examples" / "train.py"), *SETTINGS, "trainer.devices=1"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, SCRIPT, *SETTINGS, "trainer.devices=1"]
+    env = {**os.environ, **environment("one process")}
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=env)
     (last,) = tmp_path.glob("outputs/**/last.ckpt")
     one, two = ([(s, float(v)) for s, v in t.validation()] for t in (Training(last.parent.parent, ""), undisturbed))
