@@ -36,7 +36,7 @@ def on_two_hosts(run: Run) -> list[Outcome]:
 
 @pytest.mark.root
 @needs_hosts
-@pytest.mark.parametrize("place", ["forward", "save"])
+@pytest.mark.parametrize("place", ["forward", pytest.param("save", marks=pytest.mark.slow)])
 def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
     run = Run(str(tmp_path), "cut", place, (1,), strategy={"heartbeat_timeout": TIMEOUT})
     with_store, without = on_two_hosts(run)
