@@ -60,8 +60,8 @@ def train(rank: int, run: Run) -> float:
     from lightning_pipes import PipelineStrategy
 
     warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_pipes"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
     class Net(L.LightningModule):
         def __init__(self) -> None:
