@@ -31,7 +31,11 @@ class Costs(Protocol):
         """Nanoseconds of the computation `i`; equal kind, stage, job, batch and rows mean equal cost."""
 
     def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Nanoseconds that the send `i` occupies its link, and nanoseconds until it is there after that."""
+        """Nanoseconds that the send `i` occupies its link at the link's bandwidth, and nanoseconds until it is there
+        after that."""
+
+    def between(self, source: int, target: int) -> Link:
+        """The link from rank `source` to rank `target`: what `transfer` does not say of it."""
 
     def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Bytes that the computation `i` takes when it starts, and bytes that it gives back when it ends."""
@@ -221,7 +225,7 @@ class CostModel:
         return {}
 
     def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Nanoseconds that the send `i` occupies its link, and nanoseconds of latency after that."""
+        """Nanoseconds that the send `i` occupies its link at the link's bandwidth, and of latency after that."""
         link = self._link_of(i, plan)
         if (i.kind, i.stage) in self.seconds:
             return _ns(self.time(i.kind, i.stage, i.span.rows)), _ns(link.latency)
@@ -230,7 +234,11 @@ class CostModel:
 
     def _link_of(self, i: Instruction, plan: Plan) -> Link:
         target = i.stage + 1 if i.kind is Kind.SF else i.stage - 1
-        return self.links.get((plan.ranks[i.stage], plan.ranks[target]), self.link)
+        return self.between(plan.ranks[i.stage], plan.ranks[target])
+
+    def between(self, source: int, target: int) -> Link:
+        """The link from rank `source` to rank `target`."""
+        return self.links.get((source, target), self.link)
 
     def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Bytes of activations that `i` takes when it starts, and bytes that it gives back when it ends."""

@@ -53,8 +53,11 @@ class RulePolicy(Policy, Protocol):
 
 
 def offered(ready: Iterable[Instruction], fits: Callable[[Instruction], bool]) -> tuple[Instruction, ...]:
-    """Those of `ready`, sorted by `ready_key`, that a policy may pick: what fits, but nothing that would overtake one of
-    its kind on its stage that does not, so that gradients are summed in the order of samples."""
+    """Those of `ready`, sorted by `ready_key`, that a policy may pick.
+
+    What does not fit holds back the later ones of its kind on its stage, so that gradients are summed in the order of
+    samples.
+    """
     out: list[Instruction] = []
     held_back: set[tuple[Kind, int]] = set()
     for i in ready:
