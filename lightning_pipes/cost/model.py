@@ -145,7 +145,8 @@ class CostModel:
         """Medians by (kind, stage, rows) of what was recorded, transfers and the overhead of computations included.
 
         A kind seen with one number of rows only is taken as proportional to rows, STEP excepted. What timelines do not
-        show is kept from `base`: bytes, links (whose latency is taken off the transfers), kinds that did not run.
+        show is kept from `base`: bytes, links (whose latency is taken off the transfers), kinds that did not run. Where
+        transfers were recorded, links have no bucket: what they took shows what it did.
 
         Raises:
             PlanError: nothing was recorded.
@@ -174,6 +175,9 @@ class CostModel:
                 for rows in points:
                     points[rows] = max(0.0, points[rows] - _at(tuple(sorted(forward.items())), rows))
         measured = {key: tuple(sorted(points.items())) for key, points in tables.items()}
+        if any(kind in SENDS for kind, _ in measured):
+            links = {pair: replace(link, burst=0.0) for pair, link in base.links.items()}
+            base = replace(base, link=replace(base.link, burst=0.0), links=links)
         overhead = median(lags) / 1e9 if lags else base.overhead
         return replace(base, seconds={**base.seconds, **measured}, overhead=overhead)
 

@@ -84,8 +84,7 @@ def rows_of_costs() -> Callable[..., None]:
 def numba_machine() -> Machine | None:
     """The compiled kernel; None where numba is not installed.
 
-    The first run after an update compiles, a few seconds; the code is kept in `cache_folder()`. Call it early where
-    much will be simulated: others wait until it pays.
+    A function is compiled when it is first called, all of them in a few seconds, and kept in `cache_folder()`.
     """
     if find_spec("numba") is None:
         return None
@@ -130,7 +129,7 @@ def _caching_in(config: Any, folder: Path | None) -> Iterator[None]:
 
 
 class _Progress:
-    """How much this process has simulated."""
+    """How much this process has simulated: it decides when numba is loaded, never what comes out."""
 
     steps = 0
 
@@ -139,3 +138,9 @@ def machine(steps: int) -> Machine:
     """What shall take the next `steps` steps: Python until it has taken PATIENCE of them, then numba if there is."""
     _Progress.steps += steps
     return PYTHON if _Progress.steps <= PATIENCE else numba_machine() or PYTHON
+
+
+def load_kernel() -> str:
+    """Loads machine code now rather than when it pays, for who will simulate thousands of times; "numba", or "python"
+    where there is none."""
+    return machine(PATIENCE + 1).name
