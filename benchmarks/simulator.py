@@ -2,7 +2,7 @@
 
 *fixed* is a program's makespan, *dispatch* that of a rule that chooses the order, *batch* a program's under 256 cost
 vectors in one call: a vector of it. All through the public door, with everything set up; *set up* is what a first call
-adds for a new plan. Other programs on the machine only make a call longer, so the least is shown beside the median.
+adds for a new plan. Times are the processor's, so other programs count for little: medians, quartiles and the least.
 
     python benchmarks/simulator.py [--quick] [--json]
 """
@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import Instruction, Kind, Plan, Program, RankView, Rule
@@ -61,9 +62,9 @@ class Times:
         call()
         seconds = []
         for _ in range(repeats):
-            began = time.perf_counter()
+            began = time.thread_time()
             call()
-            seconds.append((time.perf_counter() - began) * 1e6 / parts)
+            seconds.append((time.thread_time() - began) * 1e6 / parts)
         low, median, high = statistics.quantiles(seconds, n=4)
         return cls(min(seconds), low, median, high)
 
@@ -91,7 +92,7 @@ def measure(quick: bool) -> dict[str, Times]:
         for i in priced(program, plan)
     ]
     vectors = np.random.default_rng(0).normal(1, 0.1, (VECTORS, len(one))) * one
-    vectors = np.maximum(vectors, 0).astype(np.int64)
+    nanoseconds: npt.NDArray[np.int64] = np.maximum(vectors, 0).astype(np.int64)
     times = {}
     many = 1 if quick else 4
     for name in ("_python", ""):
@@ -104,7 +105,7 @@ def measure(quick: bool) -> dict[str, Times]:
         times["sim_us_fixed_shaped" + name] = Times.of(lambda: makespan(program, plan, shaped), repeats)
         times["sim_us_dispatch" + name] = Times.of(lambda: makespan(rule, plan, costs), repeats)
         times["sim_us_batch256" + name] = Times.of(
-            lambda: makespans(program, plan, costs, vectors), 2 + repeats // 25, VECTORS
+            lambda: makespans(program, plan, costs, nanoseconds), 2 + repeats // 25, VECTORS
         )
         times["sim_us_timeline" + name] = Times.of(lambda: simulate(program, plan, costs), 25 * many)
     return times
@@ -117,9 +118,9 @@ def set_up() -> dict[str, float]:
         plan = Plan.even(STAGES, MICROBATCHES, rows=2 * MICROBATCHES)
         costs = CostModel.uniform(STAGES, FORWARD, BACKWARD, message_bytes=MESSAGE, link=LINK)
         ordered = order.program(plan) if hasattr(order, "program") else order
-        began = time.perf_counter()
+        began = time.thread_time()
         makespan(ordered, plan, costs)
-        found[name] = (time.perf_counter() - began) * 1e3
+        found[name] = (time.thread_time() - began) * 1e3
     return found
 
 

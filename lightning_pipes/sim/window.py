@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, needs, ready_key, window
+from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, needs, ready_key, send_of, window
 from lightning_pipes.sim.machine import Table
 from lightning_pipes.sim.operations import Numbering, joined
 from lightning_pipes.sim.queues import Queues
@@ -70,8 +70,13 @@ def opened(plan: Plan, batches: int) -> Queues:
 
 
 def _without_receives(i: Instruction, plan: Plan) -> list[Instruction]:
-    """What `i` needs; for a receive, what that needs."""
+    """What `i` needs; for a receive, what that needs, which is its send where the plan demands nothing else."""
     out = []
     for n in needs(i, plan):
-        out += _without_receives(n, plan) if n.kind in RECEIVES else [n]
+        if n.kind not in RECEIVES:
+            out.append(n)
+        elif plan.after:
+            out += _without_receives(n, plan)
+        else:
+            out.append(send_of(n))
     return out
