@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from lightning_pipes.ir import Cut, DeadlockError, Kind, Plan, PlanError, Rule, RulePolicy, Span, verify
+from lightning_pipes.ir import Cut, DeadlockError, F, Kind, Plan, PlanError, Rule, RulePolicy, Span, verify
 from lightning_pipes.sim import makespan, makespans, priced, simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
@@ -65,6 +65,9 @@ def random_window(seed):
     rows = plan.jobs[0].rows
     limits = tuple(rng.randint(rows, 2 * rows) for _ in range(plan.n_stages)) if seed % 3 == 1 else ()
     plan = replace(plan, batches=1 + seed % 3, versions=versions, limits=limits)
+    first, last = (F(0, plan.spans(Kind.F, 0)[n]) for n in (0, -1))
+    if seed % 4 == 2 and first != last and not limits:  # the first micro-batch comes last
+        plan = replace(plan, after={first: (last,)})
     costs = replace(random_costs(plan, seed), overhead=seed % 2 * 1e-9, activation_bytes=(3,) * plan.n_stages)
     return plan, costs
 
@@ -102,7 +105,7 @@ class TestChosenOrder:
         plan, costs = random_window(seed)
         costs = shaped(costs, plan, seed, crowded=seed % 2 == 0) if seed % 4 else costs
         blocking = seed % 3 == 0
-        memory = 3 * 2 * 8 * 3 if seed % 5 == 0 else None
+        memory = 3 * plan.jobs[0].rows * (1 + seed % 2) if seed % 5 == 0 else None
         by_events = ByEvents(policy, plan, costs, plan.batches, memory, blocking)
         try:
             events = by_events.run()
@@ -152,6 +155,14 @@ class TestChosenOrder:
         costs = replace(costs, seconds={**costs.seconds, **given})
         assert makespan(ByRule(limits), plan, costs) == alternating
         assert makespan(ByRule(limits, alternate=False), plan, costs) == backward_first
+
+    def test_all_at_one_instant(self, kernel):
+        """Nothing takes time, and yet it happens in an order."""
+        plan, costs = uniform(2, 3, f=0, b=0)
+        for policy in (ByRule(), Asked(ByRule())):
+            program = simulate(policy, plan, costs).program()
+            verify(program, plan)
+            assert program.head[0][0] == F(0, Span(0, 1))
 
     def test_a_limit_of_one_stage_at_a_time(self, kernel):
         """A micro-batch at a time on every stage: p stages take turns."""

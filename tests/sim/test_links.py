@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipes.cost import Cluster, CostModel, Device, Link
-from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, Program, lower
+from lightning_pipes.ir import F, Instruction, Kind, Plan, PlanError, Program, lower
 from lightning_pipes.sim import makespan, simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -104,21 +104,19 @@ class TestSharedWires:
         assert sorted(simulate(program, plan, costs, blocking_sends=blocking).events) == sorted(events)
 
     def test_transfers_placed_by_hand_are_timed_unless_sends_block(self, kernel):
-        plan = tiny_plan(3, 2)
-        a, b = plan.spans(Kind.F, 0)
-
-        def i(kind, stage, span):
-            return Instruction(kind, stage, span=span)
-
-        first, middle, last = lower(GPipe().program(plan), plan).head
-        middle = [n for n in middle if n != i(Kind.SF, 1, a)]
-        middle.insert(middle.index(i(Kind.RF, 1, b)) + 1, i(Kind.SF, 1, a))  # not before the second message is there
-        program = Program((first, tuple(middle), last))
-        own = CostModel.uniform(3, 1e-9, 1e-9, message_bytes=5, link=Link(latency=7e-9))  # no time on the wire
+        plan = tiny_plan(2, 3)
+        a, b, c = plan.spans(Kind.F, 0)
+        first = list(lower(GPipe().program(plan), plan).head[0])
+        last = list(lower(OneFOneB().program(plan), plan).head[1])
+        gradient, second = Instruction(Kind.RB, 0, span=a), Instruction(Kind.SF, 0, span=b)
+        first.remove(gradient)
+        first.insert(first.index(second), gradient)  # the second message waits for the first gradient
+        program = Program((tuple(first), tuple(last)))
+        own = CostModel.uniform(2, 1e-9, 1e-9, message_bytes=5, link=Link(latency=7e-9))  # no time on the wire
         shared = replace(own, link=replace(own.link, wire="one"))
         timeline = simulate(program, plan, shared)
         assert set(timeline.events) == set(simulate(program, plan, own).events)
-        sent = {e.instruction: e.start for e in timeline.transfers}
-        assert sent[i(Kind.SF, 1, a)] == 2 + 7
+        begins = {e.instruction: e.start for e in timeline.events}
+        assert begins[second] == begins[F(0, c)] == 1 + 7 + 2 + 7
         with pytest.raises(PlanError, match="by hand"):
             simulate(program, plan, shared, blocking_sends=True)
