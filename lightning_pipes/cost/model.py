@@ -21,7 +21,8 @@ _BACKWARD = {Kind.B, Kind.I}  # either runs the forward again where a stage reco
 
 class Costs(Protocol):
     """What a simulation asks, in integer nanoseconds and bytes. `CostModel` answers it for most; give your own where
-    cost depends on more than kind, stage and rows, such as on the batch."""
+    cost depends on more than kind, stage and rows, such as on the batch. What an object says is remembered: for other
+    costs make another."""
 
     @property
     def overhead_ns(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import COMPUTE, DeadlockError, Instruction, PlanError
+from lightning_pipes.ir import COMPUTE, DeadlockError, Instruction, Plan, PlanError
 from lightning_pipes.sim.kernel import PLENTY
 from lightning_pipes.sim.machine import Table
 from lightning_pipes.sim.operations import Operations
@@ -36,13 +36,12 @@ class Bytes:
         return Table((self.taken, self.freed, self.may))
 
     @classmethod
-    def of(cls, operations: Operations, costs: Costs, limit: Limit) -> Bytes:
+    def of(cls, operations: Operations, plan: Plan, costs: Costs, limit: Limit) -> Bytes:
         """What `costs` say of `operations`.
 
         Raises:
             PlanError: the weights alone do not fit.
         """
-        plan = operations.plan
         held = [costs.resident(rank, plan) for rank in range(plan.n_ranks)]
         every = PLENTY if limit is None else limit
         may = [every] * len(held) if isinstance(every, int) else list(every)
@@ -64,14 +63,14 @@ class Bytes:
         return f"rank {rank} waits at {i} for {taken} bytes: it holds {held} and may hold {self.may[rank]}"
 
 
-def peaks(order: Operations, costs: Costs, limit: Limit) -> tuple[int, ...]:
+def peaks(order: Operations, plan: Plan, costs: Costs, limit: Limit) -> tuple[int, ...]:
     """Most bytes that each rank holds, which its own `order` decides, whatever the others do.
 
     Raises:
         DeadlockError: an instruction needs room that only a later one of its rank gives back.
         PlanError: the weights alone do not fit.
     """
-    memory = Bytes.of(order, costs, limit)
+    memory = Bytes.of(order, plan, costs, limit)
     held, peak = memory.held.copy(), memory.held.copy()
     if any(memory.taken):
         for rank, group, i in zip(order.ranks, order.groups, order.instructions, strict=True):

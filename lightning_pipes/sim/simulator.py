@@ -49,11 +49,11 @@ def simulate(
         program = order.unroll(order.head_batches + 3 if batches is None else batches) if order.endless else order
         fixed = compiled(program, plan)
         timed = run(fixed, fixed.prices(costs), blocking_sends)
-        return _timeline(fixed, timed, peaks(fixed, costs, memory_limit))
+        return _timeline(fixed, timed, peaks(fixed, plan, costs, memory_limit))
     if not isinstance(order, Policy):
         raise TypeError(f"simulate takes a Program or a Policy, got {order!r}; a schedule's is schedule.program(plan)")
     queues = opened(plan, batches or plan.batches)
-    ran = dispatch(order, queues, costs, Bytes.of(queues, costs, memory_limit), blocking_sends)
+    ran = dispatch(order, queues, costs, Bytes.of(queues, plan, costs, memory_limit), blocking_sends)
     return _timeline(queues, ran.timed, tuple(map(int, ran.peak)), order.name)
 
 
