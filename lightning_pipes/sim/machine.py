@@ -20,7 +20,7 @@ import numpy.typing as npt
 from lightning_pipes.sim import kernel
 
 Array = npt.NDArray[np.int64]
-PATIENCE = 2_000_000
+PATIENCE = 1_000_000
 """Steps of the kernel that Python takes before numba is loaded, which takes about as long."""
 
 
