@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_pipes.ir import PlanError
 
@@ -13,24 +13,50 @@ from lightning_pipes.ir import PlanError
 class Link:
     """One direction between two devices: it moves one message at a time, in the order in which they were sent.
 
+    A shaped link is a token bucket, as of Linux's tbf and of cloud machines with credits: while it idles it saves up to
+    `burst` bytes, and moves bytes at `peak` as long as it has savings, at `bandwidth` then. It begins with all of them.
+
     Attributes:
-        bandwidth: bytes per second; infinite for a link that costs nothing.
+        bandwidth: bytes per second that it earns; infinite for a link that costs nothing.
         latency: seconds from the last byte sent to the last byte there. It does not occupy the link.
+        burst: bytes that it saves at most; 0 for a link without a bucket.
+        peak: bytes per second at full speed, with savings.
+        posted: messages that may be under way at once, where bytes move only once a receive is posted: the receives
+            that are posted ahead, and again as soon as a message arrives, of which the sender knows after `latency`.
+            0 means any number. It binds only where there is latency.
+        wire: links of one name share what moves their messages, such as the network card of a host, and take turns in
+            the order in which messages are complete; without a name a link has a wire of its own.
 
     Raises:
-        PlanError: a bandwidth that is not positive, or a negative latency.
+        PlanError: a bandwidth that is not positive, a peak below it, or a negative latency, burst or number.
     """
 
     bandwidth: float = math.inf
     latency: float = 0.0
+    burst: float = 0.0
+    peak: float = math.inf
+    posted: int = 0
+    wire: str = ""
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or not 0 <= self.latency < math.inf:
             raise PlanError(f"a link needs bandwidth > 0 and a finite latency >= 0, got {self}")
+        if not 0 <= self.burst < math.inf or self.peak < self.bandwidth or self.posted < 0:
+            raise PlanError(f"a link needs a finite burst >= 0, a peak >= its bandwidth and posted >= 0, got {self}")
 
     def seconds(self, size: float) -> float:
-        """Seconds that a message of `size` bytes occupies the link, latency not counted."""
+        """Seconds that a message of `size` bytes occupies the link at its bandwidth, latency not counted."""
         return size / self.bandwidth
+
+    @property
+    def savings(self) -> float:
+        """Seconds of its bandwidth that the link can save."""
+        return self.burst / self.bandwidth
+
+    @property
+    def hurry(self) -> float:
+        """What a message takes at full speed, as a share of what it takes at the bandwidth: 0 to 1."""
+        return 0.0 if self.peak == math.inf else self.bandwidth / self.peak
 
 
 FREE = Link()
@@ -67,12 +93,15 @@ class Cluster:
         inside: the link between two devices of one host, either direction.
         between: the link between two hosts, either direction.
         links: exceptions, by (from rank, to rank); each direction for itself.
+        shared: what goes from one host to others shares a wire, its network card; without it every pair of devices
+            has `between` to itself.
     """
 
     devices: tuple[Device, ...]
     inside: Link = FREE
     between: Link = FREE
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict, hash=False)
+    shared: bool = False
 
     @classmethod
     def homogeneous(
@@ -84,5 +113,8 @@ class Cluster:
 
     def link(self, source: int, target: int) -> Link:
         """The link from rank `source` to rank `target`."""
-        same = self.devices[source].host == self.devices[target].host
-        return self.links.get((source, target), self.inside if same else self.between)
+        host = self.devices[source].host
+        if host == self.devices[target].host:
+            return self.links.get((source, target), self.inside)
+        between = replace(self.between, wire=f"host {host}") if self.shared else self.between
+        return self.links.get((source, target), between)

@@ -21,7 +21,8 @@ _BACKWARD = {Kind.B, Kind.I}  # either runs the forward again where a stage reco
 
 class Costs(Protocol):
     """What a simulation asks, in integer nanoseconds and bytes. `CostModel` answers it for most; give your own where
-    cost depends on more than kind, stage and rows, such as on the batch."""
+    cost depends on more than kind, stage and rows, such as on the batch. What an object says is remembered: for other
+    costs make another."""
 
     @property
     def overhead_ns(self) -> int:
@@ -31,7 +32,11 @@ class Costs(Protocol):
         """Nanoseconds of the computation `i`; equal kind, stage, job, batch and rows mean equal cost."""
 
     def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Nanoseconds that the send `i` occupies its link, and nanoseconds until it is there after that."""
+        """Nanoseconds that the send `i` occupies its link at the link's bandwidth, and nanoseconds until it is there
+        after that."""
+
+    def between(self, source: int, target: int) -> Link:
+        """The link from rank `source` to rank `target`: what `transfer` does not say of it."""
 
     def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Bytes that the computation `i` takes when it starts, and bytes that it gives back when it ends."""
@@ -141,7 +146,8 @@ class CostModel:
         """Medians by (kind, stage, rows) of what was recorded, transfers and the overhead of computations included.
 
         A kind seen with one number of rows only is taken as proportional to rows, STEP excepted. What timelines do not
-        show is kept from `base`: bytes, links (whose latency is taken off the transfers), kinds that did not run.
+        show is kept from `base`: bytes, links (whose latency is taken off the transfers), kinds that did not run. Where
+        transfers were recorded, links have no bucket: what they took shows what it did.
 
         Raises:
             PlanError: nothing was recorded.
@@ -170,6 +176,9 @@ class CostModel:
                 for rows in points:
                     points[rows] = max(0.0, points[rows] - _at(tuple(sorted(forward.items())), rows))
         measured = {key: tuple(sorted(points.items())) for key, points in tables.items()}
+        if any(kind in SENDS for kind, _ in measured):
+            links = {pair: replace(link, burst=0.0) for pair, link in base.links.items()}
+            base = replace(base, link=replace(base.link, burst=0.0), links=links)
         overhead = median(lags) / 1e9 if lags else base.overhead
         return replace(base, seconds={**base.seconds, **measured}, overhead=overhead)
 
@@ -221,7 +230,7 @@ class CostModel:
         return {}
 
     def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Nanoseconds that the send `i` occupies its link, and nanoseconds of latency after that."""
+        """Nanoseconds that the send `i` occupies its link at the link's bandwidth, and of latency after that."""
         link = self._link_of(i, plan)
         if (i.kind, i.stage) in self.seconds:
             return _ns(self.time(i.kind, i.stage, i.span.rows)), _ns(link.latency)
@@ -230,7 +239,11 @@ class CostModel:
 
     def _link_of(self, i: Instruction, plan: Plan) -> Link:
         target = i.stage + 1 if i.kind is Kind.SF else i.stage - 1
-        return self.links.get((plan.ranks[i.stage], plan.ranks[target]), self.link)
+        return self.between(plan.ranks[i.stage], plan.ranks[target])
+
+    def between(self, source: int, target: int) -> Link:
+        """The link from rank `source` to rank `target`."""
+        return self.links.get((source, target), self.link)
 
     def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Bytes of activations that `i` takes when it starts, and bytes that it gives back when it ends."""

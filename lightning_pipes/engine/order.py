@@ -20,6 +20,7 @@ from lightning_pipes.ir import (
     Program,
     ProgramError,
     RankView,
+    offered,
     ready_key,
     send_of,
     window,
@@ -166,7 +167,7 @@ class ReadyOrder:
         if not self._ready:
             return None
         self._ready.sort(key=ready_key)
-        allowed = tuple(i for i in self._ready if self._fits(i))
+        allowed = offered(self._ready, self._fits)
         if not allowed:
             return None
         picked = self._policy.pick(allowed, RankView(self._rank, self._last, dict(self._in_flight)), self._plan)

@@ -22,6 +22,7 @@ from lightning_pipes.ir.instruction import (
 from lightning_pipes.ir.lowering import lower, window
 from lightning_pipes.ir.plan import Cut, Plan
 from lightning_pipes.ir.program import Program
+from lightning_pipes.ir.rule import Rule, RulePolicy, has_room, offered
 from lightning_pipes.ir.schedule import Policy, RankView, Schedule, check_one_batch, placement, ready_key
 from lightning_pipes.ir.span import Span, even_spans
 from lightning_pipes.ir.verify import Facts, verify
@@ -47,14 +48,18 @@ __all__ = [
     "Program",
     "ProgramError",
     "RankView",
+    "Rule",
+    "RulePolicy",
     "Schedule",
     "Span",
     "W",
     "check_count",
     "check_one_batch",
     "even_spans",
+    "has_room",
     "lower",
     "needs",
+    "offered",
     "placement",
     "ready_key",
     "receive_of",

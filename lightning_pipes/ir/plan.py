@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from lightning_pipes.ir.errors import PlanError
@@ -133,6 +133,16 @@ class Plan:
         for number, cut in enumerate(self.jobs):
             if len(cut.forward) != n:
                 raise PlanError(f"job {number} is cut for {len(cut.forward)} stages, the plan has {n}")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # without what was worked out here
+
+    @cached_property
+    def _hash(self) -> int:  # plans are looked up at every step, and hold thousands of spans
+        return hash(tuple(getattr(self, f.name) for f in fields(self) if f.name != "after"))
 
     @classmethod
     def even(

@@ -1,8 +1,21 @@
 """Programs and policies in virtual time, and timelines, simulated or measured."""
 
 from lightning_pipes.sim.compare import Comparison, compare
+from lightning_pipes.sim.machine import load_kernel
 from lightning_pipes.sim.render import save_chrome_trace, save_png
-from lightning_pipes.sim.simulator import makespan, simulate
+from lightning_pipes.sim.simulator import makespan, makespans, priced, simulate
 from lightning_pipes.sim.timeline import Event, Timeline
 
-__all__ = ["Comparison", "Event", "Timeline", "compare", "makespan", "save_chrome_trace", "save_png", "simulate"]
+__all__ = [
+    "Comparison",
+    "Event",
+    "Timeline",
+    "compare",
+    "load_kernel",
+    "makespan",
+    "makespans",
+    "priced",
+    "save_chrome_trace",
+    "save_png",
+    "simulate",
+]

@@ -1,161 +1,132 @@
-"""A policy in virtual time: every rank asks it what to do whenever it is free and something is ready."""
+"""A policy in virtual time: every rank asks it what to do whenever it is free and something is ready.
+
+Transfers are not asked about: a send starts when its message is complete, a receive ends when it has arrived.
+"""
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
 
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import (
     COMPUTE,
     RECEIVES,
-    SENDS,
     DeadlockError,
-    DependencyTracker,
     Instruction,
-    Kind,
-    Plan,
     Policy,
     ProgramError,
     RankView,
-    ready_key,
-    window,
+    RulePolicy,
+    needs,
+    offered,
 )
-from lightning_pipes.sim.memory import Limit, Pool
-from lightning_pipes.sim.timeline import Event
+from lightning_pipes.sim.kernel import PLENTY
+from lightning_pipes.sim.memory import Bytes
+from lightning_pipes.sim.queues import Queues, Run, choose
 
 
-class Dispatch:
-    """One run of `policy` over `batches` batches of every job.
+def dispatch(policy: Policy, queues: Queues, costs: Costs, memory: Bytes, blocking_sends: bool) -> Run:
+    """What `policy` makes of `queues`, as `sim.window.opened` gives them; what would exceed the plan's limits or the
+    memory is not offered.
 
-    Transfers are not asked about: a send starts when its message is complete, a receive ends when it has arrived. All
-    that happens at one instant has happened before any rank asks; ranks ask in order.
+    A policy that is a rule is not asked: the kernel runs it.
+
+    Raises:
+        DeadlockError: something is left, and nothing is on its way.
+        ProgramError: the policy picked what is not ready.
     """
+    plan, prices = queues.plan, queues.prices(costs)
+    if isinstance(policy, RulePolicy):
+        rule = policy.rule(plan)
+        room = _room(queues, plan.limits, rule.limits)
+        run = choose(queues, prices, memory, room=room, alternate=rule.alternate, blocking_sends=blocking_sends)
+    else:
+        room = _room(queues, plan.limits)
+        picker = partial(_Asking, policy, queues, memory, room)
+        run = choose(queues, prices, memory, room=room, picker=picker, blocking_sends=blocking_sends)
+    if run.left:
+        raise DeadlockError(_stuck(policy, queues, run, memory))
+    return run
 
-    def __init__(
-        self, policy: Policy, plan: Plan, costs: Costs, batches: int, memory_limit: Limit, blocking_sends: bool
-    ) -> None:
-        self.policy, self.plan, self.costs, self.blocking_sends = policy, plan, costs, blocking_sends
-        self.tracker = DependencyTracker(plan)
-        self.events: list[Event] = []
-        self.pools = [Pool(rank, plan, costs, memory_limit) for rank in range(plan.n_ranks)]
-        self._ready: list[list[tuple[tuple[object, ...], Instruction]]] = [[] for _ in range(plan.n_ranks)]
-        self._busy = [False] * plan.n_ranks
-        self._last: list[Instruction | None] = [None] * plan.n_ranks
-        self._in_flight = [dict.fromkeys(stages, 0) for stages in plan.stages]
-        self._link_free: dict[tuple[int, int], int] = defaultdict(int)
-        self._sending = [0] * plan.n_ranks  # until when a blocking send holds the rank
-        self._agenda: list[
-            tuple[int, int, int, Instruction | None]
-        ] = []  # time, number, rank, what ends (None: a send)
-        self._count = 0
-        for rank in range(plan.n_ranks):
-            for job in range(len(plan.jobs)):
-                for batch in range(batches):
-                    self._admit(0, self.tracker.add(window(plan, rank, job, batch)))
 
-    def run(self) -> tuple[Event, ...]:
-        """Everything that ran.
+def _room(queues: Queues, *limits: Sequence[int]) -> list[int]:
+    """Samples that each queue of forwards may take at once."""
+    room = [PLENTY] * len(queues.members)
+    for stage, q in queues.forwards.items():
+        room[q] = min([PLENTY, *(most[stage] for most in limits if most)])
+    return room
 
-        Raises:
-            DeadlockError: something is left, and nothing is on its way.
-            ProgramError: the policy picked what is not ready.
-        """
-        ranks = range(self.plan.n_ranks)
-        asking: Iterable[int] = ranks
-        now = 0
-        while True:
-            for rank in asking:
-                if self._ready[rank] and not self._busy[rank]:
-                    self._ask(rank, now)
-            if not self._agenda:
-                break
-            now = self._agenda[0][0]
-            while self._agenda and self._agenda[0][0] == now:
-                _, _, rank, ended = heappop(self._agenda)
-                self._finish(now, rank, ended)
-            asking = ranks
-        if self.tracker.waiting or any(self._ready):
-            raise DeadlockError(self._stuck())
-        return tuple(self.events)
 
-    def _ask(self, rank: int, now: int) -> None:
-        ready = tuple(i for _, i in self._ready[rank] if self.pools[rank].fits(i))
+class _Asking:
+    """Asks a policy in place of the kernel's rule."""
+
+    def __init__(self, policy: Policy, queues: Queues, memory: Bytes, room: Sequence[int], run: Run) -> None:
+        self._policy, self._queues, self._memory, self._room, self._run = policy, queues, memory, room, run
+        self._last: list[Instruction | None] = [None] * queues.plan.n_ranks
+
+    def __call__(self, rank: int, forward: int, other: int, nothing: int, alternate: bool, after_forward: bool) -> int:
+        run, instructions = self._run, self._queues.instructions
+        number = {instructions[i]: i for i in sorted(self._ready(rank))}
+        choice = offered(number, lambda i: self._fits(rank, number[i]))
+        if not choice:
+            return nothing
+        plan, forwards = self._queues.plan, self._queues.forwards
+        in_flight = {stage: self._room[forwards[stage]] - run.room[forwards[stage]] for stage in plan.stages[rank]}
+        picked = self._policy.pick(choice, RankView(rank, self._last[rank], in_flight), plan)
+        if picked is None:
+            return nothing
+        if picked not in choice:
+            name = self._policy.name
+            raise ProgramError(f"{name} picked {picked} on rank {rank}, which is not among {_some(choice)}")
+        self._last[rank] = picked
+        return number[picked]
+
+    def _ready(self, rank: int) -> Iterator[int]:
+        run = self._run
+        *_, queues, _, members = self._queues.standing.columns
+        for q in range(queues[rank], queues[rank + 1]):
+            rest = (members[k] for k in range(run.low[q], len(members)))
+            yield from islice((i for i in rest if run.waiting[i] == 0), run.count[q])
+
+    def _fits(self, rank: int, i: int) -> bool:
+        taken = self._memory.taken[self._queues.groups[i]]
+        room = self._run.room[self._queues.pool[i]]
+        return self._queues.rows[i] <= room and (taken <= 0 or self._run.held[rank] + taken <= self._memory.may[rank])
+
+
+def _stuck(policy: Policy, queues: Queues, run: Run, memory: Bytes) -> str:
+    """Why nothing goes on: a line for every rank that has something left."""
+    plan, lines = queues.plan, []
+    over = {i for i, left in zip(queues.instructions, run.waiting, strict=True) if left < 0}  # nothing is running
+
+    def is_over(n: Instruction) -> bool:
+        return all(map(is_over, needs(n, plan))) if n.kind in RECEIVES else n in over
+
+    for rank in range(plan.n_ranks):
+        numbers = [i for i, r in enumerate(queues.ranks) if r == rank and queues.instructions[i].kind in COMPUTE]
+        ready = [i for i in numbers if run.waiting[i] == 0]
         if not ready:
-            return
-        view = RankView(rank, self._last[rank], dict(self._in_flight[rank]))
-        i = self.policy.pick(ready, view, self.plan)
-        if i is None:
-            return
-        if i not in ready:
-            raise ProgramError(f"{self.policy.name} picked {i} on rank {rank}, which is not among {_some(ready)}")
-        self._ready[rank].remove((ready_key(i), i))
-        self._busy[rank] = True
-        self._last[rank] = i
-        self.pools[rank].start(i)
-        if i.kind is Kind.F:
-            self._in_flight[rank][i.stage] += i.span.rows
-        start = now + self.costs.overhead_ns
-        end = start + self.costs.duration(i, self.plan)
-        self.events.append(Event(rank, i, start, end))
-        self._at(end, rank, i)
-
-    def _finish(self, now: int, rank: int, ended: Instruction | None) -> None:
-        if ended is None:
-            self._busy[rank] = False
-            return
-        self._admit(now, self.tracker.complete(ended))
-        if ended.kind not in COMPUTE:
-            return
-        self.pools[rank].end(ended)
-        if ended.kind is Kind.B or ended.kind is Kind.W:
-            self._in_flight[rank][ended.stage] -= ended.span.rows
-        if self._sending[rank] > now:
-            self._at(self._sending[rank], rank, None)
+            first = next((i for i in numbers if run.waiting[i] > 0), None)
+            if first is not None:
+                i = queues.instructions[first]
+                missing = [n for n in needs(i, plan) if not is_over(n)]
+                lines.append(f"rank {rank} waits at {i} for {_some(missing)}")
+            continue
+        free, held, may = run.room, run.held[rank], memory.may[rank]
+        taken = [memory.taken[queues.groups[i]] for i in ready]
+        fitting = [i for i, more in zip(ready, taken, strict=True) if more <= 0 or held + more <= may]
+        may_run = [queues.instructions[i] for i in fitting if queues.rows[i] <= free[queues.pool[i]]]
+        if may_run:
+            lines.append(f"rank {rank} may run {_some(may_run)}, and {policy.name} picks none")
+        elif fitting:
+            i = queues.instructions[fitting[0]]
+            more = free[queues.pool[fitting[0]]]
+            lines.append(f"rank {rank} waits at {i}: stage {i.stage} has room for {more} samples more")
         else:
-            self._busy[rank] = False
-
-    def _admit(self, now: int, ready: list[Instruction]) -> None:
-        """Computations wait to be picked, sends start, receives have ended."""
-        for i in sorted(ready):
-            rank = self.plan.ranks[i.stage]
-            if i.kind in COMPUTE:
-                insort(self._ready[rank], (ready_key(i), i))
-            elif i.kind in SENDS:
-                self._send(now, rank, i)
-            elif i.kind in RECEIVES:
-                self._admit(now, self.tracker.complete(i))
-
-    def _send(self, now: int, rank: int, i: Instruction) -> None:
-        link = (rank, self.plan.ranks[i.stage + 1 if i.kind is Kind.SF else i.stage - 1])
-        busy, latency = self.costs.transfer(i, self.plan)
-        start = max(now, self._link_free[link])
-        self._link_free[link] = start + busy
-        if self.blocking_sends:
-            self._sending[rank] = max(self._sending[rank], start + busy)
-        self.events.append(Event(rank, i, start, start + busy + latency))
-        self._at(start + busy + latency, rank, i)
-
-    def _at(self, time: int, rank: int, ends: Instruction | None) -> None:
-        self._count += 1
-        heappush(self._agenda, (time, self._count, rank, ends))
-
-    def _stuck(self) -> str:
-        lines = []
-        for rank, ready in enumerate(self._ready):
-            fitting = [i for _, i in ready if self.pools[rank].fits(i)]
-            if fitting:
-                lines.append(f"rank {rank} may run {_some(fitting)}, and {self.policy.name} picks none")
-            elif ready:
-                lines.append(self.pools[rank].why_not(ready[0][1]))
-        for rank in range(self.plan.n_ranks):
-            if not self._ready[rank]:
-                first = next((i for i in self.tracker.waiting if self.plan.ranks[i.stage] == rank), None)
-                if first is not None:
-                    lines.append(f"rank {rank} waits at {first} for {_some(self.tracker.missing(first))}")
-        return "nothing is on its way: " + "; ".join(lines)
+            lines.append(memory.why_not(rank, queues.instructions[ready[0]], taken[0], held))
+    return "nothing is on its way: " + "; ".join(lines)
 
 
 def _some(instructions: Sequence[Instruction]) -> str:

@@ -1,70 +1,87 @@
-"""Bytes that ranks hold while they run."""
+"""Bytes that ranks hold while they run: weights all the time, activations from forward to the end of backward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import COMPUTE, DeadlockError, Instruction, Plan, PlanError
-from lightning_pipes.sim.static import Compiled
+from lightning_pipes.sim.kernel import PLENTY
+from lightning_pipes.sim.machine import Table
+from lightning_pipes.sim.operations import Operations
 
 Limit = int | Sequence[int] | None
 
 
-class Pool:
-    """What one rank holds: its weights all the time, activations from their forward to the end of their backward."""
+@dataclass(frozen=True, eq=False)
+class Bytes:
+    """What ranks hold.
 
-    def __init__(self, rank: int, plan: Plan, costs: Costs, limit: Limit) -> None:
-        self.rank, self.plan, self.costs = rank, plan, costs
-        self.limit = limit if limit is None or isinstance(limit, int) else limit[rank]
-        self.used = self.peak = costs.resident(rank, plan)
-        if self.limit is not None and self.used > self.limit:
-            raise PlanError(
-                f"rank {rank} has {self.limit} bytes and needs {self.used} for weights alone; use more ranks"
-            )
+    Attributes:
+        held: of each rank, before anything runs.
+        may: what each rank may hold.
+        taken, freed: by group of operations, what one takes when it starts and gives back when it ends.
+    """
 
-    def fits(self, i: Instruction) -> bool:
-        """Whether there is room to start `i`."""
-        if self.limit is None:
-            return True
-        taken, _ = self.costs.held(i, self.plan)
-        return taken <= 0 or self.used + taken <= self.limit
+    held: list[int]
+    may: list[int]
+    taken: list[int]
+    freed: list[int]
 
-    def start(self, i: Instruction) -> None:
-        """Take what `i` needs."""
-        self.used += self.costs.held(i, self.plan)[0]
-        self.peak = max(self.peak, self.used)
+    @cached_property
+    def table(self) -> Table:
+        """What the kernel reads."""
+        return Table((self.taken, self.freed, self.may))
 
-    def end(self, i: Instruction) -> None:
-        """Give back what `i` frees."""
-        self.used -= self.costs.held(i, self.plan)[1]
+    @classmethod
+    def of(cls, operations: Operations, plan: Plan, costs: Costs, limit: Limit) -> Bytes:
+        """What `costs` say of `operations`.
 
-    def why_not(self, i: Instruction) -> str:
+        Raises:
+            PlanError: the weights alone do not fit.
+        """
+        held = [costs.resident(rank, plan) for rank in range(plan.n_ranks)]
+        every = PLENTY if limit is None else limit
+        may = [every] * len(held) if isinstance(every, int) else list(every)
+        for rank, (needed, there) in enumerate(zip(held, may, strict=True)):
+            if needed > there:
+                raise PlanError(f"rank {rank} has {there} bytes and needs {needed} for weights alone; use more ranks")
+        both = [costs.held(i, plan) if i.kind in COMPUTE else (0, 0) for i in operations.like]
+        return cls(held, may, [taken for taken, _ in both], [freed for _, freed in both])
+
+    @classmethod
+    @lru_cache(maxsize=16)
+    def uncounted(cls, operations: Operations) -> Bytes:
+        """Nobody asks."""
+        ranks, groups = operations.plan.n_ranks, len(operations.like)
+        return cls([0] * ranks, [PLENTY] * ranks, [0] * groups, [0] * groups)
+
+    def why_not(self, rank: int, i: Instruction, taken: int, held: int) -> str:
         """Why `i` does not fit, for an error."""
-        taken, _ = self.costs.held(i, self.plan)
-        return f"rank {self.rank} waits at {i} for {taken} bytes: it holds {self.used} and may hold {self.limit}"
+        return f"rank {rank} waits at {i} for {taken} bytes: it holds {held} and may hold {self.may[rank]}"
 
 
-def peaks(program: Compiled, plan: Plan, costs: Costs, limit: Limit) -> tuple[int, ...]:
-    """Most bytes that each rank holds, which its own order decides, whatever the others do.
+def peaks(order: Operations, plan: Plan, costs: Costs, limit: Limit) -> tuple[int, ...]:
+    """Most bytes that each rank holds, which its own `order` decides, whatever the others do.
 
     Raises:
         DeadlockError: an instruction needs room that only a later one of its rank gives back.
         PlanError: the weights alone do not fit.
     """
-    pools = [Pool(rank, plan, costs, limit) for rank in range(plan.n_ranks)]
-    held = [costs.held(i, plan) if i.kind in COMPUTE else (0, 0) for i in program.like]
-    if any(taken for taken, _ in held):
-        for (rank, _, group, _), i in zip(program.steps, program.instructions, strict=True):
-            taken, freed = held[group]
-            pool = pools[rank]
-            if taken > 0 and not pool.fits(i):
+    memory = Bytes.of(order, plan, costs, limit)
+    held, peak = memory.held.copy(), memory.held.copy()
+    if any(memory.taken):
+        for rank, group, i in zip(order.ranks, order.groups, order.instructions, strict=True):
+            taken = memory.taken[group]
+            now = held[rank] + taken
+            if taken > 0 and now > memory.may[rank]:
                 raise DeadlockError(
-                    f"{pool.why_not(i)}; what it waits for comes later in its own order. "
+                    f"{memory.why_not(rank, i, taken, held[rank])}; what it waits for comes later in its own order. "
                     "Start fewer forwards before the first backward, use more micro-batches, or recompute"
                 )
-            pool.used += taken
-            if pool.used > pool.peak:
-                pool.peak = pool.used
-            pool.used -= freed
-    return tuple(pool.peak for pool in pools)
+            if now > peak[rank]:
+                peak[rank] = now
+            held[rank] = now - memory.freed[group]
+    return tuple(peak)

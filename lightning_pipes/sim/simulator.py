@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from itertools import repeat
-from operator import itemgetter
+
+import numpy as np
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import Plan, Policy, Program
-from lightning_pipes.sim.dispatch import Dispatch
-from lightning_pipes.sim.memory import Limit, peaks
-from lightning_pipes.sim.static import compiled, run
+from lightning_pipes.ir import Instruction, Plan, PlanError, Policy, Program
+from lightning_pipes.sim.dispatch import dispatch
+from lightning_pipes.sim.machine import Array
+from lightning_pipes.sim.memory import Bytes, Limit, peaks
+from lightning_pipes.sim.operations import Operations, Timed
+from lightning_pipes.sim.static import compiled, ends_under, run
 from lightning_pipes.sim.timeline import Event, Timeline
+from lightning_pipes.sim.window import opened
 
 
 def simulate(
@@ -25,12 +29,12 @@ def simulate(
     """When everything runs if `costs` are true: integer nanoseconds, the same on every machine.
 
     A rank computes one thing at a time. A link moves one message at a time in each direction, in the order in which
-    they were sent; latency does not occupy it. Sends and computations overlap unless `blocking_sends`: then a rank
-    computes on when the last byte has left. Receives take no time of their own.
+    they were sent; latency does not occupy it; see `cost.Link` for what else it may do. Sends and computations overlap
+    unless `blocking_sends`: then a rank computes on when the last byte has left. Receives take no time of their own.
 
     Args:
         order: a program, run in exactly its order and lowered first if it has no transfers yet; or a policy, asked in
-            virtual time.
+            virtual time, and offered what the plan's limits allow.
         batches: batches per job; by default the plan's own for a policy, three more than the head begins for an
             endless program. A finite program has its own number.
         memory_limit: bytes of every rank, or of each. What would not fit waits.
@@ -41,27 +45,62 @@ def simulate(
         PlanError: the costs do not know some stage, or the weights alone exceed the limit.
         TypeError: neither a program nor a policy.
     """
-    if not isinstance(order, (Program, Policy)):
+    if isinstance(order, Program):
+        program = order.unroll(order.head_batches + 3 if batches is None else batches) if order.endless else order
+        fixed = compiled(program, plan)
+        timed = run(fixed, fixed.prices(costs), blocking_sends)
+        return _timeline(fixed, timed, peaks(fixed, plan, costs, memory_limit))
+    if not isinstance(order, Policy):
         raise TypeError(f"simulate takes a Program or a Policy, got {order!r}; a schedule's is schedule.program(plan)")
-    if not isinstance(order, Program):
-        dispatch = Dispatch(order, plan, costs, batches or plan.batches, memory_limit, blocking_sends)
-        events = dispatch.run()
-        peak = tuple(pool.peak for pool in dispatch.pools)
-        return Timeline(tuple(sorted(events, key=itemgetter(2, 3, 0))), plan, peak, order.name)
-    program = order.unroll(order.head_batches + 3 if batches is None else batches) if order.endless else order
-    ready = compiled(program, plan)
-    starts, ends = run(ready, plan, costs, blocking_sends)
-    peak = peaks(ready, plan, costs, memory_limit)
-    rows = sorted(zip(starts, ends, ready.ranks, range(len(starts)), ready.instructions, strict=True))
-    made = map(tuple.__new__, repeat(Event), [(rank, i, start, end) for start, end, rank, _, i in rows])
-    return Timeline(tuple(made), plan, peak)
+    queues = opened(plan, batches or plan.batches)
+    ran = dispatch(order, queues, costs, Bytes.of(queues, plan, costs, memory_limit), blocking_sends)
+    return _timeline(queues, ran.timed, tuple(map(int, ran.peak)), order.name)
 
 
-def makespan(program: Program, plan: Plan, costs: Costs, *, blocking_sends: bool = False) -> int:
-    """Nanoseconds that the finite `program` takes: `simulate(...).makespan` without its timeline, for searches.
+def makespan(order: Program | Policy, plan: Plan, costs: Costs, *, blocking_sends: bool = False) -> int:
+    """Nanoseconds that a finite program or a policy takes: `simulate(...).makespan` without its timeline, for searches.
+
+    Keep the objects: what depends on order and plan is set up once for each pair, and the costs used last are
+    remembered. Where numba is installed and much is simulated, machine code does the rest; see `sim.machine`.
+
+    Raises:
+        DeadlockError: ranks wait for each other, or for a policy that picks nothing.
+        PlanError: the costs do not know some stage.
+    """
+    if isinstance(order, Program):
+        fixed = compiled(order, plan)
+        return run(fixed, fixed.prices(costs), blocking_sends).makespan
+    queues = opened(plan, plan.batches)
+    return dispatch(order, queues, costs, Bytes.uncounted(queues), blocking_sends).timed.makespan
+
+
+def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, blocking_sends: bool = False) -> Array:
+    """Nanoseconds that the finite `program` takes under each of many costs, in one go.
+
+    Args:
+        costs: what holds for all of them: overhead, and links except for the time that messages take.
+        times: integer nanoseconds, a row for each case; a column for each of `priced(program, plan)`.
 
     Raises:
         DeadlockError: ranks wait for each other.
-        PlanError: the costs do not know some stage.
+        PlanError: the costs do not know some stage, or times of another shape or type.
     """
-    return max(run(compiled(program, plan), plan, costs, blocking_sends)[1], default=0)
+    fixed = compiled(program, plan)
+    if times.ndim != 2 or times.shape[1] != len(fixed.like) or times.dtype != np.int64:
+        raise PlanError(
+            f"times needs int64 nanoseconds in {len(fixed.like)} columns, one for each of priced(program, plan); "
+            f"got {times.dtype} in shape {times.shape}"
+        )
+    return ends_under(fixed, fixed.prices(costs), times, blocking_sends)
+
+
+def priced(program: Program, plan: Plan) -> tuple[Instruction, ...]:
+    """One instruction for each group of those that cost the same: equal kind, stage, job, batch and rows."""
+    return compiled(program, plan).like
+
+
+def _timeline(operations: Operations, timed: Timed, peak: tuple[int, ...], name: str = "") -> Timeline:
+    starts, ends, turn = timed.lists
+    rows = sorted(zip(starts, ends, operations.ranks, turn, operations.instructions, strict=True))
+    made = map(tuple.__new__, repeat(Event), [(rank, i, start, end) for start, end, rank, _, i in rows])
+    return Timeline(tuple(made), operations.plan, peak, name)

@@ -1,36 +1,74 @@
 """A fixed order in time: the longest path through what each rank, each link and the data flow demand.
 
 Ranks run their rows in order and links serve messages in the order in which they were sent, so every resource's order
-is known in advance and one pass over the instructions, in any order that respects them all, gives every start.
+is known in advance and one pass over the instructions, in any order that respects them all, gives every start. Only
+where several ranks share a wire their messages' order depends on time; then the rows are run as a queue each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from lightning_pipes.cost import Costs
-from lightning_pipes.ir import RECEIVES, SENDS, DeadlockError, Instruction, Kind, Plan, Program, lower, needs
+import numpy as np
+
+from lightning_pipes.ir import RECEIVES, SENDS, DeadlockError, Instruction, Plan, PlanError, Program, lower, needs
+from lightning_pipes.sim.kernel import LONG_AGO
+from lightning_pipes.sim.machine import Array, Table, machine, rows_of_costs
+from lightning_pipes.sim.memory import Bytes
+from lightning_pipes.sim.operations import Numbering, Operations, Prices, Timed, joined
+from lightning_pipes.sim.queues import Queues, choose
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A lowered program as integers. Receives are gone: what they wait for holds up whatever comes after them.
+@dataclass(frozen=True, eq=False)
+class Compiled(Operations):
+    """A lowered program: operations in an order in which each comes after all that it waits for. `table` has what they
+    wait for besides their rank and link."""
 
-    Attributes:
-        instructions: computations and sends, each after all that it waits for.
-        ranks: who runs each of them.
-        steps: (rank, link or -1, index into `like`, predecessors that the rank's own order does not imply).
-        like: one instruction of every group that costs the same.
-        n_links: the number of links.
-    """
+    @cached_property
+    def lowered_as_usual(self) -> bool:
+        """Whether every send follows what it sends: no send waits for anything else."""
+        first, link = self.table.columns[3], self.table.columns[1]
+        return not any(x >= 0 and first[i] < first[i + 1] for i, x in enumerate(link))
 
-    instructions: tuple[Instruction, ...]
-    ranks: tuple[int, ...]
-    steps: tuple[tuple[int, int, int, tuple[int, ...]], ...]
-    like: tuple[Instruction, ...]
-    n_links: int
+    @cached_property
+    def rows(self) -> Queues:
+        """The same operations where each rank has a queue, its row; it runs the first of it as soon as it can."""
+        columns = self.table.columns
+        rank, link, _, first, before = columns
+        waits: list[list[int]] = []
+        latest = [-1] * self.plan.n_ranks  # the last computation of each rank
+        carried: list[list[int]] = [[] for _ in latest]  # what sends of the rank have waited for since then
+        rows: list[list[int]] = [[] for _ in latest]
+        for i, r in enumerate(rank):
+            own = before[first[i] : first[i + 1]]
+            if link[i] < 0:
+                waits.append([*own, *carried[r]])
+                carried[r] = []
+                latest[r] = i
+                rows[r].append(i)
+            else:
+                carried[r] += own
+                waits.append([*carried[r], latest[r]] if latest[r] >= 0 else carried[r].copy())
+        after: list[list[int]] = [[] for _ in rank]
+        for i, those in enumerate(waits):
+            for n in those:
+                after[n].append(i)
+        return Queues(
+            self.plan,
+            self.instructions,
+            self.like,
+            self.pairs,
+            Table((*columns[:3], *joined(after))),
+            waiting=[len(those) for those in waits],
+            members=rows,
+            owner=list(range(self.plan.n_ranks)),
+            forwards={},
+            pool=rank,
+            rows=[0] * len(rank),
+            in_order=True,
+        )
 
 
 @lru_cache(maxsize=64)
@@ -45,10 +83,10 @@ def compiled(program: Program, plan: Plan) -> Compiled:
     number: dict[Instruction, int] = {}  # position in `kept`; of a receive, that of its send
     kept: list[Instruction] = []
     ranks: list[int] = []
-    steps: list[tuple[int, int, int, tuple[int, ...]]] = []
-    groups: dict[tuple[Kind, int, int, int, int], int] = {}
-    like: list[Instruction] = []
-    links: dict[tuple[int, int], int] = {}
+    links: list[int] = []
+    groups: list[int] = []
+    before: list[list[int]] = []
+    numbering = Numbering(plan)
     arrived: list[list[int]] = [[] for _ in range(plan.n_ranks)]  # awaited by receives since the rank's last step
     at = [0] * plan.n_ranks
     sleepers: dict[Instruction, list[int]] = {}  # ranks that wait for an instruction
@@ -58,7 +96,6 @@ def compiled(program: Program, plan: Plan) -> Compiled:
         row = lowered.head[rank]
         while at[rank] < len(row):
             i = row[at[rank]]
-            kind, stage, job, batch, (first, last) = i
             foreign = []  # what the rank's own order does not imply
             for n in needs(i, plan):
                 position = number.get(n)
@@ -71,21 +108,17 @@ def compiled(program: Program, plan: Plan) -> Compiled:
                 at[rank] += 1
                 if i in sleepers:
                     awake += sleepers.pop(i)
-                if kind in RECEIVES:
+                if i.kind in RECEIVES:
                     number[i] = foreign[-1]  # its send
                     arrived[rank] += foreign
                     continue
-                link = -1
-                if kind in SENDS:
-                    target = plan.ranks[stage + 1 if kind is Kind.SF else stage - 1]
-                    link = links.setdefault((rank, target), len(links))
-                group = groups.setdefault((kind, stage, job, batch, last - first), len(like))
-                if group == len(like):
-                    like.append(i)
+                link, group = numbering.of(i, rank)
                 number[i] = len(kept)
                 kept.append(i)
                 ranks.append(rank)
-                steps.append((rank, link, group, (*arrived[rank], *foreign)))
+                links.append(link)
+                groups.append(group)
+                before.append([*arrived[rank], *foreign])
                 arrived[rank].clear()
                 continue
             break
@@ -94,44 +127,63 @@ def compiled(program: Program, plan: Plan) -> Compiled:
         raise DeadlockError(
             "the ranks wait for each other: " + "; ".join(_why(rank, i, plan, number) for rank, i in stuck)
         )
-    return Compiled(tuple(kept), tuple(ranks), tuple(steps), tuple(like), len(links))
+    table = Table((ranks, links, groups, *joined(before)))
+    return Compiled(plan, tuple(kept), tuple(numbering.like), numbering.pairs, table)
 
 
 def _why(rank: int, i: Instruction, plan: Plan, done: Container[Instruction]) -> str:
     return f"rank {rank} waits at {i} for {', '.join(str(n) for n in needs(i, plan) if n not in done)}"
 
 
-def run(compiled: Compiled, plan: Plan, costs: Costs, blocking_sends: bool = False) -> tuple[list[int], list[int]]:
-    """Start and end of every instruction of `compiled`, in nanoseconds."""
-    lasting, late = [], []
-    for i in compiled.like:
-        busy, latency = costs.transfer(i, plan) if i.kind in SENDS else (costs.duration(i, plan), 0)
-        lasting.append(busy)
-        late.append(latency)
-    overhead = costs.overhead_ns
-    clock = [0] * plan.n_ranks
-    free = [0] * compiled.n_links
-    starts: list[int] = []
-    ends: list[int] = []
-    for rank, link, group, before in compiled.steps:
-        t = clock[rank]
-        for n in before:
-            if ends[n] > t:
-                t = ends[n]
-        if link < 0:
-            t += overhead
-            starts.append(t)
-            t += lasting[group]
-            ends.append(t)
-            clock[rank] = t
-        else:
-            clock[rank] = t
-            if free[link] > t:
-                t = free[link]
-            starts.append(t)
-            t += lasting[group]
-            ends.append(t + late[group])
-            free[link] = t
-            if blocking_sends:
-                clock[rank] = t
-    return starts, ends
+def run(order: Compiled, prices: Prices, blocking_sends: bool = False) -> Timed:
+    """When every operation of `order` runs."""
+    n = len(order.instructions)
+    if prices.crowded:
+        if blocking_sends and not order.lowered_as_usual:
+            raise PlanError(
+                "several ranks share a wire, sends block, and the program places its transfers by hand, which can't be "
+                "timed; give the program without transfers"
+            )
+        return choose(order.rows, prices, Bytes.uncounted(order), blocking_sends=blocking_sends).timed
+    by = machine(n)
+    starts, ends = by.fill(n), by.fill(n)
+    by.fixed(
+        *by.read(order.table),
+        blocking_sends,
+        prices.overhead,
+        *by.read(prices.table),
+        by.fill(order.plan.n_ranks),
+        *order.scratch(by),
+        starts,
+        ends,
+    )
+    return Timed(starts, ends, range(n))
+
+
+def ends_under(order: Compiled, prices: Prices, busy: Array, blocking_sends: bool = False) -> Array:
+    """When `order` ends under many costs: for each a row of `busy`, nanoseconds by group, the rest as in `prices`."""
+    n, k = len(order.instructions), len(busy)
+    quick = np.rint(busy * np.array(prices.hurry)).astype(np.int64)
+    by = machine(n * k)
+    if prices.crowded:
+        cases = (prices.with_times(*rows) for rows in zip(busy.tolist(), quick.tolist(), strict=True))
+        return np.array([run(order, case, blocking_sends).makespan for case in cases], np.int64)
+    last = np.zeros(k, np.int64)
+    if by.every is not None:
+        starts, ends, clock = by.fill(n), by.fill(n), by.fill(order.plan.n_ranks)
+        _, _, *rest = prices.table.arrays
+        by.every(
+            *order.table.arrays, blocking_sends, prices.overhead, np.ascontiguousarray(busy), quick, *rest,
+            clock, *order.scratch(by), starts, ends, last,
+        )  # fmt: skip
+    else:
+        links = len(order.pairs)
+        starts, ends, there = (np.zeros((size, k), np.int64) for size in (n, n, order.base[-1]))
+        clock, free, spent = (np.zeros((size, k), np.int64) for size in (order.plan.n_ranks, links, links))
+        _, _, *others = prices.table.columns
+        rows_of_costs()(
+            *order.table.columns, blocking_sends, prices.overhead, busy.T, quick.T, *others,
+            clock, free, spent + LONG_AGO, [0] * links, there, starts, ends,
+        )  # fmt: skip
+        ends.max(axis=0, initial=0, out=last)
+    return last

@@ -66,6 +66,9 @@ def test_an_unknown_stage_is_named():
         lambda: Link(-5.0),
         lambda: Link(1.0, -1.0),
         lambda: Link(math.nan),
+        lambda: Link(1.0, burst=-1.0),
+        lambda: Link(2.0, peak=1.0),
+        lambda: Link(1.0, posted=-1),
         lambda: Device(speed=0),
     ],
 )
@@ -143,6 +146,14 @@ def test_cluster():
     assert (slow.link(1, 2), slow.link(2, 1)) == (Link(1.0), Link(1e9))
 
 
+def test_hosts_with_one_network_card():
+    cluster = replace(Cluster.homogeneous(2, 2, between=Link(1e9)), shared=True, links={(1, 2): Link(5.0)})
+    assert cluster.link(0, 1) == FREE
+    assert cluster.link(0, 2) == cluster.link(0, 3) == cluster.link(1, 3) == Link(1e9, wire="host 0")
+    assert cluster.link(2, 0).wire == "host 1"
+    assert cluster.link(1, 2) == Link(5.0)
+
+
 def test_on_a_cluster():
     cluster = Cluster((Device(speed=2), Device(host="b")), between=Link(1.0))
     costs = CostModel.uniform(2, 1.0, 2.0).on(cluster, (0, 1))
@@ -165,6 +176,16 @@ def test_measured_from_what_the_true_costs_gave_predicts_the_same(seed):
 
 def events(*times, kind=Kind.F, rows=1, rank=0):
     return [Event(rank, Instruction(kind, rank, batch=n, span=Span(0, rows)), 0, t) for n, t in enumerate(times)]
+
+
+def test_measured_transfers_show_what_a_bucket_did():
+    """Everything fits into the bucket, so nothing takes time; the measured model does not save up for it once more."""
+    plan = tiny_plan(2, 1)
+    true = CostModel.uniform(2, 1e-9, 1e-9, message_bytes=10, link=Link(1e9, burst=20))
+    timeline = simulate(OneFOneB().program(plan), plan, true)
+    measured = CostModel.measured(timeline, base=replace(true, links={(0, 1): true.link}))
+    assert measured.transfer(Instruction(Kind.SF, 0, span=Span(0, 1)), plan) == (0, 0)
+    assert measured.between(0, 1) == measured.between(1, 0) == Link(1e9)
 
 
 def test_measured_takes_medians_over_several_timelines():

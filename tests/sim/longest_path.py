@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, Program, lower
+from tests.sim.links import Links
 
 
 def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[Instruction, int]:
     """When every computation and send of a finite program begins."""
     rows = lower(program, plan).head
     where = {i: (rank, at) for rank, row in enumerate(rows) for at, i in enumerate(row)}
+    links = Links(plan, costs)
     gradient = Kind.I if plan.split_backward else Kind.B
 
     def made_by(kind, stage, like):
@@ -25,9 +27,6 @@ def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[In
         forward = i.kind is Kind.RF
         return made_by(Kind.SF if forward else Kind.SB, i.stage + (-1 if forward else 1), i)[:1]
 
-    def link(i):
-        return plan.ranks[i.stage], plan.ranks[i.stage + (1 if i.kind is Kind.SF else -1)]
-
     def data(i):
         """What `i` itself needs; everything that a rank did before is the row's business."""
         if i.kind in RECEIVES:
@@ -40,14 +39,23 @@ def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[In
         return out
 
     @cache
-    def begin(i):
+    def reached(i):
         rank, at = where[i]
-        t = rank_free(rank, at)
-        t = max([t, *(there(n) for n in data(i))])
+        return max([rank_free(rank, at), *(there(n) for n in data(i))])
+
+    @cache
+    def moved(i):
+        """Start, last byte out and arrival of a send, after those that the same rank sent before."""
+        rank, at = where[i]
+        earlier = [j for j in rows[rank][:at] if j.kind in SENDS]
+        if earlier:
+            moved(earlier[-1])
+        return links.send(reached(i), i)
+
+    def begin(i):
         if i.kind in SENDS:
-            earlier = [j for j in rows[rank][:at] if j.kind in SENDS and link(j) == link(i)]
-            return max([t, *(sent(j) for j in earlier)])
-        return t + costs.overhead_ns if i.kind in COMPUTE else t
+            return moved(i)[0]
+        return reached(i) + (costs.overhead_ns if i.kind in COMPUTE else 0)
 
     @cache
     def rank_free(rank, at):
@@ -56,17 +64,13 @@ def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[In
             return 0
         before = rows[rank][at - 1]
         if before.kind in SENDS:
-            return sent(before) if blocking_sends else rank_free(rank, at - 1)
+            return moved(before)[1] if blocking_sends else max(rank_free(rank, at - 1), *map(there, data(before)), 0)
         return there(before)
-
-    @cache
-    def sent(i):
-        return begin(i) + costs.transfer(i, plan)[0]
 
     @cache
     def there(i):
         if i.kind in SENDS:
-            return sent(i) + costs.transfer(i, plan)[1]
+            return moved(i)[2]
         return begin(i) + (costs.duration(i, plan) if i.kind in COMPUTE else 0)
 
     return {i: begin(i) for i in where if i.kind not in RECEIVES}

@@ -244,6 +244,22 @@ def test_bandwidth_and_latency_in_the_closed_form():
     assert simulate(GPipe().program(plan), plan, costs).makespan == (8 + 4 - 1) * 30 + 2 * 3 * (6 + 3)
 
 
+@pytest.mark.parametrize(
+    ("link", "one", "two", "three"),
+    [
+        (5, 1820, 1650, 1650),
+        (10, 2020, 1680, 1680),
+        (20, 2420, 1740, 1740),
+        (40, 3220, 2100, 1900),
+        (60, 4020, 2700, 2460),
+    ],
+)
+def test_kfkb_over_slow_links_as_another_model_says(link, one, two, three):
+    """Numbers of a prototype, within 5 % of steps measured on shaped links up to 40 ms a message."""
+    plan, costs = uniform(4, 24, f=20, b=40, link=link)
+    assert [makespan(KFKB(k).program(plan), plan, costs) for k in (1, 2, 3)] == [one, two, three]
+
+
 def test_receives_in_odd_places_hold_up_what_comes_after_them():
     plan, costs = uniform(2, 2, f=1, b=2, link=3)
     a, b = plan.spans(Kind.F, 0)

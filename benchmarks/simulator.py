@@ -1,0 +1,153 @@
+"""What a simulation costs: 8 stages, 64 micro-batches and the transfers between them, 1920 operations and 8 updates.
+
+*fixed* is a program's makespan, *dispatch* that of a rule that chooses the order, *batch* a program's under 256 cost
+vectors in one call: a vector of it. All through the public door, with everything set up; *set up* is what a first call
+adds for a new plan. Times are the processor's, so other programs count for little: medians, quartiles and the least.
+
+    python benchmarks/simulator.py [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.cost import CostModel, Link
+from lightning_pipes.ir import Instruction, Kind, Plan, Program, RankView, Rule
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.sim import load_kernel, machine, makespan, makespans, priced, simulate
+
+STAGES, MICROBATCHES, VECTORS = 8, 64, 256
+FORWARD, BACKWARD, LINK = 20e-3, 40e-3, Link(bandwidth=1e8, latency=1e-4)
+MESSAGE = 500_000
+"""Bytes: 5 ms."""
+
+
+@dataclass(frozen=True)
+class ReadyFirst:
+    """Runs what is ready, with twice as many micro-batches in flight as 1F1B."""
+
+    name: ClassVar[str] = "ready_first"
+
+    def rule(self, plan: Plan) -> Rule:
+        return Rule(tuple(2 * (plan.n_stages - s) for s in range(plan.n_stages)))
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
+        return self.rule(plan).pick(ready, view, plan)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of a call: the least, quartiles and the median."""
+
+    least: float
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, call: Callable[[], object], repeats: int, parts: int = 1) -> Times:
+        """Those of a part of `call`, after one that does not count."""
+        call()
+        seconds = []
+        for _ in range(repeats):
+            began = time.thread_time()
+            call()
+            seconds.append((time.thread_time() - began) * 1e6 / parts)
+        low, median, high = statistics.quantiles(seconds, n=4)
+        return cls(min(seconds), low, median, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:9.1f} us  ({self.low:.1f}-{self.high:.1f}, least {self.least:.1f})"
+
+
+def problem(link: Link = LINK) -> tuple[Program, Plan, CostModel]:
+    """1F1B of the stages and micro-batches that all numbers here are about."""
+    plan = Plan.even(STAGES, MICROBATCHES)
+    costs = CostModel.uniform(STAGES, FORWARD, BACKWARD, message_bytes=MESSAGE, link=link)
+    schedule = make_schedule("1f1b")
+    assert hasattr(schedule, "program")
+    return schedule.program(plan), plan, costs
+
+
+def measure(quick: bool) -> dict[str, Times]:
+    """Times by key, of Python's kernel and, where numba is installed, of the compiled one."""
+    program, plan, costs = problem()
+    free = problem(Link())[2]
+    shaped = problem(replace(LINK, burst=1e5, peak=1e9, posted=4))[2]
+    rule = ReadyFirst()
+    one = [
+        costs.transfer(i, plan)[0] if i.kind in (Kind.SF, Kind.SB) else costs.duration(i, plan)
+        for i in priced(program, plan)
+    ]
+    vectors = np.random.default_rng(0).normal(1, 0.1, (VECTORS, len(one))) * one
+    nanoseconds: npt.NDArray[np.int64] = np.maximum(vectors, 0).astype(np.int64)
+    times = {}
+    many = 1 if quick else 4
+    for name in ("_python", ""):
+        machine.PATIENCE = 1 << 60 if name else 0
+        if not name and load_kernel() == "python":
+            break
+        repeats = many * (25 if name else 250)
+        times["sim_us_fixed" + name] = Times.of(lambda: makespan(program, plan, costs), repeats)
+        times["sim_us_fixed_free" + name] = Times.of(lambda: makespan(program, plan, free), repeats)
+        times["sim_us_fixed_shaped" + name] = Times.of(lambda: makespan(program, plan, shaped), repeats)
+        times["sim_us_dispatch" + name] = Times.of(lambda: makespan(rule, plan, costs), repeats)
+        times["sim_us_batch256" + name] = Times.of(
+            lambda: makespans(program, plan, costs, nanoseconds), 2 + repeats // 25, VECTORS
+        )
+        times["sim_us_timeline" + name] = Times.of(lambda: simulate(program, plan, costs), 25 * many)
+    return times
+
+
+def set_up() -> dict[str, float]:
+    """Milliseconds of first calls with a new plan, beyond a second one."""
+    found = {}
+    for name, order in (("fixed", make_schedule("1f1b")), ("dispatch", ReadyFirst())):
+        plan = Plan.even(STAGES, MICROBATCHES, rows=2 * MICROBATCHES)
+        costs = CostModel.uniform(STAGES, FORWARD, BACKWARD, message_bytes=MESSAGE, link=LINK)
+        ordered = order.program(plan) if hasattr(order, "program") else order
+        began = time.thread_time()
+        makespan(ordered, plan, costs)
+        found[name] = (time.thread_time() - began) * 1e3
+    return found
+
+
+def installed(package: str) -> str:
+    """Its version."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"no {package}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats: a few seconds")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object: medians by key")
+    options = parser.parse_args()
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {installed('numpy')}, "
+        f"{installed('numba')}"
+    )
+    print("set up:", ", ".join(f"{name} {ms:.1f} ms" for name, ms in set_up().items()))
+    times = measure(options.quick)
+    for key, found in times.items():
+        print(f"{key:28} {found}")
+    if options.json:
+        print(json.dumps({key: found.median for key, found in times.items()}))
+
+
+if __name__ == "__main__":
+    main()

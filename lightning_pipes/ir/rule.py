@@ -1,0 +1,74 @@
+"""Policies that can be said in numbers: the simulator's kernel runs them without asking Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from lightning_pipes.ir.instruction import Instruction, Kind
+from lightning_pipes.ir.plan import Plan
+from lightning_pipes.ir.schedule import Policy, RankView
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Run what is ready, the earliest by `ready_key` of its sort; forwards only as long as their stage has room.
+
+    Attributes:
+        limits: most samples that each stage may hold between F and B, besides the plan's own limits; empty means none.
+        alternate: where a forward and something else are both ready, take the sort that did not run last, a forward at
+            the start; otherwise forwards come last.
+    """
+
+    limits: tuple[int, ...] = ()
+    alternate: bool = True
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
+        """What a policy with this rule picks; see `Policy.pick`."""
+        limits = self.limits
+        if limits:
+            ready = offered(ready, lambda i: i.kind is not Kind.F or has_room(i, view.in_flight, limits))
+        forward = next((i for i in ready if i.kind is Kind.F), None)
+        other = next((i for i in ready if i.kind is not Kind.F), None)
+        if forward is None or other is None:
+            return forward or other
+        after_forward = view.last is not None and view.last.kind is Kind.F
+        return forward if self.alternate and not after_forward else other
+
+
+@runtime_checkable
+class RulePolicy(Policy, Protocol):
+    """A policy whose `pick` is that of a rule.
+
+    `def pick(self, ready, view, plan): return self.rule(plan).pick(ready, view, plan)` keeps the promise.
+    """
+
+    def rule(self, plan: Plan) -> Rule:
+        """The rule by which it orders `plan`.
+
+        Raises:
+            PlanError: it can't order such a plan.
+        """
+
+
+def offered(ready: Iterable[Instruction], fits: Callable[[Instruction], bool]) -> tuple[Instruction, ...]:
+    """Those of `ready`, sorted by `ready_key`, that a policy may pick.
+
+    What does not fit holds back the later ones of its kind on its stage, so that gradients are summed in the order of
+    samples.
+    """
+    out: list[Instruction] = []
+    held_back: set[tuple[Kind, int]] = set()
+    for i in ready:
+        if (i.kind, i.stage) not in held_back:
+            if fits(i):
+                out.append(i)
+            else:
+                held_back.add((i.kind, i.stage))
+    return tuple(out)
+
+
+def has_room(forward: Instruction, in_flight: dict[int, int], limits: Sequence[int]) -> bool:
+    """Whether the stage of `forward` may hold its samples too."""
+    return in_flight[forward.stage] + forward.span.rows <= limits[forward.stage]

@@ -1,0 +1,88 @@
+"""Shaped links by definition: a bucket with tokens, exact fractions, no virtual time."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+from lightning_pipes.cost import Link
+from lightning_pipes.ir import Kind
+
+
+def target(i, plan):
+    """The rank to which the send `i` goes."""
+    return plan.ranks[i.stage + (1 if i.kind is Kind.SF else -1)]
+
+
+class Wire:
+    """What moves messages one after the other. A token is a nanosecond of the link's bandwidth."""
+
+    def __init__(self):
+        self.tokens = None  # full
+        self.free = 0
+
+    def move(self, t, busy, link):
+        """When a message starts and is out that is complete at `t` and takes `busy` at the link's bandwidth."""
+        start = max(t, self.free)
+        depth = round(link.burst / link.bandwidth * 1e9)
+        quick = 0 if link.hurry == 0 else round(busy * link.hurry)
+        tokens = Fraction(depth if self.tokens is None else min(depth, self.tokens + start - self.free))
+        if quick == 0:  # as much at once as there are tokens for
+            out = start + max(0, busy - tokens)
+            tokens -= min(tokens, busy)
+        elif quick == busy:  # spends what it earns
+            out = start + busy
+        else:
+            speed = Fraction(busy, quick)  # bytes per token's worth
+            lasts = tokens / (speed - 1)
+            if lasts >= quick:
+                out = start + quick
+                tokens -= (speed - 1) * quick
+            else:
+                out = start + lasts + (busy - speed * lasts)
+                tokens = Fraction(0)
+        self.tokens, self.free = tokens, out
+        assert out == int(out)
+        return start, int(out)
+
+
+class Links:
+    """All links of a plan."""
+
+    def __init__(self, plan, costs):
+        self.plan, self.costs = plan, costs
+        self.wires = {}
+        self.arrivals = {}
+
+    def send(self, t, i):
+        """Start, last byte out, and arrival of the send `i`, complete at `t`; in the order of calls."""
+        pair = self.plan.ranks[i.stage], target(i, self.plan)
+        link = self.costs.between(*pair)
+        busy, latency = self.costs.transfer(i, self.plan)
+        arrivals = self.arrivals.setdefault(pair, [])
+        if link.posted and len(arrivals) >= link.posted:
+            t = max(t, arrivals[-link.posted] + latency)  # posted again, and known to the sender
+        start, out = self.wires.setdefault(link.wire or pair, Wire()).move(t, busy, link)
+        arrivals.append(out + latency)
+        return start, out, out + latency
+
+
+def shaped(costs, plan, seed, *, crowded=False):
+    """`costs` with links of every shape; with `crowded`, some share a wire with those of other ranks."""
+    rng = random.Random(seed)
+
+    def link(source):
+        bandwidth = 1e9  # a byte is a nanosecond, and a token
+        return Link(
+            bandwidth,
+            latency=rng.choice([0, 1, 7, 20]) * 1e-9,
+            burst=rng.choice([0, 5, 30]),
+            peak=bandwidth * rng.choice([1, 1.5, 2, 4, math.inf]),
+            posted=rng.randrange(4),
+            wire=rng.choice(["", "a", "b"]) if crowded else rng.choice(["", f"card {source}"]),
+        )
+
+    ranks = range(plan.n_ranks)
+    return replace(costs, links={(a, b): link(a) for a in ranks for b in ranks if a != b})
