@@ -11,10 +11,11 @@ from lightning_pipes.after_lightning import load_trainer_with_lightning
 
 if TYPE_CHECKING:
     from lightning_pipes.trainer import PipelineStrategy
+    from lightning_pipes.trainer.sharded import consolidate
 
-_WHERE = {"PipelineStrategy": "lightning_pipes.trainer"}
+_WHERE = {"PipelineStrategy": "lightning_pipes.trainer", "consolidate": "lightning_pipes.trainer.sharded"}
 
-__all__ = ["PipelineStrategy"]
+__all__ = ["PipelineStrategy", "consolidate"]
 __version__ = "0.1.0"
 
 

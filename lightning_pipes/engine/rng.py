@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,20 +33,31 @@ def replica_seed(seed: int, replica: int) -> int:
     return seed if not replica else stream_seed(seed, replica, BEFORE_LAYERS, 0, Span(0, 0))
 
 
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of the generators of torch, Python and NumPy."""
+    state = {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """The other direction of `random_state`; a GPU's generator stays as it is where the state is from a CPU."""
+    torch.default_generator.set_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
 @contextmanager
 def forked_rng(device: torch.device) -> Iterator[None]:
     """Leaves the generators of torch, Python and NumPy as they were before."""
-    cpu = torch.default_generator.get_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    python, numpy = random.getstate(), np.random.get_state()
+    state = random_state(device)
     try:
         yield
     finally:
-        torch.default_generator.set_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
-        random.setstate(python)
-        np.random.set_state(numpy)
+        set_random_state(state, device)
 
 
 def seed_all(seed: int, device: torch.device, everything: bool = False) -> None:

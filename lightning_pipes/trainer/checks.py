@@ -37,6 +37,16 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
                 raise PipelineError(f"{type(callback).__name__} can't be used in a pipeline: it {reason}")
 
 
+def check_async(callbacks: Iterable[pl.Callback]) -> None:
+    """Raises PipelineError for a callback that can't have checkpoints written in the background."""
+    for callback in callbacks:
+        if isinstance(callback, cb.ModelCheckpoint) and callback.save_last == "link":
+            raise PipelineError(
+                "ModelCheckpoint(save_last='link') would link to a checkpoint that is not written yet; use "
+                "save_last=True, or PipelineStrategy(async_checkpoint=False)"
+            )
+
+
 def check_module(module: pl.LightningModule, fitting: bool) -> None:
     """Raises PipelineError for a module that can't be trained in a pipeline."""
     owner = type(module).__name__

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_pipes.engine.failure import POLL_SECONDS, FailureWatch
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.packing import Packed, unpacked
 
 _SLICE = timedelta(milliseconds=200)
 _FIRST = 4096
@@ -80,6 +79,10 @@ class Control:
         self._part = Control(mine, self.watch, self._timeout, connect)
         return self._part
 
+    def ended(self, position: int) -> bool:
+        """Whether the process of a rank is known to have ended; that of another host never is."""
+        return has_ended(self._places[position])
+
     def close(self) -> None:
         """Ends the connections; a later call makes new ones.
 
@@ -122,7 +125,11 @@ class Control:
         if self.size == 1:
             return thing
         mine = dist.get_rank() == source
-        data = _to_bytes(thing) if mine else torch.empty(0, dtype=torch.uint8)
+        data = torch.empty(0, dtype=torch.uint8)
+        if mine:
+            packed = Packed(thing)
+            data = torch.empty(packed.size, dtype=torch.uint8)
+            packed.write(data)
         first = torch.zeros(_FIRST, dtype=torch.uint8)
         if mine:
             first[:_LENGTH] = torch.tensor([data.numel()], dtype=torch.int64).view(torch.uint8)
@@ -133,7 +140,7 @@ class Control:
         rest = data[_FIRST - _LENGTH :] if mine else torch.empty(max(0, length - _FIRST + _LENGTH), dtype=torch.uint8)
         if rest.numel():
             self.broadcast_tensor(rest, source)
-        return thing if mine else _from_bytes(torch.cat([first[_LENGTH : _LENGTH + length], rest]))
+        return thing if mine else unpacked(torch.cat([first[_LENGTH : _LENGTH + length], rest]))
 
     def gather(self, thing: Any, to: int) -> list[Any] | None:
         """On global rank `to` the things of all ranks in order, None elsewhere; tensors arrive on the CPU."""
@@ -142,7 +149,7 @@ class Control:
         data, sizes = self._announced(thing)
         into = [torch.empty_like(data) for _ in self.ranks] if dist.get_rank() == to else None
         self._finish(dist.gather(data, into, to, group=self._group, async_op=True))
-        return None if into is None else [_from_bytes(t[:n]) for t, n in zip(into, sizes, strict=True)]
+        return None if into is None else [unpacked(t[:n]) for t, n in zip(into, sizes, strict=True)]
 
     def all_gather(self, thing: Any) -> list[Any]:
         """The things of all ranks in order, on every rank; tensors arrive on the CPU."""
@@ -151,7 +158,7 @@ class Control:
         data, sizes = self._announced(thing)
         into = [torch.empty_like(data) for _ in self.ranks]
         self._finish(dist.all_gather(into, data, group=self._group, async_op=True))
-        return [_from_bytes(t[:n]) for t, n in zip(into, sizes, strict=True)]
+        return [unpacked(t[:n]) for t, n in zip(into, sizes, strict=True)]
 
     @property
     def _group(self) -> Any:
@@ -159,13 +166,13 @@ class Control:
 
     def _announced(self, thing: Any) -> tuple[torch.Tensor, list[int]]:
         """The thing's bytes, padded to the longest of all ranks, and every rank's true length."""
-        data = _to_bytes(thing)
+        packed = Packed(thing)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
-        own = torch.tensor([data.numel()], dtype=torch.int64)
+        own = torch.tensor([packed.size], dtype=torch.int64)
         self._finish(dist.all_gather(sizes, own, group=self._group, async_op=True))
         lengths = [int(s) for s in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: data.numel()] = data
+        padded = torch.empty(max(lengths), dtype=torch.uint8)
+        packed.write(padded)
         return padded, lengths
 
     def _raise_reason(self, error: RuntimeError) -> NoReturn:
@@ -174,7 +181,7 @@ class Control:
         while time.monotonic() < until:  # who fails tells the watch first, and closes connections then
             self.watch.check()
             time.sleep(POLL_SECONDS / 4)
-        gone = [rank for rank, place in zip(self.ranks, self._places, strict=True) if _has_ended(place)]
+        gone = [rank for rank, place in zip(self.ranks, self._places, strict=True) if has_ended(place)]
         who = ", ".join(map(self.watch.name, gone)) if gone else "another rank"
         raise PipelineError(f"{who} has ended without a word while this one waited for it: {error}") from error
 
@@ -189,15 +196,24 @@ class Control:
                 return
             except RuntimeError as error:
                 self.watch.check()
-                if work.is_completed():
+                if work.is_completed() and _broke(work):  # it may have ended just after the slice
                     self._raise_reason(error)
+
+
+def _broke(work: dist.Work) -> bool:
+    """Whether a collective that has ended did not succeed."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _wait(work: dist.Work) -> None:
     work.wait()
 
 
-def _has_ended(place: tuple[str, int]) -> bool:
+def has_ended(place: tuple[str, int]) -> bool:
     """Whether a process, given by its host and number, is known to have ended; another host's never is."""
     host, pid = place
     if host != socket.gethostname():
@@ -209,25 +225,3 @@ def _has_ended(place: tuple[str, int]) -> bool:
     except PermissionError:
         pass
     return False
-
-
-class _Pickler(pickle.Pickler):
-    """Writes tensors as plain CPU data; a view drags no larger storage along."""
-
-    def reducer_override(self, thing: Any) -> Any:
-        if not isinstance(thing, torch.Tensor):
-            return NotImplemented
-        plain = thing.detach().cpu()
-        if plain.untyped_storage().nbytes() != plain.numel() * plain.element_size():
-            plain = plain.clone()
-        return plain.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
-
-
-def _to_bytes(thing: Any) -> torch.Tensor:
-    buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(thing)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-
-
-def _from_bytes(data: torch.Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.rng import BEFORE_LAYERS, forked_rng, seed_all, stream_seed
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.files import AtomicCheckpointIO
 from lightning_pipes.trainer.pipelined import SPREAD
 
 NOT_SAMPLES = Span(0, 0)
@@ -150,7 +151,7 @@ def check_same_cut(module: pl.LightningModule, path: str, local: Sequence[int], 
 
 def load_mapped(strategy: Strategy, path: str | Path, weights_only: bool | None) -> dict[str, Any] | None:
     """A checkpoint whose weights are read from the file when they are used; None where that is not possible."""
-    if type(strategy.checkpoint_io) is not TorchCheckpointIO or not os.path.isfile(path):
+    if type(strategy.checkpoint_io) not in (TorchCheckpointIO, AtomicCheckpointIO) or not os.path.isfile(path):
         return None
     whole: Mapping[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     # What outlives the loading must not: the file may be overwritten.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import lightning.pytorch as pl
-import numpy as np
 import torch
 
+from lightning_pipes.engine.rng import random_state, set_random_state
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.control import Control
 
@@ -17,19 +15,7 @@ def broadcast_random_state(control: Control, device: torch.device) -> None:
 
     So samplers and `random_split` without a generator of their own choose the same samples on every stage.
     """
-    cuda = device.type == "cuda"
-    own = (
-        torch.default_generator.get_state(),
-        random.getstate(),
-        np.random.get_state(),
-        torch.cuda.get_rng_state(device) if cuda else None,
-    )
-    cpu, python, numpy, gpu = control.broadcast(own, control.ranks[0])
-    torch.default_generator.set_state(cpu)
-    random.setstate(python)
-    np.random.set_state(numpy)
-    if cuda and gpu is not None:
-        torch.cuda.set_rng_state(gpu, device)
+    set_random_state(control.broadcast(random_state(device), control.ranks[0]), device)
 
 
 def broadcast_weights(module: pl.LightningModule, control: Control) -> None:

@@ -26,25 +26,29 @@ class OptimizerLayout:
     whole: Groups
     local: Groups
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters of this rank."""
+        return tuple(name for group in self.local for name in group)
+
     def whole_state(self, local: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """One process's `state_dict`, from that of this rank and the `states_by_name` of all ranks."""
         by_name = {name: state for states_of_rank in states for name, state in states_of_rank.items()}
-        state: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        number = 0
+        return numbered(by_name, self.named_state(local)["param_groups"])
+
+    def named_state(self, local: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's `state_dict` with names in place of numbers; groups have the names of all ranks' parameters."""
+        groups = []
         for settings, names in zip(local["param_groups"], self.whole, strict=True):
-            numbers = list(range(number, number + len(names)))
-            number += len(names)
-            state.update({n: by_name[name] for n, name in zip(numbers, names, strict=True) if name in by_name})
-            group = {**settings, "params": numbers}
+            group = {**settings, "params": list(names)}
             if "param_names" in settings:
                 group["param_names"] = list(names)
             groups.append(group)
-        return {"state": state, "param_groups": groups}
+        return {"state": self.states_by_name(local), "param_groups": groups}
 
     def states_by_name(self, local: Mapping[str, Any]) -> dict[str, Any]:
         """The states in this rank's `state_dict`, by parameter name."""
-        names = [name for group in self.local for name in group]
+        names = self.names
         return {names[number]: state for number, state in local["state"].items()}
 
     def local_state(self, whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,6 +83,19 @@ class OptimizerLayout:
             groups.append(group)
             at += len(names)
         return {"state": state, "param_groups": groups}
+
+
+def numbered(states: Mapping[str, Any], named_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One process's `state_dict` of an optimizer, from states by parameter name and groups of names."""
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    number = 0
+    for group in named_groups:
+        numbers = list(range(number, number + len(group["params"])))
+        number += len(numbers)
+        state.update({n: states[name] for n, name in zip(numbers, group["params"], strict=True) if name in states})
+        groups.append({**group, "params": numbers})
+    return {"state": state, "param_groups": groups}
 
 
 def parameter_names(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> list[Groups]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import nn
 from torch._dynamo import OptimizedModule
@@ -42,6 +43,7 @@ init_optimizers = _init_optimizers_and_lr_schedulers
 SubprocessLauncher = _SubprocessScriptLauncher
 reduce_over = _sync_ddp
 gather_over = _all_gather_ddp_if_available
+WrappingCheckpointIO = _WrappingCheckpointIO
 
 SignalHandler = Callable[[int, FrameType | None], None]
 
@@ -116,6 +118,108 @@ def set_metric_sync(metric: Metric, on: bool) -> None:
     """Whether a torchmetrics object gathers over all ranks when it computes; also for one that never saw data."""
     metric.sync_on_compute = on
     metric._to_sync = on
+
+
+class LoaderOfSamples(DataLoader[Any]):
+    """A DataLoader whose sampler, or batch sampler, is `wrapped` for the iterators that it makes."""
+
+    def wrapped(self, sampler: Iterable[Any]) -> Any:
+        """What iterators take indices from."""
+        raise NotImplementedError
+
+    def samples(self) -> Any:
+        """The wrapped sampler."""
+        return self._index_sampler
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether there are worker processes that stay from pass to pass: a pass draws no seed for them then."""
+        return self._iterator is not None
+
+    @property
+    def _index_sampler(self) -> Any:
+        return self.wrapped(super()._index_sampler)
+
+
+def training_loaders(trainer: pl.Trainer) -> list[Any]:
+    """The loaders of the training data, in the order of their dict or list; none before Lightning has set them up."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def training_passes(trainer: pl.Trainer) -> list[Any]:
+    """The iterators that the training batches come from now, in the order of `training_loaders`; none after `fit`."""
+    combined = trainer.fit_loop._combined_loader
+    if combined is None or combined._iterator is None or trainer.fit_loop._data_fetcher is None:
+        return []
+    return list(combined._iterator.iterators)
+
+
+def validation_loaders(trainer: pl.Trainer) -> list[Any]:
+    """The loaders of the validation data; none before Lightning has set them up."""
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def batches_of_epoch(trainer: pl.Trainer) -> tuple[int, int, int]:
+    """How many training batches of this epoch have been loaded, trained on, and seen by all hooks after training."""
+    fetcher = trainer.fit_loop._data_fetcher
+    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    loaded = current.ready if fetcher is None else max(fetcher.fetched, current.ready)
+    return loaded, current.processed, current.completed
+
+
+def between_epochs(trainer: pl.Trainer) -> bool:
+    """Whether no epoch has begun, or the last one has come to its end."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return bool(epochs.processed >= epochs.started)
+
+
+def validation_follows(trainer: pl.Trainer) -> bool:
+    """Whether the hooks after a training batch are running, and a validation comes next."""
+    fetcher = trainer.fit_loop._data_fetcher
+    _, trained, hooked = batches_of_epoch(trainer)
+    return fetcher is not None and trained > hooked and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+
+
+def finish_batch(trainer: pl.Trainer, validate: bool) -> None:
+    """Lets a resumed run do what came next when its checkpoint was written after a batch, in `on_train_batch_end`.
+
+    Lightning would leave out the validation, and after the last batch of an epoch also the end of the epoch. Here the
+    counters become those of a checkpoint that is written after the batch and before the validation.
+
+    Args:
+        validate: a validation came next.
+    """
+    fit: Any = trainer.fit_loop
+    epoch = fit.epoch_loop
+    if not epoch.restarted_on_train_batch_end or not (validate or epoch.batch_progress.is_last_batch):
+        return
+    if epoch.batch_progress.is_last_batch and fit.restarted_mid_epoch:
+        for counter in (fit.epoch_progress.total, fit.epoch_progress.current):  # Lightning has counted the epoch's end
+            counter.processed -= 1
+            counter.completed -= 1
+    epoch.batch_progress.increment_completed()
+    epoch._restart_stage = "restarted_on_last"
+    if validate:
+        epoch.val_loop._restart_stage = "restarted_mid_evaluation"
+        epoch.val_loop.restarting = False  # from its first batch
+    else:
+        fit._data_fetcher.done = True
+        fit._data_fetcher.batches = []
+        epoch._batches_that_stepped += 1
+
+
+def begin_epoch(trainer: pl.Trainer) -> None:
+    """Lets a run that resumes between two epochs begin the next as any other: with a new pass over the data.
+
+    Given `max_steps`, Lightning would end the last epoch again.
+    """
+    fit = trainer.fit_loop
+    epochs: Any = fit.epoch_progress.current
+    epochs.completed = epochs.processed
+    fit._restarting = fit.epoch_loop.restarting = fit._resuming_from_checkpoint = False
+    fit.reset_restart_stage()
 
 
 def seeded_workers(loader: DataLoader[Any]) -> bool:

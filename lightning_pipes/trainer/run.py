@@ -34,7 +34,7 @@ from lightning_pipes.trainer.steps import Context, EvaluationBatch, Steps, Train
 from lightning_pipes.trainer.tape import TapedLayer
 
 CHECKED_BATCHES = 2
-"""Batches at the start of every epoch whose checksums all ranks compare."""
+"""Batches at the start of every epoch, and of a run, whose checksums all ranks compare."""
 
 
 class PipelineRun:
@@ -192,7 +192,7 @@ class PipelineRun:
         self.engine.close()
 
     def _check(self, batch: Any, batch_idx: int, what: str) -> None:
-        if batch_idx < CHECKED_BATCHES and self._control.size > 1:
+        if min(batch_idx, len(self.windows)) < CHECKED_BATCHES and self._control.size > 1:
             found = self._control.all_gather(fingerprint(batch))
             check_same(found, self._control.ranks, f"{what}, batch {batch_idx}")
 

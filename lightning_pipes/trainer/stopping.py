@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 
 import lightning.pytorch as pl
@@ -18,10 +20,13 @@ class StopAgreement:
         terminated: Lightning is about to raise SIGTERMException, on every rank after the same batch.
     """
 
-    def __init__(self, trainer: pl.Trainer, control: Control) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, control: Control, writing_at_once: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._trainer = trainer
         self._control = control
         self.terminated = False
+        self._writing_at_once = writing_at_once
         self._sigterm = False
         self._requeue: tuple[int, FrameType | None] | None = None
         self._requeue_handler = private.replace_signal_handlers(trainer, self._note_sigterm, self._note_requeue)
@@ -47,7 +52,8 @@ class StopAgreement:
             self._trainer.should_stop = True
         if requeued:
             self._requeue = None
-            self._requeue_handler(*(requeue or (0, None)))
+            with self._writing_at_once():  # the job is gone soon
+                self._requeue_handler(*(requeue or (0, None)))
         if sigterm:
             self._terminate()
 

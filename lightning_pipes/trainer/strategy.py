@@ -18,7 +18,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import AsyncCheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
@@ -35,9 +35,10 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.capture import Interceptor
-from lightning_pipes.trainer.checks import check_callbacks, check_module, warn_about
+from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module, warn_about
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.data_state import KEY, TrainingData
 from lightning_pipes.trainer.deferred import (
     DeferredWeights,
     check_optimizers,
@@ -46,6 +47,7 @@ from lightning_pipes.trainer.deferred import (
     load_mapped,
 )
 from lightning_pipes.trainer.equal_starts import broadcast_random_state, broadcast_weights
+from lightning_pipes.trainer.files import AtomicCheckpointIO, existing, local_path
 from lightning_pipes.trainer.gradient_logs import GradientLogs
 from lightning_pipes.trainer.grid import Grid
 from lightning_pipes.trainer.hidden_state import HiddenState
@@ -58,6 +60,8 @@ from lightning_pipes.trainer.proxy import Layers
 from lightning_pipes.trainer.replicas import BufferSync, Replicas
 from lightning_pipes.trainer.report import PipelineReport, Window
 from lightning_pipes.trainer.run import PipelineRun
+from lightning_pipes.trainer.saving import Saver
+from lightning_pipes.trainer.sharded import ShardedCheckpoint
 from lightning_pipes.trainer.shared_parameters import SharedParameters, held_once, holders
 from lightning_pipes.trainer.steps import Context, Steps
 from lightning_pipes.trainer.stopping import StopAgreement
@@ -84,14 +88,17 @@ class PipelineStrategy(ParallelStrategy):
         seed: what dropout and all other random numbers inside a step start from.
         transport: how tensors travel between stages: "local" is shared memory on one host, "nccl" goes from GPU to
             GPU, "gloo" works everywhere; "auto" takes the fastest that all ranks can use.
+        checkpoint: "full" writes ordinary Lightning checkpoints, for which rank 0 gathers the whole; "sharded" writes
+            folders to which every rank adds its part. Both resume on any number of stages, whatever is set here.
+        async_checkpoint: write in the background while training goes on.
         timeout: how long ranks wait for each other outside the pipeline.
         heartbeat_timeout: seconds without a sign of life after which a rank is given up, at least 2. A process gives
             them while it computes, too, except inside a call that keeps Python's lock all that time.
         process_group_backend: of the default process group; ours use gloo.
 
     Raises:
-        PlanError: no such schedule or transport, or the schedule does not take these settings; when the run starts,
-            a number of processes that can't be shared out.
+        PlanError: no such schedule, transport or form of checkpoint, or the schedule does not take these settings; when
+            the run starts, a number of processes that can't be shared out.
     """
 
     strategy_name = "pipeline"
@@ -107,6 +114,8 @@ class PipelineStrategy(ParallelStrategy):
         recompute: bool = False,
         seed: int = 0,
         transport: str = "auto",
+        checkpoint: str = "full",
+        async_checkpoint: bool = False,
         timeout: timedelta = timedelta(minutes=30),
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         process_group_backend: str | None = None,
@@ -126,6 +135,9 @@ class PipelineStrategy(ParallelStrategy):
         self._recompute = recompute
         self._seed = seed
         self._transport = _known_transport(transport)
+        self._sharded = _known_form(checkpoint) == "sharded"
+        self._async = async_checkpoint
+        self.checkpoint_io = checkpoint_io
         self._timeout = timeout
         self._heartbeat_timeout = _long_enough(heartbeat_timeout)
         self._backend = process_group_backend
@@ -140,6 +152,7 @@ class PipelineStrategy(ParallelStrategy):
         """A state dict that waits for weights to load it into, and whether its keys must be all."""
         self._run: PipelineRun | None = None
         self._layouts: list[OptimizerLayout] = []
+        self._parts: ShardedCheckpoint | None = None
         self._stops: StopAgreement | None = None
         self._accumulating = False
         self._failed = False
@@ -230,6 +243,8 @@ class PipelineStrategy(ParallelStrategy):
         self._pipeline = self._control.split(grid.pipelines)
         self._replicas = Replicas(grid, self._control, device)
         private.set_device_mesh(self.lightning_module, self._replicas.mesh)
+        self._data = TrainingData(device, self.is_global_zero)
+        self._saver = Saver(self._pipeline)
         broadcast_random_state(self._control, device)
 
     # ---- setup and teardown of a run
@@ -247,6 +262,8 @@ class PipelineStrategy(ParallelStrategy):
         check_module(module, fitting)
         if fitting:
             check_callbacks(private.callbacks(trainer))
+            if self._async:
+                check_async(private.callbacks(trainer))
         path = find_pipelined(module, self._path)
         full = module.get_submodule(path)
         assert isinstance(full, Layers)
@@ -316,17 +333,20 @@ class PipelineStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         private.optimizers_to_device(self.optimizers, self.root_device)
         agreement = GradientAgreement(self.precision_plugin, shared, self.pipeline, self.root_device)
-        self._stops = stops = StopAgreement(trainer, self.control)
+        self._stops = stops = StopAgreement(trainer, self.control, self.writing_at_once)
         hooks = HookWrappers(module, self.pipeline, run.replay, run.last_rank, run.last, stops.agree, self._start_epoch)
         logs = GradientLogs(module, private.callbacks(trainer), self.pipeline, run.replay, run.last_rank)
         self._undo += [hooks.remove, logs.remove, stops.remove, agreement.remove]
         self._undo.append(metrics_gather_over(module, self.replicas.group))
+        self._undo.append(self._data.forget)
 
     def teardown(self) -> None:
         module, cut, run = self.lightning_module, self._cut, self._run
         for undo in self._undo:
             undo()
         self._undo, self._stops = [], None
+        if self._control is not None:
+            self._finish_saving()
         state = None
         if run is not None:
             if not self._down:
@@ -358,12 +378,20 @@ class PipelineStrategy(ParallelStrategy):
             dataloader.worker_init_fn = partial(
                 pl_worker_init_function, rank=self.grid.replica
             )  # the same on all stages
-        return dataloader
+        return self._data.prepared(dataloader) if self._trainer.training else dataloader
+
+    def on_train_start(self) -> None:
+        self._data.go_on(self._trainer)
+
+    def on_train_end(self) -> None:
+        self._finish_saving()
+        self.barrier()
 
     # ---- steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._telling_others():
+            self._saver.check()
             batch, arguments = _batch_and_arguments(args, kwargs)
             return self._running.train(batch, arguments, self.optimizers, complete=not self._accumulating)
 
@@ -420,11 +448,41 @@ class PipelineStrategy(ParallelStrategy):
         return PipelineReport.of(self._windows)
 
     @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
     def _running(self) -> PipelineRun:
         assert self._run is not None, "setup has not run"
         return self._run
 
     # ---- state
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads the files of `checkpoint="full"`."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, private.WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # taken only if it has none
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        if type(io) is AsyncCheckpointIO:  # it would remove the previous checkpoint before the next one is written
+            self._async = True
+            io = io.checkpoint_io
+        self._checkpoint_io = io
+
+    @contextmanager
+    def writing_at_once(self) -> Iterator[None]:
+        """Checkpoints in the block are written when saving them returns, also with async_checkpoint."""
+        before, self._async = self._async, False
+        try:
+            yield
+        finally:
+            self._async = before
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -433,17 +491,32 @@ class PipelineStrategy(ParallelStrategy):
             return self.lightning_module.state_dict()
         if self._down:
             return cut.local_state(outside=True)
+        if self._sharded:
+            return cut.local_state(outside=self.grid.place == 0)
         self.pipeline.connect()
         return {} if self.grid.replica else checkpoints.gather_model(cut, self.pipeline)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """The checkpoint that rank 0 means: a tuner names its own after a random number of its process."""
-        path = self.broadcast(checkpoint_path)
-        module = self.lightning_module
-        mapped = load_mapped(self, path, weights_only) if module is not None and has_meta(module) else None
-        checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only) if mapped is None else mapped
+        self._finish_saving()
+        checkpoint = self._read(self.broadcast(checkpoint_path), weights_only)
+        if self._run is None:  # while training, tuners go back to where they started
+            self._data.load(checkpoint)
         self.barrier()  # whoever removes it afterwards must not be too early
         return checkpoint
+
+    def _read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        self._parts = None
+        module = self.lightning_module
+        assert module is not None
+        local = local_path(path)
+        if local is not None:
+            path = existing(local)
+            if ShardedCheckpoint.is_at(path):
+                self._parts = ShardedCheckpoint(path, weights_only)
+                return self._parts.checkpoint({} if self._run is not None else module.state_dict())
+        mapped = load_mapped(self, path, weights_only) if has_meta(module) else None
+        return super().load_checkpoint(path, weights_only) if mapped is None else mapped
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -459,21 +532,57 @@ class PipelineStrategy(ParallelStrategy):
         if self._down:
             return plain.state_dict()
         number = next(n for n, o in enumerate(self.optimizers) if private.plain_optimizer(o) is plain)
+        if self._sharded:
+            return self._layouts[number].named_state(plain.state_dict())
         self.pipeline.connect()
         return {} if self.grid.replica else checkpoints.gather_optimizer(plain, self._layouts[number], self.pipeline)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
+        if self._parts is not None:
+            states = self._parts.optimizer_states([layout.names for layout in self._layouts])
         checkpoints.load_optimizers(self.optimizers, self._layouts, states, self.root_device)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self._down and self._run is not None and self.world_size > 1:  # the others can't be asked for their parts
+        """Writes a checkpoint. A rank that fails can't ask the others for their parts: it writes its own, to a file of
+        its own, `filepath` with `.rank1of2` at its end.
+        """
+        if self._control is None:  # nothing has run yet, and the module is whole
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if "optimizer_states" in checkpoint:  # not for weights alone
+            checkpoint[KEY] = self._data.state(self._trainer)
+        if self._down and self._run is not None and self.world_size > 1:
             part = f"{filepath}.rank{self.global_rank}of{self.world_size}"
             self.checkpoint_io.save_checkpoint(checkpoint, part, storage_options)
+            return
+        self.pipeline.connect()
+        if self.grid.replica:
+            return
+        background = self._async and self._run is not None and self._run.fitting and not self._down
+        with self._telling_others():
+            if self._sharded:
+                cut = self._cut or self._spread
+                order = list(checkpoint["state_dict"]) if cut is None else cut.keys
+                self._saver.save_parts(checkpoint, order, filepath, background)
+            else:
+                write = partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
+                self._saver.save(checkpoint, filepath, write, background)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes a checkpoint, unless this rank is failing: what it writes then does not replace a whole one."""
+        if self.is_global_zero and not self._down:
+            self._saver.remove(filepath, self.checkpoint_io)
+
+    def _finish_saving(self) -> None:
+        """Waits for the checkpoints that are being written; a failure that came first is not to be covered."""
+        if self._down:
+            self._saver.close()
         else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            with self._telling_others():
+                self._saver.wait()
 
     # ---- what ranks decide together; every stage holds the same values, so averages are over replicas
 
@@ -531,6 +640,7 @@ class PipelineStrategy(ParallelStrategy):
             self._watch.close()
 
     def _start_epoch(self) -> None:
+        self._data.epoch_starts(self._trainer)
         broadcast_random_state(self.control, self.root_device)
         self._running.buffers.start_epoch()
 
@@ -570,6 +680,12 @@ def _known_transport(transport: str) -> str:
         *others, last = map(repr, KINDS)
         raise PlanError(f"no transport is called {transport!r}; choose {', '.join(others)} or {last}")
     return transport
+
+
+def _known_form(checkpoint: str) -> str:
+    if checkpoint not in ("full", "sharded"):
+        raise PlanError(f"checkpoint must be 'full' or 'sharded', got {checkpoint!r}")
+    return checkpoint
 
 
 def _known_partition(partition: str | list[int]) -> str | list[int]:

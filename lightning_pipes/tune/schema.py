@@ -60,6 +60,8 @@ class PipelineSettings:
     seed: int = 0
     transport: str = "auto"  # or local, gloo, nccl
     heartbeat_timeout: float = 120.0  # seconds without a sign of life after which a process is given up
+    checkpoint: str = "full"  # or sharded
+    async_checkpoint: bool = False
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
-from lightning_pipes import PipelineStrategy
+from lightning_pipes import PipelineStrategy, consolidate
 from tests.compat import models
 from tests.compat import modules as m
 from tests.compat.runs import Found, Row, loaders
@@ -268,7 +268,11 @@ def saved(trainer: pl.Trainer, folder: Path) -> Any:
         return None
     found = {}
     for path in sorted(folder.rglob("*.ckpt")):
-        whole = torch.load(path, map_location="cpu", weights_only=False)
+        file = path
+        if path.is_dir():
+            file = path.with_suffix(".file")
+            consolidate(path, file)
+        whole = torch.load(file, map_location="cpu", weights_only=False)
         kept = {k: whole.get(k) for k in ("global_step", "epoch", "optimizer_states", "lr_schedulers")}
         settings = {k: v for k, v in whole.get("hyper_parameters", {}).items() if not callable(v)}
         kept.update(state_dict=dict(whole["state_dict"]), hyper_parameters=settings)
@@ -684,6 +688,17 @@ model(
 strategy = partial(row, "Strategy")
 for name in ("pipeline_1f1b", "pipeline_kfkb", "pipeline_gpipe"):
     strategy(f'strategy="{name}"', strategy=name)
+
+strategy(
+    'checkpoint="sharded"', partial(checkpointing, save_last=True), strategy={"checkpoint": "sharded"}, watch=saved
+)
+strategy('checkpoint="sharded", ckpt_path', lambda folder: {}, strategy={"checkpoint": "sharded"}, resume=True)
+strategy(
+    "async_checkpoint=True",
+    partial(checkpointing, save_last=True, every_n_train_steps=2),
+    strategy={"async_checkpoint": True},
+    watch=saved,
+)
 
 
 def reported(ranks: list[Found], plain: Found) -> None:

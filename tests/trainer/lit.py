@@ -255,7 +255,7 @@ def train(case: Case, ranks: int, folder: Path | str) -> dict[str, Any]:
         precision=options.pop("precision", "64-true"),
         logger=CSVLogger(str(folder), name="", version=0),
         log_every_n_steps=1,
-        enable_checkpointing=False,
+        enable_checkpointing=options.pop("enable_checkpointing", False),
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[keeper, *options.pop("callbacks", [])],
@@ -300,7 +300,9 @@ def differences(a: Any, b: Any, tolerance: float = 1e-10, at: str = "") -> list[
         if len(a) != len(b):
             return [f"{at}: {len(a)} and {len(b)} entries"]
         return [d for n, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, tolerance, f"{at}/{n}")]
-    if isinstance(a, (bool, str)) or a is None or b is None or np.shape(a) != np.shape(b):
+    if np.shape(a) != np.shape(b):
+        return [f"{at}: shapes {np.shape(a)} and {np.shape(b)}"]
+    if isinstance(a, (bool, str)) or a is None or b is None:
         return [] if type(a) is type(b) and a == b else [f"{at}: {a} and {b}"]
     worst = float(
         np.abs(np.subtract(a, b, dtype=np.result_type(np.asarray(a), np.asarray(b), np.int8))).max(initial=0.0)

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_pipes import PipelineStrategy
+from lightning_pipes import PipelineStrategy, consolidate
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.capture import Interceptor
@@ -104,13 +104,12 @@ def trainer(ranks: int, folder: str | Path, strategy: Any = None, **options: Any
         devices=max(ranks, 1),
         strategy=strategy,
         precision="64-true",
-        max_epochs=1,
         logger=False,
         default_root_dir=folder,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"max_epochs": 1, **options},
     )
 
 
@@ -147,8 +146,7 @@ def used(rank: int, ranks: int, folder: str) -> dict[str, Any]:
             other.test(module, loaders()[1], verbose=False)
         found["error"] = str(error.value)
     fresh = made(LitMeta if ranks else LitReal)
-    second = trainer(ranks, folder_, max_steps=6)
-    second.fit_loop.max_epochs = 2
+    second = trainer(ranks, folder_, max_epochs=2)
     second.fit(fresh, *loaders(), ckpt_path=folder_ / "first.ckpt", weights_only=True)
     second.save_checkpoint(folder_ / "second.ckpt")
     loaded = made(LitMeta if ranks else LitReal)
@@ -202,6 +200,25 @@ def test_no_rank_ever_holds_it_whole(ranks):
         assert outside < on_rank["peak"] <= outside + (whole - outside) * 0.75
         assert on_rank["held"] * 8 <= on_rank["peak"]
         assert "this run cuts them otherwise" in on_rank["error"]
+
+
+def in_folders(rank: int, ranks: int, folder: str) -> Any:
+    """Trains, in the first epoch on its own, from then on from what the ranks before have written into a folder."""
+    quiet()
+    path, before = Path(folder) / str(ranks), Path(folder) / str(ranks + 1)
+    strategy = PipelineStrategy("1f1b", microbatches=1, seed=SEED, checkpoint="sharded")
+    fitting = trainer(ranks, folder, strategy, max_epochs=2 if before.exists() else 1)
+    fitting.fit(made(LitMeta), *loaders(), ckpt_path=before if before.exists() else None, weights_only=True)
+    fitting.save_checkpoint(path)
+    if rank == 0:
+        consolidate(path, f"{path}.ckpt")
+    return plain_values(dict(torch.load(f"{path}.ckpt", weights_only=True)["state_dict"])) if rank == 0 else None
+
+
+def test_a_folder_is_read_where_it_is_needed(tmp_path):
+    run_ranks(in_folders, 3, 3, str(tmp_path), timeout=60)
+    found = run_ranks(in_folders, 2, 2, str(tmp_path), timeout=60)[0]
+    assert differences(found, plain()["second"][0]) == []
 
 
 def on_meta(*layers: Any, **outside: Any) -> pl.LightningModule:

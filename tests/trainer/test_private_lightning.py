@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
@@ -14,7 +15,9 @@ import transformers
 from lightning.fabric.utilities import data as fabric_data
 from lightning.fabric.utilities import distributed as fabric_distributed
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loops import evaluation_loop, fetchers, training_epoch_loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch.utils.data import DataLoader
@@ -150,6 +153,102 @@ def test_auto_add_worker_init_fn(monkeypatch):
     fabric_data._auto_add_worker_init_fn(loader, rank=3)
     assert loader.worker_init_fn.keywords == {"rank": 3}
     assert not private.seeded_workers(loader)
+
+
+class Halves(private.LoaderOfSamples):
+    """Every second entry of the sampler."""
+
+    def wrapped(self, sampler: Any) -> Any:
+        return list(sampler)[::2]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_index_sampler(workers):
+    """Where torch's iterators take indices from, and what the length of a loader is counted by."""
+    loader = Halves(torch.arange(8), 2, num_workers=workers, multiprocessing_context="fork" if workers else None)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [4, 5]]
+    assert len(loader) == 2
+    assert loader.samples() == [[0, 1], [4, 5]]
+
+
+def test_iterator_of_lasting_workers():
+    loader = Halves(torch.arange(8), 2, num_workers=1, multiprocessing_context="fork", persistent_workers=True)
+    assert not loader.has_workers
+    next(iter(loader))
+    assert loader.has_workers
+
+
+class Looks(pl.Callback):
+    """What is to be known of the loops, in the hooks of a run."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def look(self, trainer: pl.Trainer, where: str) -> None:
+        follows = private.validation_follows(trainer)
+        self.seen.append((where, private.batches_of_epoch(trainer), private.between_epochs(trainer), follows))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.look(trainer, "batch")
+        assert private.training_loaders(trainer) == [trainer.train_dataloader]
+        assert next(private.training_passes(trainer)[0], None) is None
+
+    def on_validation_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.look(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.look(trainer, "epoch")
+
+
+def test_where_a_run_is():
+    """`_combined_loader`, `_iterator`, `_data_fetcher` and the counters of the loops."""
+    from tests.trainer.lit import Lit, data
+
+    looks = Looks()
+    t = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[looks],
+    )
+    assert private.training_loaders(t) == private.training_passes(t) == []
+    assert private.between_epochs(t)
+    t.fit(Lit().double(), DataLoader(data(8), batch_size=8), DataLoader(data(5), batch_size=5))
+    assert looks.seen == [
+        ("batch", (1, 1, 0), False, True),
+        ("validation", (1, 1, 1), False, False),
+        ("epoch", (1, 1, 1), True, False),
+    ]
+    assert private.training_passes(t) == []
+
+
+def test_restart_stages():
+    """What the loops decide by, and when; tests/trainer/test_resume.py shows that it has the wanted effect."""
+    assert training_epoch_loop.RestartStage.RESTARTED_ON_LAST == "restarted_on_last"
+    assert evaluation_loop.RestartStage.RESTARTED_MID_EVALUATION == "restarted_mid_evaluation"
+    fit, epoch = trainer().fit_loop, trainer().fit_loop.epoch_loop
+    assert {"_restart_stage", "_restarting", "_resuming_from_checkpoint"} <= vars(fit).keys()
+    assert {"_restart_stage", "_batches_that_stepped"} <= vars(epoch).keys()
+    assert "_restart_stage" in vars(epoch.val_loop)
+    assert {"done", "batches"} <= vars(fetchers._PrefetchDataFetcher()).keys()
+    run = inspect.getsource(type(fit).run)
+    assert run.index("self.reset()") < run.index("self.on_run_start()") < run.index("self.on_advance_start()")
+    start = inspect.getsource(type(fit).on_run_start)
+    assert start.rstrip().endswith('call._call_strategy_hook(trainer, "on_train_start")')
+
+
+def test_wrapping_checkpoint_io():
+    """It takes what it is given only if it has nothing to wrap."""
+    inner, other = TorchCheckpointIO(), TorchCheckpointIO()
+    assert issubclass(AsyncCheckpointIO, private.WrappingCheckpointIO)
+    for wrapping in (AsyncCheckpointIO(inner), AsyncCheckpointIO()):
+        wrapping.checkpoint_io = inner
+        wrapping.checkpoint_io = other
+        assert wrapping.checkpoint_io is inner
 
 
 def test_unscale_grads():

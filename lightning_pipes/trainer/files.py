@@ -1,0 +1,167 @@
+"""Files and folders that are whole or not there, at whatever instant the process is killed.
+
+They are written under a temporary name next to their own, brought to the disk, and renamed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from lightning_pipes.trainer.control import has_ended
+
+_numbers = itertools.count()
+_AT_CWD, _EXCHANGE = -100, 2  # of Linux
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint files, written so that no kill and no full disk leaves half of one.
+
+    Lightning itself writes to TMPDIR and moves the file, which is a copy from another file system, and can be cut off.
+    Paths that are not on a local file system are left to Lightning.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Writes the file, or raises and leaves what was there."""
+        local = local_path(path)
+        if local is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            with replacing(local) as temporary:
+                save(checkpoint, temporary)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Removes a file or a folder."""
+        local = local_path(path)
+        if local is None:
+            super().remove_checkpoint(path)
+        else:
+            remove(local)
+
+
+def local_path(path: str | Path) -> Path | None:
+    """The path if it is one of a file system, which a mounted one is too; None for s3:// and its like."""
+    protocol, separator, rest = str(path).partition("://")
+    return Path(path) if not separator else Path(rest) if protocol == "file" else None
+
+
+def save(thing: Any, path: Path) -> None:
+    """Writes what torch.load reads, down to the disk.
+
+    Raises:
+        OSError: it could not be written; torch would say that a position was unexpected.
+    """
+    with open(path, "wb") as file:  # given a name, torch.save would not let other threads run while it writes
+        try:
+            torch.save(thing, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name for what is to become `path` at the end of the block, which must have been written by then."""
+    temporary = temporary_for(path)
+    try:
+        yield temporary
+        put(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            remove(temporary)
+        raise
+
+
+def temporary_for(path: Path) -> Path:
+    """A new name next to `path`, whose folder is made; what killed processes have left there is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    host = socket.gethostname()
+    left = re.compile(rf"\..+\.{re.escape(host)}\.(\d+)-\d+\.saving")
+    for entry in os.scandir(path.parent):
+        match = left.fullmatch(entry.name)
+        if match and has_ended((host, int(match[1]))):
+            with suppress(OSError):  # another process may be at it
+                _remove_now(Path(entry.path))
+    return path.with_name(f".{path.name[:100]}.{host}.{os.getpid()}-{next(_numbers)}.saving")
+
+
+def put(temporary: Path, path: Path) -> None:
+    """Gives a complete file or folder its name, in one step; what had the name is removed.
+
+    A folder that replaces something takes two steps where the system can't exchange names, as over NFS: a process that
+    is killed between them leaves the earlier checkpoint where `existing` finds it.
+    """
+    if not os.path.lexists(path) or not (_is_folder(path) or _is_folder(temporary)):
+        os.replace(temporary, path)
+        sync(path.parent)
+        return
+    if not _exchange(temporary, path):
+        aside = _aside(path)
+        _remove_now(aside)
+        os.rename(path, aside)
+        os.rename(temporary, path)
+        temporary = aside
+    sync(path.parent)
+    _remove_now(temporary)
+
+
+def existing(path: Path) -> Path:
+    """The path, or where its content is if a process was killed while it replaced it."""
+    return _aside(path) if not os.path.lexists(path) and _aside(path).exists() else path
+
+
+def remove(path: Path) -> None:
+    """Removes a file or folder, if it is there; a folder's name is gone before its files are."""
+    if _is_folder(path):
+        hidden = temporary_for(path)
+        os.rename(path, hidden)
+        path = hidden
+    _remove_now(path)
+
+
+def _remove_now(path: Path) -> None:
+    if _is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swaps two names in one step; False where the system or the file system can't."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and rename(_AT_CWD, os.fsencode(a), _AT_CWD, os.fsencode(b), _EXCHANGE) == 0
+
+
+def sync(folder: Path) -> None:
+    """Brings the names in a folder to the disk."""
+    with suppress(OSError):  # not every file system has folders that can be synchronised
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
