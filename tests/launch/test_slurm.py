@@ -92,3 +92,4 @@ def test_a_requeue_is_agreed_on_in_the_middle_of_an_epoch(tmp_path, scheduler, w
     (checkpoint,) = tmp_path.glob("hpc_ckpt_*.ckpt")
     assert torch.load(checkpoint, weights_only=False)["global_step"] == STEP + 1  # the step with the signal is finished
     assert losses(first) == wanted
+    assert losses(job(tmp_path, scheduler.path)) == {step: wanted[step] for step in range(STEP + 1, EPOCHS * STEPS)}
