@@ -383,10 +383,6 @@ class PipelineStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         self._data.go_on(self._trainer)
 
-    def on_train_end(self) -> None:
-        self._finish_saving()
-        self.barrier()
-
     # ---- steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

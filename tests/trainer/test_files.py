@@ -22,7 +22,7 @@ STEPS = ("torch.save", "os.fsync", "os.replace", "os.rename", "_exchange", "_rem
 
 
 def write_file(path: Path, value: int) -> None:
-    AtomicCheckpointIO().save_checkpoint({"value": value, "rest": torch.zeros(1000)}, path)
+    AtomicCheckpointIO().save_checkpoint({"value": value, "rest": torch.zeros(50_000)}, path)
 
 
 def write_folder(path: Path, value: int) -> None:
@@ -101,7 +101,7 @@ def test_a_kill_leaves_the_one_before_or_the_new_one():
 def full_disk(rank: int, folder: str) -> tuple[str, Any, list[str]]:
     path = Path(folder) / "a.ckpt"
     write_file(path, 1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     with pytest.raises(OSError, match="File too large") as error:  # torch says "unexpected pos"
         write_file(path, 2)
     return str(error.value), read(path), os.listdir(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Timer
@@ -227,6 +228,7 @@ def test_a_snapshot_is_not_reached_by_later_steps():
 def asynchronous(rank: int, folder: str) -> list[Any]:
     """What is there when `fit` returns, by strategy, with names for the latest and the best."""
     found = []
+    os.fsync = lambda descriptor: time.sleep(0.1)  # a disk so slow that steps do not wait for it by chance
     plugin = AsyncCheckpointIO()
     for number, (strategy, more) in enumerate([(ASYNC, {}), ({**SHARDED, **ASYNC}, {}), ({}, {"plugins": [plugin]})]):
         own = Path(folder) / str(number)
