@@ -61,17 +61,23 @@ def save(thing: Any, path: Path) -> None:
     """Writes what torch.load reads, down to the disk.
 
     Raises:
-        OSError: it could not be written; torch would say that a position was unexpected.
+        OSError: it could not be written.
     """
-    with open(path, "wb") as file:  # given a name, torch.save would not let other threads run while it writes
-        try:
-            torch.save(thing, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+    with saying_why(), open(path, "wb") as file:  # given a name, torch.save lets no other thread run while it writes
+        torch.save(thing, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def saying_why() -> Iterator[None]:
+    """Raises what the system said, where torch.save would say that a position in the file was unexpected."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 @contextmanager

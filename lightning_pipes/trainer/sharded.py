@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.control import Control
-from lightning_pipes.trainer.files import existing, put, remove, replacing, save, sync, temporary_for
+from lightning_pipes.trainer.files import existing, put, remove, replacing, save, saying_why, sync, temporary_for
 from lightning_pipes.trainer.optimizers import numbered
 
 REST = "checkpoint.pt"
@@ -110,8 +110,9 @@ def write_part(part: Part, control: Control, store: Any) -> None:
     try:
         if own == 0:
             save(part.rest, part.temporary / REST)
-        written = writer.write_data(part.plan, part.planner)
-        written.wait()
+        with saying_why():
+            written = writer.write_data(part.plan, part.planner)
+            written.wait()
         if own > 0:
             store.set(_key(part, own), pickle.dumps(written.value()))
             return
@@ -133,6 +134,8 @@ def write_part(part: Part, control: Control, store: Any) -> None:
             remove(part.temporary)
         else:
             store.set(_key(part, own), pickle.dumps(f"{type(error).__name__}: {error}"))
+            if isinstance(error, FileNotFoundError) and not part.temporary.exists():
+                raise PipelineError(f"rank {control.ranks[0]} has given it up") from error
         raise
 
 

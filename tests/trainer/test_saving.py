@@ -142,10 +142,36 @@ def test_after_trouble_everybody_ends_and_the_checkpoint_before_is_good(number, 
     assert differing == [[], []]
 
 
+class BadDay(Callback):
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 4 and trainer.global_rank == 1:
+            raise ValueError("a bad day")
+
+
+def failing(rank: int, folder: str, strategy: dict[str, Any]) -> None:
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_last=True, save_on_exception=True)
+    saver.CHECKPOINT_NAME_LAST = "last-{step}"
+    fit(Path(folder), strategy, [BadDay()], callbacks=[saver])
+
+
+@pytest.mark.parametrize("strategy", [{}, {**SHARDED, **ASYNC}])
+def test_the_parts_of_a_failing_run_replace_nothing(strategy, tmp_path):
+    outcomes = watch_ranks(failing, 2, str(tmp_path), strategy, timeout=30)
+    assert all("a bad day" in outcome.error and outcome.seconds < SOON for outcome in outcomes)
+    parts = {f"{name}.ckpt.rank{rank}of2" for name in ("step=4", "last-step=4") for rank in (0, 1)}
+    assert set(os.listdir(tmp_path)) == {"step=3.ckpt", "last-step=3.ckpt", *parts}
+
+
 class OneRank:
     """Stands for the control of a pipeline of one rank."""
 
     size, position, ranks = 1, 0, (0,)
+
+    def gather(self, thing: Any, to: int) -> list[Any]:
+        return [thing]
+
+    def broadcast(self, thing: Any, source: int) -> Any:
+        return thing
 
 
 class Slow(AtomicCheckpointIO):
@@ -212,6 +238,20 @@ def test_one_save_waits_for_the_other(tmp_path):
     assert io.done[0] == "saved first"
     saver.close()
     assert io.done == ["saved first", "saved second"]
+
+
+def full_disk(rank: int, folder: str) -> list[str]:
+    """Of a disk that is full in the middle of a tensor: the error and what is left."""
+    saver = Saver(OneRank())  # type: ignore[arg-type]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    with pytest.raises(PipelineError) as error:
+        saver.save_parts({"state_dict": {"a": torch.zeros(50_000)}}, ["a"], Path(folder) / "a.ckpt", background=False)
+    return [str(error.value), *os.listdir(folder)]
+
+
+def test_a_full_disk_is_called_that(tmp_path):
+    said = f"rank 0 could not write the checkpoint {tmp_path}/a.ckpt: OSError: [Errno 27] File too large"
+    assert run_ranks(full_disk, 1, str(tmp_path), timeout=30)[0] == [said]
 
 
 def test_a_snapshot_is_not_reached_by_later_steps():
