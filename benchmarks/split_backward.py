@@ -20,10 +20,10 @@ import torch
 from engine import Block
 from torch import nn
 
+from lightning_pipes.cost import CostModel
 from lightning_pipes.engine.autograd import Saved, backward, enter, leave
 from lightning_pipes.engine.split import backward_inputs
 from lightning_pipes.ir import Kind, Plan, Span, prepared
-from lightning_pipes.cost import CostModel
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import makespan
 
@@ -99,7 +99,10 @@ def measure(width: int, blocks: int, repeats: int) -> dict[str, float]:
     return {
         "width": width,
         "blocks": blocks,
-        **{"F": f, "B": b, "I": i, "W": w},
+        "F": f,
+        "B": b,
+        "I": i,
+        "W": w,
         "ratio": (i + w) / b,
         "ratio_two_passes": (i2 + w2) / b,
         "gain": steps["1f1b"] / steps["zero_bubble"],
@@ -117,10 +120,8 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return
-    print(f"{SAMPLES} samples of {TOKENS} tokens a micro-batch; ms")
-    print(
-        "width  blocks      F      B      I      W   I + W   in two passes   1f1b / zero_bubble, 4 stages, 8 micro-batches"
-    )
+    print(f"ms; {SAMPLES} samples of {TOKENS} tokens a micro-batch, {STAGES} stages, {MICROBATCHES} micro-batches")
+    print("width  blocks      F      B      I      W   I + W   in two passes   1f1b / zero_bubble")
     for r in rows:
         times = " ".join(f"{r[k] * 1e3:6.1f}" for k in ("F", "B", "I", "W"))
         print(
