@@ -312,3 +312,16 @@ def test_what_a_hook_misses_on_other_stages_is_explained(here):
     explained = "on_train_batch_end runs on every stage" in "".join(getattr(caught.value, "__notes__", []))
     assert explained is not here
     wrappers.remove()
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
+def test_a_schedule_without_flushes_is_refused(name: str) -> None:
+    with pytest.raises(PlanError, match=f"{name}.*does not flush between batches"):
+        Plans(make_schedule(name), (0, 1), [Span(0, 1)] * 2, 4, recompute=False).for_rows(8)
+
+
+def test_the_plan_is_what_the_schedule_asks_for() -> None:
+    plan, order = Plans(make_schedule("zero_bubble"), (0, 1), [Span(0, 1)] * 2, 4, recompute=True).for_rows(8)
+    assert plan.split_backward
+    assert isinstance(order, Program)
+    assert Kind.W in {i.kind for i in order.instructions()}
