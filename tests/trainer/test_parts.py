@@ -17,7 +17,7 @@ from torch import nn
 
 import lightning_pipes.trainer
 from lightning_pipes.engine import FailureWatch
-from lightning_pipes.ir import DeadlockError, Instruction, PipelineError, Plan, RankView, Span
+from lightning_pipes.ir import DeadlockError, Instruction, Kind, PipelineError, Plan, PlanError, Program, RankView, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.batches import check_same, fingerprint, join, rows_of, take
