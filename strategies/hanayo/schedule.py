@@ -16,6 +16,7 @@ from lightning_pipes.ir import (
     PlanError,
     Program,
     Span,
+    check_count,
     check_one_batch,
     even_spans,
 )
@@ -32,7 +33,7 @@ class Hanayo:
     placement, for the last rank begins p - 1 forwards late and ends p - 1 backwards early: no order has less.
 
     Raises:
-        PlanError: fewer than one wave, a plan whose stages are placed otherwise, spans that differ between stages or
+        PlanError: waves is no whole number from 1 on, a plan whose stages are placed otherwise, spans that differ between stages or
             directions, or more than one batch of one job to order.
     """
 
@@ -40,8 +41,7 @@ class Hanayo:
     name: ClassVar[str] = "hanayo"
 
     def __post_init__(self) -> None:
-        if self.waves < 1:
-            raise PlanError(f"{self.name}: waves must be at least 1, got {self.waves}")
+        check_count(f"{self.name}: waves", self.waves)
 
     def placement(self, n_ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""

@@ -13,7 +13,6 @@ from lightning_pipes.ir import (
     Instruction,
     Kind,
     Plan,
-    PlanError,
     Program,
     check_count,
     check_one_batch,
