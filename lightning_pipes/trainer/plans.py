@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, placement, prepared, verify
+from lightning_pipes.ir import Plan, Policy, Program, Schedule, Span, placement, prepared, verify
 from lightning_pipes.planning.partition import even_partition, partition_at
 from lightning_pipes.sim import simulate
 
@@ -61,11 +61,6 @@ class Plans:
             order: Program | Policy
             if isinstance(self.schedule, Schedule):
                 order = self.schedule.program(plan)
-                if order.endless:
-                    raise PlanError(
-                        f"schedule {self.schedule.name!r} does not flush between batches, which the Trainer can't run "
-                        "yet; drive lightning_pipes.engine with it, or choose one that flushes, such as '1f1b'"
-                    )
                 verify(order, plan)
             else:
                 order = self.schedule

@@ -33,8 +33,8 @@ class Hanayo:
     placement, for the last rank begins p - 1 forwards late and ends p - 1 backwards early: no order has less.
 
     Raises:
-        PlanError: waves is no whole number from 1 on, a plan whose stages are placed otherwise, spans that differ between stages or
-            directions, or more than one batch of one job to order.
+        PlanError: waves is no whole number from 1 on, the plan places stages otherwise, spans differ between stages or
+            directions, or there is more than one batch of one job to order.
     """
 
     waves: int = 1
