@@ -394,6 +394,8 @@ class PipelineStrategy(ParallelStrategy):
         self._data.go_on(self._trainer)
 
     def on_train_end(self) -> None:
+        with self._telling_others():
+            self._running.drain()
         self._finish_saving()
         self.barrier()
 
@@ -445,10 +447,6 @@ class PipelineStrategy(ParallelStrategy):
             yield
         finally:
             self._accumulating = False
-
-    def on_train_end(self) -> None:
-        with self._telling_others():
-            self._running.drain()
 
     def on_validation_end(self) -> None:
         if self._stops is not None and self._running.fitting:

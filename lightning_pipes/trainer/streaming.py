@@ -79,7 +79,7 @@ class StreamingRun(PipelineRun):
         data = StreamedBatch(batch, rows, arguments, 1, settings=[_settings(o) for o in optimizers])
         self._under_way.append(data)
         self._in_window += 1
-        with self._own_gradients():
+        with self._hidden.batch(training=True), self._own_gradients():
             self.engine.inject(Item(self._trainer.fit_loop.total_batch_idx, rows, data))
             self.engine.progress()
         self._tell()
