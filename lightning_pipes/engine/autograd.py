@@ -112,26 +112,15 @@ def input_gradients(saved: Saved) -> list[Any]:
 
 def backward(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None:
     """Full backward of several forwards at once; gradients add to the parameters and to what entered."""
-    roots, gradients = _roots(records, last)
+    roots, gradients = roots_of(records, last)
     if roots:
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # tensors and edges may be mixed
 
 
-def backward_inputs(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None:
-    """Gradients of the entering tensors only; the graph stays for `backward_weights`."""
-    roots, gradients = _roots(records, last)
-    entered = [t for saved, _ in records for t in saved.entered]
-    if roots and entered:
-        torch.autograd.backward(roots, gradients, retain_graph=True, inputs=entered)  # type: ignore[arg-type]
-
-
-def backward_weights(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None:
-    """What `backward_inputs` left out; frees the graph. Goes through the whole graph again, so I and W together take
-    longer than B."""
-    backward(records, last)
-
-
-def _roots(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> tuple[list[Root], list[torch.Tensor | None]]:
+def roots_of(
+    records: Sequence[tuple[Saved, Sequence[Any]]], last: bool
+) -> tuple[list[Root], list[torch.Tensor | None]]:
+    """Where backward starts, and with which gradients; None stands for that of a loss."""
     roots: list[Root] = []
     gradients: list[torch.Tensor | None] = []
     for saved, received in records:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from lightning_pipes.engine import autograd
+from lightning_pipes.engine import autograd, split
 from lightning_pipes.engine.autograd import Saved
 from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.mailbox import Transport
 from lightning_pipes.engine.spans import Shelf
 from lightning_pipes.engine.stage import Stage
+from lightning_pipes.engine.weights import Version
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, Plan, Span, receive_of, send_of
 from lightning_pipes.sim.timeline import Event
 
@@ -41,7 +42,8 @@ class Executor:
         self._items: dict[tuple[int, int], Item] = {}
         self._shelves: dict[tuple[Kind, int, int, int], Shelf] = {}
         self._saved: dict[tuple[int, int, int], list[Saved]] = defaultdict(list)
-        self._split: dict[Instruction, Records] = {}
+        self._split: dict[Instruction, tuple[split.WeightGradients, list[Version | None]]] = {}
+        self._versions: dict[tuple[int, int, int], Version | None] = {}
         self._rows_left: dict[tuple[int, int, int], int] = {}  # whose weight gradients are to come
         self._steps: Counter[tuple[int, int]] = Counter()
         self._last_arrival: dict[tuple[int, Kind], int] = {}
@@ -77,14 +79,16 @@ class Executor:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
         if i.kind is Kind.W:
             with self._completing(stage, i, item, span):
-                records = self._split.pop(i)
-                autograd.backward_weights(records, last)
-                stage.weights.collect(saved.version for saved, _ in records)
+                left, versions = self._split.pop(i)
+                left.compute()
+                stage.weights.collect(versions)
             return
         records = self._take_saved(i, item, span)
         if i.kind is Kind.I:
-            autograd.backward_inputs(records, last)
-            self._split[i._replace(kind=Kind.W)] = records
+            left = split.backward_inputs(records, last)
+            if left.inseparable:
+                stage.say_inseparable(left.inseparable)
+            self._split[i._replace(kind=Kind.W)] = left, [saved.version for saved, _ in records]
         else:
             with self._completing(stage, i, item, span):
                 autograd.backward(records, last)
@@ -104,7 +108,7 @@ class Executor:
 
     def _forward(self, i: Instruction, item: Item) -> None:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
-        version = stage.weights.current() if item.training else None
+        version = self._version_of(stage, i) if item.training else None
         for atom in self._cut(i, item.training):
             part = atom.clip(item.rows)
             if not part.rows:
@@ -128,6 +132,13 @@ class Executor:
                 self._hand_on(Kind.SF, i, part, (output, wanted))
             elif not item.training:
                 self.outputs.append((part, output))
+
+    def _version_of(self, stage: Stage, i: Instruction) -> Version | None:
+        """What the first forward of this batch read: all of it goes through the same weights."""
+        batch = (i.stage, i.job, i.batch)
+        if batch not in self._versions:
+            self._versions[batch] = stage.weights.current()
+        return self._versions[batch]
 
     def _take_saved(self, i: Instruction, item: Item, span: Span) -> Records:
         """The forwards that a backward differentiates, each with the gradients of its outputs."""
@@ -154,6 +165,7 @@ class Executor:
         stage.weights.updated()
         batch = (i.stage, i.job, i.batch)
         self._saved.pop(batch, None)
+        self._versions.pop(batch, None)
         for kind in SENDS | RECEIVES:
             self._shelves.pop((kind, *batch), None)
         self._steps[i.job, i.batch] += 1

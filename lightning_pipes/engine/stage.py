@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -72,6 +73,7 @@ class Stage:
         """Whether the body runs for the second time on the same samples."""
         self.weights = WeightVersions(self.layers, most=1)
         self._version: Version | None = None
+        self._said_inseparable = False
         self._changes_input: bool | None = None  # whether a layer works in place on what was received; None: unknown
 
     def forward(self, item: Item, span: Span, received: Any, version: Version | None, again: bool = False) -> Any:
@@ -113,6 +115,16 @@ class Stage:
         if self._version is None and not self.recomputing:
             return layer(x)
         return functional_call(layer, self._tensors(number, layer), (x,))
+
+    def say_inseparable(self, why: str) -> None:
+        """Warns, once, that a split backward gains nothing on this stage."""
+        if not self._said_inseparable:
+            self._said_inseparable = True
+            warnings.warn(
+                f"stage {self.number} computes its weight gradients together with its input gradients, because of "
+                f"{why}; there a schedule that splits backward gains nothing over one that does not, such as '1f1b'",
+                stacklevel=2,
+            )
 
     def seed_user_code(self, item: Item, span: Span, layer: int) -> None:
         """Gives user code before or after the layers its own random stream: torch's, NumPy's and Python's."""

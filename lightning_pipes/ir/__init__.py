@@ -23,7 +23,16 @@ from lightning_pipes.ir.lowering import lower, window
 from lightning_pipes.ir.plan import Cut, Plan
 from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.rule import Rule, RulePolicy, has_room, offered
-from lightning_pipes.ir.schedule import Policy, RankView, Schedule, check_one_batch, placement, ready_key
+from lightning_pipes.ir.schedule import (
+    Policy,
+    RankView,
+    Schedule,
+    check_one_batch,
+    check_one_stage_a_rank,
+    placement,
+    prepared,
+    ready_key,
+)
 from lightning_pipes.ir.span import Span, even_spans
 from lightning_pipes.ir.verify import Facts, verify
 
@@ -55,12 +64,14 @@ __all__ = [
     "W",
     "check_count",
     "check_one_batch",
+    "check_one_stage_a_rank",
     "even_spans",
     "has_room",
     "lower",
     "needs",
     "offered",
     "placement",
+    "prepared",
     "ready_key",
     "receive_of",
     "send_of",

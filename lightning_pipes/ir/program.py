@@ -36,6 +36,8 @@ class Program:
     tail: Rows = ()
 
     def __post_init__(self) -> None:
+        if not any(self.tail):
+            object.__setattr__(self, "tail", ())
         for name, rows in (("cycle", self.cycle), ("tail", self.tail)):
             if rows and len(rows) != len(self.head):
                 raise ProgramError(f"the {name} has {len(rows)} rows, the head {len(self.head)}: one a rank is needed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from lightning_pipes.ir.errors import PlanError
@@ -16,8 +16,12 @@ from lightning_pipes.ir.program import Program
 class Schedule(Protocol):
     """Turns a plan into a program. Frozen: its fields are its settings.
 
-    A schedule that puts several stages on a rank also has `placement(n_ranks) -> tuple[int, ...]`, the rank of each
-    stage; without it there is one stage a rank, in order.
+    What a plan has to be like before it can be ordered is said by attributes that a schedule may have:
+
+    - `placement(n_ranks) -> tuple[int, ...]`, the rank of each stage; by default one stage a rank, in order.
+    - `splits_backward`, whether backward runs as I and W; by default it does not.
+    - `versions(plan) -> tuple[int, ...]`, the weight versions that may live on each stage; by default one. A schedule
+      with more of them does not flush between batches: its program is endless.
     """
 
     @property
@@ -73,17 +77,41 @@ def ready_key(i: Instruction) -> tuple[bool, int, int, int, tuple[int, int], str
     return i.kind is Kind.F, i.batch, i.job, i.stage, i.span, i.kind
 
 
-def check_one_batch(plan: Plan, name: str) -> None:
-    """Refuse a plan for a schedule that orders one batch of one job between two flushes, with full backwards.
+def check_one_batch(plan: Plan, name: str, split_backward: bool = False) -> None:
+    """Refuse a plan for a schedule that orders one batch of one job between two flushes.
 
     Raises:
-        PlanError: the plan has several jobs, several batches or a split backward.
+        PlanError: the plan has several jobs, several batches, or a backward that is split where it should not be.
     """
-    if len(plan.jobs) > 1 or plan.batches > 1 or plan.split_backward:
+    if len(plan.jobs) > 1 or plan.batches > 1 or plan.split_backward != split_backward:
+        backwards = "backwards in two parts (I and W)" if split_backward else "full backwards (B)"
         raise PlanError(
-            f"{name} orders one batch of one job with full backwards (B); the plan has {len(plan.jobs)} jobs, "
+            f"{name} orders one batch of one job with {backwards}; the plan has {len(plan.jobs)} jobs, "
             f"{plan.batches} batches and split_backward={plan.split_backward}"
         )
+
+
+def check_one_stage_a_rank(plan: Plan, name: str) -> None:
+    """Refuse a plan for a schedule that runs one stage a rank, with the same spans forward and backward.
+
+    Raises:
+        PlanError: a rank has several stages, or a stage's backward is cut otherwise than its forward.
+    """
+    if plan.n_ranks != plan.n_stages:
+        raise PlanError(
+            f"{name} runs one stage a rank, the plan has {plan.n_stages} stages on {plan.n_ranks} ranks; "
+            "for several stages a rank choose schedule 'interleaved'"
+        )
+    for stage in range(plan.n_stages):
+        if plan.spans(Kind.B, stage) != plan.spans(Kind.F, stage):
+            raise PlanError(f"{name} needs the same spans forward and backward; stage {stage} has others")
+
+
+def prepared(plan: Plan, schedule: Schedule | Policy) -> Plan:
+    """`plan` with the backward and the weight versions that the schedule asks for."""
+    plan = replace(plan, split_backward=getattr(schedule, "splits_backward", False))
+    versions = getattr(schedule, "versions", None)
+    return plan if versions is None else replace(plan, versions=tuple(versions(plan)))
 
 
 def placement(schedule: Schedule | Policy, n_ranks: int) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from lightning_pipes.ir import (
     Span,
     lower,
     placement,
+    prepared,
     verify,
 )
 from lightning_pipes.sim import simulate
@@ -61,7 +62,7 @@ class ScheduleConformance:
             where = placement(schedule, ranks)
         else:
             where = tuple(range(ranks)) * self.stages_per_rank
-        return Plan.even(len(where), microbatches, ranks=where)
+        return prepared(Plan.even(len(where), microbatches, ranks=where), schedule)
 
     def most_held(self, schedule: AnySchedule, plan: Plan, stage: int) -> int:
         """The most micro-batches that `stage` may hold between F and B; by default all of them."""
@@ -169,7 +170,8 @@ def _odd(plan: Plan, oddity: str) -> Plan:
     match oddity:
         case "neighbours":  # two stages in a row on each rank
             doubled = tuple(rank for rank in range(plan.n_ranks) for _ in range(2))
-            return Plan.even(len(doubled), len(cut.forward[0]), ranks=doubled)
+            even = Plan.even(len(doubled), len(cut.forward[0]), ranks=doubled)
+            return replace(even, split_backward=plan.split_backward)
         case "reversed":
             return replace(plan, ranks=tuple(plan.n_ranks - 1 - rank for rank in plan.ranks))
         case "backwards":  # spans differ between forward and backward
@@ -177,7 +179,7 @@ def _odd(plan: Plan, oddity: str) -> Plan:
         case "spans":  # and between stages
             return replace(plan, jobs=(Cut(cut.rows, (whole, *cut.forward[1:])),))
         case "split":
-            return replace(plan, split_backward=True)
+            return replace(plan, split_backward=not plan.split_backward)
         case "jobs":
             return replace(plan, jobs=(cut, cut))
         case _:

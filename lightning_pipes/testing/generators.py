@@ -20,6 +20,7 @@ def uniform(
     f: int,
     b: int,
     *,
+    w: int | None = None,
     step: int = 0,
     link: int = 0,
     latency: int = 0,
@@ -31,13 +32,14 @@ def uniform(
 
     Args:
         f: a forward.
-        b: a backward; for a split one, W takes b // 2 and I the rest.
+        b: a backward; split, W takes `w`, by default b // 2, and I the rest.
         link: how long a message occupies its link.
         latency: how much later it arrives.
         activation_bytes: held by each sample.
     """
     plan = tiny_plan(stages, microbatches, ranks)
-    times = {Kind.F: f, Kind.B: b, Kind.I: b - b // 2, Kind.W: b // 2, Kind.STEP: step, Kind.SF: link, Kind.SB: link}
+    w = b // 2 if w is None else w
+    times = {Kind.F: f, Kind.B: b, Kind.I: b - w, Kind.W: w, Kind.STEP: step, Kind.SF: link, Kind.SB: link}
     costs = CostModel(
         {(kind, s): ((1, t * 1e-9),) for kind, t in times.items() for s in range(stages)},
         link=Link(latency=latency * 1e-9),

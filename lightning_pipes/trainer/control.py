@@ -112,8 +112,19 @@ class Control:
 
     def any(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is set on any rank."""
-        found = self.all_reduce(torch.tensor([int(f) for f in flags], dtype=torch.int32), dist.ReduceOp.MAX)
-        return [bool(f) for f in found]
+        return self.start_any(*flags)()
+
+    def start_any(self, *flags: bool) -> Callable[[], list[bool]]:
+        """Starts `any`; what it returns waits for the answer."""
+        found = torch.tensor([int(f) for f in flags], dtype=torch.int32)
+        work = dist.all_reduce(found, dist.ReduceOp.MAX, self._group, async_op=True) if self.size > 1 else None
+
+        def answer() -> list[bool]:
+            if work is not None:
+                self._finish(work)
+            return [bool(f) for f in found]
+
+        return answer
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrites `tensor` with that of global rank `source`."""

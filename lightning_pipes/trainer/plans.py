@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Plan, Policy, Program, Schedule, Span, placement, verify
+from lightning_pipes.ir import Plan, Policy, Program, Schedule, Span, placement, prepared, verify
 from lightning_pipes.planning.partition import even_partition, partition_at
 from lightning_pipes.sim import simulate
 
@@ -57,6 +57,7 @@ class Plans:
             plan = Plan.even(
                 n, self.microbatches, rows, ranks=self._ranks, layers=self._layers, recompute=self._recompute
             )
+            plan = prepared(plan, self.schedule)
             order: Program | Policy
             if isinstance(self.schedule, Schedule):
                 order = self.schedule.program(plan)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
 
@@ -24,6 +25,8 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loops.utilities import _is_max_limit_reached
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import nn
@@ -100,6 +103,44 @@ def silence_sigterm_broadcast(trainer: pl.Trainer) -> None:
 def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
     """Undoes `silence_sigterm_broadcast`."""
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
+def pauses_after_this_batch(trainer: pl.Trainer) -> bool:
+    """Whether the epoch, training, or an uninterrupted run of batches ends with the batch in training_step, as far as
+    all ranks know: a stop that one asks for is agreed on later."""
+    loop, fetcher, asked = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher, trainer.should_stop
+    assert fetcher is not None, "nothing is being trained"
+    trainer.should_stop = False
+    try:
+        return (
+            loop._num_ready_batches_reached()
+            or _is_max_limit_reached(trainer.global_step + 1, trainer.max_steps)
+            or loop._should_check_val_fx(fetcher)
+        )
+    finally:
+        trainer.should_stop = asked
+
+
+@contextmanager
+def as_in_training_step(trainer: pl.Trainer) -> Iterator[None]:
+    """In the block `self.log` does what it does in training_step, wherever Lightning is."""
+    module, stage = trainer.lightning_module, trainer.state.stage
+    hook, module._current_fx_name = module._current_fx_name, "training_step"
+    trainer.training = True
+    try:
+        yield
+    finally:
+        module._current_fx_name, trainer.state.stage = hook, stage
+
+
+def before_step(precision: Precision, module: pl.LightningModule, optimizer: Optimizer) -> None:
+    """What Lightning does between backward and step: hooks, and clipping."""
+    precision._after_closure(module, optimizer)
+
+
+def expect_late_steps(optimizer: Optimizer) -> None:
+    """Keeps schedulers from complaining that the optimizer has not stepped yet."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def metric_counts(metric: Metric) -> tuple[int, Any]:

@@ -31,6 +31,7 @@ from lightning_pipes.trainer.replicas import BufferSync
 from lightning_pipes.trainer.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.shared_parameters import SharedParameters
 from lightning_pipes.trainer.steps import Context, EvaluationBatch, Steps, TrainingBatch
+from lightning_pipes.trainer.stopping import StopAgreement
 from lightning_pipes.trainer.tape import TapedLayer
 
 CHECKED_BATCHES = 2
@@ -106,6 +107,7 @@ class PipelineRun:
                 number,
                 {n: TapedLayer(cut.full[n], n, hidden.layer) for n in range(*plan.layers[number])},
                 steps.body(number),
+                self._batch_complete,
                 recompute=bool(plan.recompute) and plan.recompute[number],
                 last_backward=None if reducer is None else reducer.last_backward,
             )
@@ -152,6 +154,16 @@ class PipelineRun:
         with self._trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type
             self.replay.replay(logged)
         return move_data_to_device(out, self._device)
+
+    def drain(self) -> None:
+        """Finishes what `train` has left for later: here nothing."""
+
+    def agreement(self, stops: StopAgreement) -> Callable[[], None]:
+        """What has the ranks agree on stopping after a batch; they all are at the same one."""
+        return stops.agree
+
+    def _batch_complete(self, item: Item) -> None:
+        """Called when a stage's gradients of a batch are complete; Lightning steps when those of all are."""
 
     def give_back_gradients(self) -> None:
         """Puts the gradients where the optimizer looks for them."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 
@@ -38,12 +39,23 @@ class StopAgreement:
         Raises:
             PipelineError: the epoch ends here on some ranks only.
         """
-        requeue = self._requeue
+        self.settle(self._control.any(*self.flags()))
+
+    def flags(self) -> tuple[bool, ...]:
+        """What this rank has to say, for `settle`."""
         last = self._trainer.is_last_batch
-        flags = self._trainer.should_stop, self._sigterm, requeue is not None, last, not last
-        stop, sigterm, requeued, some_last, some_not = self._control.any(*flags)
+        return self._trainer.should_stop, self._sigterm, self._requeue is not None, last, not last
+
+    def settle(self, found: Sequence[bool], batch: int | None = None) -> None:
+        """Does what the flags of all ranks ask for, which they raised after batch number `batch`, by default this one.
+
+        Raises:
+            PipelineError: the epoch ends there on some ranks only.
+        """
+        requeue = self._requeue
+        stop, sigterm, requeued, some_last, some_not = found
         if some_last and some_not:
-            batch = self._trainer.fit_loop.batch_idx
+            batch = self._trainer.fit_loop.batch_idx if batch is None else batch
             raise PipelineError(
                 f"the training data of some ranks end with batch {batch}, those of others go on; "
                 "every rank of a pipeline must load the same batches"
@@ -80,3 +92,49 @@ class StopAgreement:
 
     def _note_requeue(self, signum: int, frame: FrameType | None) -> None:
         self._requeue = (signum, frame)
+
+
+class LateAgreement:
+    """Has ranks agree where they are not at the same batch: what they ask for after a batch is answered some batches
+    later, when all have come that far, so that nobody waits. After a flush they agree at once.
+
+    Args:
+        late: batches that ranks may be apart.
+        flushed: whether all ranks are at the same batch, and through with it.
+        flush: makes it so.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        stops: StopAgreement,
+        control: Control,
+        late: int,
+        flushed: Callable[[], bool],
+        flush: Callable[[], None],
+    ) -> None:
+        self._trainer = trainer
+        self._stops = stops
+        self._control = control
+        self._late = late
+        self._flushed = flushed
+        self._flush = flush
+        self._asked: deque[tuple[int, Callable[[], list[bool]]]] = deque()  # by batch
+
+    def agree(self) -> None:
+        """After this call every rank stops, or none.
+
+        Raises:
+            PipelineError: an epoch has ended on some ranks only.
+        """
+        flags = self._stops.flags()
+        self._trainer.should_stop = False  # not before the others
+        self._asked.append((self._trainer.fit_loop.batch_idx, self._control.start_any(*flags)))
+        while self._asked and (self._flushed() or len(self._asked) > self._late):
+            batch, answer = self._asked.popleft()
+            found = answer()
+            if any(found[:3]):
+                self._flush()  # all ranks are here, and hear of it after the same batch
+                found[:3] = [any(flags) for flags in zip(found[:3], *(a()[:3] for _, a in self._asked), strict=True)]
+                self._asked.clear()
+            self._stops.settle(found, batch)

@@ -30,7 +30,7 @@ from lightning_pipes.engine.heartbeat import BEAT_SECONDS
 from lightning_pipes.engine.rendezvous import own_store, store_host
 from lightning_pipes.engine.rng import replica_seed
 from lightning_pipes.engine.transport import KINDS
-from lightning_pipes.ir import PlanError, Policy, Schedule, check_count
+from lightning_pipes.ir import PlanError, Policy, Program, Schedule, check_count
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
@@ -65,6 +65,7 @@ from lightning_pipes.trainer.sharded import ShardedCheckpoint
 from lightning_pipes.trainer.shared_parameters import SharedParameters, held_once, holders
 from lightning_pipes.trainer.steps import Context, Steps
 from lightning_pipes.trainer.stopping import StopAgreement
+from lightning_pipes.trainer.streaming import StreamingRun, check_streaming
 from lightning_pipes.trainer.summary import log_graphs, show_summaries
 
 
@@ -155,6 +156,7 @@ class PipelineStrategy(ParallelStrategy):
         self._parts: ShardedCheckpoint | None = None
         self._stops: StopAgreement | None = None
         self._accumulating = False
+        self._streams = False
         self._failed = False
         self._undo: list[Callable[[], None]] = []
         self._windows: Sequence[Sequence[Window]] = ()
@@ -274,7 +276,8 @@ class PipelineStrategy(ParallelStrategy):
         ranks = stage_ranks(self.schedule, grid.length)
         layers = stage_layers(self._partition, layer_sizes(full), len(ranks))
         plans = Plans(self.schedule, ranks, layers, self._microbatches, self._recompute)
-        plan, _ = plans.for_rows(plans.microbatches)  # what can't be ordered fails here
+        plan, order = plans.for_rows(plans.microbatches)  # what can't be ordered fails here
+        self._streams = fitting and isinstance(order, Program) and order.endless
         places = [(ranks[-1] - r) % grid.length for r in range(grid.length)]  # of the pipeline's ranks: the last first
         global_ranks = [grid.pipeline[place] for place in places]
         self.control.watch.stages = {
@@ -293,6 +296,9 @@ class PipelineStrategy(ParallelStrategy):
         stage_of_layer = [s for s, span in enumerate(layers) for _ in range(span.rows)]
         place_of_layer = [places[ranks[s]] for s in stage_of_layer]
         who = holders(module, path, place_of_layer, range(grid.length))
+        if self._streams:
+            tied = [n for n, p in module.named_parameters() if p.requires_grad and len(who.get(id(p), ())) > 1]
+            check_streaming(trainer, self.schedule.name, grid, tied)
         rank_of_layer = [grid.pipeline[place] for place in place_of_layer]
         hidden = HiddenState(module, path, stage_of_layer, rank_of_layer, self.pipeline)
         if fitting:
@@ -314,7 +320,7 @@ class PipelineStrategy(ParallelStrategy):
         shared = SharedParameters([p for p in module.parameters() if id(p) not in alone], who, grid, self.control)
         seed = replica_seed(self._seed, grid.replica)
         steps = Steps(module, self.precision_plugin, interceptor, plan, rank, seed, self.root_device)
-        self._run = run = PipelineRun(
+        self._run = run = (StreamingRun if self._streams else PipelineRun)(
             trainer,
             cut,
             plans,
@@ -334,9 +340,13 @@ class PipelineStrategy(ParallelStrategy):
         private.optimizers_to_device(self.optimizers, self.root_device)
         agreement = GradientAgreement(self.precision_plugin, shared, self.pipeline, self.root_device)
         self._stops = stops = StopAgreement(trainer, self.control, self.writing_at_once)
-        hooks = HookWrappers(module, self.pipeline, run.replay, run.last_rank, run.last, stops.agree, self._start_epoch)
-        logs = GradientLogs(module, private.callbacks(trainer), self.pipeline, run.replay, run.last_rank)
-        self._undo += [hooks.remove, logs.remove, stops.remove, agreement.remove]
+        hooks = HookWrappers(
+            module, self.pipeline, run.replay, run.last_rank, run.last, run.agreement(stops), self._start_epoch
+        )
+        if not self._streams:  # where stages step apart, each logs for itself
+            logs = GradientLogs(module, private.callbacks(trainer), self.pipeline, run.replay, run.last_rank)
+            self._undo.append(logs.remove)
+        self._undo += [hooks.remove, stops.remove, agreement.remove]
         self._undo.append(metrics_gather_over(module, self.replicas.group))
         self._undo.append(self._data.forget)
 
@@ -375,13 +385,16 @@ class PipelineStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         if isinstance(dataloader, DataLoader) and private.seeded_workers(dataloader):
-            dataloader.worker_init_fn = partial(
-                pl_worker_init_function, rank=self.grid.replica
-            )  # the same on all stages
+            rank = self.grid.replica  # the same on all stages
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
         return self._data.prepared(dataloader) if self._trainer.training else dataloader
 
     def on_train_start(self) -> None:
         self._data.go_on(self._trainer)
+
+    def on_train_end(self) -> None:
+        with self._telling_others():
+            self._running.drain()
 
     # ---- steps
 
@@ -417,9 +430,11 @@ class PipelineStrategy(ParallelStrategy):
             self._running.give_back_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         with self._telling_others():
-            return super().optimizer_step(*args, **kwargs)
+            if self._streams:
+                return closure()  # every stage steps by itself when a batch's gradients are complete
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -487,6 +502,8 @@ class PipelineStrategy(ParallelStrategy):
             return self.lightning_module.state_dict()
         if self._down:
             return cut.local_state(outside=True)
+        if self._run is not None:
+            self._run.drain()
         if self._sharded:
             return cut.local_state(outside=self.grid.place == 0)
         self.pipeline.connect()

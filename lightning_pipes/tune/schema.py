@@ -49,6 +49,35 @@ class KFKBSettings(ScheduleSettings):
 
 
 @dataclass
+class ZeroBubbleSettings(ScheduleSettings):
+    name: str = "zero_bubble"
+
+
+@dataclass
+class HanayoSettings(ScheduleSettings):
+    name: str = "hanayo"
+    waves: int = 1
+
+
+@dataclass
+class ReadySettings(ScheduleSettings):
+    name: str = "ready"
+    slack: int = 2
+    limits: tuple[int, ...] = ()
+    alternate: bool = True
+
+
+@dataclass
+class PipeDreamSettings(ScheduleSettings):
+    name: str = "pipedream"
+
+
+@dataclass
+class PipeDream2BWSettings(ScheduleSettings):
+    name: str = "pipedream_2bw"
+
+
+@dataclass
 class PipelineSettings:
     """What PipelineStrategy takes besides the schedule."""
 
@@ -169,6 +198,11 @@ SCHEMAS: dict[str, type] = {
     "schedule/1f1b": OneFOneBSettings,
     "schedule/interleaved": InterleavedSettings,
     "schedule/kfkb": KFKBSettings,
+    "schedule/zero_bubble": ZeroBubbleSettings,
+    "schedule/hanayo": HanayoSettings,
+    "schedule/ready": ReadySettings,
+    "schedule/pipedream": PipeDreamSettings,
+    "schedule/pipedream_2bw": PipeDream2BWSettings,
     "model/gpt": GPTSettings,
     "model/mlp": MLPSettings,
     "model/resnet_digits": ResNetDigitsSettings,

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, PlanError, Program, check_count, check_one_batch
+from lightning_pipes.ir import (
+    STEP,
+    B,
+    F,
+    Instruction,
+    Kind,
+    Plan,
+    Program,
+    check_count,
+    check_one_batch,
+    check_one_stage_a_rank,
+)
 
 
 @dataclass(frozen=True)
@@ -29,17 +40,11 @@ class KFKB:
 
     def program(self, plan: Plan) -> Program:
         check_one_batch(plan, self.name)
-        if plan.n_ranks != plan.n_stages:
-            raise PlanError(
-                f"{self.name} runs one stage a rank, the plan has {plan.n_stages} stages on {plan.n_ranks} ranks; "
-                "for several stages a rank choose schedule 'interleaved'"
-            )
+        check_one_stage_a_rank(plan, self.name)
         return Program(tuple(self._order(plan, stage) for (stage,) in plan.stages))
 
     def _order(self, plan: Plan, stage: int) -> tuple[Instruction, ...]:
         spans = plan.spans(Kind.F, stage)  # which samples each micro-batch holds
-        if plan.spans(Kind.B, stage) != spans:
-            raise PlanError(f"{self.name} needs the same spans forward and backward; stage {stage} has others")
         groups = [spans[i : i + self.k] for i in range(0, len(spans), self.k)]
         forwards = [[F(stage, span) for span in group] for group in groups]
         backwards = [[B(stage, span) for span in group] for group in groups]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine import Item
-from lightning_pipes.ir import Plan, placement
+from lightning_pipes.ir import Plan, Policy, Program, Schedule, placement, prepared
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
@@ -36,7 +36,22 @@ SCHEDULES = [
     ("kfkb", {"k": 2}, 2),
     ("kfkb", {"k": 2}, 4),
     ("interleaved", {}, 2),
+    ("zero_bubble", {}, 2),
+    ("zero_bubble", {}, 4),
+    ("hanayo", {}, 2),
+    ("ready", {}, 2),
+    ("ready", {"slack": 0}, 4),
 ]
+
+
+def ordered(
+    name: str, settings: dict[str, Any], ranks: int, microbatches: int, recompute: bool = False
+) -> tuple[Plan, Program | Policy]:
+    """The plan of a schedule with its order."""
+    schedule = make_schedule(name, **settings)
+    where = placement(schedule, ranks)
+    plan = prepared(Plan.even(len(where), microbatches, ROWS, where, recompute=[recompute] * len(where)), schedule)
+    return plan, schedule.program(plan) if isinstance(schedule, Schedule) else schedule
 
 
 def alone(model: list[nn.Module], steps: int = 1, rows: int = ROWS) -> list[nn.Module]:
@@ -56,22 +71,35 @@ def alone(model: list[nn.Module], steps: int = 1, rows: int = ROWS) -> list[nn.M
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients(name: str, settings: dict[str, Any], ranks: int, microbatches: int, recompute: bool) -> None:
-    schedule = make_schedule(name, **settings)
-    where = placement(schedule, ranks)
-    plan = Plan.even(len(where), microbatches, ROWS, where, recompute=[recompute] * len(where))
-    model = layers()
-    pipe = Loopback(plan, schedule.program(plan), lambda r: make_stages(plan, r, model))
+    plan, order = ordered(name, settings, ranks, microbatches, recompute)
+    model = layers(8)
+    pipe = Loopback(plan, order, lambda r: make_stages(plan, r, model))
     pipe.inject(lambda: Item(0, ROWS, batch()))
     pipe.drain()
-    assert_close(gradients(model), gradients(alone(layers())))
+    assert_close(gradients(model), gradients(alone(layers(8))))
+
+
+@pytest.mark.parametrize(("name", "settings"), [("ready", {}), ("ready", {"alternate": False}), ("gpipe", {})])
+def test_gradients_are_those_of_1f1b_to_the_bit(name: str, settings: dict[str, Any]) -> None:
+    """Every stage goes through the micro-batches in order, forward and backward, whatever is ready when."""
+    found = []
+    for chosen in (("1f1b", {}), (name, settings)):
+        plan, order = ordered(*chosen, 4, 8)
+        model = layers(8)
+        pipe = Loopback(plan, order, lambda r, plan=plan, model=model: make_stages(plan, r, model))  # type: ignore[misc]
+        pipe.inject(lambda: Item(0, ROWS, batch()))
+        pipe.drain()
+        found.append(gradients(model))
+    assert_close(found[1], found[0], exact=True)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 7])
-def test_short_batch(rows: int) -> None:
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "ready"])
+def test_short_batch(name: str, rows: int) -> None:
     """The plan is for 8 samples; fewer come, some micro-batches are empty."""
-    plan = Plan.even(2, 4, ROWS)
+    plan, order = ordered(name, {}, 2, 4)
     model = layers()
-    pipe = Loopback(plan, make_schedule("1f1b").program(plan), lambda r: make_stages(plan, r, model))
+    pipe = Loopback(plan, order, lambda r: make_stages(plan, r, model))
     pipe.inject(lambda: Item(0, rows, batch(0, rows)))
     pipe.drain()
     assert_close(gradients(model), gradients(alone(layers(), rows=rows)))
@@ -80,16 +108,12 @@ def test_short_batch(rows: int) -> None:
 def three_steps(
     rank: int, name: str, settings: dict[str, Any], ranks: int, transport_name: str
 ) -> dict[str, torch.Tensor]:
-    schedule = make_schedule(name, **settings)
-    where = placement(schedule, ranks)
-    plan = Plan.even(len(where), 4, ROWS, where)
+    plan, order = ordered(name, settings, ranks, 4)
     watch, transport = connect(rank, plan, transport_name)
     from lightning_pipes.engine import Engine
 
     model = layers()
-    engine = Engine(
-        plan, schedule.program(plan), make_stages(plan, rank, model, sgd_step()), transport, rank=rank, watch=watch
-    )
+    engine = Engine(plan, order, make_stages(plan, rank, model, sgd_step()), transport, rank=rank, watch=watch)
     for number in range(3):
         engine.inject(Item(number, ROWS, batch(number)))
         engine.drain()
@@ -99,8 +123,10 @@ def three_steps(
     return {n: w for n, w in weights(model).items() if n.split(".")[0] in mine}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("name", "settings", "ranks"), SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "settings", "ranks", "transport"),
+    [(*s, t) for s in SCHEDULES[:7] for t in TRANSPORTS] + [(*s, "local") for s in SCHEDULES[7:]],
+)
 def test_weights_after_three_steps_on_processes(
     name: str, settings: dict[str, Any], ranks: int, transport: str
 ) -> None:

@@ -87,6 +87,7 @@ SAMPLES, VALIDATED = 24, 16
 CASES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "kfkb": {"strategy": {"schedule": "kfkb", "schedule_args": {"k": 2}}},
+    "zero_bubble": {"strategy": {"schedule": "zero_bubble"}},
     "interleaved": {"strategy": {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 2}}},
     "clipped, accumulated": {"trainer": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}},
     "no gradient on one replica": {"module": LitSometimes},

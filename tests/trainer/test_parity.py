@@ -20,6 +20,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "interleaved": {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 2}},
     "kfkb": {"schedule": "kfkb", "schedule_args": {"k": 2}},
+    "zero_bubble": {"schedule": "zero_bubble"},
+    "hanayo": {"schedule": "hanayo"},
+    "ready": {"schedule": "ready"},
 }
 TIED = {"model.4.weight": "model.0.weight"}  # what a rank with the last layer only calls the shared weights
 CLIPPED = {"gradient_clip_val": 0.05}
@@ -51,6 +54,7 @@ for n in (2, 4):
     CASES["accumulate", n] = Case(
         LitOutside, {"optimizer": "sgd"}, pipeline("gpipe"), {"accumulate_grad_batches": 2, "max_epochs": 2}
     )
+    CASES["outside, zero_bubble", n] = Case(LitOutside, strategy=pipeline("zero_bubble"), trainer=CLIPPED)
     CASES["recompute", n] = Case(LitOutside, strategy=pipeline("kfkb", recompute=True))
 CASES["hooks", 2] = Case(LitHooked, strategy=pipeline("1f1b"), trainer={"max_epochs": 2})
 CASES["policy", 2] = Case(LitOutside, strategy={"schedule": BackwardFirst(), "microbatches": 4})
@@ -62,6 +66,9 @@ CASES["empty stages", 4] = Case(
 )
 CASES["more micro-batches than samples", 2] = Case(Lit, strategy=pipeline("1f1b", microbatches=50))
 CASES["gloo", 2] = Case(Lit, strategy=pipeline("1f1b", transport="gloo"), evaluate=True)
+CASES["accumulate, zero_bubble", 2] = Case(
+    LitTied, {"optimizer": "sgd"}, pipeline("zero_bubble", recompute=True), {"accumulate_grad_batches": 2}
+)
 CASES["one rank", 1] = Case(LitOutside, strategy=pipeline("1f1b"), trainer=CLIPPED, evaluate=True)
 CASES["two stages on one rank", 1] = Case(LitTied, strategy=pipeline("interleaved"), trainer=CLIPPED)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import lightning_pipes.trainer
 from lightning_pipes.engine import FailureWatch
-from lightning_pipes.ir import DeadlockError, Instruction, PipelineError, Plan, RankView, Span
+from lightning_pipes.ir import DeadlockError, Instruction, Kind, PipelineError, Plan, Program, RankView, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.batches import check_same, fingerprint, join, rows_of, take
@@ -312,3 +312,14 @@ def test_what_a_hook_misses_on_other_stages_is_explained(here):
     explained = "on_train_batch_end runs on every stage" in "".join(getattr(caught.value, "__notes__", []))
     assert explained is not here
     wrappers.remove()
+
+
+def test_the_plan_is_what_the_schedule_asks_for() -> None:
+    plan, order = Plans(make_schedule("zero_bubble"), (0, 1), [Span(0, 1)] * 2, 4, recompute=True).for_rows(8)
+    assert plan.split_backward
+    assert isinstance(order, Program)
+    assert Kind.W in {i.kind for i in order.instructions()}
+    plan, order = Plans(make_schedule("pipedream"), (0, 1), [Span(0, 1)] * 2, 1, recompute=False).for_rows(8)
+    assert plan.versions == (2, 1)
+    assert isinstance(order, Program)
+    assert order.endless

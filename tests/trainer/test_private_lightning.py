@@ -17,7 +17,7 @@ from lightning.fabric.utilities import distributed as fabric_distributed
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops import evaluation_loop, fetchers, training_epoch_loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, Precision, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch.utils.data import DataLoader
@@ -295,3 +295,83 @@ def test_compiled_in_place():
     assert private.is_compiled(torch.compile(layer, backend="eager"))
     layer.compile(backend="eager")
     assert private.is_compiled(layer)
+
+
+def test_pauses_after_this_batch():
+    """Before the last batch of an epoch, of training, and before validation; a stop asked for does not count."""
+    seen: dict[str, list[bool]] = {"epoch": [], "steps": [], "validation": [], "stop": []}
+
+    class Module(pl.LightningModule):
+        def __init__(self, what: str) -> None:
+            super().__init__()
+            self.what, self.layer = what, torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if self.what == "stop":
+                self.trainer.should_stop = True
+            seen[self.what].append(private.pauses_after_this_batch(self.trainer))
+            return self.layer(batch).sum()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    loader = DataLoader(torch.ones(4, 1), batch_size=1)
+    options: dict[str, dict[str, Any]] = {
+        "epoch": {"max_epochs": 1},
+        "steps": {"max_steps": 3},
+        "validation": {"max_epochs": 1, "val_check_interval": 2},
+        "stop": {"max_epochs": 1},
+    }
+    for what, more in options.items():
+        fitted = pl.Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **more
+        )
+        fitted.fit(Module(what), loader, loader if what == "validation" else None)
+    assert seen == {
+        "epoch": [False, False, False, True],
+        "steps": [False, False, True],
+        "validation": [False, True, False, True],
+        "stop": [False],
+    }
+
+
+def test_as_in_training_step():
+    """Logs made later keep their name: Lightning files them under the hook that runs."""
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("early", 1.0, on_step=True, on_epoch=True)
+            return self.layer(batch).sum()
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            with private.as_in_training_step(self.trainer):
+                self.log("early", 3.0, on_step=True, on_epoch=True)
+            assert self._current_fx_name == "on_train_batch_end"
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    fitted = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+    fitted.fit(Module(), DataLoader(torch.ones(2, 1)))
+    assert fitted.callback_metrics["early_epoch"] == 2.0
+
+
+def test_before_step():
+    assert arguments(Precision._after_closure) == ["self", "model", "optimizer"]
+    source = inspect.getsource(Precision._after_closure)
+    assert source.index("on_before_optimizer_step") < source.index("_clip_gradients")
+
+
+def test_expect_late_steps(recwarn):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    private.expect_late_steps(optimizer)
+    scheduler.step()
+    assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]

@@ -1,0 +1,134 @@
+"""What it costs to compute input and weight gradients apart, and from where on zero_bubble pays for it.
+
+One stage of transformer blocks on one thread of one process, in seconds of processor time, so that other programs
+matter little. `I + W` is in multiples of a whole backward; the steps are simulated with the times measured, for equal
+stages and free links.
+
+    python benchmarks/split_backward.py [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from engine import Block
+from torch import nn
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.engine.autograd import Saved, backward, enter, leave
+from lightning_pipes.engine.split import backward_inputs
+from lightning_pipes.ir import Kind, Plan, Span, prepared
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.sim import makespan
+
+SAMPLES, TOKENS = 2, 96
+STAGES, MICROBATCHES = 4, 8
+
+
+class Parts:
+    """A stage's forward and backward, whole and in two parts, each timed on its own."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(Block(width, width // 32) for _ in range(blocks)))
+        self.x, self.gradient = torch.randn(2, SAMPLES, TOKENS, width)
+
+    def forward(self) -> Saved:
+        saved = Saved(Span(0, SAMPLES), None)
+        leave(self.net(enter(self.x.clone(), (True,), saved)), saved)
+        return saved
+
+    def whole(self) -> tuple[float, ...]:
+        """Seconds of F and B."""
+        f, saved = timed(self.forward)
+        b, _ = timed(lambda: backward([(saved, [self.gradient])], last=False))
+        return f, b
+
+    def parts(self) -> tuple[float, ...]:
+        """Seconds of I and W."""
+        saved = self.forward()
+        i, left = timed(lambda: backward_inputs([(saved, [self.gradient])], last=False))
+        assert not left.inseparable
+        w, _ = timed(left.compute)
+        return i, w
+
+    def twice(self) -> tuple[float, ...]:
+        """Seconds of I and W where W runs the whole graph again."""
+        saved = self.forward()
+        roots: Any = list(saved.outputs)
+        i, _ = timed(lambda: torch.autograd.backward(roots, [self.gradient], retain_graph=True, inputs=saved.entered))
+        w, _ = timed(lambda: torch.autograd.backward(roots, [self.gradient]))
+        return i, w
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.thread_time()
+    result = work()
+    return time.thread_time() - started, result
+
+
+def medians(run: Callable[[], tuple[float, ...]], repeats: int) -> tuple[float, ...]:
+    """Of each part; the first runs warm up. One variant at a time, or each would pay for how the other left memory."""
+    taken = [run() for _ in range(repeats + 3)][3:]
+    return tuple(statistics.median(column) for column in zip(*taken, strict=True))
+
+
+def step_seconds(name: str, times: dict[Kind, float]) -> float:
+    """A simulated step of equal stages."""
+    schedule = make_schedule(name)
+    plan = prepared(Plan.even(STAGES, MICROBATCHES), schedule)
+    costs = CostModel({(kind, s): ((1, t),) for kind, t in times.items() for s in range(STAGES)})
+    return makespan(schedule.program(plan), plan, costs) / 1e9  # type: ignore[union-attr]
+
+
+def measure(width: int, blocks: int, repeats: int) -> dict[str, float]:
+    parts = Parts(width, blocks)
+    rounds = [[medians(run, repeats) for run in (parts.whole, parts.parts, parts.twice)] for _ in range(3)]
+    best = [tuple(map(min, zip(*of_run, strict=True))) for of_run in zip(*rounds, strict=True)]
+    (f, b), (i, w), (i2, w2) = best
+    steps = {
+        "1f1b": step_seconds("1f1b", {Kind.F: f, Kind.B: b}),
+        "zero_bubble": step_seconds("zero_bubble", {Kind.F: f, Kind.I: i, Kind.W: w}),
+    }
+    return {
+        "width": width,
+        "blocks": blocks,
+        "F": f,
+        "B": b,
+        "I": i,
+        "W": w,
+        "ratio": (i + w) / b,
+        "ratio_two_passes": (i2 + w2) / b,
+        "gain": steps["1f1b"] / steps["zero_bubble"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    sizes = [(96, 4), (256, 4), (512, 2)][: 2 if arguments.quick else None]
+    rows = [measure(width, blocks, 5 if arguments.quick else 15) for width, blocks in sizes]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    print(f"ms; {SAMPLES} samples of {TOKENS} tokens a micro-batch, {STAGES} stages, {MICROBATCHES} micro-batches")
+    print("width  blocks      F      B      I      W   I + W   in two passes   1f1b / zero_bubble")
+    for r in rows:
+        times = " ".join(f"{r[k] * 1e3:6.1f}" for k in ("F", "B", "I", "W"))
+        print(
+            f"{r['width']:5} {r['blocks']:7} {times} {r['ratio']:6.2f} B {r['ratio_two_passes']:13.2f} B "
+            f"{r['gain']:8.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""1F1B that never flushes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_pipes.ir import (
+    STEP,
+    B,
+    F,
+    Instruction,
+    Kind,
+    Plan,
+    PlanError,
+    Program,
+    check_one_stage_a_rank,
+)
+from lightning_pipes.ir.program import Row
+
+
+@dataclass(frozen=True)
+class PipeDream:
+    """Asynchronous 1F1B with weight stashing (Narayanan et al. 2019, SOSP, S3.2 and S3.3): the next batch enters while
+    the ones before it are still on their way back, so after the start no rank idles.
+
+    A batch goes forward on stage s of p with weights that lack its last updates, and backward with the same ones: the
+    update of a batch comes p - 1 - s updates late, and p - s versions of the weights are kept. These are the paper's
+    numbers, for one micro-batch a batch. With m of them, the weights of a batch are those that its first one read, and
+    only ceil((p - 1 - s) / m) updates are missed; one version more is kept.
+
+    Raises:
+        PlanError: a rank has several stages, spans differ between stages or directions, backward is split, or there
+            are several jobs.
+    """
+
+    name: ClassVar[str] = "pipedream"
+
+    def versions(self, plan: Plan) -> tuple[int, ...]:
+        """The weight versions that live on each stage."""
+        m = len(plan.spans(Kind.F, 0))
+        return tuple(1 - (-(plan.n_stages - 1 - s) // m) for s in range(plan.n_stages))
+
+    def program(self, plan: Plan) -> Program:
+        return endless_1f1b(plan, self.name)
+
+
+def endless_1f1b(plan: Plan, name: str, late_steps: bool = False) -> Program:
+    """1F1B over the micro-batches of all batches. A STEP follows the last backward of its batch; with `late_steps` it
+    waits for the first forward of the next batch, which then still reads the old weights.
+
+    Raises:
+        PlanError: the plan is not for one job, one stage a rank, whole backwards and the same spans everywhere.
+    """
+    if len(plan.jobs) > 1 or plan.split_backward:
+        raise PlanError(
+            f"{name} orders the batches of one job with full backwards (B); the plan has {len(plan.jobs)} jobs and "
+            f"split_backward={plan.split_backward}"
+        )
+    check_one_stage_a_rank(plan, name)
+    spans = plan.spans(Kind.F, 0)
+    if any(plan.spans(Kind.F, s) != spans for s in range(plan.n_stages)):
+        raise PlanError(f"{name} needs the same spans on all stages")
+    rows = [_Row(plan, stage, late_steps) for (stage,) in plan.stages]
+    begun = max(1, -(-(plan.n_stages - 1) // len(spans))) * len(spans)  # whole batches that fill the pipeline
+    return Program(
+        tuple(row.part(-row.ahead, begun - row.ahead) for row in rows),
+        tuple(row.part(begun - row.ahead, begun - row.ahead + len(spans)) for row in rows),
+        tuple(row.part(begun - row.ahead, begun, forward=False) for row in rows),
+    )
+
+
+class _Row:
+    """What one stage does, as turns: the forward of micro-batch n + ahead, then the backward of micro-batch n, counted
+    over all batches."""
+
+    def __init__(self, plan: Plan, stage: int, late_steps: bool) -> None:
+        self.ahead = plan.n_stages - 1 - stage
+        self._stage = stage
+        self._spans = plan.spans(Kind.F, stage)
+        self._late_step = late_steps and not self.ahead  # elsewhere the next batch has begun before
+
+    def part(self, start: int, stop: int, forward: bool = True) -> Row:
+        """The turns `start` to `stop`; without `forward` their backwards only, to the very end."""
+        row: list[Instruction] = []
+        m, s = len(self._spans), self._stage
+        for n in range(start, stop):
+            batch, k = divmod(n, m)
+            if forward:
+                f_batch, f_k = divmod(n + self.ahead, m)
+                row.append(F(s, self._spans[f_k], batch=f_batch))
+                if self._late_step and f_k == 0 and f_batch:
+                    row.append(STEP(s, batch=f_batch - 1))
+            if n >= 0:
+                row.append(B(s, self._spans[k], batch=batch))
+                if k == m - 1 and not self._late_step:
+                    row.append(STEP(s, batch=batch))
+        if not forward and self._late_step:
+            row.append(STEP(s, batch=stop // m - 1))
+        return tuple(row)

@@ -1,0 +1,5 @@
+"""Zero bubble: weight gradients where a rank would idle."""
+
+from lightning_pipes.strategies.zero_bubble.schedule import ZeroBubble
+
+__all__ = ["ZeroBubble"]

@@ -1,0 +1,90 @@
+import pytest
+
+from lightning_pipes.ir import B, F, Instruction, Plan, RankView, RulePolicy, verify
+from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.kfkb import KFKB
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.strategies.ready import Ready
+from lightning_pipes.testing.conformance import ScheduleConformance
+from lightning_pipes.testing.generators import random_costs, tiny_plan, uniform
+
+
+class TestReady(ScheduleConformance):
+    schedules = [Ready(), Ready(slack=0), Ready(slack=9), Ready(alternate=False)]
+    refused = [
+        lambda: Ready(slack=-1),
+        lambda: Ready(limits=(1, 1)).rule(tiny_plan(3, 4)),
+        lambda: Ready(limits=(2, 1)).rule(Plan.even(2, 2, rows=4)),
+    ]
+
+    def most_held(self, schedule, plan, stage):
+        return min(schedule.rule(plan).limits[stage], len(plan.jobs[0].forward[0]))
+
+
+def test_small_order():
+    """Forward and backward in turn where both are ready: rank 0 holds two, then waits."""
+    plan, costs = uniform(stages=2, microbatches=3, f=1, b=1)
+    assert simulate(Ready(slack=0), plan, costs).program().lines() == [
+        "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 STEP0",
+        "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 STEP1",
+    ]
+
+
+def test_says_itself_in_numbers():
+    plan = Plan.even(4, 8, rows=16)
+    assert isinstance(Ready(), RulePolicy)
+    assert Ready(slack=0).rule(plan).limits == (8, 6, 4, 2)  # 1F1B's, of two samples each
+    assert Ready(slack=3).rule(plan).limits == (14, 10, 6, 2)
+    assert Ready(slack=1).rule(plan).limits == (10, 8, 6, 2)
+    assert Ready(limits=[9, 9, 9, 2]).rule(plan).limits == (9, 9, 9, 2)
+    assert Ready(slack=2).rule(Plan.even(1, 4)).limits == (1,)
+
+
+@pytest.mark.parametrize(("last", "alternate", "picked"), [(F, True, B), (B, True, F), (B, False, B), (None, True, F)])
+def test_alternates(last, alternate, picked):
+    plan = tiny_plan(2, 4)
+    spans = plan.jobs[0].forward[0]
+    ready: list[Instruction] = [B(0, spans[0]), F(0, spans[1]), F(0, spans[2])]
+    view = RankView(0, last and last(0, spans[0]), {0: 1})
+    assert Ready(alternate=alternate).pick(ready, view, plan) == picked(0, spans[0 if picked is B else 1])
+
+
+def test_never_holds_more_than_its_limits():
+    for seed in range(20):
+        plan = Plan.even(4, 9, rows=13)
+        schedule = Ready(slack=seed % 4)
+        program = simulate(schedule, plan, random_costs(plan, seed)).program()
+        held = verify(program, plan).peak_rows
+        assert all(h <= most for h, most in zip(held, schedule.rule(plan).limits, strict=True))
+
+
+@pytest.mark.parametrize("m", [1, 4, 9])
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_step_time_on_free_links(p, m):
+    """(m + p - 1)(f + b), as 1F1B, and with no more memory."""
+    plan, costs = uniform(p, m, f=1, b=2)
+    assert simulate(Ready(slack=0), plan, costs).makespan == (m + p - 1) * 3
+
+
+@pytest.mark.parametrize(
+    ("order", "seconds", "error"),
+    [
+        (OneFOneB(), 2.337, 0.04),
+        (Ready(limits=(6,) * 4), 1.842, 0.02),
+        (Ready(limits=(8,) * 4), 1.735, 0.02),
+        (KFKB(k=2), 1.736, 0.02),
+    ],
+    ids=["1f1b", "six held", "eight held", "2f2b"],
+)
+def test_steps_that_were_measured(order, seconds, error):
+    """Four stages, 24 micro-batches, F 20 ms, B 40 ms, on real links shaped to 20 ms a message."""
+    plan, costs = uniform(4, 24, f=20, b=40, link=20)
+    found = simulate(order if isinstance(order, Ready) else order.program(plan), plan, costs).makespan
+    assert found == pytest.approx(seconds * 1e3, rel=error)
+
+
+def test_slack_hides_links():
+    plan, costs = uniform(4, 24, f=20, b=40, link=40)
+    times = [simulate(Ready(slack=n), plan, costs).makespan for n in (0, 2, 4, 8)]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < 0.8 * times[0]

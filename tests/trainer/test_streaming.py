@@ -1,0 +1,269 @@
+"""Schedules that do not flush, in the Trainer: as one process that trains with weights as old as theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from math import isnan
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
+from tests.trainer.lit import Keeper, Lit, LitOutside, LitTied, data, differences, plain_values, quiet
+
+BATCHES = 9  # of 4 samples, an epoch; the last one has 2
+ROWS = 4 * BATCHES - 2
+CUTS = {1: [], 2: [4], 4: [2, 4, 6]}
+
+
+class StopAt(Callback):
+    """Wants to stop after a batch, on one rank."""
+
+    def __init__(self, batch: int, rank: int) -> None:
+        self.batch, self.rank = batch, rank
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch and trainer.global_rank == self.rank:
+            trainer.should_stop = True
+
+
+class Seen(Callback):
+    """Evaluations, as the batch after which they came."""
+
+    def __init__(self) -> None:
+        self.validated: list[int] = []
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.validated.append(trainer.global_step)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    schedule: str
+    ranks: int
+    microbatches: int
+    options: dict[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[str], list[Any]] = lambda folder: []
+
+
+def saving(folder: str) -> list[Any]:
+    return [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)]
+
+
+def stopping(folder: str) -> list[Any]:
+    return [StopAt(2, rank=1)]
+
+
+CASES = {
+    "pipedream on 2": Streamed("pipedream", 2, 1, {"max_epochs": 2}),
+    "pipedream on 4": Streamed("pipedream", 4, 1, {"max_epochs": 2, "val_check_interval": 5}),
+    "several micro-batches": Streamed("pipedream", 4, 2, {"max_steps": 14}),
+    "2bw on 2": Streamed("pipedream_2bw", 2, 2, {"max_epochs": 2}),
+    "2bw on 4": Streamed("pipedream_2bw", 4, 4, {"max_steps": 13, "gradient_clip_val": 0.01}),
+    "2bw on 1": Streamed("pipedream_2bw", 1, 2, {"max_epochs": 1}),
+    "checkpoints": Streamed("pipedream", 2, 1, {"max_epochs": 1}, saving),
+    "stopped": Streamed("pipedream", 2, 1, {"max_epochs": 3}, stopping),
+}
+CASES["2bw on 4"].options["gradient_clip_algorithm"] = "value"
+
+
+def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    return DataLoader(data(ROWS), batch_size=4), DataLoader(data(13), batch_size=5)
+
+
+def fit(case: Streamed, folder: str, resume: str | None = None, module: pl.LightningModule | None = None) -> Any:
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    module = (module or Lit()).double()
+    keeper, seen = Keeper(), Seen()
+    strategy = PipelineStrategy(case.schedule, case.microbatches, partition=CUTS[case.ranks])
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=case.ranks,
+        strategy=strategy,
+        precision="64-true",
+        logger=CSVLogger(folder, name="", version=0),
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in case.callbacks(folder)),
+        num_sanity_val_steps=0,
+        callbacks=[keeper, seen, *case.callbacks(folder)],
+        **case.options,
+    )
+    train, val = loaders()
+    trainer.fit(module, train, val, ckpt_path=resume, weights_only=False)
+    report = strategy.report
+    return {
+        "losses": [float(o["loss"]) if isinstance(o, dict) else float(o) for o in keeper.outputs],
+        "rates": keeper.rates,
+        "weights": plain_values(dict(module.state_dict())),
+        "metrics": plain_values(dict(trainer.callback_metrics)),
+        "steps": trainer.global_step,
+        "validated": seen.validated,
+        "bubbles": (report.bubble_predicted, report.bubble_measured),
+    }
+
+
+def of_rank(rank: int, keys: list[str], folder: str) -> list[Any]:
+    return [fit(CASES[key], f"{folder}/{key}") for key in keys]
+
+
+@cache
+def in_a_pipeline(ranks: int) -> dict[str, list[Any]]:
+    keys = [key for key, case in CASES.items() if case.ranks == ranks]
+    found = run_ranks(of_rank, ranks, keys, mkdtemp(), timeout=90)
+    return {key: [of[n] for of in found] for n, key in enumerate(keys)}
+
+
+def delays(case: Streamed) -> list[int]:
+    if case.schedule == "pipedream_2bw":
+        return [1] * case.ranks
+    return [-(-(case.ranks - 1 - s) // case.microbatches) for s in range(case.ranks)]
+
+
+def stale(case: Streamed, batches: int, flushes: set[int]) -> dict[str, Any]:
+    """Batch n goes through stage s with the weights after n - delay updates, but none older than the last flush.
+    `flushes` are the batches after which everything is finished."""
+    pl.seed_everything(3, verbose=False)
+    module = Lit().double()
+    optimizer, scheduler = (
+        (c := module.configure_optimizers())["optimizer"],
+        c["lr_scheduler"]["scheduler"],
+    )
+    layers = list(module.model)
+    bounds = [0, *CUTS[case.ranks], len(layers)]
+    stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(bounds)]
+    old = [[{n: p.detach().clone() for n, p in s.named_parameters()} for s in stages]]
+    losses, rates, since = [], [], 0
+    given = [b for _ in range(batches) for b in loaders()[0]][:batches]
+    for n, (x, y) in enumerate(given):
+        read = []
+        for s, (stage, delay) in enumerate(zip(stages, delays(case), strict=True)):
+            weights = old[max(since, n - delay)][s]
+            read.append({name: w.clone().requires_grad_() for name, w in weights.items()})
+            x = functional_call(stage, read[s], (x,))
+        loss = F.cross_entropy(x, y)
+        losses.append(float(loss.detach()))
+        found = iter(torch.autograd.grad(loss, [w for of in read for w in of.values()]))
+        for stage in stages:
+            for p in stage.parameters():
+                p.grad = next(found)
+        clip = case.options.get("gradient_clip_val")
+        if clip:
+            torch.nn.utils.clip_grad_value_(module.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        old.append([{name: p.detach().clone() for name, p in s.named_parameters()} for s in stages])
+        if n + 1 in flushes:
+            since = n + 1
+    return {"losses": losses, "rates": rates, "weights": plain_values(dict(module.state_dict())), "steps": batches}
+
+
+EXPECTED = {  # batches, and after which of them everything is finished
+    "pipedream on 2": (18, {9, 18}),
+    "pipedream on 4": (18, {5, 9, 14, 18}),
+    "several micro-batches": (14, {9, 14}),
+    "2bw on 2": (18, {9, 18}),
+    "2bw on 4": (13, {9, 13}),
+    "2bw on 1": (9, {9}),
+    "checkpoints": (9, {4, 8, 9}),
+    "stopped": (5, {5}),  # asked for after batch 2, heard of two batches later
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parity(name: str) -> None:
+    case, (batches, flushes) = CASES[name], EXPECTED[name]
+    wanted = stale(case, batches, flushes)
+    ranks = in_a_pipeline(case.ranks)[name]
+    assert differences(ranks[0]["losses"], wanted["losses"]) == []  # the last stage knows them at once
+    for found in ranks:
+        for what in ("weights", "rates", "steps"):
+            assert differences(found[what], wanted[what], at=what) == []
+        assert differences(found["metrics"], ranks[0]["metrics"]) == []
+        assert found["validated"] == ranks[0]["validated"]
+
+
+def test_other_ranks_know_losses_later() -> None:
+    first = in_a_pipeline(4)["pipedream on 4"][-1]  # the first stage is on the last rank
+    last = in_a_pipeline(4)["pipedream on 4"][0]
+    assert [isnan(loss) for loss in first["losses"]] == [True] * 3 + [False] * 15
+    assert first["losses"][3] == last["losses"][0]
+    assert first["losses"][4] == last["losses"][4]  # validation follows: all is finished
+
+
+def test_validates_where_it_should() -> None:
+    assert in_a_pipeline(4)["pipedream on 4"][0]["validated"] == [5, 14]
+    assert in_a_pipeline(2)["pipedream on 2"][0]["validated"] == [9, 18]
+
+
+def resumed(rank: int, folder: str) -> Any:
+    case = CASES["checkpoints"]
+    fit(case, folder)
+    return fit(case, folder, resume=str(Path(folder) / "step=4.ckpt"))
+
+
+def test_resumes_from_a_checkpoint() -> None:
+    """Everything was finished when it was saved, so going on from there is the same."""
+    wanted = stale(CASES["checkpoints"], 9, {4, 8, 9})
+    for found in run_ranks(resumed, 2, mkdtemp(), timeout=60):
+        assert differences(found["weights"], wanted["weights"]) == []
+
+
+REFUSED = {
+    "accumulate_grad_batches": ({"accumulate_grad_batches": 2}, Lit),
+    "gradient_clip_val": ({"gradient_clip_val": 1.0}, Lit),
+    "outlet.weight": ({}, LitOutside),
+    "model.0.weight": ({}, LitTied),
+}
+
+
+def refusals(rank: int) -> list[str]:
+    said = []
+    for options, kind in REFUSED.values():
+        try:
+            fit(Streamed("pipedream", 2, 1, {"max_epochs": 1, **options}), mkdtemp(), module=kind())
+            said.append("")
+        except PipelineError as error:
+            said.append(str(error))
+    return said
+
+
+def test_refuses_what_needs_all_stages_at_one_batch() -> None:
+    for said in run_ranks(refusals, 2, timeout=60):
+        for what, message in zip(REFUSED, said, strict=True):
+            assert what in message
+            assert "pipedream" in message
+            assert "1f1b" in message
+
+
+def failing(rank: int) -> None:
+    class Broken(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 5:
+                raise ValueError("on purpose")
+            return super().training_step(batch, batch_idx)
+
+    fit(Streamed("pipedream", 2, 1, {"max_epochs": 1}), mkdtemp(), module=Broken())
+
+
+def test_a_failure_ends_all_ranks() -> None:
+    with pytest.raises(RanksFailedError, match="on purpose"):
+        run_ranks(failing, 2, timeout=30)
