@@ -151,10 +151,13 @@ class ModelProfile:
     def activation_bytes(self, layers: Sequence[Span], stage: int) -> int:
         """Bytes per row that a stage keeps from F to B, its input included where its first layer keeps that."""
         span = layers[stage]
-        parts = self.stages(layers)[stage]
-        kept = sum(per_row(part.saved) for part in parts)
-        if stage and span.rows and self.layers[span.start].keeps_input:
+        kept = sum(per_row(layer.saved) for layer in self.layers[span.start : span.stop])
+        if stage == 0:
+            kept += per_row(self.before.saved)
+        elif span.rows and self.layers[span.start].keeps_input:
             kept += self.edge_bytes(span.start)
+        if stage == len(layers) - 1:
+            kept += per_row(self.after.saved)
         return round(kept)
 
     def save(self, path: str | Path) -> None:

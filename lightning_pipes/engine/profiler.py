@@ -193,10 +193,12 @@ def _measure_saved(layers: Sequence[nn.Module], rows: int, x: Any, measured: Seq
 def _measure_working(
     layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer, device: torch.device
 ) -> None:
-    """What every layer needs while it runs, besides what it saves and hands on, and gradients of weights."""
+    """What every layer needs while it runs, besides what it saves and hands on."""
     flags: autograd.Flags = ()
     for layer, seen in zip(layers, measured, strict=True):
         saved = Saved(Span(0, rows), None)
+        for p in layer.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None  # as from the second micro-batch on
         with footprint(device) as bytes_:
             x, flags = autograd.leave(call(layer, autograd.enter(x, flags, saved) if flags else x), saved)
             forward = bytes_.peak - bytes_.left
@@ -204,8 +206,7 @@ def _measure_working(
             bytes_.restart()
             held = bytes_.left
             autograd.backward([(saved, gradients)], False)
-            own = sum(p.grad.nbytes for p in layer.parameters() if p.grad is not None)
-            backward = bytes_.peak - held - own
+            backward = bytes_.peak - held
         seen.working[rows] = max(forward, backward, 0)
         for p in layer.parameters():
             p.grad = None

@@ -118,12 +118,12 @@ def ordered(schedule: Schedule | Policy, plan: Plan) -> tuple[Program | Policy, 
 def evaluated(profile: ModelProfile, order: Program | Policy, plan: Plan, cluster: Cluster) -> Fit:
     """What a plan with its layers comes to."""
     speeds = [cluster.devices[rank].speed for rank in plan.ranks]
-    costs = profile.costs(plan.layers, speeds)
-    costs = replace(costs, links=_links(plan, cluster))
+    costs = replace(profile.costs(plan.layers, speeds), links=_links(plan, cluster))
+    bare = replace(plan, layers=())  # equal for all partitions, so that the order is lowered once
     if isinstance(order, Program):
-        peak = peaks(compiled(order, plan), plan, costs, None)
-        return Fit(plan, order, costs, makespan(order, plan, costs) / 1e9, peak)
-    timeline = simulate(order, plan, costs)
+        peak = peaks(compiled(order, bare), bare, costs, None)
+        return Fit(plan, order, costs, makespan(order, bare, costs) / 1e9, peak)
+    timeline = simulate(order, bare, costs)
     return Fit(plan, order, costs, timeline.makespan / 1e9, timeline.peak_bytes)
 
 
