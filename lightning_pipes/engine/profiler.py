@@ -22,10 +22,10 @@ from lightning_pipes.engine import autograd
 from lightning_pipes.engine.autograd import Saved
 from lightning_pipes.engine.footprint import footprint, storage_of
 from lightning_pipes.engine.rng import forked_rng
+from lightning_pipes.engine.split import backward_inputs
 from lightning_pipes.ir import Kind, PlanError, Span
 
 REPEATS = 5
-_BACKWARD = {Kind.B: autograd.backward, Kind.I: autograd.backward_inputs, Kind.W: autograd.backward_weights}
 CallLayer = Callable[[nn.Module, Any], Any]
 Progress = Callable[[str, float], None]
 """Told what is measured, and how much of all is done, 0 to 1."""
@@ -90,8 +90,8 @@ def profile_layers(
                 if repeat > 0 and time.perf_counter() - started > seconds:
                     break
                 progress(f"{rows} rows", done / total)
-                for kinds in ((Kind.B,), (Kind.I, Kind.W)) if split else ((Kind.B,),):
-                    _measure_times(layers, rows, x, measured, call, device, kinds, count=repeat >= 0)
+                for in_two in (False, True) if split else (False,):
+                    _measure_times(layers, rows, x, measured, call, device, in_two, count=repeat >= 0)
         steps = [_step(layer, optimizer, device) for layer in layers]
     given = list(names) or [str(number) for number in range(len(layers))]
     return ModelProfile(
@@ -128,7 +128,7 @@ def _measure_times(
     measured: Sequence[_Seen],
     call: CallLayer,
     device: torch.device,
-    kinds: tuple[Kind, ...],
+    in_two: bool,
     count: bool,
 ) -> None:
     span = Span(0, rows)
@@ -150,7 +150,7 @@ def _measure_times(
         def forward(layer: nn.Module = layer, saved: Saved = saved, x: Any = x, flags: autograd.Flags = flags) -> Any:
             return autograd.leave(call(layer, autograd.enter(x, flags, saved) if flags else x), saved)
 
-        x, flags = timed(number, Kind.F if kinds == (Kind.B,) else Kind.STEP, forward)
+        x, flags = timed(number, Kind.STEP if in_two else Kind.F, forward)
         kept.append((saved, flags, x))
     back: list[Any] = []
     for number in reversed(range(len(layers))):
@@ -158,8 +158,11 @@ def _measure_times(
         if not back:  # nothing came: the end of the model
             back = [torch.ones_like(t) for t, flag in zip(_tensors(out), flags, strict=True) if flag]
         records = [(saved, back)]
-        for kind in kinds:
-            timed(number, kind, partial(_BACKWARD[kind], records, False))
+        if in_two:
+            left = timed(number, Kind.I, partial(backward_inputs, records, False))
+            timed(number, Kind.W, left.compute)
+        else:
+            timed(number, Kind.B, partial(autograd.backward, records, False))
         back = autograd.input_gradients(saved)
         if not any(g is not None for g in back):
             break  # nothing before this layer is trained
