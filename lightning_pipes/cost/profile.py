@@ -160,9 +160,20 @@ class ModelProfile:
             kept += per_row(self.after.saved)
         return round(kept)
 
+    def data(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def of_data(cls, found: dict[str, Any]) -> ModelProfile:
+        """The profile of `data`, after its way through JSON."""
+        parts = {name: value for name, value in found.items() if name != "format"}
+        layers = tuple(_layer(each) for each in parts.pop("layers"))
+        return cls(layers, _layer(parts.pop("before")), _layer(parts.pop("after")), **parts)
+
     def save(self, path: str | Path) -> None:
         """Writes JSON."""
-        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
+        Path(path).write_text(json.dumps(self.data(), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> ModelProfile:
@@ -173,13 +184,12 @@ class ModelProfile:
         """
         try:
             found = json.loads(Path(path).read_text())
-            wrote = found.pop("format")
-        except (ValueError, AttributeError, KeyError) as error:
+            wrote = found["format"]
+        except (ValueError, TypeError, KeyError) as error:
             raise PlanError(f"{path} is no profile that `lightning-pipes profile` wrote: {error!r}") from error
         if wrote != FORMAT:
             raise PlanError(f"{path} has format {wrote}, this version reads {FORMAT}; profile again")
-        layers = tuple(_layer(each) for each in found.pop("layers"))
-        return cls(layers, _layer(found.pop("before")), _layer(found.pop("after")), **found)
+        return cls.of_data(found)
 
 
 def added(tables: Iterable[Table]) -> Table:
@@ -212,6 +222,6 @@ def _table(layer: LayerProfile, kind: Kind) -> Table:
 
 
 def _layer(found: dict[str, Any]) -> LayerProfile:
-    for name in ("forward", "backward", "input_backward", "weight_backward", "saved", "output", "working"):
-        found[name] = tuple((int(rows), value) for rows, value in found[name])
-    return LayerProfile(**found)
+    names = ("forward", "backward", "input_backward", "weight_backward", "saved", "output", "working")
+    tables = {name: tuple((int(rows), value) for rows, value in found[name]) for name in names}
+    return LayerProfile(**found | tables)
