@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 MAKE_SCHEDULE = "lightning_pipes.ir.registry.make_schedule"
+MAKE_CLUSTER = "lightning_pipes.cost.clusters.make_cluster"
 
 
 @dataclass
@@ -179,6 +180,26 @@ class DigitsSettings(DataSettings):
 
 
 @dataclass
+class LinkSettings:
+    """What joins two devices, in each direction."""
+
+    bandwidth: str = "inf"  # such as 12.5GB/s or 100Gbit/s
+    latency: str = "0us"
+
+
+@dataclass
+class ClusterSettings:
+    """Equal devices on equal hosts. `hydra.utils.instantiate(cfg.cluster)` makes the Cluster."""
+
+    _target_: str = MAKE_CLUSTER
+    hosts: int = 1
+    devices_per_host: int = 1
+    memory: str | None = None  # of a device, such as 16GiB; null: nobody asks
+    inside: LinkSettings = field(default_factory=LinkSettings)  # between devices of one host
+    between: LinkSettings = field(default_factory=LinkSettings)  # between devices of different hosts
+
+
+@dataclass
 class TrainSettings:
     """Everything that examples/train.py can be told."""
 
@@ -194,6 +215,7 @@ class TrainSettings:
 
 SCHEMAS: dict[str, type] = {
     "train": TrainSettings,
+    "cluster": ClusterSettings,
     "schedule/gpipe": GPipeSettings,
     "schedule/1f1b": OneFOneBSettings,
     "schedule/interleaved": InterleavedSettings,
