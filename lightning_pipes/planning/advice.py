@@ -255,7 +255,8 @@ def _limits(model: WhatIf) -> Iterator[str]:
     if not model.layers_known:
         yield (
             "The times of single layers are not known, so no other cuts were tried, and times were taken as "
-            "proportional to samples: profile the model, and pass profile=FILE to lightning-pipes report."
+            "proportional to samples. Measure them with lightning-pipes profile, and read the report again with "
+            "lightning-pipes report RUN --profile FILE."
         )
     if not model.memory_known:
         yield "Bytes are not known, so a change that holds more micro-batches may not fit."

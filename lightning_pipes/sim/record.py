@@ -76,11 +76,11 @@ class RunRecord:
             PlanError: there is no such file, or it is not one of these.
         """
         path = Path(path)
-        if path.is_dir():
+        if path.is_dir() and (path / FILE).exists():
             path = path / FILE
-        if not path.exists():
+        if not path.is_file():
             raise PlanError(
-                f"there is no {path}: a run leaves it behind when its script calls "
+                f"there is no run in {path}: a run leaves a directory with {FILE} behind when its script calls "
                 "strategy.report.save(directory) after fit, as examples/train.py does"
             )
         found = read_json(path, "predicted", "measured", "costs", "profile")

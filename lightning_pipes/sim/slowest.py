@@ -20,7 +20,7 @@ class Slowest:
         rank: the rank.
         stages: those that it holds.
         ratio: its time over the median of the other ranks'; 1 where there are none.
-        alone: whether there is no other rank.
+        others: "the others", "the other", or nothing where there is no other rank.
         by_stage: seconds that each stage computes.
         link: the (from rank, to rank) that is busy longest; None where nothing is sent.
     """
@@ -28,7 +28,7 @@ class Slowest:
     rank: int
     stages: tuple[int, ...]
     ratio: float
-    alone: bool
+    others: str
     by_stage: tuple[float, ...]
     link: tuple[int, int] | None
 
@@ -49,7 +49,7 @@ class Slowest:
             rank,
             plan.stages[rank],
             by_rank[rank] / usual if usual > 0 else 1.0,
-            not others,
+            ("", "the other", "the others")[min(2, len(others))],
             tuple(seconds),
             max(busy, key=lambda pair: busy[pair]) if busy else None,
         )
@@ -67,9 +67,9 @@ class Slowest:
         return f"rank {self.rank} (stages {', '.join(map(str, self.stages))})"
 
     def __str__(self) -> str:
-        if self.alone:
+        if not self.others:
             return "There is one rank only"
         name = self.name[0].upper() + self.name[1:]
         if self.uneven:
-            return f"{name} takes {self.ratio:.2g}x the time of the others"
-        return f"No stage is slow: {self.name} takes {self.ratio:.3g}x the time of the others"
+            return f"{name} takes {self.ratio:.2g}x the time of {self.others}"
+        return f"No stage is slow: {self.name} takes {self.ratio:.3g}x the time of {self.others}"

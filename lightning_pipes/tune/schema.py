@@ -213,8 +213,70 @@ class TrainSettings:
     resume: bool = True  # from the newest checkpoint in the run directory, if there is one
 
 
+@dataclass
+class LayersSettings:
+    """Layers by a profile or by formula, and the devices and links that they run on."""
+
+    profile: str | None = None
+    model: str | None = None
+    device: str = "A100-80G"
+    dtype: str = "bfloat16"
+    optimizer: str = "adam"
+    ranks: int = 4
+    schedule: Any = None
+    memory: str | None = None  # such as 16GiB
+    bandwidth: str = "inf"  # such as 12.5GB/s or 100Gbit/s
+    latency: str = "0us"
+    cluster: Any = None
+
+
+@dataclass
+class PlanSettings(LayersSettings):
+    """What `lightning-pipes plan` can be told."""
+
+    replicas: int = 1
+    batch: int = 32
+    microbatches: Any = None  # a number or a list
+    recompute: bool | None = None
+
+
+@dataclass
+class SimulateSettings(LayersSettings):
+    """What `lightning-pipes simulate` can be told."""
+
+    microbatches: int = 8
+    forward: Any = "10ms"  # or a list, one for each rank
+    backward: Any = "20ms"
+    step: Any = "0ms"
+    message: str = "0B"
+    activations: str = "0B"
+    weights: str = "0B"
+    batch: int | None = None
+    partition: Any = None
+    recompute: bool = False
+
+
+@dataclass
+class ProfileSettings:
+    """What `lightning-pipes profile` can be told."""
+
+    model: Any = MISSING
+    data: Any = MISSING
+    factory: str | None = None
+    rows: Any = field(default_factory=lambda: [1, 2, 4, 8])
+    repeats: int = 5
+    device: str = "cpu"
+    threads: int = 1
+    optimizer: str | None = None
+    split: bool = False
+    out: str = "profile.json"
+
+
 SCHEMAS: dict[str, type] = {
     "train": TrainSettings,
+    "plan": PlanSettings,
+    "simulate": SimulateSettings,
+    "profile": ProfileSettings,
     "cluster": ClusterSettings,
     "schedule/gpipe": GPipeSettings,
     "schedule/1f1b": OneFOneBSettings,

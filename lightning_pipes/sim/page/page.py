@@ -96,16 +96,11 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
         (f"{bubble:.0%}", "bubble: time that ranks idle"),
         (f"{shown.efficiency:.0%}", "efficiency: the busiest rank's share"),
     ]
-    if not slowest.alone:
+    if slowest.others and slowest.uneven:
         name = slowest.name[0].upper() + slowest.name[1:]
-        found.append(
-            (
-                name,
-                f"slowest: {slowest.ratio:.3g}x the others"
-                if slowest.uneven
-                else f"slowest, by {slowest.ratio - 1:.0%}",
-            )
-        )
+        found.append((name, f"the slowest: {slowest.ratio:.2g}x {slowest.others}"))
+    elif slowest.others:
+        found.append(("No slow stage", f"{slowest.name} takes {slowest.ratio:.3g}x {slowest.others}"))
     if record.between is not None:
         found.append((seconds_text(1e9 * record.between), "between two steps: data, optimizer, logs"))
     if any(shown.peak_bytes or record.predicted.peak_bytes):
