@@ -218,7 +218,7 @@ class LayersSettings:
     """Layers by a profile or by formula, and the devices and links that they run on."""
 
     profile: str | None = None
-    model: str | None = None
+    named: str | None = None  # `model` is a group
     device: str = "A100-80G"
     dtype: str = "bfloat16"
     optimizer: str = "adam"

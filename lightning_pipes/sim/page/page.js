@@ -19,6 +19,8 @@
       const kind = data.kinds[e.kind[n]];
       panel.lanes[e.rank[n]][kind === "SF" ? 1 : kind === "SB" ? 2 : 0].push(n);
     }
+    panel.longest = {}; // label of each kind: all numbers of a kind are shown, or none
+    e.kind.forEach((kind, n) => (panel.longest[data.kinds[kind]] = Math.max(panel.longest[data.kinds[kind]] || 0, data.labels[e.label[n]].length)));
     panel.place = new Map(); // where the other panel has the same instruction
     for (let n = 0; n < e.rank.length; n++) panel.place.set(key(e, n), n);
   }
@@ -149,7 +151,7 @@
             parts[colours.indexOf(colour)].push(`M${x0.toFixed(1)} ${low}h${shown.toFixed(1)}v${high}h${(-shown).toFixed(1)}z`);
             if (way === 0) {
               const text = data.labels[e.label[n]];
-              if (long > 7 * text.length + 3 && bar > 12) {
+              if (long > 6.5 * panel.longest[kind] + 2 && bar > 12) {
                 const dark = e.chunk[n] > 0 && kind !== "STEP";
                 make("text", { x: (x0 + x1) / 2, y: low + bar / 2 + 4, class: dark ? "on dark" : "on" }, labels, text);
               }

@@ -162,7 +162,8 @@ def _table(heads: Mapping[str, bool], rows: Iterable[tuple[str, Sequence[str]]])
 def _ranks(record: RunRecord) -> str:
     shown, slowest = record.shown, Slowest.of(record.shown)
     peaks = record.predicted.peak_bytes if any(record.predicted.peak_bytes) else ()
-    heads = {"rank": False, "stages": False, "busy": True, "bubble": True, "foretold": True}
+    heads = {"rank": False, "stages": False, "busy": True, "bubble": True}
+    heads |= {"foretold": True} if record.measured else {}
     heads |= {"peak memory": True} if peaks else {}
     rows = []
     for rank, stages in enumerate(record.plan.stages):
@@ -172,7 +173,7 @@ def _ranks(record: RunRecord) -> str:
             ", ".join(map(str, stages)),
             f'{busy:.0%}<span class="meter"><i style="width:{busy:.1%}"></i></span>',
             f"{shown.bubble[rank]:.1%}",
-            f"{record.predicted.bubble[rank]:.1%}",
+            *([f"{record.predicted.bubble[rank]:.1%}"] if record.measured else []),
             *([bytes_text(peaks[rank])] if peaks else []),
         ]
         rows.append(("slow" if rank == slowest.rank and slowest.uneven else "", cells))

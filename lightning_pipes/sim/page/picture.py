@@ -97,8 +97,9 @@ def _memory(record: RunRecord, name: str, timeline: Timeline) -> dict[str, Any] 
         return None
     limits = list(record.memory) or [None] * len(curves)
     counted = [limit for limit, peak in zip(limits, peaks, strict=True) if limit and limit < 2 * peak]
+    dashed = "; dashed: what its device has" if counted else ""
     return {
-        "title": f"memory of each rank by the cost model, along the {name} timeline, and its peak",
+        "title": f"memory of each rank by the cost model, along the {name} timeline, and its peak{dashed}",
         "curves": [[list(column) for column in zip(*curve, strict=True)] for curve in curves],
         "peaks": peaks,
         "limits": limits,

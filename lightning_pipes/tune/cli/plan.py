@@ -28,7 +28,7 @@ from lightning_pipes.sim.slowest import Slowest
 from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json, progress, table
 from lightning_pipes.tune.cli.pictures import write_pictures
-from lightning_pipes.tune.cli.sources import cluster_of, numbers, profile_of, schedule_of
+from lightning_pipes.tune.cli.sources import by_name, cluster_of, numbers, profile_of, schedule_of
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
@@ -180,5 +180,6 @@ COMMAND = Command(
     run,
     config="plan",
     flags=PICTURES,
+    translate=by_name,
     defaults=frozenset({"schedule=auto", "schedule=null", "cluster=null"}),
 )

@@ -21,7 +21,7 @@ from lightning_pipes.sim.record import RunRecord
 from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json, progress
 from lightning_pipes.tune.cli.pictures import write_pictures
-from lightning_pipes.tune.cli.sources import cluster_of, durations, measure, numbers, profile_of
+from lightning_pipes.tune.cli.sources import by_name, cluster_of, durations, measure, numbers, profile_of
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
@@ -124,5 +124,6 @@ COMMAND = Command(
     run,
     config="simulate",
     flags=PICTURES,
+    translate=by_name,
     defaults=frozenset({"cluster=null"}),
 )

@@ -24,15 +24,21 @@ def profile_of(cfg: DictConfig) -> ModelProfile | None:
     Raises:
         PlanError: both are given, the file is none, or nobody knows the name.
     """
-    if cfg.profile is not None and cfg.model is not None:
-        raise PlanError(f"profile={cfg.profile} and model={cfg.model}: give one of them")
+    if cfg.profile is not None and cfg.named is not None:
+        raise PlanError(f"profile={cfg.profile} and model={cfg.named}: give one of them")
     if cfg.profile is not None:
         return load_profile(cfg.profile)
-    if cfg.model is None:
+    if cfg.named is None:
         return None
-    if Path(str(cfg.model)).suffix == ".json":
-        raise PlanError(f"model={cfg.model} looks like a file; say profile={cfg.model}")
-    return named_profile(str(cfg.model), cfg.device, dtype=cfg.dtype, optimizer=cfg.optimizer)
+    if Path(str(cfg.named)).suffix == ".json":
+        raise PlanError(f"model={cfg.named} looks like a file; say profile={cfg.named}")
+    return named_profile(str(cfg.named), cfg.device, dtype=cfg.dtype, optimizer=cfg.optimizer)
+
+
+def by_name(override: str) -> str:
+    """`model=NAME` as Hydra knows it here: `model` is the group of the examples' settings."""
+    name, _, value = override.partition("=")
+    return f"named={value}" if name == "model" else override
 
 
 def load_profile(path: str) -> ModelProfile:
