@@ -313,7 +313,9 @@ def _lags(timeline: Recorded) -> list[int]:
 
 
 def at_rows(table: Table, rows: int) -> float:
-    """`table` at `rows`: linear, beyond its ends too, never negative."""
+    """`table` at `rows`: linear, beyond its ends too, never negative; 0 where it is empty."""
+    if not table:
+        return 0.0
     if len(table) == 1:
         return table[0][1]
     right = min(max(bisect_left(table, (rows, -1.0)), 1), len(table) - 1)

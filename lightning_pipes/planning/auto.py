@@ -146,7 +146,10 @@ def choose(
             if tried.fit is not None and (best is None or best.fit is None or tried.fit.seconds < best.fit.seconds):
                 best = tried
     if best is None:
-        raise PlanError(f"no schedule fits: {found[0].why_not}" if found else "there is no schedule to choose from")
+        if not found:
+            raise PlanError("there is no schedule to choose from")
+        nearest = next((option for option in found if option.bound), found[0])  # one that could be bounded at all
+        raise PlanError(f"no schedule fits: {nearest.why_not}")
     found.sort(key=_place)
     for number, option in enumerate(found[:REFINED]):
         if option.fit is not None:

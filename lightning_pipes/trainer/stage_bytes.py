@@ -46,7 +46,8 @@ class SavedBytes:
         def watched(stage: Stage, item: Item, span: Span, received: Any) -> Any:
             if number in self._seen or not torch.is_grad_enabled() or not item.training:
                 return body(stage, item, span, received)
-            weights = {storage_of(t) for layer in stage.layers.values() for t in _state(layer)}
+            there = {storage_of(t) for layer in stage.layers.values() for t in _state(layer)}
+            there |= {storage_of(t) for t in _tensors(item.data.batch)}  # whole, whatever is saved of it
             found: set[tuple[int, int]] = set()
 
             def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,9 +56,8 @@ class SavedBytes:
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 out = body(stage, item, span, received)
-            handed_on = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
             self._seen[number] = _Seen(
-                sum(size for _, size in found - weights) / span.rows, sum(t.nbytes for t in handed_on) / span.rows
+                sum(size for _, size in found - there) / span.rows, sum(t.nbytes for t in _tensors(out)) / span.rows
             )
             return out
 
@@ -102,3 +102,7 @@ def with_bytes(costs: CostModel, stages: Mapping[int, StageBytes]) -> CostModel:
 
 def _state(layer: nn.Module) -> list[torch.Tensor]:
     return [*layer.parameters(), *layer.buffers()]
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_pipes.cost import ModelProfile
 from lightning_pipes.cost.profile import per_row
@@ -24,7 +24,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         told("loading torch", 0.0)
         from lightning_pipes.tune.cli import subjects
 
-        subject = subjects.of_factory(cfg.factory, rows) if cfg.factory else subjects.of_example(_plain(cfg), rows)
+        subject = subjects.of_factory(cfg.factory, rows) if cfg.factory else subjects.of_example(cfg, rows)
         profile = subjects.profiled(subject, rows, cfg.device, cfg.threads, cfg.optimizer, cfg.split, cfg.repeats, told)
     profile.save(out)
     if options.json:
@@ -32,12 +32,6 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         return
     print(_text(profile, max(rows)))
     print(f"\nprofile: {out}\nnext: lightning-pipes plan profile={out} ranks=2 batch={4 * max(rows)}")
-
-
-def _plain(cfg: DictConfig) -> Mapping[str, Any]:
-    found = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(found, dict)
-    return {str(key): value for key, value in found.items()}
 
 
 def _layers(profile: ModelProfile, rows: int) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ def run(settings: DictConfig, words: Sequence[str], options: argparse.Namespace)
             "schedule": each["name"],
             "settings": " ".join(f"{k}={v}" for k, v in each["settings"].items()) or "-",
             "bubble": f"{each['bubble']:.0%}" if "bubble" in each else "-",
-            "held": each.get("held", "-"),
+            "held": f"{each['held']:g}" if "held" in each else "-",
             "what it does": each["about"],
         }
         for each in found
@@ -64,7 +64,7 @@ def _example(schedule: Schedule | Policy) -> dict[str, Any]:
     run = simulate(order, plan, costs, batches=batches)
     facts = verify(order if isinstance(order, Program) else run.program(), plan, batches)
     held = [sum(facts.peak_spans[s] for s in stages) / a_rank for stages in plan.stages]
-    found = {"bubble": round(_bubble(run, batches), 4), "held": f"{max(held):g}"}
+    found = {"bubble": round(_bubble(run, batches), 4), "held": round(max(held), 2)}
     return found | {"versions": max(plan.versions), "needs_flush": batches is None}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -37,7 +38,7 @@ class Subject:
     example: Any
 
 
-def of_example(cfg: Mapping[str, Any], rows: Sequence[int]) -> Subject:
+def of_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
     """A model of examples/models.py with data of examples/data.py, by their settings.
 
     Raises:
@@ -46,16 +47,16 @@ def of_example(cfg: Mapping[str, Any], rows: Sequence[int]) -> Subject:
     folder = Path(lightning_pipes.__file__).resolve().parents[1] / "examples"
     if not (folder / "models.py").exists():
         raise PlanError(
-            f"model={cfg['model']['name']} is a model of the examples, which are not installed here; run in a "
+            f"model={cfg.model.name} is a model of the examples, which are not installed here; run in a "
             "checkout of lightning_pipes, or name a function of yours: model=package.module:factory"
         )
     sys.path.insert(0, str(folder))
     train = import_module("train")
-    name, data_name = cfg["model"]["name"], cfg["data"]["name"]
-    if train.READS[name] != data_name:
-        raise PlanError(f"model={name} can't read data={data_name}: say data={train.READS[name]}")
-    module = _made(train.MODELS, cfg["model"])
-    data = _made(train.DATA, {**cfg["data"], "batch_size": max(rows)})
+    name = cfg.model.name
+    if train.READS[name] != cfg.data.name:
+        raise PlanError(f"model={name} can't read data={cfg.data.name}: say data={train.READS[name]}")
+    module = _made(train.MODELS, cfg.model)
+    data = _made(train.DATA, cfg.data, batch_size=max(rows))
     data.setup("fit")
     return _subject(module, next(iter(data.train_dataloader()))[0], f"model={name}")
 
@@ -135,8 +136,9 @@ def _subject(module: nn.Module, example: Any, what: str) -> Subject:
     raise PlanError(f"{what} gave a {type(module).__name__}; an nn.Sequential or a LightningModule is needed")
 
 
-def _made(kinds: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
-    return kinds[settings["name"]](**{key: value for key, value in settings.items() if key != "name"})
+def _made(kinds: Mapping[str, Any], settings: DictConfig, **more: Any) -> Any:
+    given = {str(key): value for key, value in settings.items()} | more
+    return kinds[given.pop("name")](**given)
 
 
 def _rows(example: Any, rows: int, device: torch.device) -> Any:
