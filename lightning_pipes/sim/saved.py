@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,8 @@ def costs_data(costs: CostModel) -> dict[str, Any]:
     """Every field; what is listed by a pair becomes rows."""
     found = {f.name: getattr(costs, f.name) for f in fields(costs)}
     found["seconds"] = [[kind.value, stage, table] for (kind, stage), table in costs.seconds.items()]
-    found["links"] = [[*pair, link.bandwidth, link.latency] for pair, link in costs.links.items()]
-    found["link"] = [costs.link.bandwidth, costs.link.latency]
+    found["links"] = [[*pair, *astuple(link)] for pair, link in costs.links.items()]
+    found["link"] = astuple(costs.link)
     return found
 
 

@@ -130,9 +130,14 @@ def _subject(module: nn.Module, example: Any, what: str) -> Subject:
     if isinstance(module, nn.Sequential):
         return Subject(module, module, example)
     if isinstance(module, L.LightningModule):
-        layers = module.get_submodule(find_pipelined(module, None))
-        assert isinstance(layers, nn.Sequential)
-        return Subject(module, layers, example)
+        path = find_pipelined(module, None)
+        layers = module.get_submodule(path)
+        if isinstance(layers, nn.Sequential):
+            return Subject(module, layers, example)
+        raise PlanError(
+            f"{what}: {type(module).__name__}.{path} is a {type(layers).__name__}; only layers of an nn.Sequential can "
+            "be measured one by one"
+        )
     raise PlanError(f"{what} gave a {type(module).__name__}; an nn.Sequential or a LightningModule is needed")
 
 
