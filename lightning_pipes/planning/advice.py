@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from lightning_pipes.ir import PlanError, placement
+from lightning_pipes.ir import PipelineError, placement
 from lightning_pipes.planning.auto import installed_variants
+from lightning_pipes.planning.progress import Progress
 from lightning_pipes.planning.what_if import Trial, WhatIf
 from lightning_pipes.planning.wording import listed, moves, schedule_label, strategy_arguments, strategy_line
 from lightning_pipes.sim.record import RunRecord
@@ -21,8 +22,6 @@ AS_GOOD = 0.01
 """Of changes that differ by less, the one that holds less is proposed."""
 MOST = 2048
 """Forwards of a batch beyond which no more micro-batches are tried: seconds of simulation each, and little to gain."""
-Progress = Callable[[str, float], None]
-"""Told what is tried, and how much of all is done, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def advise(record: RunRecord, progress: Progress = lambda what, done: None) -> A
     try:
         model = WhatIf(record)
         now = model.now
-    except PlanError as error:
+    except PipelineError as error:
         return Advice(f"{slowest}. No change was simulated: {error}", notes=tuple(_notes(record)))
     tried: list[_Tried] = []
     candidates = [*_candidates(model)]

@@ -17,11 +17,11 @@ from lightning_pipes.ir import (
     ProgramError,
     Schedule,
     Span,
-    placement,
 )
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, ordered
-from lightning_pipes.sim import simulate
+from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
+from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.sim import makespan, simulate
 from lightning_pipes.sim.curve import most_held
 from lightning_pipes.sim.record import RunRecord
 
@@ -135,23 +135,19 @@ class WhatIf:
 
     def _seconds(self, costs: CostModel) -> float:
         fit = self.now.fit
-        return simulate(fit.order, fit.plan, costs).makespan / 1e9
+        return makespan(fit.order, replace(fit.plan, layers=()), costs) / 1e9
 
     def _plan(self, schedule: Schedule | Policy, microbatches: int | None) -> Plan:
-        where = placement(schedule, self.plan.n_ranks)
-        again = any(self.plan.recompute)
-        recompute = tuple(again and s < len(where) - 1 for s in range(len(where))) if again else ()
         m = microbatches or len(self.plan.spans(Kind.F, 0))
-        plan = Plan.even(len(where), m, self.rows, ranks=where, recompute=recompute)
-        return replace(plan, split_backward=getattr(schedule, "splits_backward", False))
+        return even_plan(schedule, self.plan.n_ranks, m, self.rows, any(self.plan.recompute))
 
     def _evaluated(self, schedule: Schedule | Policy, plan: Plan) -> Trial:
-        order, _ = ordered(schedule, replace(plan, layers=()))
+        order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
         return self._with_bubble(schedule, evaluated(self.profile, order, plan, self.cluster))
 
     @staticmethod
     def _with_bubble(schedule: Schedule | Policy, fit: Fit) -> Trial:
-        run = simulate(fit.order, fit.plan, fit.costs)
+        run = simulate(fit.order, replace(fit.plan, layers=()), fit.costs)  # as `evaluated` did, which is remembered
         return Trial(schedule, fit, sum(run.bubble) / len(run.bubble), most_held(run))
 
     # ---- the model of the run

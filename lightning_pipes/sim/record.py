@@ -65,8 +65,9 @@ class RunRecord:
             "costs": costs_data(self.costs),
             "profile": None if self.profile is None else self.profile.data(),
         }
-        plain = ("schedule", "settings", "memory", "between", "facts")
-        write_json(data | {name: getattr(self, name) for name in plain}, path)
+        data |= {name: getattr(self, name) for name in ("schedule", "memory", "between", "facts")}
+        settings = {name: value if _is_plain(value) else repr(value) for name, value in self.settings.items()}
+        write_json({**data, "settings": settings}, path)
 
     @classmethod
     def load(cls, path: str | Path) -> RunRecord:
@@ -91,3 +92,7 @@ class RunRecord:
         found["profile"] = found["profile"] and ModelProfile.of_data(found["profile"])
         found["memory"] = tuple(found["memory"])
         return cls(**found)
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)

@@ -128,10 +128,13 @@ class PipelineReport:
 
     @cached_property
     def advice(self) -> Advice:
-        """What is slow, and what to change, as found by simulating changes; takes a second or a few."""
+        """What is slow, and what to change, as found by simulating changes: seconds of work, with a progress bar, for
+        hundreds of micro-batches."""
         from lightning_pipes.planning.advice import advise
+        from lightning_pipes.planning.progress import progress_bar
 
-        return advise(self.record)
+        with progress_bar("trying changes for the report") as told:
+            return advise(self.record, told)
 
     def save(self, directory: str | Path) -> Saved:
         """Writes timeline.png, measured above predicted, timeline.json for Perfetto, the page report.html, and

@@ -121,3 +121,10 @@ def test_a_loaded_record_runs_on(tmp_path):
     again = RunRecord.load(tmp_path)
     program = Interleaved().program(again.plan)
     assert simulate(program, again.plan, again.costs).events == record.predicted.events
+
+
+def test_settings_that_are_no_plain_values_are_named(tmp_path):
+    """A schedule of the user's own may have any; a report must not fail for it."""
+    record = replace(record_of([1, 1], 2, 2), schedule="mine", settings={"order": (1, 2), "k": 2})
+    record.save(tmp_path / FILE)
+    assert RunRecord.load(tmp_path).settings == {"order": "(1, 2)", "k": 2}

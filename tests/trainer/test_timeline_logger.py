@@ -125,7 +125,7 @@ def test_batches_that_only_accumulate_are_not_logged_twice(ranks, folder):
 
 def test_it_is_cheap(ranks):
     median = ranks[0]["seconds"][len(ranks[0]["seconds"]) // 2]
-    assert median < 0.1  # 1 ms on an idle machine; two small gathers and a row
+    assert median < 0.1  # 1.5 ms were seen; two small gathers, and a row in two loggers
 
 
 def test_mistakes():

@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -44,21 +40,6 @@ PICTURES = {
     "--png": ("FILE", "write the timeline as a picture"),
     "--html": ("FILE", "write the timeline as a page to zoom in"),
 }
-
-
-@contextmanager
-def progress(title: str) -> Iterator[Progress]:
-    """Shows how far something is, once it has taken a second, on stderr, if that is a terminal."""
-    from tqdm import tqdm
-
-    form = "{desc} {percentage:3.0f}% |{bar:30}| {elapsed}"
-    with tqdm(total=1.0, desc=title, delay=1.0, leave=False, bar_format=form, disable=not sys.stderr.isatty()) as bar:
-
-        def told(what: str, done: float) -> None:
-            bar.set_description_str(f"{title}: {what}"[:60], refresh=False)
-            bar.update(max(0.0, done - bar.n))
-
-        yield told
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.planning.advice import Advice, advise
+from lightning_pipes.planning.progress import Progress
 from lightning_pipes.sim import save_png
 from lightning_pipes.sim.page import page
 from lightning_pipes.sim.record import RunRecord
-from lightning_pipes.tune.cli.command import Progress
 
 
 def write_pictures(

@@ -14,6 +14,7 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.planning.advice import Advice, Change
 from lightning_pipes.planning.auto import Choice, Option, choose
 from lightning_pipes.planning.data_parallel import all_reduce_seconds
+from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.planning.wording import (
     overrides,
     schedule_label,
@@ -26,7 +27,7 @@ from lightning_pipes.sim.curve import most_held
 from lightning_pipes.sim.record import RunRecord
 from lightning_pipes.sim.slowest import Slowest
 from lightning_pipes.sim.units import bytes_text, seconds_text
-from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json, progress, table
+from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json, table
 from lightning_pipes.tune.cli.pictures import write_pictures
 from lightning_pipes.tune.cli.sources import by_name, cluster_of, numbers, profile_of, schedule_of
 
@@ -41,7 +42,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     cluster = cluster_of(cfg, cfg.ranks * cfg.replicas)
     one = replace(cluster, devices=cluster.devices[: cfg.ranks])
     schedule = schedule_of(cfg)
-    with progress("plan") as told:
+    with progress_bar("plan") as told:
         choice = choose(
             profile,
             cfg.ranks,
@@ -58,7 +59,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     arguments |= {"data_parallel": cfg.replicas} if cfg.replicas > 1 else {}
     sentence = _sentence(choice, timeline, cfg, reduce)
     record = _record(choice, timeline, profile, one)
-    with progress("draw") as told:
+    with progress_bar("draw") as told:
         lines = write_pictures(record, options, told, _advice(choice, sentence, arguments, timeline))
     if options.json:
         print_json(_found(choice, timeline, profile, arguments, reduce, cfg))

@@ -11,8 +11,9 @@ from omegaconf import DictConfig
 from lightning_pipes.cost import ModelProfile
 from lightning_pipes.cost.profile import per_row
 from lightning_pipes.ir import Kind
+from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim.units import bytes_text, seconds_text
-from lightning_pipes.tune.cli.command import Command, print_json, progress, table
+from lightning_pipes.tune.cli.command import Command, print_json, table
 from lightning_pipes.tune.cli.pictures import writable
 from lightning_pipes.tune.cli.sources import numbers
 
@@ -20,7 +21,7 @@ from lightning_pipes.tune.cli.sources import numbers
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
     out = writable(cfg.out)
     rows = numbers(cfg.rows, "rows")
-    with progress("profile") as told:
+    with progress_bar("profile") as told:
         told("loading torch", 0.0)
         from lightning_pipes.tune.cli import subjects
 

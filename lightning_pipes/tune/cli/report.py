@@ -12,11 +12,12 @@ from omegaconf import DictConfig
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.planning.advice import advise
+from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim import compare
 from lightning_pipes.sim.page import page
 from lightning_pipes.sim.record import RunRecord
 from lightning_pipes.sim.slowest import Slowest
-from lightning_pipes.tune.cli.command import Command, print_json, progress
+from lightning_pipes.tune.cli.command import Command, print_json
 from lightning_pipes.tune.cli.pictures import writable
 from lightning_pipes.tune.cli.sources import load_profile
 
@@ -27,7 +28,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     if options.profile:
         record = _with_profile(record, options.profile)
     out = writable(options.out or str((where if where.is_dir() else where.parent) / "report.html"))
-    with progress("trying changes") as told:
+    with progress_bar("trying changes") as told:
         advice = advise(record, told)
     out.write_text(page(record, advice), encoding="utf-8")
     if options.open:

@@ -15,11 +15,12 @@ from lightning_pipes.ir import Kind, Plan, Policy, Program, Schedule, verify
 from lightning_pipes.planning.fit import evaluated, fit_layers, ordered
 from lightning_pipes.planning.partition import partition_at
 from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.planning.wording import schedule_label, schedule_settings
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.record import RunRecord
 from lightning_pipes.sim.units import bytes_text, seconds_text
-from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json, progress
+from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
 from lightning_pipes.tune.cli.sources import by_name, cluster_of, durations, measure, numbers, profile_of
 
@@ -39,7 +40,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         memory=tuple(device.memory for device in cluster.devices[: plan.n_ranks]),
         facts={"model": profile.source} if profile else {},
     )
-    with progress("trying changes") as told:
+    with progress_bar("trying changes") as told:
         advice = write_pictures(record, options, told)
     peak = verify(timeline.program(), plan).peak_spans
     held = [sum(peak[s] for s in stages) for stages in plan.stages]
