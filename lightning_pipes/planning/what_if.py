@@ -63,7 +63,7 @@ class WhatIf:
     Steps of optimizers are left out, as a run's timeline leaves them out.
 
     Raises:
-        PlanError: the schedule is not installed here, or the record is one of several jobs or batches.
+        PlanError: the schedule is not installed here or does not flush, or the record is one of several jobs or batches.
     """
 
     def __init__(self, record: RunRecord) -> None:
@@ -71,6 +71,8 @@ class WhatIf:
         if len(plan.jobs) > 1 or plan.batches > 1:
             raise PlanError(f"changes are tried for one batch of one job; this is {len(plan.jobs)} x {plan.batches}")
         self.schedule = make_schedule(record.schedule, **record.settings)
+        if getattr(self.schedule, "versions", None) is not None:
+            raise PlanError(f"{record.schedule} does not flush between batches, so there are no steps to compare")
         self.plan = plan
         self.layers_known = record.profile is not None and bool(plan.layers)
         self.memory_known = bool(record.costs.activation_bytes)

@@ -37,10 +37,9 @@ def describe_run(strategy: PipelineStrategy) -> About:
 
 
 def gather_run(
-    run: PipelineRun, pipeline: Control, optimizers: Sequence[Optimizer], about: About
+    run: PipelineRun, pipeline: Control, optimizers: Sequence[Optimizer], device: torch.device, about: About
 ) -> tuple[list[tuple[Window, ...]], About]:
     """The windows of every rank of the pipeline, and `about` with what only each of them knows. Collective."""
-    device = run.device
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     gathered = pipeline.all_gather((tuple(run.windows), run.stage_bytes(optimizers), memory))
     ranks = [gathered[pipeline.ranks.index(rank)] for rank in run.global_ranks]

@@ -90,7 +90,7 @@ class PipelineRun:
         self._trainer = trainer
         self._module = cut.module
         self._control = control
-        self.device = device
+        self._device = device
         self._gradients = FreshGradients()
         self._keep_old = is_overridden("optimizer_zero_grad", cut.module)
         self._evaluated = 0
@@ -157,7 +157,7 @@ class PipelineRun:
         out, logged = self._control.broadcast(message, self.last_rank)
         with self._trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type
             self.replay.replay(logged)
-        return move_data_to_device(out, self.device)
+        return move_data_to_device(out, self._device)
 
     def drain(self) -> None:
         """Finishes what `train` has left for later: here nothing."""
@@ -199,7 +199,7 @@ class PipelineRun:
         out, logged = self._control.broadcast(message, self.last_rank)
         with context():
             self.replay.replay(logged)
-        return move_data_to_device(out, self.device)
+        return move_data_to_device(out, self._device)
 
     def stage_bytes(self, optimizers: Sequence[Optimizer]) -> dict[int, StageBytes]:
         """What the stages of this rank hold, once one batch was trained."""

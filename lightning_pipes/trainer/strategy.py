@@ -364,7 +364,8 @@ class PipelineStrategy(ParallelStrategy):
             if not self._down:
                 state = {} if run.cut.stays_spread else checkpoints.gather_model_everywhere(run.cut, self.pipeline)
                 if run.windows:
-                    self._reported = gather_run(run, self.pipeline, self.optimizers, describe_run(self))
+                    about = describe_run(self)
+                    self._reported = gather_run(run, self.pipeline, self.optimizers, self.root_device, about)
             run.close()
         if self._control is not None:
             self._control.close()
@@ -459,16 +460,16 @@ class PipelineStrategy(ParallelStrategy):
         """
         return PipelineReport.of(*self._reported)
 
-    def last_timing(self) -> Timing:
-        """Where the time of the last training batch went, on every rank. Collective: all ranks must ask.
+    @property
+    def flushes(self) -> bool:
+        """Whether all stages end a batch before the next one begins."""
+        return getattr(self.schedule, "versions", None) is None
 
-        Raises:
-            PlanError: nothing was trained yet.
-        """
+    def last_timing(self) -> Timing | None:
+        """Where the time of the last window went, on every rank; None before the first one has ended. Collective: all
+        ranks must ask, and be at the same batch."""
         windows = self._running.windows
-        if not windows:
-            raise PlanError("there is no timing yet: no batch was trained")
-        return Timing.of(self.pipeline.all_gather(Share.of(windows[-1].events)))
+        return Timing.of(self.pipeline.all_gather(Share.of(windows[-1].events))) if windows else None
 
     @property
     def _trainer(self) -> pl.Trainer:

@@ -17,7 +17,8 @@ class TimelineLogger(pl.Callback):
     `pipeline/slowest_stage` (the number of the stage that computes longest, or of the busiest rank's first stage where
     ranks hold several) and `pipeline/slowest_ratio` (its time over the median of the others).
 
-    With data_parallel, they are those of the first pipeline.
+    With data_parallel, they are those of the first pipeline. A schedule that does not flush between batches never has
+    all ranks at one batch but where an epoch ends: it is logged there.
 
     Raises:
         PipelineError: every_n_steps is below 1, or the trainer's strategy is none of ours.
@@ -44,6 +45,16 @@ class TimelineLogger(pl.Callback):
         if step == self._logged or step == 0 or step % self.every_n_steps:
             return
         self._logged = step  # batches that only add to gradients do not count
+        if trainer.strategy.flushes:  # type: ignore[attr-defined]
+            self._log(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.strategy.flushes:  # type: ignore[attr-defined]
+            self._log(trainer)
+
+    @staticmethod
+    def _log(trainer: pl.Trainer) -> None:
         timing = trainer.strategy.last_timing()  # type: ignore[attr-defined]
-        for logger in trainer.loggers:  # silent everywhere but on rank 0
-            logger.log_metrics(timing.metrics, step)
+        if timing is not None:
+            for logger in trainer.loggers:  # silent everywhere but on rank 0
+                logger.log_metrics(timing.metrics, trainer.global_step)

@@ -53,8 +53,14 @@ def test_clocks_of_ranks_are_not_compared():
     assert (found.seconds, found.bubble) == (60e-9, pytest.approx(0.5))
 
 
+def test_batches_of_a_window_share_its_time():
+    span = Span(0, 1)
+    events = [Event(0, F(0, span, batch=n), 10 * n, 10 * n + 5) for n in range(4)]
+    assert Timing.of([Share.of(events)]).seconds == pytest.approx(35e-9 / 4)
+
+
 def test_steps_are_no_work_of_the_pipeline_and_nothing_is_nothing():
-    assert Share.of([Event(0, Instruction(Kind.STEP, 0), 5, 9)]) == (4, {})
+    assert Share.of([Event(0, Instruction(Kind.STEP, 0), 5, 9)]) == (4, {}, 1)
     assert Timing.of([Share.of([])]).metrics["pipeline/bubble"] == 1.0
 
 

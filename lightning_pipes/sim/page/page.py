@@ -88,10 +88,12 @@ def _subtitle(record: RunRecord) -> str:
 def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     shown, slowest = record.shown, Slowest.of(record.shown)
     bubble = sum(shown.bubble) / len(shown.bubble)
+    batches = 1 + max((e.instruction.batch for e in shown.events), default=0)
     found = [
         (
             seconds_text(shown.makespan),
-            "a step of the pipeline" + (_foretold(record) if record.measured else ", foretold"),
+            ("a step of the pipeline" if batches == 1 else f"for {batches} batches")
+            + (_foretold(record) if record.measured else ", foretold"),
         ),
         (f"{bubble:.0%}", "bubble: time that ranks idle"),
         (f"{shown.efficiency:.0%}", "efficiency: the busiest rank's share"),
