@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from lightning_pipes.ir import Plan, Policy, Schedule, placement
+from lightning_pipes.ir import Plan, Policy, Schedule, placement, prepared
 
 
 def even_plan(schedule: Schedule | Policy, ranks: int, microbatches: int, rows: int, recompute: bool = False) -> Plan:
@@ -16,7 +14,4 @@ def even_plan(schedule: Schedule | Policy, ranks: int, microbatches: int, rows: 
     """
     where = placement(schedule, ranks)
     again = tuple(s < len(where) - 1 for s in range(len(where))) if recompute else ()
-    plan = Plan.even(len(where), microbatches, rows, ranks=where, recompute=again)
-    plan = replace(plan, split_backward=getattr(schedule, "splits_backward", False))
-    versions = getattr(schedule, "versions", None)
-    return plan if versions is None else replace(plan, versions=tuple(versions(plan)))
+    return prepared(Plan.even(len(where), microbatches, rows, ranks=where, recompute=again), schedule)

@@ -63,7 +63,7 @@ class WhatIf:
     Steps of optimizers are left out, as a run's timeline leaves them out.
 
     Raises:
-        PlanError: the schedule is not installed here or does not flush, or the record is one of several jobs or batches.
+        PlanError: the schedule is not installed here, or does not flush; or there are several jobs or batches.
     """
 
     def __init__(self, record: RunRecord) -> None:
