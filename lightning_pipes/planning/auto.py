@@ -166,12 +166,15 @@ def installed_variants(ranks: int, microbatches: int) -> Iterator[Schedule | Pol
     """Every installed schedule with the settings that it says are worth a try, itself with its defaults otherwise.
 
     A schedule says so by a method `variants(n_ranks, microbatches)` of its class; none at all for one that does not
-    give the same result as one process.
+    give the same result as one process, such as one that keeps several versions of the weights.
     """
     for entry in installed_schedules().values():
         factory = entry.load()
         variants = getattr(factory, "variants", None)
-        yield from variants(ranks, microbatches) if variants is not None else (factory(),)
+        if variants is not None:
+            yield from variants(ranks, microbatches)
+        elif not hasattr(factory, "versions"):
+            yield factory()
 
 
 def _numbers(ranks: int, rows: int) -> list[int]:
