@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 from lightning_pipes.ir import Kind, Plan, Policy, Schedule, Span
 
 
 def schedule_settings(schedule: Schedule | Policy) -> dict[str, Any]:
-    """Its settings by name; none where it has none, or is no dataclass."""
-    return {f.name: getattr(schedule, f.name) for f in fields(schedule)} if is_dataclass(schedule) else {}
+    """Its numbers by name, and what else is not as it is by default; nothing where it is no dataclass."""
+    found = {f.name: (getattr(schedule, f.name), f.default) for f in dataclass_fields(schedule)}
+    return {name: value for name, (value, default) in found.items() if _is_number(value) or value != default}
+
+
+def dataclass_fields(thing: Any) -> tuple[Field[Any], ...]:
+    """Its fields; none where it is no dataclass."""
+    return fields(thing) if is_dataclass(thing) else ()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def schedule_label(schedule: Schedule | Policy) -> str:
@@ -39,13 +49,16 @@ def strategy_line(arguments: Mapping[str, Any]) -> str:
 
 def overrides(arguments: Mapping[str, Any]) -> str:
     """The same for a Hydra app with the groups of lightning_pipes: `schedule=kfkb schedule.k=2 ...`."""
-    found = [f"schedule={arguments['schedule']}"]
-    found += [f"schedule.{name}={value}" for name, value in arguments.get("schedule_args", {}).items()]
-    for name, value in arguments.items():
-        if name not in ("schedule", "schedule_args"):
-            text = str(value).replace(" ", "").lower() if isinstance(value, bool | list) else str(value)
-            found.append(f"pipeline.{name}={text}")
-    return " ".join(found)
+    named = {f"schedule.{name}": value for name, value in arguments.get("schedule_args", {}).items()}
+    others = {name: value for name, value in arguments.items() if name not in ("schedule", "schedule_args")}
+    named |= {f"pipeline.{name}": value for name, value in others.items()}
+    return " ".join([f"schedule={arguments['schedule']}", *(f"{name}={_override(v)}" for name, v in named.items())])
+
+
+def _override(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_override, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _literal(value: Any) -> str:

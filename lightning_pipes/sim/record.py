@@ -91,8 +91,16 @@ class RunRecord:
         found["costs"] = costs_of(found["costs"])
         found["profile"] = found["profile"] and ModelProfile.of_data(found["profile"])
         found["memory"] = tuple(found["memory"])
+        found["settings"] = {name: _tuples(value) for name, value in found["settings"].items()}
         return cls(**found)
 
 
 def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists only."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

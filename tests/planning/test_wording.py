@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 
 from lightning_pipes.ir import Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.plans import even_plan
-from lightning_pipes.planning.wording import layers_text, listed, moves, overrides, strategy_arguments, strategy_line
+from lightning_pipes.planning.wording import (
+    layers_text,
+    listed,
+    moves,
+    overrides,
+    schedule_label,
+    schedule_settings,
+    strategy_arguments,
+    strategy_line,
+)
 from lightning_pipes.testing.records import record_of
 
 
@@ -28,6 +39,25 @@ def test_recompute_and_open_layers():
     plan = even_plan(make_schedule("1f1b"), 2, 4, 8, recompute=True)
     assert strategy_line(strategy_arguments(make_schedule("1f1b"), plan)) == (
         'PipelineStrategy("1f1b", microbatches=4, recompute=True)'
+    )
+
+
+def test_settings_are_numbers_and_what_is_not_by_default():
+    @dataclass(frozen=True)
+    class Mine:
+        k: int = 1
+        limits: tuple[int, ...] = ()
+        eager: bool = False
+        name: ClassVar[str] = "mine"
+
+        def program(self, plan):
+            raise NotImplementedError
+
+    assert schedule_settings(Mine()) == {"k": 1}
+    assert schedule_label(Mine(2, (3, 4), True)) == "mine k=2 limits=(3, 4) eager=True"
+    given = strategy_arguments(Mine(2, (3, 4), True), even_plan(Mine(), 2, 4, 8))
+    assert overrides(given) == (
+        "schedule=mine schedule.k=2 schedule.limits=[3,4] schedule.eager=true pipeline.microbatches=4"
     )
 
 

@@ -125,6 +125,6 @@ def test_a_loaded_record_runs_on(tmp_path):
 
 def test_settings_that_are_no_plain_values_are_named(tmp_path):
     """A schedule of the user's own may have any; a report must not fail for it."""
-    record = replace(record_of([1, 1], 2, 2), schedule="mine", settings={"order": (1, 2), "k": 2})
+    record = replace(record_of([1, 1], 2, 2), schedule="mine", settings={"order": (1, (2,)), "k": 2, "by": {3}})
     record.save(tmp_path / FILE)
-    assert RunRecord.load(tmp_path).settings == {"order": "(1, 2)", "k": 2}
+    assert RunRecord.load(tmp_path).settings == {"order": (1, (2,)), "k": 2, "by": "{3}"}

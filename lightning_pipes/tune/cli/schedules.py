@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Kind, PipelineError, Policy, Program, Schedule, verify
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.planning.plans import even_plan
-from lightning_pipes.planning.wording import schedule_settings
+from lightning_pipes.planning.wording import dataclass_fields
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.tune.cli.command import Command, print_json, table
 
@@ -48,7 +49,7 @@ def _described(name: str, factory: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "settings": {}, "about": _first_sentence(inspect.getdoc(factory) or "")}
     try:
         schedule = make_schedule(name)
-        found["settings"] = schedule_settings(schedule)
+        found["settings"] = {f.name: getattr(schedule, f.name) for f in dataclass_fields(schedule)}
         found |= _example(schedule)
     except PipelineError as error:
         found["about"] += f" (no example: {error})"
@@ -77,11 +78,11 @@ def _bubble(run: Timeline, batches: int | None) -> float:
 
 
 def _first_sentence(text: str) -> str:
-    """What a docstring says first, without the citation."""
-    sentence = " ".join(text.split("\n\n")[0].split())
-    for stop in (" (", ". ", ": "):
-        sentence = sentence.split(stop)[0]
-    return sentence.rstrip(".")
+    """What a docstring says first, without the citation, and without what follows a colon if that is enough."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    sentence = re.sub(r" \([^)]*\d{4}[^)]*\)", "", paragraph).split(". ")[0].rstrip(".")
+    head = sentence.split(": ")[0]
+    return head if len(head) > 30 else sentence
 
 
 COMMAND = Command(
