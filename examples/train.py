@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from models import GPT, MLP, ResNetDigits
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_pipes import PipelineStrategy
+from lightning_pipes import PipelineStrategy, TimelineLogger
 from lightning_pipes.tune.messages import plain_errors
 
 MODELS: dict[str, type[L.LightningModule]] = {"gpt": GPT, "mlp": MLP, "resnet_digits": ResNetDigits}
@@ -113,7 +113,7 @@ def main(cfg: DictConfig) -> float:
     trainer = L.Trainer(
         strategy=strategy,
         logger=CSVLogger(directory, name="metrics", version=attempt(directory / "metrics")),
-        callbacks=[checkpoint, speed, *bar],
+        callbacks=[checkpoint, speed, TimelineLogger(), *bar],
         default_root_dir=directory,
         **cfg.trainer,
     )
@@ -127,13 +127,15 @@ def main(cfg: DictConfig) -> float:
     loss = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if trainer.is_global_zero:
         report = strategy.report
-        picture, *_ = report.save(directory)
+        saved = report.save(directory)
         validated = f", validation {loss['val_loss']:.3f}" if "val_loss" in loss else ", not validated"
         print(f"loss        last batch {loss['train_loss']:.3f}{validated}")
         print(f"{UNITS[cfg.data.name]:11} {speed.labels / max(speed.seconds, 1e-9):.0f}")
         print(f"bubble      predicted {report.bubble_predicted:.1%}, measured {report.bubble_measured:.1%}")
         print(f"checkpoint  {checkpoint.best_model_path or 'none: nothing was validated'}")
-        print(f"timeline    {picture}")
+        print(f"timeline    {saved.picture}")
+        print(f"report      {saved.page}")
+        print(f"advice      {report.advice.sentence}")
     return loss.get("val_loss", loss["train_loss"])
 
 

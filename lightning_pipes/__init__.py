@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipes.after_lightning import load_trainer_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_pipes.trainer import PipelineStrategy
+    from lightning_pipes.trainer import PipelineStrategy, TimelineLogger
     from lightning_pipes.trainer.sharded import consolidate
 
-_WHERE = {"PipelineStrategy": "lightning_pipes.trainer", "consolidate": "lightning_pipes.trainer.sharded"}
+_WHERE = {
+    "PipelineStrategy": "lightning_pipes.trainer",
+    "TimelineLogger": "lightning_pipes.trainer",
+    "consolidate": "lightning_pipes.trainer.sharded",
+}
 
-__all__ = ["PipelineStrategy", "consolidate"]
+__all__ = ["PipelineStrategy", "TimelineLogger", "consolidate"]
 __version__ = "0.1.0"
 
 

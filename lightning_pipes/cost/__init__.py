@@ -2,5 +2,17 @@
 
 from lightning_pipes.cost.cluster import FREE, Cluster, Device, Link
 from lightning_pipes.cost.model import CostModel, Costs, Recorded, Table
+from lightning_pipes.cost.profile import LayerProfile, ModelProfile
 
-__all__ = ["FREE", "Cluster", "CostModel", "Costs", "Device", "Link", "Recorded", "Table"]
+__all__ = [
+    "FREE",
+    "Cluster",
+    "CostModel",
+    "Costs",
+    "Device",
+    "LayerProfile",
+    "Link",
+    "ModelProfile",
+    "Recorded",
+    "Table",
+]

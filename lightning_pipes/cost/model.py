@@ -73,7 +73,10 @@ class CostModel:
         activation_bytes: bytes per row that stage s holds from the start of F to the end of B (or W); empty means none.
             A stage that recomputes holds its input instead, and the activations during backward; stage 0 reads its
             input from the batch.
-        weight_bytes: bytes of stage s for weights, gradients and optimizer, per job and weight version.
+        weight_bytes: bytes of stage s per job and weight version.
+        state_bytes: bytes of stage s per job, however many versions: gradients and optimizer; empty means none.
+        working_bytes: bytes per row that stage s needs while it computes, on top of what it keeps; empty means none.
+        waiting_messages: messages that lie with their receiver before they are needed, of each stage and direction.
         overhead: seconds that a rank spends before each computation once its inputs are there.
 
     Raises:
@@ -87,6 +90,9 @@ class CostModel:
     link: Link = FREE
     activation_bytes: tuple[int, ...] = ()
     weight_bytes: tuple[int, ...] = ()
+    state_bytes: tuple[int, ...] = ()
+    working_bytes: tuple[float, ...] = ()
+    waiting_messages: int = 0
     overhead: float = 0.0
 
     def __post_init__(self) -> None:
@@ -96,6 +102,7 @@ class CostModel:
             if not table or rows != sorted(set(rows)) or min(t for _, t in table) < 0:
                 raise PlanError(f"seconds of {kind}{stage} need ascending rows and no negative time, got {table}")
         lengths = {"forward_bytes": n - 1, "backward_bytes": n - 1, "activation_bytes": n, "weight_bytes": n}
+        lengths |= {"state_bytes": n, "working_bytes": n}
         for name, entries in lengths.items():
             got = getattr(self, name)
             if got and (len(got) != entries or min(got) < 0):
@@ -174,7 +181,7 @@ class CostModel:
             if kind in _BACKWARD and stage in recomputed:
                 forward = tables[Kind.F, stage]
                 for rows in points:
-                    points[rows] = max(0.0, points[rows] - _at(tuple(sorted(forward.items())), rows))
+                    points[rows] = max(0.0, points[rows] - at_rows(tuple(sorted(forward.items())), rows))
         measured = {key: tuple(sorted(points.items())) for key, points in tables.items()}
         if any(kind in SENDS for kind, _ in measured):
             links = {pair: replace(link, burst=0.0) for pair, link in base.links.items()}
@@ -209,7 +216,7 @@ class CostModel:
                 return 0.0
             known = ", ".join(sorted({f"{k}{s}" for k, s in self.seconds})) or "nothing"
             raise PlanError(f"the cost model has no time of {kind} on stage {stage}; it knows {known}")
-        return _at(table, rows)
+        return at_rows(table, rows)
 
     @property
     def overhead_ns(self) -> int:
@@ -247,29 +254,44 @@ class CostModel:
 
     def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Bytes of activations that `i` takes when it starts, and bytes that it gives back when it ends."""
-        if not self.activation_bytes or i.kind is Kind.STEP:
+        if i.kind is Kind.STEP or not (self.activation_bytes or self.working_bytes):
             return 0, 0
         s, rows = i.stage, i.span.rows
-        all_of_it = self.activation_bytes[s] * rows
+        all_of_it = self.activation_bytes[s] * rows if self.activation_bytes else 0
+        working = int(self.working_bytes[s] * rows) if self.working_bytes else 0
         again = bool(plan.recompute) and plan.recompute[s]
         kept = all_of_it
         if again:
             kept = int(self.forward_bytes[s - 1]) * rows if s > 0 and self.forward_bytes else 0
+        made_again = all_of_it if again else 0
         match i.kind:
             case Kind.F:
-                return kept, 0
+                return kept + working, working
             case Kind.I:
-                return (all_of_it if again else 0), 0
+                return made_again + working, working
             case Kind.B:
-                return (all_of_it if again else 0), kept + (all_of_it if again else 0)
+                return made_again + working, kept + made_again + working
             case _:
-                return 0, kept + (all_of_it if again else 0)
+                return working, kept + made_again + working
 
     def resident(self, rank: int, plan: Plan) -> int:
-        """Bytes of weights on `rank`: of every stage, job and weight version that the plan allows."""
-        if not self.weight_bytes:
+        """Bytes that `rank` holds throughout: weights, of every weight version that the plan allows, gradients,
+        optimizer states and messages that wait to be taken."""
+        stages = plan.stages[rank]
+        weights = sum(self.weight_bytes[s] * plan.versions[s] for s in stages) if self.weight_bytes else 0
+        states = sum(self.state_bytes[s] for s in stages) if self.state_bytes else 0
+        return len(plan.jobs) * (weights + states + self._waiting(stages, plan))
+
+    def _waiting(self, stages: Sequence[int], plan: Plan) -> int:
+        if not self.waiting_messages:
             return 0
-        return len(plan.jobs) * sum(self.weight_bytes[s] * plan.versions[s] for s in plan.stages[rank])
+        size = 0.0
+        for s in stages:
+            if s and plan.crosses(s - 1) and self.forward_bytes:
+                size += self.forward_bytes[s - 1] * max(span.rows for span in plan.spans(Kind.RF, s))
+            if s + 1 < plan.n_stages and plan.crosses(s) and self.backward_bytes:
+                size += self.backward_bytes[s] * max(span.rows for span in plan.spans(Kind.RB, s))
+        return int(self.waiting_messages * size)
 
 
 def _ns(seconds: float) -> int:
@@ -290,8 +312,10 @@ def _lags(timeline: Recorded) -> list[int]:
     return lags
 
 
-def _at(table: Table, rows: int) -> float:
-    """`table` at `rows`: linear, beyond its ends too, never negative."""
+def at_rows(table: Table, rows: int) -> float:
+    """`table` at `rows`: linear, beyond its ends too, never negative; 0 where it is empty."""
+    if not table:
+        return 0.0
     if len(table) == 1:
         return table[0][1]
     right = min(max(bisect_left(table, (rows, -1.0)), 1), len(table) - 1)

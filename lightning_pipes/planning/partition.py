@@ -32,24 +32,67 @@ def even_partition(weights: Sequence[float], stages: int) -> tuple[Span, ...]:
     ends = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=float))])
     loads = ends[None, :] - ends[:, None]  # loads[i, j]: of the layers i to j, j exclusive
     loads[np.tril_indices(n + 1)] = np.inf  # no stage is empty
-    bound = _best(loads, stages, np.maximum)[0][-1, n]
-    allowed = np.where(loads <= bound * (1 + 1e-12), loads, np.inf)
-    _, choice = _best(allowed**2, stages, np.add)
-    cuts = [n]
-    for stage in reversed(range(stages)):
+    every = [loads] * stages
+    bound = _best(every, np.maximum)[0][-1, n]
+    return _chosen([np.where(found <= bound * (1 + 1e-12), found, np.inf) ** 2 for found in every])
+
+
+def light_partitions(
+    loads: Sequence[np.ndarray], edges: np.ndarray, slacks: Sequence[float] = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)
+) -> list[tuple[Span, ...]]:
+    """Partitions whose heaviest stage is as light as can be, or lighter than that times a slack, each with the cheapest
+    cuts that this allows; without repetitions, the lightest first. Empty if there is none at all.
+
+    Args:
+        loads: of each stage, the seconds of the layers i to j (exclusive) in row i, column j; infinite where the stage
+            may not have them.
+        edges: seconds that a message takes if a stage begins at layer i.
+    """
+    n = loads[0].shape[0] - 1
+    whole = [_with_edges(found, edges, n) for found in loads]
+    bound = _best(whole, np.maximum)[0][-1, n]
+    if not np.isfinite(bound):
+        return []
+    found: dict[tuple[Span, ...], None] = {}
+    for slack in slacks:
+        allowed = [np.where(each <= bound * slack * (1 + 1e-12), each, np.inf) for each in whole]
+        # The sum of edges decides, and where that is equal the evenness of the stages.
+        scale = max(float(edges[np.isfinite(edges)].max(initial=0.0)), bound)
+        cost = [
+            np.where(np.isfinite(each), edges[:, None] / scale + 1e-3 * (each / bound) ** 2, np.inf) for each in allowed
+        ]
+        found[_chosen(cost)] = None
+    return list(found)
+
+
+def _with_edges(loads: np.ndarray, edges: np.ndarray, n: int) -> np.ndarray:
+    """A stage is as heavy as its layers, or as a message at either end if that takes longer."""
+    out = edges.copy()
+    out[n] = 0.0
+    into = edges.copy()
+    into[0] = 0.0
+    whole: np.ndarray = np.maximum(loads, np.maximum(into[:, None], out[None, :]))
+    return whole
+
+
+def _chosen(costs: Sequence[np.ndarray]) -> tuple[Span, ...]:
+    """The partition with the smallest sum."""
+    _, choice = _best(costs, np.add)
+    cuts = [costs[0].shape[0] - 1]
+    for stage in reversed(range(len(costs))):
         cuts.append(int(choice[stage, cuts[-1]]))
     cuts.reverse()
     return tuple(Span(a, b) for a, b in itertools.pairwise(cuts))
 
 
-def _best(costs: np.ndarray, stages: int, join: np.ufunc) -> tuple[np.ndarray, np.ndarray]:
+def _best(costs: Sequence[np.ndarray], join: np.ufunc) -> tuple[np.ndarray, np.ndarray]:
     """For each number of stages and of layers: the smallest joined cost, and where its last stage begins."""
-    n = costs.shape[0]
-    value = np.full((stages, n), np.inf)
-    choice = np.zeros((stages, n), dtype=int)
-    value[0] = costs[0]
-    for stage in range(1, stages):
-        joined = join(value[stage - 1][:, None], costs)
+    n = costs[0].shape[0]
+    value = np.full((len(costs), n), np.inf)
+    choice = np.zeros((len(costs), n), dtype=int)
+    value[0] = costs[0][0]
+    for stage in range(1, len(costs)):
+        joined = join(value[stage - 1][:, None], costs[stage])
         choice[stage] = joined.argmin(axis=0)
         value[stage] = joined.min(axis=0)
     return value, choice

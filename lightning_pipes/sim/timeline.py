@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Program
@@ -119,6 +120,23 @@ class Timeline:
         for e in self.computations:
             rows[e.rank].append(e.instruction)
         return Program(tuple(map(tuple, rows)))
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON, from which `load` makes an equal timeline."""
+        from lightning_pipes.sim.saved import save_timeline
+
+        save_timeline(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> Timeline:
+        """The timeline that `save` wrote.
+
+        Raises:
+            PlanError: the file holds no timeline, or is of a format that this version does not read.
+        """
+        from lightning_pipes.sim.saved import load_timeline
+
+        return load_timeline(path)
 
     def gantt(self, width: int = 100) -> str:
         """A drawing in text, `width` characters for the makespan; see `sim.gantt`."""

@@ -4,7 +4,8 @@ from lightning_pipes.trainer.hooks import on_every_stage
 from lightning_pipes.trainer.registration import register_names
 from lightning_pipes.trainer.report import PipelineReport
 from lightning_pipes.trainer.strategy import PipelineStrategy
+from lightning_pipes.trainer.timeline_logger import TimelineLogger
 
-__all__ = ["PipelineReport", "PipelineStrategy", "on_every_stage"]
+__all__ = ["PipelineReport", "PipelineStrategy", "TimelineLogger", "on_every_stage"]
 
 register_names()

@@ -30,6 +30,7 @@ from lightning_pipes.trainer.plans import Plans
 from lightning_pipes.trainer.replicas import BufferSync
 from lightning_pipes.trainer.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.shared_parameters import SharedParameters
+from lightning_pipes.trainer.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.steps import Context, EvaluationBatch, Steps, TrainingBatch
 from lightning_pipes.trainer.stopping import StopAgreement
 from lightning_pipes.trainer.tape import TapedLayer
@@ -94,6 +95,7 @@ class PipelineRun:
         self._keep_old = is_overridden("optimizer_zero_grad", cut.module)
         self._evaluated = 0
         self._hidden = hidden
+        self._saved_bytes = SavedBytes()
 
         self._reducer = reducer
         self.buffers = buffers
@@ -102,11 +104,11 @@ class PipelineRun:
         self.last_rank = global_ranks[plan.ranks[-1]]
         self.first = plan.ranks[0] == rank
         self.last = plan.ranks[-1] == rank
-        stages = [
+        self._stages = [
             Stage(
                 number,
                 {n: TapedLayer(cut.full[n], n, hidden.layer) for n in range(*plan.layers[number])},
-                steps.body(number),
+                self._saved_bytes.around(number, steps.body(number)),
                 self._batch_complete,
                 recompute=bool(plan.recompute) and plan.recompute[number],
                 last_backward=None if reducer is None else reducer.last_backward,
@@ -114,7 +116,9 @@ class PipelineRun:
             for number in plan.stages[rank]
         ]
         channels = make_transport(plan, rank, global_ranks, device, control.watch, transport)
-        self.engine = Engine(plan, order, stages, channels, rank=rank, device=device, seed=seed, watch=control.watch)
+        self.engine = Engine(
+            plan, order, self._stages, channels, rank=rank, device=device, seed=seed, watch=control.watch
+        )
 
     def train(
         self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool = True
@@ -196,6 +200,10 @@ class PipelineRun:
         with context():
             self.replay.replay(logged)
         return move_data_to_device(out, self._device)
+
+    def stage_bytes(self, optimizers: Sequence[Optimizer]) -> dict[int, StageBytes]:
+        """What the stages of this rank hold, once one batch was trained."""
+        return self._saved_bytes.of({stage.number: stage.layers.values() for stage in self._stages}, optimizers)
 
     def close(self) -> None:
         """Ends the connections to the neighbours."""

@@ -34,6 +34,7 @@ from lightning_pipes.ir import PlanError, Policy, Program, Schedule, check_count
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.about import describe_run, gather_run
 from lightning_pipes.trainer.capture import Interceptor
 from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module, warn_about
 from lightning_pipes.trainer.clipping import GradientAgreement
@@ -58,7 +59,7 @@ from lightning_pipes.trainer.pipelined import CutModule, find_pipelined, layer_s
 from lightning_pipes.trainer.plans import Plans, stage_layers, stage_ranks
 from lightning_pipes.trainer.proxy import Layers
 from lightning_pipes.trainer.replicas import BufferSync, Replicas
-from lightning_pipes.trainer.report import PipelineReport, Window
+from lightning_pipes.trainer.report import About, PipelineReport, Window
 from lightning_pipes.trainer.run import PipelineRun
 from lightning_pipes.trainer.saving import Saver
 from lightning_pipes.trainer.sharded import ShardedCheckpoint
@@ -67,6 +68,7 @@ from lightning_pipes.trainer.steps import Context, Steps
 from lightning_pipes.trainer.stopping import StopAgreement
 from lightning_pipes.trainer.streaming import StreamingRun, check_streaming
 from lightning_pipes.trainer.summary import log_graphs, show_summaries
+from lightning_pipes.trainer.timing import Share, Timing
 
 
 class PipelineStrategy(ParallelStrategy):
@@ -159,7 +161,7 @@ class PipelineStrategy(ParallelStrategy):
         self._streams = False
         self._failed = False
         self._undo: list[Callable[[], None]] = []
-        self._windows: Sequence[Sequence[Window]] = ()
+        self._reported: tuple[Sequence[Sequence[Window]], About] = ((), About())
 
     # ---- processes and devices
 
@@ -362,8 +364,8 @@ class PipelineStrategy(ParallelStrategy):
             if not self._down:
                 state = {} if run.cut.stays_spread else checkpoints.gather_model_everywhere(run.cut, self.pipeline)
                 if run.windows:
-                    windows = self.pipeline.all_gather(tuple(run.windows))
-                    self._windows = [windows[self.pipeline.ranks.index(rank)] for rank in run.global_ranks]
+                    about = describe_run(self)
+                    self._reported = gather_run(run, self.pipeline, self.optimizers, self.root_device, about)
             run.close()
         if self._control is not None:
             self._control.close()
@@ -456,7 +458,18 @@ class PipelineStrategy(ParallelStrategy):
         Raises:
             PlanError: nothing was trained.
         """
-        return PipelineReport.of(self._windows)
+        return PipelineReport.of(*self._reported)
+
+    @property
+    def flushes(self) -> bool:
+        """Whether all stages end a batch before the next one begins."""
+        return getattr(self.schedule, "versions", None) is None
+
+    def last_timing(self) -> Timing | None:
+        """Where the time of the last window went, on every rank; None before the first one has ended. Collective: all
+        ranks must ask, and be at the same batch."""
+        windows = self._running.windows
+        return Timing.of(self.pipeline.all_gather(Share.of(windows[-1].events))) if windows else None
 
     @property
     def _trainer(self) -> pl.Trainer:

@@ -51,7 +51,7 @@ def explain(error: Exception) -> str:
         return f"{where}: {cause}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         where, _, name = str(cause.full_key).rpartition(".")
-        keys = [str(key) for key in cause.parent_node if not str(key).startswith("_")]
+        keys = [str(key) for key in cause.parent_node if not str(key).startswith(("_", "hydra"))]
         return f"{cause.full_key}: {where or 'the configuration'} has no {name!r}. {_choices(name, keys)}"
     if isinstance(cause, ValidationError) and is_dataclass(cause.object_type):
         if isinstance(cause.child_node, DictConfig):

@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 MAKE_SCHEDULE = "lightning_pipes.ir.registry.make_schedule"
+MAKE_CLUSTER = "lightning_pipes.cost.clusters.make_cluster"
 
 
 @dataclass
@@ -179,6 +180,26 @@ class DigitsSettings(DataSettings):
 
 
 @dataclass
+class LinkSettings:
+    """What joins two devices, in each direction."""
+
+    bandwidth: str = "inf"  # such as 12.5GB/s or 100Gbit/s
+    latency: str = "0us"
+
+
+@dataclass
+class ClusterSettings:
+    """Equal devices on equal hosts. `hydra.utils.instantiate(cfg.cluster)` makes the Cluster."""
+
+    _target_: str = MAKE_CLUSTER
+    hosts: int = 1
+    devices_per_host: int = 1
+    memory: str | None = None  # of a device, such as 16GiB; null: nobody asks
+    inside: LinkSettings = field(default_factory=LinkSettings)  # between devices of one host
+    between: LinkSettings = field(default_factory=LinkSettings)  # between devices of different hosts
+
+
+@dataclass
 class TrainSettings:
     """Everything that examples/train.py can be told."""
 
@@ -192,8 +213,71 @@ class TrainSettings:
     resume: bool = True  # from the newest checkpoint in the run directory, if there is one
 
 
+@dataclass
+class LayersSettings:
+    """Layers by a profile or by formula, and the devices and links that they run on."""
+
+    profile: str | None = None
+    named: str | None = None  # `model` is a group
+    device: str = "A100-80G"
+    dtype: str = "bfloat16"
+    optimizer: str = "adam"
+    ranks: int = 4
+    schedule: Any = None
+    memory: str | None = None  # such as 16GiB
+    bandwidth: str = "inf"  # such as 12.5GB/s or 100Gbit/s
+    latency: str = "0us"
+    cluster: Any = None
+
+
+@dataclass
+class PlanSettings(LayersSettings):
+    """What `lightning-pipes plan` can be told."""
+
+    replicas: int = 1
+    batch: int = 32
+    microbatches: Any = None  # a number or a list
+    recompute: bool | None = None
+
+
+@dataclass
+class SimulateSettings(LayersSettings):
+    """What `lightning-pipes simulate` can be told."""
+
+    microbatches: int = 8
+    forward: Any = "10ms"  # or a list, one for each rank
+    backward: Any = "20ms"
+    step: Any = "0ms"
+    message: str = "0B"
+    activations: str = "0B"
+    weights: str = "0B"
+    batch: int | None = None
+    partition: Any = None
+    recompute: bool = False
+
+
+@dataclass
+class ProfileSettings:
+    """What `lightning-pipes profile` can be told."""
+
+    model: Any = MISSING
+    data: Any = MISSING
+    factory: str | None = None
+    rows: Any = field(default_factory=lambda: [1, 2, 4, 8])
+    repeats: int = 5
+    device: str = "cpu"
+    threads: int = 1
+    optimizer: str | None = None
+    split: bool = False
+    out: str = "profile.json"
+
+
 SCHEMAS: dict[str, type] = {
     "train": TrainSettings,
+    "plan": PlanSettings,
+    "simulate": SimulateSettings,
+    "profile": ProfileSettings,
+    "cluster": ClusterSettings,
     "schedule/gpipe": GPipeSettings,
     "schedule/1f1b": OneFOneBSettings,
     "schedule/interleaved": InterleavedSettings,

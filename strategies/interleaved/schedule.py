@@ -40,6 +40,11 @@ class Interleaved:
     def __post_init__(self) -> None:
         check_count(f"{self.name}: stages_per_rank", self.stages_per_rank)
 
+    @classmethod
+    def variants(cls, n_ranks: int, microbatches: int) -> list[Interleaved]:
+        """What a planner tries."""
+        return [cls(v) for v in (2, 3, 4)]
+
     def placement(self, n_ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return tuple(range(n_ranks)) * self.stages_per_rank

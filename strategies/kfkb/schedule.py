@@ -38,6 +38,11 @@ class KFKB:
     def __post_init__(self) -> None:
         check_count(f"{self.name}: k", self.k, "; k=1 is 1F1B")
 
+    @classmethod
+    def variants(cls, n_ranks: int, microbatches: int) -> list[KFKB]:
+        """What a planner tries: k from 2, doubling; k = 1 is 1F1B and k = m is GPipe."""
+        return [cls(2**power) for power in range(1, (microbatches - 1).bit_length())]
+
     def program(self, plan: Plan) -> Program:
         check_one_batch(plan, self.name)
         check_one_stage_a_rank(plan, self.name)

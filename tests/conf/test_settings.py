@@ -65,6 +65,16 @@ def test_a_setting_arrives() -> None:
     assert instantiate(composed("schedule=interleaved", "schedule.stages_per_rank=3").schedule).stages_per_rank == 3
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "cluster").glob("*.yaml")))
+def test_a_cluster_is_made_from_its_settings(name: str) -> None:
+    cfg = compose(f"cluster/{name}", overrides=["cluster.hosts=3", "cluster.between.latency=7us"]).cluster
+    made = instantiate(cfg)
+    assert len(made.devices) == 3 * cfg.devices_per_host
+    assert made.link(0, len(made.devices) - 1).latency == 7e-6
+    written = yaml.safe_load((ROOT / "conf" / "cluster" / f"{name}.yaml").read_text())
+    assert set(written) - {"defaults"} == {f.name for f in fields(schema.ClusterSettings)} - {"_target_"}
+
+
 def test_trainer_settings_are_arguments_of_trainer() -> None:
     from lightning.pytorch import Trainer
 

@@ -61,6 +61,8 @@ def test_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"lightning_pipes", "hydra_plugins"}
     assert "hydra_plugins/__init__.py" not in names
 
+    assert {f"lightning_pipes/sim/page/{name}" for name in ("template.html", "page.css", "page.js")} <= names
+    assert dict(parser["console_scripts"]) == {"lightning-pipes": "lightning_pipes.tune.cli:main"}
     schedules = dict(parser["lightning_pipes.schedules"])
     assert {"gpipe", "1f1b", "interleaved", "kfkb"} <= set(schedules)
     for value in schedules.values():

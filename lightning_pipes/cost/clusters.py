@@ -1,0 +1,54 @@
+"""Clusters as settings describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from lightning_pipes.cost.cluster import FREE, Cluster, Link
+from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds
+from lightning_pipes.ir import PlanError
+
+LinkSettings = Mapping[str, str | float]
+"""`bandwidth` and `latency`, such as "12.5GB/s" and "10us"."""
+_T = TypeVar("_T")
+
+
+def make_cluster(
+    hosts: int = 1,
+    devices_per_host: int = 1,
+    memory: str | float | None = None,
+    inside: LinkSettings | None = None,
+    between: LinkSettings | None = None,
+) -> Cluster:
+    """Equal devices on equal hosts; those of one host in a row.
+
+    Args:
+        memory: of a device, such as "16GiB"; None where nobody asks.
+        inside: the link between two devices of one host; free by default.
+        between: the link between two devices of different hosts; free by default.
+
+    Raises:
+        PlanError: no hosts or devices, or a unit that nobody knows; names the setting.
+    """
+    if hosts < 1 or devices_per_host < 1:
+        raise PlanError(f"a cluster needs hosts and devices, got hosts={hosts}, devices_per_host={devices_per_host}")
+    size = None if memory is None else _named("memory", as_bytes, memory)
+    return Cluster.homogeneous(hosts, devices_per_host, size, _link("inside", inside), _link("between", between))
+
+
+def _link(name: str, settings: LinkSettings | None) -> Link:
+    if settings is None:
+        return FREE
+    unknown = sorted(set(settings) - {"bandwidth", "latency"})
+    if unknown:
+        raise PlanError(f"{name}.{unknown[0]}: a link has bandwidth and latency")
+    bandwidth = _named(f"{name}.bandwidth", as_rate, settings.get("bandwidth", "inf"))
+    return Link(bandwidth, _named(f"{name}.latency", as_seconds, settings.get("latency", 0.0)))
+
+
+def _named(name: str, parse: Callable[[str | float], _T], value: str | float) -> _T:
+    try:
+        return parse(value)
+    except PlanError as error:
+        raise PlanError(f"{name}: {error}") from None

@@ -1,0 +1,25 @@
+"""Things by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TypeVar
+
+from lightning_pipes.ir import PlanError
+
+_T = TypeVar("_T")
+
+
+def known(things: Mapping[str, _T], name: str, what: str) -> _T:
+    """The entry `name`, however it is capitalised.
+
+    Raises:
+        PlanError: there is none; says which there are, and which was meant if that is clear.
+    """
+    folded = {each.casefold(): each for each in things}
+    if name.casefold() in folded:
+        return things[folded[name.casefold()]]
+    close = difflib.get_close_matches(name.casefold(), folded, n=1)
+    hint = f"; did you mean {folded[close[0]]!r}?" if close else "."
+    raise PlanError(f"there is no {what} called {name!r}{hint} There is: {', '.join(things)}")

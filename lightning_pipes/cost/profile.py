@@ -1,0 +1,227 @@
+"""What layers cost, one by one, as measured on a device or computed from shapes; stages are sums of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from lightning_pipes.cost.model import CostModel, Table, at_rows
+from lightning_pipes.ir import Kind, PlanError, Span
+
+FORMAT = 1
+"""Of the file; raised when a reader of an older one would misread it."""
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer's seconds and bytes. Tables are ((rows, value), ...), rows ascending; empty means none.
+
+    Attributes:
+        forward: seconds.
+        backward: seconds of the full backward.
+        input_backward: seconds of the gradients of inputs alone (I); empty where nobody measured it.
+        weight_backward: seconds of the gradients of weights alone (W).
+        step: seconds of its share of the optimizer step.
+        weight_bytes: of its parameters and buffers.
+        gradient_bytes: of the gradients of its parameters.
+        optimizer_bytes: of its optimizer state.
+        saved: bytes that it keeps from forward to backward: not weights, and not what an earlier layer keeps.
+        keeps_input: whether it keeps its input too, which an earlier layer counts where they share a stage.
+        output: bytes that it hands on, and that come back as gradients.
+        working: bytes that it needs besides while it runs, forward or backward, whichever is more.
+    """
+
+    name: str
+    forward: Table
+    backward: Table
+    input_backward: Table = ()
+    weight_backward: Table = ()
+    step: float = 0.0
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    saved: Table = ()
+    keeps_input: bool = False
+    output: Table = ()
+    working: Table = ()
+
+    def scaled(self, factor: float) -> LayerProfile:
+        """The same layer where every computation takes `factor` times as long."""
+
+        def times(table: Table) -> Table:
+            return tuple((rows, seconds * factor) for rows, seconds in table)
+
+        return replace(
+            self,
+            forward=times(self.forward),
+            backward=times(self.backward),
+            input_backward=times(self.input_backward),
+            weight_backward=times(self.weight_backward),
+            step=self.step * factor,
+        )
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """The layers of a model, in order.
+
+    Attributes:
+        before: what the first stage runs before the layers, such as user code; its output is what enters them.
+        after: what the last stage runs after them, such as the loss.
+        overhead: seconds that a rank spends before each computation.
+        device: what was measured, for people.
+        source: how it came about: "measured", or the formula.
+
+    Raises:
+        PlanError: no layers.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    before: LayerProfile = LayerProfile("before", ((1, 0.0),), ((1, 0.0),))
+    after: LayerProfile = LayerProfile("after", ((1, 0.0),), ((1, 0.0),))
+    overhead: float = 0.0
+    device: str = ""
+    source: str = "measured"
+    notes: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PlanError("a profile needs at least one layer")
+
+    @property
+    def has_split(self) -> bool:
+        """Whether the backward of every layer with weights was measured in its two parts."""
+        parts = (self.before, *self.layers, self.after)
+        return all(part.input_backward and part.weight_backward for part in parts if part.gradient_bytes)
+
+    def seconds(self, kind: Kind, layer: int, rows: int) -> float:
+        """Seconds of one computation of a layer; STEP has no rows.
+
+        Raises:
+            PlanError: I or W, which were not measured.
+        """
+        found = self.layers[layer]
+        if kind is Kind.STEP:
+            return found.step
+        return at_rows(_table(found, kind), rows)
+
+    def stages(self, layers: Sequence[Span], speeds: Sequence[float] = ()) -> list[tuple[LayerProfile, ...]]:
+        """What every stage runs, `before` and `after` included; `speeds` divide the times of each stage."""
+        last = len(layers) - 1
+        found = []
+        for number, span in enumerate(layers):
+            speed = speeds[number] if speeds else 1.0
+            parts = [
+                *((self.before,) if number == 0 else ()),
+                *self.layers[span.start : span.stop],
+                *((self.after,) if number == last else ()),
+            ]
+            found.append(tuple(part if speed == 1.0 else part.scaled(1 / speed) for part in parts))
+        return found
+
+    def costs(self, layers: Sequence[Span], speeds: Sequence[float] = ()) -> CostModel:
+        """Seconds and bytes of the stages that `layers` cuts; links are free until `CostModel.on` gives some."""
+        stages = self.stages(layers, speeds)
+        kinds = [Kind.F, Kind.B, *((Kind.I, Kind.W) if self.has_split else ())]
+        seconds: dict[tuple[Kind, int], Table] = {}
+        for number, parts in enumerate(stages):
+            for kind in kinds:
+                seconds[kind, number] = added(_table(part, kind) for part in parts)
+            seconds[Kind.STEP, number] = ((0, sum(part.step for part in parts)),)
+        edges = [self.edge_bytes(span.stop) for span in layers[:-1]]
+        return CostModel(
+            seconds,
+            forward_bytes=tuple(edges),
+            backward_bytes=tuple(edges),
+            activation_bytes=tuple(self.activation_bytes(layers, n) for n in range(len(layers))),
+            weight_bytes=tuple(sum(part.weight_bytes for part in parts) for parts in stages),
+            state_bytes=tuple(sum(part.gradient_bytes + part.optimizer_bytes for part in parts) for parts in stages),
+            working_bytes=tuple(max((per_row(part.working) for part in parts), default=0) for parts in stages),
+            overhead=self.overhead,
+        )
+
+    def edge_bytes(self, cut: int) -> float:
+        """Bytes per row that pass between layer `cut - 1` and layer `cut`."""
+        return per_row(self.layers[cut - 1].output if cut else self.before.output)
+
+    def activation_bytes(self, layers: Sequence[Span], stage: int) -> int:
+        """Bytes per row that a stage keeps from F to B, its input included where its first layer keeps that."""
+        span = layers[stage]
+        kept = sum(per_row(layer.saved) for layer in self.layers[span.start : span.stop])
+        if stage == 0:
+            kept += per_row(self.before.saved)
+        elif span.rows and self.layers[span.start].keeps_input:
+            kept += self.edge_bytes(span.start)
+        if stage == len(layers) - 1:
+            kept += per_row(self.after.saved)
+        return round(kept)
+
+    def data(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def of_data(cls, found: dict[str, Any]) -> ModelProfile:
+        """The profile of `data`, after its way through JSON."""
+        parts = {name: value for name, value in found.items() if name != "format"}
+        layers = tuple(_layer(each) for each in parts.pop("layers"))
+        return cls(layers, _layer(parts.pop("before")), _layer(parts.pop("after")), **parts)
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON."""
+        Path(path).write_text(json.dumps(self.data(), indent=1))
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelProfile:
+        """Reads what `save` wrote.
+
+        Raises:
+            PlanError: the file is no profile, or of a format that this version does not read.
+        """
+        try:
+            found = json.loads(Path(path).read_text())
+            wrote = found["format"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise PlanError(f"{path} is no profile that `lightning-pipes profile` wrote: {error!r}") from error
+        if wrote != FORMAT:
+            raise PlanError(f"{path} has format {wrote}, this version reads {FORMAT}; profile again")
+        return cls.of_data(found)
+
+
+def added(tables: Iterable[Table]) -> Table:
+    """The sum of tables, at all rows that any of them has; linear between them, as each of them is."""
+    given = [table for table in tables if table]
+    rows = sorted(set(chain.from_iterable((r for r, _ in table) for table in given)))
+    return tuple((r, sum(at_rows(table, r) for table in given)) for r in rows) or ((1, 0.0),)
+
+
+def per_row(table: Table) -> float:
+    """Bytes per row at the most rows that the table has."""
+    return table[-1][1] / max(table[-1][0], 1) if table else 0.0
+
+
+def _table(layer: LayerProfile, kind: Kind) -> Table:
+    """What a layer has for F, B, I or W; without weights I is all of B."""
+    if kind is Kind.F:
+        return layer.forward
+    if kind is Kind.B:
+        return layer.backward
+    if not layer.gradient_bytes:
+        return layer.backward if kind is Kind.I else ((1, 0.0),)
+    table = layer.input_backward if kind is Kind.I else layer.weight_backward
+    if not table:
+        raise PlanError(
+            f"the profile of layer {layer.name!r} has no times of {kind}; measure them with split=True, "
+            "or choose a schedule with full backwards"
+        )
+    return table
+
+
+def _layer(found: dict[str, Any]) -> LayerProfile:
+    names = ("forward", "backward", "input_backward", "weight_backward", "saved", "output", "working")
+    tables = {name: tuple((int(rows), value) for rows, value in found[name]) for name in names}
+    return LayerProfile(**found | tables)

@@ -1,0 +1,424 @@
+"""What layers cost by their shapes alone, without running them: a layer is run in symbols, and a tape takes notes.
+
+What is assumed, which is what torch does:
+
+- FLOPs are two for each multiplication of matrix products, convolutions and attention; all else counts as bytes moved.
+- Attention is fused, as in `scaled_dot_product_attention`: it saves what it reads, its output, and a float32 logarithm
+  for each head and token, and its backward computes the scores again, which makes 2.5 times the FLOPs of its forward.
+  If it is causal it skips what is masked.
+- Matrix products, convolutions, layer and batch normalisation and GELU save their input; ReLU and tanh their output;
+  max pooling its input and an int64 for each output; dropout a mask; embedding its int64 indices; cross entropy its
+  softmax in float32.
+- A tensor that is saved twice is held once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_pipes.ir import PlanError
+
+FLOAT32 = 4
+INT64 = 8
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor without values, for one sample.
+
+    Attributes:
+        shape: without axis 0, which counts samples.
+        itemsize: bytes of an element.
+        trained: whether it has a gradient.
+        storage: equal for views of one memory.
+        whole: bytes of that memory where a view shows a part of it; 0 where it shows all.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: float
+    trained: bool = True
+    storage: object = field(default_factory=object, repr=False)
+    whole: float = 0.0
+
+    @property
+    def elements(self) -> int:
+        """Elements of a sample."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of a sample."""
+        return self.elements * self.itemsize
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a sample that live as long as this tensor does."""
+        return self.whole or self.bytes
+
+    def view(self, *shape: int) -> Tensor:
+        """The same memory in another shape, or a part of it."""
+        return replace(self, shape=shape, whole=self.memory)
+
+
+Tensors = Tensor | tuple[Tensor, ...]
+"""What passes between layers."""
+Layer = Callable[["Tape", Tensors], Tensors]
+"""Runs in symbols: calls the tape's operations."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What one operation does, for each sample: forward, and backward for the gradients of inputs and of weights.
+
+    Attributes:
+        flops: of the three.
+        moved: bytes that each of the three reads and writes, weights not counted.
+        weights: bytes of weights, which are moved however many samples there are.
+        kernels: how many times a device is told to do something.
+    """
+
+    name: str
+    flops: tuple[float, float, float]
+    moved: tuple[float, float, float]
+    weights: float
+    kernels: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer costs. Bytes and FLOPs are for each sample unless they are of weights.
+
+    Attributes:
+        parameters: how many numbers are trained.
+        copied: how many of them are a copy of an earlier layer's, as in tied embeddings.
+        buffer_bytes: of what is kept and not trained.
+        saved: bytes from forward to backward: not weights, and not what an earlier layer saves.
+        keeps_input: whether it saves its input, which an earlier layer saves too.
+        input: bytes that come in.
+        output: bytes that it hands on.
+        transients: bytes for each sample, and in any case, that it needs besides at some moments, forward or backward.
+    """
+
+    name: str
+    operations: tuple[Operation, ...]
+    parameters: int
+    copied: int
+    buffer_bytes: int
+    saved: float
+    keeps_input: bool
+    input: float
+    output: float
+    transients: tuple[tuple[float, float], ...]
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of the forward."""
+        return sum(o.flops[0] for o in self.operations)
+
+    @property
+    def input_flops(self) -> float:
+        """FLOPs of the gradients of what came in."""
+        return sum(o.flops[1] for o in self.operations)
+
+    @property
+    def weight_flops(self) -> float:
+        """FLOPs of the gradients of weights."""
+        return sum(o.flops[2] for o in self.operations)
+
+    @property
+    def moved(self) -> float:
+        """Bytes that forward and backward read and write, weights not counted."""
+        return sum(sum(o.moved) for o in self.operations)
+
+    def working(self, rows: int) -> float:
+        """Bytes that it needs besides while it runs, for `rows` samples."""
+        return max((rows * by_sample + fixed for by_sample, fixed in self.transients), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An operation and the tensors around it, for those who ask what lives when."""
+
+    operation: Operation
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+    saved: tuple[Tensor, ...]
+
+    @property
+    def passes(self) -> bool:
+        """Whether the inputs get the gradient of the output, or parts of it, as it is."""
+        return self.operation.name in ("add", "joined")
+
+
+class Tape:
+    """Operations on tensors without values. Each returns its output, and is noted.
+
+    Args:
+        itemsize: bytes of an activation and of a weight.
+        mask_itemsize: bytes of an element of a dropout mask: 1 on GPUs, as much as an activation on CPUs.
+    """
+
+    def __init__(self, itemsize: float, mask_itemsize: float = 1) -> None:
+        self.itemsize, self.mask_itemsize = itemsize, mask_itemsize
+        self._held: dict[object, float] = {}
+        self._start()
+
+    def layer(self, name: str, run: Layer, x: Tensors) -> tuple[LayerShape, Tensors]:
+        """What `run` costs with the input `x`, and its output. The layers of a model share a tape, in order."""
+        before = dict(self._held)
+        self._start()
+        y = run(self, x)
+        entered = {t.storage for t in _several(x)}
+        saved = {t.storage: t for step in self._steps for t in step.saved}
+        shape = LayerShape(
+            name,
+            tuple(step.operation for step in self._steps),
+            self._parameters,
+            self._copied,
+            self._buffer_bytes,
+            saved=sum(size for storage, size in self._held.items() if storage not in before),
+            keeps_input=any(storage in entered and storage in before for storage in saved),
+            input=sum(t.bytes for t in _several(x)),
+            output=sum(t.bytes for t in _several(y)),
+            transients=_transients(self._steps, _several(y), before),
+        )
+        return shape, y
+
+    def _start(self) -> None:
+        self._steps: list[_Step] = []
+        self._parameters = self._copied = self._buffer_bytes = 0
+
+    # Matrix products ------------------------------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, width: int, bias: bool = True, copied: bool = False) -> Tensor:
+        """`x` times a matrix; `copied` says that an earlier layer has the same matrix."""
+        y = self._new(*x.shape[:-1], width)
+        parameters = x.shape[-1] * width
+        self._copied += copied * parameters
+        flops = 2.0 * x.elements * width
+        return self._product("linear", x, y, flops, parameters, width if bias else 0)
+
+    def conv2d(
+        self, x: Tensor, channels: int, kernel: int, stride: int = 1, padding: int = 0, bias: bool = True
+    ) -> Tensor:
+        """A convolution with square kernels; `x` is (channels, height, width)."""
+        before, *size = x.shape
+        y = self._new(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
+        parameters = before * channels * kernel**2
+        flops = 2.0 * y.elements * before * kernel**2
+        return self._product("conv2d", x, y, flops, parameters, channels if bias else 0)
+
+    def up_conv2d(self, x: Tensor, channels: int, kernel: int = 2) -> Tensor:
+        """A transposed convolution whose stride is its kernel: height and width grow by that."""
+        before, *size = x.shape
+        y = self._new(channels, *(n * kernel for n in size))
+        flops = 2.0 * x.elements * channels * kernel**2
+        return self._product("up_conv2d", x, y, flops, before * channels * kernel**2, channels)
+
+    def attention(self, *qkv: Tensor, heads: int, causal: bool) -> Tensor:
+        """Fused attention of each token to all, or if `causal` to those up to itself. `qkv` is one tensor (tokens, 3 *
+        width), or three (tokens, width)."""
+        tokens, width = qkv[0].shape
+        y = self._new(tokens, width // (3 if len(qkv) == 1 else 1))
+        seen = (tokens + 1) / 2 if causal else tokens
+        flops = 4.0 * y.elements * seen
+        logarithms = Tensor((heads, tokens), FLOAT32)
+        read = sum(t.bytes for t in qkv)
+        moved = (read + y.bytes, 2 * read + 3 * y.bytes, 0.0)
+        saved = (*qkv, y, logarithms)
+        return self._note("attention", qkv, y, saved, (flops, 2.5 * flops, 0.0), moved, kernels=(1, 2, 0))
+
+    def _product(self, name: str, x: Tensor, y: Tensor, flops: float, weights: int, bias: int) -> Tensor:
+        moved = (x.bytes + y.bytes,) * 2 + (x.bytes + y.bytes * (2 if bias else 1),)
+        back = flops if x.trained else 0.0
+        kernels = (1, int(x.trained), 2 if bias else 1)
+        return self._note(name, (x,), y, (x,), (flops, back, flops), moved, weights + bias, kernels)
+
+    # Everything else ------------------------------------------------------------------------------------------------
+
+    def embedding(self, indices: Tensor, vocabulary: int, width: int) -> Tensor:
+        """A row of a table for each index."""
+        y = self._new(*indices.shape, width)
+        moved = (2 * y.bytes, 0.0, 3 * y.bytes)
+        return self._note("embedding", (indices,), y, (indices,), moved=moved, weights=vocabulary * width)
+
+    def added_weights(self, x: Tensor) -> Tensor:
+        """`x` and trained numbers of the same shape, such as embeddings of positions."""
+        y = self._new(*x.shape)
+        return self._note("add", (x,), y, (), moved=(2 * x.bytes, 0.0, x.bytes), weights=x.elements)
+
+    def layer_norm(self, x: Tensor) -> Tensor:
+        """Normalisation over the last axis."""
+        y = self._new(*x.shape)
+        statistics = Tensor((2, *x.shape[:-1]), FLOAT32)
+        moved = (2 * x.bytes, 3 * x.bytes, 2 * x.bytes)
+        return self._note("layer_norm", (x,), y, (x, statistics), moved=moved, weights=2 * x.shape[-1])
+
+    def batch_norm(self, x: Tensor) -> Tensor:
+        """Normalisation of each channel over samples, height and width; keeps a running mean and variance."""
+        y = self._new(*x.shape)
+        self._buffer_bytes += 2 * FLOAT32 * x.shape[0] + INT64
+        moved = (3 * x.bytes, 5 * x.bytes, 0.0)
+        return self._note("batch_norm", (x,), y, (x,), moved=moved, weights=2 * x.shape[0], kernels=(2, 2, 0))
+
+    def relu(self, x: Tensor) -> Tensor:
+        """Saves its output."""
+        y = self._new(*x.shape)
+        return self._note("relu", (x,), y, (y,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
+
+    def tanh(self, x: Tensor) -> Tensor:
+        """Saves its output."""
+        y = self._new(*x.shape)
+        return self._note("tanh", (x,), y, (y,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """Saves its input."""
+        y = self._new(*x.shape)
+        return self._note("gelu", (x,), y, (x,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        """Saves a mask; nothing happens where `p` is 0."""
+        if not p:
+            return x
+        y, mask = self._new(*x.shape), Tensor(x.shape, self.mask_itemsize)
+        moved = 2 * x.bytes + mask.bytes
+        return self._note("dropout", (x,), y, (mask,), moved=(moved, moved, 0.0))
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """A sum, as at the end of a residual block; backward adds up the gradients of what was used twice."""
+        z = self._new(*x.shape)
+        return self._note("add", (x, y), z, (), moved=(3 * x.bytes, 3 * x.bytes, 0.0))
+
+    def joined(self, *parts: Tensor) -> Tensor:
+        """Parts one after the other along the channels."""
+        y = self._new(sum(t.shape[0] for t in parts), *parts[0].shape[1:])
+        return self._note("joined", parts, y, (), moved=(2 * y.bytes, 2 * y.bytes, 0.0))
+
+    def max_pool2d(self, x: Tensor, kernel: int, stride: int, padding: int = 0) -> Tensor:
+        """Saves its input, and where each output came from."""
+        channels, *size = x.shape
+        y = self._new(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
+        where = Tensor(y.shape, INT64)
+        moved = x.bytes + y.bytes + where.bytes
+        return self._note("max_pool2d", (x,), y, (x, where), moved=(moved, moved, 0.0))
+
+    def average_pool2d(self, x: Tensor, size: int) -> Tensor:
+        """To `size` by `size`; a mean over all saves nothing."""
+        y = self._new(x.shape[0], size, size)
+        saved = () if size == 1 else (x,)
+        return self._note("average_pool2d", (x,), y, saved, moved=(x.bytes + y.bytes, x.bytes + y.bytes, 0.0))
+
+    def cross_entropy(self, scores: Tensor) -> Tensor:
+        """The mean loss of scores; the softmax is taken and saved in float32."""
+        softmax = replace(scores, itemsize=FLOAT32, storage=object())
+        moved = (scores.bytes + 2 * softmax.bytes, scores.bytes + softmax.bytes, 0.0)
+        return self._note("cross_entropy", (scores,), self._new(1), (softmax,), moved=moved, kernels=(2, 2, 0))
+
+    # Notes ----------------------------------------------------------------------------------------------------------
+
+    def _new(self, *shape: int) -> Tensor:
+        if min(shape) < 1:
+            raise PlanError(f"an operation would give a tensor of shape {shape}; its input is too small")
+        return Tensor(shape, self.itemsize)
+
+    def _note(
+        self,
+        name: str,
+        inputs: Sequence[Tensor],
+        output: Tensor,
+        saved: Sequence[Tensor],
+        flops: tuple[float, float, float] = (0.0, 0.0, 0.0),
+        moved: tuple[float, float, float] = (0.0, 0.0, 0.0),
+        weights: int = 0,
+        kernels: tuple[int, int, int] | None = None,
+    ) -> Tensor:
+        self._parameters += weights
+        if kernels is None:
+            kernels = (1, int(moved[1] > 0), int(moved[2] > 0))
+        operation = Operation(name, flops, moved, weights * self.itemsize, kernels)
+        self._steps.append(_Step(operation, tuple(inputs), output, tuple(saved)))
+        for t in saved:
+            self._held[t.storage] = t.memory
+        return output
+
+
+def _several(x: Tensors) -> tuple[Tensor, ...]:
+    return (x,) if isinstance(x, Tensor) else x
+
+
+def _transients(
+    steps: Sequence[_Step], outputs: Collection[Tensor], before: Container[object]
+) -> tuple[tuple[float, float], ...]:
+    """Bytes by sample, and in any case, that live at moments of the forward beyond what it saves and hands on, and at
+    moments of the backward beyond those and the gradients of the outputs; without those that others exceed."""
+    found = {*_forward_moments(steps, outputs), *_backward_moments(steps, outputs, before)}
+    return tuple(sorted(x for x in found if not any(x != y and x[0] <= y[0] and x[1] <= y[1] for y in found)))
+
+
+def _forward_moments(steps: Sequence[_Step], outputs: Iterable[Tensor]) -> Iterator[tuple[float, float]]:
+    last = {t.storage: number for number, step in enumerate(steps) for t in step.inputs}
+    later = {t.storage: t.memory for step in steps for t in step.saved} | {t.storage: t.memory for t in outputs}
+    passing: dict[object, float] = {}
+    for number, step in enumerate(steps):
+        if step.output.storage not in later:
+            passing[step.output.storage] = step.output.memory
+        for t in (step.output, *step.saved):
+            later.pop(t.storage, None)
+        yield sum(passing.values()) - sum(later.values()), 0.0
+        passing = {storage: size for storage, size in passing.items() if last.get(storage, 0) > number}
+
+
+def _backward_moments(
+    steps: Sequence[_Step], outputs: Iterable[Tensor], before: Container[object]
+) -> Iterator[tuple[float, float]]:
+    """What was saved goes as soon as nothing needs it any more, but for what others hold: outputs, and what `before`
+    has, which earlier layers saved."""
+    kept = {t.storage for t in outputs}
+    users = Counter(t.storage for step in steps for t in step.saved)
+    gradients = {storage: _Gradient(0.0) for storage in kept}  # not ours to count
+    now = 0.0
+    for step in reversed(steps):
+        given = gradients.pop(step.output.storage, _Gradient(0.0))
+        for t in step.inputs:
+            if not t.trained:
+                continue
+            made = given if step.passes else _Gradient(t.memory)
+            now += 0.0 if step.passes else made.bytes
+            earlier = gradients.get(t.storage)
+            if earlier is None:
+                made.users += step.passes
+                gradients[t.storage] = made
+                continue
+            if earlier.users > 1:  # another tensor has the same gradient: the sum needs a place of its own
+                earlier.users -= 1
+                gradients[t.storage] = _Gradient(t.memory)
+                now += t.memory
+            yield now, step.operation.weights
+            now -= 0.0 if step.passes else made.bytes
+        yield now, step.operation.weights
+        given.users -= 1
+        now -= given.bytes if not given.users else 0.0
+        for t in step.saved:
+            users[t.storage] -= 1
+            if not users[t.storage] and t.storage not in before and t.storage not in kept:
+                now -= t.memory
+
+
+@dataclass
+class _Gradient:
+    """Memory of a gradient, which several tensors have where it was passed on through a sum."""
+
+    bytes: float
+    users: int = 1
+
+
+def shapes(layers: Sequence[tuple[str, Layer]], x: Tensors, tape: Tape) -> list[LayerShape]:
+    """What each of the named `layers` costs, the first of which reads `x`."""
+    found = []
+    for name, run in layers:
+        shape, x = tape.layer(name, run, x)
+        found.append(shape)
+    return found

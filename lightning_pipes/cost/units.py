@@ -1,0 +1,67 @@
+"""Sizes, rates and times as people write them: "16GiB", "12.5GB/s", "10us"."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+
+from lightning_pipes.ir import PlanError
+
+_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
+_BYTES = {f"{prefix}B": Fraction(1000**power) for prefix, power in _POWERS.items()} | {
+    f"{prefix.upper()}iB": Fraction(1024**power) for prefix, power in _POWERS.items() if prefix
+}
+_BITS = {f"{prefix}bit": Fraction(1000**power, 8) for prefix, power in _POWERS.items()}
+_RATES = {f"{unit}/s": size for unit, size in (_BYTES | _BITS).items()}
+_SECONDS = {unit: Fraction(1, 1000**power) for power, unit in enumerate(("s", "ms", "us", "ns"))}
+_NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf)\s*([A-Za-z/]*)\s*")
+
+
+def as_bytes(value: str | float) -> int:
+    """Whole bytes: `"16GiB"` is 16 * 2**30, `"16GB"` 16e9; a number is bytes.
+
+    Raises:
+        PlanError: anything else, a negative or an infinite size.
+    """
+    found = _number(value, _BYTES, "a size", "16GiB")
+    if not math.isfinite(found):
+        raise PlanError(f"a size has to be finite, got {value!r}")
+    return round(found)
+
+
+def as_rate(value: str | float) -> float:
+    """Bytes per second: `"12.5GB/s"` and `"100Gbit/s"` are the same; a number is bytes per second, `"inf"` free.
+
+    Raises:
+        PlanError: anything else, or a rate that is not positive.
+    """
+    found = _number(value, _RATES, "a rate", "12.5GB/s")
+    if not found:
+        raise PlanError(f"a rate has to be positive, got {value!r}")
+    return found
+
+
+def as_seconds(value: str | float) -> float:
+    """Seconds: `"10us"` is 1e-5; a number is seconds.
+
+    Raises:
+        PlanError: anything else, or a negative or infinite time.
+    """
+    found = _number(value, _SECONDS, "a time", "10us")
+    if not math.isfinite(found):
+        raise PlanError(f"a time has to be finite, got {value!r}")
+    return found
+
+
+def _number(value: str | float, units: Mapping[str, Fraction], what: str, example: str) -> float:
+    match = _NUMBER.fullmatch(value if isinstance(value, str) else repr(float(value)))
+    unit = match[2] if match else None
+    if match is None or (unit and unit not in units) or float(match[1]) < 0:
+        raise PlanError(
+            f"{value!r} is not {what}; write it as {example}, or as a plain number. Units: {', '.join(units)}"
+        )
+    if match[1].endswith("inf"):
+        return math.inf
+    return float(Fraction(match[1]) * (units[unit] if unit else 1))  # a fraction, so that 10us is 1e-5 to the last bit

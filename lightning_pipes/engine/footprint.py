@@ -1,0 +1,110 @@
+"""Bytes of tensors that live while something runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Footprint:
+    """Bytes of tensors that were made in a block."""
+
+    def __init__(self) -> None:
+        self._peak = self._left = 0
+
+    @property
+    def peak(self) -> int:
+        """The most that lived at once since the block began, or since `restart`."""
+        return self._peak
+
+    @property
+    def left(self) -> int:
+        """What lives now."""
+        return self._left
+
+    def restart(self) -> None:
+        """From now on the peak counts anew."""
+        self._peak = self._left
+
+    def add(self, size: int) -> None:
+        """Counts bytes that were taken, or given back."""
+        self._left += size
+        self._peak = max(self._peak, self._left)
+
+
+class _OnDevice(Footprint):
+    """What the CUDA allocator says."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        torch.cuda.synchronize(device)
+        self._before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    @property
+    def peak(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self._device)) - self._before
+
+    @property
+    def left(self) -> int:
+        return int(torch.cuda.memory_allocated(self._device)) - self._before
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that operations make on the CPU, each until its last tensor is gone."""
+
+    def __init__(self, footprint: Footprint) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._footprint = footprint
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {storage_of(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and storage_of(leaf) not in given:
+                self._add(leaf)
+        return out
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        key, size = storage_of(tensor)
+        if not size or key in self._seen:
+            return
+        footprint, seen = self._footprint, self._seen
+
+        def freed(_: object) -> None:
+            seen.pop(key, None)
+            footprint.add(-size)
+
+        seen[key] = weakref.ref(tensor.untyped_storage(), freed)
+        footprint.add(size)
+
+
+def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's storage begins, and its bytes; (0, 0) for layouts without one."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return 0, 0
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+@contextmanager
+def footprint(device: torch.device) -> Iterator[Footprint]:
+    """Bytes of the tensors that this thread makes in the block: every storage on the CPU, which costs time with every
+    operation, and what the allocator says on a GPU."""
+    if device.type == "cuda":
+        yield _OnDevice(device)
+        return
+    found = Footprint()
+    with _Storages(found):
+        yield found

@@ -1,0 +1,262 @@
+"""Measures what layers cost, one after the other, the way the engine runs them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.cost import LayerProfile, ModelProfile, Table
+from lightning_pipes.engine import autograd
+from lightning_pipes.engine.autograd import Saved
+from lightning_pipes.engine.footprint import footprint, storage_of
+from lightning_pipes.engine.rng import forked_rng
+from lightning_pipes.engine.split import backward_inputs
+from lightning_pipes.ir import Kind, PlanError, Span
+
+REPEATS = 5
+CallLayer = Callable[[nn.Module, Any], Any]
+Progress = Callable[[str, float], None]
+"""Told what is measured, and how much of all is done, 0 to 1."""
+
+
+@dataclass
+class _Seen:
+    """What was measured of one layer, by number of rows."""
+
+    times: dict[Kind, dict[int, list[float]]] = field(default_factory=lambda: {k: {} for k in Kind})
+    saved: dict[int, float] = field(default_factory=dict)
+    output: dict[int, float] = field(default_factory=dict)
+    working: dict[int, float] = field(default_factory=dict)
+    keeps_input: bool = False
+
+    def table(self, kind: Kind) -> Table:
+        return tuple((rows, median(found)) for rows, found in sorted(self.times[kind].items()))
+
+
+def profile_layers(
+    layers: Sequence[nn.Module],
+    inputs: Mapping[int, Any],
+    *,
+    names: Sequence[str] = (),
+    optimizer: Optimizer | None = None,
+    call: CallLayer = lambda layer, x: layer(x),
+    device: torch.device | None = None,
+    split: bool = False,
+    repeats: int = REPEATS,
+    seconds: float = float("inf"),
+    progress: Progress = lambda what, done: None,
+) -> ModelProfile:
+    """Times and bytes of every layer for every number of rows in `inputs`.
+
+    Each layer runs forward and backward by itself, through the engine's own code, on what the layer before it gave.
+    Weights, buffers, gradients and random numbers are afterwards as they were before.
+
+    Args:
+        inputs: by number of rows what enters the first layer; axis 0 of its tensors counts rows.
+        optimizer: whose kind and settings a step is measured with; without one steps take no time and no bytes.
+        call: runs a layer on what came in.
+        split: measures I and W too.
+        repeats: runs per number of rows, of which the median counts, after one that does not count.
+        seconds: no new run begins after so long, once every number of rows has had one that counts.
+
+    Raises:
+        PlanError: no layers or no inputs.
+    """
+    if not layers or not inputs:
+        raise PlanError(f"there is nothing to profile: {len(layers)} layers, {len(inputs)} inputs")
+    device = device or torch.device("cpu")
+    measured = [_Seen() for _ in layers]
+    started = time.perf_counter()
+    total, done = len(inputs) * (repeats + 1), 0
+    with forked_rng(device), _unchanged(layers), torch.enable_grad():
+        for rows, x in inputs.items():
+            _measure_saved(layers, rows, x, measured, call)
+            _measure_working(layers, rows, x, measured, call, device)
+        for repeat in range(-1, repeats):
+            for rows, x in inputs.items():
+                done += 1
+                if repeat > 0 and time.perf_counter() - started > seconds:
+                    break
+                progress(f"{rows} rows", done / total)
+                for in_two in (False, True) if split else (False,):
+                    _measure_times(layers, rows, x, measured, call, device, in_two, count=repeat >= 0)
+        steps = [_step(layer, optimizer, device) for layer in layers]
+    given = list(names) or [str(number) for number in range(len(layers))]
+    return ModelProfile(
+        tuple(_profile(n, each, layer, *s) for n, each, layer, s in zip(given, measured, layers, steps, strict=True)),
+        device=torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads",
+    )
+
+
+def _profile(name: str, seen: _Seen, layer: nn.Module, step: float, optimizer_bytes: int) -> LayerProfile:
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    return LayerProfile(
+        name,
+        forward=seen.table(Kind.F),
+        backward=seen.table(Kind.B),
+        input_backward=seen.table(Kind.I),
+        weight_backward=seen.table(Kind.W),
+        step=step,
+        weight_bytes=sum(t.nbytes for t in (*layer.parameters(), *layer.buffers())),
+        gradient_bytes=sum(p.nbytes for p in trained),
+        optimizer_bytes=optimizer_bytes,
+        saved=tuple(sorted(seen.saved.items())),
+        keeps_input=seen.keeps_input,
+        output=tuple(sorted(seen.output.items())),
+        working=tuple(sorted(seen.working.items())),
+    )
+
+
+def _measure_times(
+    layers: Sequence[nn.Module],
+    rows: int,
+    x: Any,
+    measured: Sequence[_Seen],
+    call: CallLayer,
+    device: torch.device,
+    in_two: bool,
+    count: bool,
+) -> None:
+    span = Span(0, rows)
+    kept: list[tuple[Saved, autograd.Flags, Any]] = []
+
+    def timed(layer: int, kind: Kind, work: Callable[[], Any]) -> Any:
+        _synchronize(device)
+        begun = time.perf_counter()
+        result = work()
+        _synchronize(device)
+        if count:
+            measured[layer].times[kind].setdefault(rows, []).append(time.perf_counter() - begun)
+        return result
+
+    flags: autograd.Flags = ()
+    for number, layer in enumerate(layers):
+        saved = Saved(span, None)
+
+        def forward(layer: nn.Module = layer, saved: Saved = saved, x: Any = x, flags: autograd.Flags = flags) -> Any:
+            return autograd.leave(call(layer, autograd.enter(x, flags, saved) if flags else x), saved)
+
+        x, flags = timed(number, Kind.STEP if in_two else Kind.F, forward)
+        kept.append((saved, flags, x))
+    back: list[Any] = []
+    for number in reversed(range(len(layers))):
+        saved, flags, out = kept.pop()
+        if not back:  # nothing came: the end of the model
+            back = [torch.ones_like(t) for t, flag in zip(_tensors(out), flags, strict=True) if flag]
+        records = [(saved, back)]
+        if in_two:
+            left = timed(number, Kind.I, partial(backward_inputs, records, False))
+            timed(number, Kind.W, left.compute)
+        else:
+            timed(number, Kind.B, partial(autograd.backward, records, False))
+        back = autograd.input_gradients(saved)
+        if not any(g is not None for g in back):
+            break  # nothing before this layer is trained
+
+
+def _measure_saved(layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer) -> None:
+    """What every layer saves for backward, and hands on."""
+    weights = {storage_of(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
+    counted = set(weights)
+    alive: list[Any] = []  # all that was saved: else a later storage may come to lie where an earlier one was
+    flags: autograd.Flags = ()
+    for layer, seen in zip(layers, measured, strict=True):
+        entered = {storage_of(t) for t in _tensors(x)}
+        found: set[tuple[int, int]] = set()
+
+        def keep(tensor: torch.Tensor, found: set[tuple[int, int]] = found) -> torch.Tensor:
+            found.add(storage_of(tensor))
+            alive.append(tensor)
+            return tensor
+
+        saved = Saved(Span(0, rows), None)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            x, flags = autograd.leave(call(layer, autograd.enter(x, flags, saved) if flags else x), saved)
+        seen.keeps_input = bool(entered & found & (counted - weights))
+        seen.saved[rows] = sum(size for _, size in found - counted)
+        seen.output[rows] = sum(t.nbytes for t in _tensors(x))
+        counted |= found
+        alive.append((x, saved))
+
+
+def _measure_working(
+    layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer, device: torch.device
+) -> None:
+    """What every layer needs while it runs, besides what it saves and hands on."""
+    flags: autograd.Flags = ()
+    for layer, seen in zip(layers, measured, strict=True):
+        saved = Saved(Span(0, rows), None)
+        for p in layer.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None  # as from the second micro-batch on
+        with footprint(device) as bytes_:
+            x, flags = autograd.leave(call(layer, autograd.enter(x, flags, saved) if flags else x), saved)
+            forward = bytes_.peak - bytes_.left
+            gradients = [torch.ones_like(t) for t, flag in zip(_tensors(x), flags, strict=True) if flag]
+            bytes_.restart()
+            held = bytes_.left
+            autograd.backward([(saved, gradients)], False)
+            backward = bytes_.peak - held
+        seen.working[rows] = max(forward, backward, 0)
+        for p in layer.parameters():
+            p.grad = None
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -> tuple[float, int]:
+    """Seconds of a second step of such an optimizer for copies of the layer's weights, and bytes of its state."""
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    if optimizer is None or not trained:
+        return 0.0, 0
+    copies = [nn.Parameter(p.detach().clone()) for p in trained]
+    for p in copies:
+        p.grad = torch.zeros_like(p)
+    own = copy.copy(optimizer)  # with all its settings, which its constructor may not take
+    own.param_groups = [{**optimizer.param_groups[0], "params": copies}]
+    own.state = defaultdict(dict)
+    own.step()
+    _synchronize(device)
+    begun = time.perf_counter()
+    own.step()
+    _synchronize(device)
+    state = (t for values in own.state.values() for t in values.values() if isinstance(t, torch.Tensor))
+    return time.perf_counter() - begun, sum(t.nbytes for t in state)
+
+
+@contextmanager
+def _unchanged(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Leaves gradients and buffers as they were."""
+    layers = list(layers)
+    gradients = [(p, p.grad) for layer in layers for p in layer.parameters()]
+    buffers = [(b, b.clone()) for layer in layers for b in layer.buffers()]
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in gradients:
+            p.grad = grad
+        with torch.no_grad():
+            for b, before in buffers:
+                b.copy_(before)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,280 @@
+"""What to change about a run, in one sentence: found by simulating changes, claiming nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from lightning_pipes.ir import PipelineError, placement
+from lightning_pipes.planning.auto import installed_variants
+from lightning_pipes.planning.progress import Progress
+from lightning_pipes.planning.what_if import Trial, WhatIf
+from lightning_pipes.planning.wording import listed, moves, schedule_label, strategy_arguments, strategy_line
+from lightning_pipes.sim.record import RunRecord
+from lightning_pipes.sim.slowest import Slowest
+from lightning_pipes.sim.units import seconds_text
+
+WORTH_IT = 0.03
+"""A change that shortens a step by less is not proposed."""
+AS_GOOD = 0.01
+"""Of changes that differ by less, the one that holds less is proposed."""
+MOST = 2048
+"""Forwards of a batch beyond which no more micro-batches are tried: seconds of simulation each, and little to gain."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change that was simulated.
+
+    Attributes:
+        what: in words.
+        arguments: what PipelineStrategy would be told instead.
+        seconds: of a step.
+        bubble: the share of all ranks' time in which they idle, 0 to 1.
+        held: the most samples that a rank holds between forward and backward.
+        peak_bytes: the most bytes that a rank holds; None where they are not known.
+    """
+
+    what: str
+    arguments: Mapping[str, Any] = field(hash=False)
+    seconds: float
+    bubble: float
+    held: int
+    peak_bytes: int | None
+
+    @property
+    def call(self) -> str:
+        """The line to paste."""
+        return strategy_line(self.arguments)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a run loses its time with.
+
+    Attributes:
+        sentence: what is slow, and what to change.
+        proposed: the change that the sentence means; None where it means none that was simulated.
+        now: the run as it is, simulated in the way of the changes; None where that can't be.
+        changes: all that were simulated, the fastest first.
+        notes: what else to know, such as what the simulation assumes.
+    """
+
+    sentence: str
+    proposed: Change | None = None
+    now: Change | None = None
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class _Tried(NamedTuple):
+    reason: str
+    trial: Trial
+
+
+def advise(record: RunRecord, progress: Progress = lambda what, done: None) -> Advice:
+    """What is slow in a run, and the change that helps most of those that were simulated: other cuts where the layers'
+    times are known, more or fewer micro-batches, other installed schedules, and the best of them together."""
+    slowest = Slowest.of(record.shown)
+    try:
+        model = WhatIf(record)
+        now = model.now
+    except PipelineError as error:
+        return Advice(f"{slowest}. No change was simulated: {error}", notes=tuple(_notes(record)))
+    tried: list[_Tried] = []
+    candidates = [*_candidates(model)]
+    for number, (reason, label, attempt) in enumerate(candidates):
+        progress(label, number / (len(candidates) + 1))
+        trial = attempt()
+        if trial is not None and _differs(trial, now):
+            tried.append(_Tried(reason, trial))
+    together = _together(model, tried)
+    if together is not None and _differs(together, now):
+        tried.append(_Tried("together", together))
+    tried.sort(key=lambda found: found.trial.seconds)
+    changes = {_change(model, found.trial): None for found in tried}
+    sentence, proposed = _sentence(model, slowest, _proposed(model, slowest, tried))
+    return Advice(
+        sentence,
+        None if proposed is None else _change(model, proposed),
+        _change(model, now),
+        tuple(changes),
+        (*_limits(model), *_notes(record)),
+    )
+
+
+def _candidates(model: WhatIf) -> Iterator[tuple[str, str, Callable[[], Trial | None]]]:
+    """Why, what, and how to try it."""
+    m = model.now.microbatches
+    yield "partition", "other cuts", model.rebalanced
+    for number in (m // 2, 2 * m, *((4 * m,) if model.layers_known else ())):
+        if 1 <= number <= model.rows and number != m and number * model.plan.n_stages <= MOST:
+            yield "microbatches", f"{number} micro-batches", partial(model.same_cuts, None, number)
+    for schedule in installed_variants(model.plan.n_ranks, m):
+        if schedule_label(schedule) != schedule_label(model.schedule):
+            own_stages = partial(model.same_cuts, schedule)
+            yield "schedule", schedule_label(schedule), partial(_first, own_stages, partial(model.rebalanced, schedule))
+
+
+def _first(*attempts: Callable[[], Trial | None]) -> Trial | None:
+    return next((trial for trial in (attempt() for attempt in attempts) if trial is not None), None)
+
+
+def _together(model: WhatIf, tried: Iterable[_Tried]) -> Trial | None:
+    """The best schedule, number of micro-batches and cuts at once."""
+    tried = list(tried)
+    best = {
+        reason: _best(found for found in tried if found.reason == reason) for reason in ("microbatches", "schedule")
+    }
+    better = {reason: found.trial for reason, found in best.items() if found and _gain(model, found.trial) > 0}
+    schedule = better["schedule"].schedule if "schedule" in better else None
+    number = better["microbatches"].microbatches if "microbatches" in better else None
+    if schedule is not None and number is not None:
+        number = min(number, max(model.now.microbatches, MOST // len(placement(schedule, model.plan.n_ranks))))
+    if schedule is None and number is None:
+        return None
+    return model.rebalanced(schedule, number) or model.same_cuts(schedule, number)
+
+
+def _best(tried: Iterable[_Tried]) -> _Tried | None:
+    """The fastest; of those that are as good as it the one that holds least."""
+    found = sorted(tried, key=lambda each: each.trial.seconds)
+    as_good = [each for each in found if each.trial.seconds <= found[0].trial.seconds * (1 + AS_GOOD)]
+    return min(as_good, key=lambda each: each.trial.held, default=None)
+
+
+def _proposed(model: WhatIf, slowest: Slowest, tried: Iterable[_Tried]) -> _Tried | None:
+    """The best single change; where a stage is slow, other cuts if they bring at least half as much."""
+    singles = [found for found in tried if found.reason != "together"]
+    best = _best(singles)
+    cuts = next((found for found in singles if found.reason == "partition"), None)
+    if best and cuts and slowest.uneven and _gain(model, cuts.trial) >= max(WORTH_IT, _gain(model, best.trial) / 2):
+        return cuts
+    return best
+
+
+def _differs(trial: Trial, now: Trial) -> bool:
+    return (trial.schedule, trial.fit.plan) != (now.schedule, now.fit.plan)
+
+
+def _gain(model: WhatIf, trial: Trial) -> float:
+    return 1 - trial.seconds / model.now.seconds
+
+
+def _sentence(model: WhatIf, slowest: Slowest, best: _Tried | None) -> tuple[str, Trial | None]:
+    """The advice, and what it proposes."""
+    now = model.now
+    gain = _gain(model, best.trial) if best else 0.0
+    even = 1 - model.with_even_stages() / now.seconds
+    if slowest.uneven and not model.layers_known and even > max(gain, WORTH_IT):
+        cuts = [span.start for span in model.plan.layers[1:]]
+        return (
+            f"{slowest}: give it less to do{f' (now partition={cuts})' if cuts else ''}; "
+            f"with equal stages a step would take {_less(now.seconds, now.seconds * (1 - even))}."
+        ), None
+    if best is None or gain < WORTH_IT:
+        idle = f"{slowest}, and ranks idle {now.bubble:.0%} of the time"
+        return (f"{idle}; no change that was simulated makes a step {WORTH_IT:.0%} shorter."), None
+    words = {"partition": _about_cuts, "microbatches": _about_microbatches, "schedule": _about_schedule}[best.reason]
+    step = f"a step would take {_less(now.seconds, best.trial.seconds)}"
+    return f"{words(model, slowest, best.trial)}; {step}{_assumed(model, best.trial)}.", best.trial
+
+
+def _about_cuts(model: WhatIf, slowest: Slowest, trial: Trial) -> str:
+    moved = moves(model.now.fit.plan.layers, trial.fit.plan.layers)
+    cuts = [span.start for span in trial.fit.plan.layers[1:]]
+    what = f"move {listed(moved)}, partition={cuts}" if len(moved) <= 2 else f"cut at other layers, partition={cuts}"
+    return f"{slowest}: {what}"
+
+
+def _about_microbatches(model: WhatIf, slowest: Slowest, trial: Trial) -> str:
+    now = model.now
+    bubble = f" would make it {trial.bubble:.0%}" if trial.bubble < now.bubble else ""
+    change = f"{trial.microbatches} micro-batches instead of {now.microbatches}{bubble}"
+    return f"{_idle(model, slowest)}: {change}"
+
+
+def _about_schedule(model: WhatIf, slowest: Slowest, trial: Trial) -> str:
+    free = 1 - model.with_free_links() / model.now.seconds
+    why = _idle(model, slowest)
+    if slowest.link and free > _gain(model, trial) / 2:
+        a, b = slowest.link
+        why = f"Messages, most of all those from rank {a} to rank {b}, cost {free:.0%} of a step"
+    return f"{why}: choose schedule {schedule_label(trial.schedule)}"
+
+
+def _idle(model: WhatIf, slowest: Slowest) -> str:
+    idle = f"anks idle {model.now.bubble:.0%} of the time"
+    return f"{slowest}, and r{idle}" if slowest.uneven else f"R{idle}"
+
+
+def _less(before: float, after: float) -> str:
+    return f"{seconds_text(1e9 * after)} instead of {seconds_text(1e9 * before)}"
+
+
+def _assumed(model: WhatIf, trial: Trial) -> str:
+    if model.layers_known or trial.microbatches == model.now.microbatches:
+        return ""
+    return (
+        ", if half the samples take half the time"
+        if trial.microbatches > model.now.microbatches
+        else ", if twice the samples take twice the time"
+    )
+
+
+def _change(model: WhatIf, trial: Trial) -> Change:
+    now = model.now
+    what = []
+    if trial.schedule != now.schedule:
+        what.append(f"schedule {schedule_label(trial.schedule)}")
+    if trial.microbatches != now.microbatches:
+        what.append(f"{trial.microbatches} micro-batches")
+    plan = trial.fit.plan
+    arguments = strategy_arguments(trial.schedule, plan)
+    if not model.layers_known:
+        arguments.pop("partition", None)
+        if model.plan.layers and plan.ranks == model.plan.ranks:
+            arguments["partition"] = [span.start for span in model.plan.layers[1:]]
+    elif plan.layers != now.fit.plan.layers:
+        what.append("other cuts")
+    return Change(
+        listed(what) if what else "as it is",
+        arguments,
+        trial.seconds,
+        trial.bubble,
+        trial.held,
+        max(trial.fit.peak_bytes) if model.memory_known else None,
+    )
+
+
+def _limits(model: WhatIf) -> Iterator[str]:
+    """What the simulation does not know."""
+    if not model.layers_known:
+        yield (
+            "The times of single layers are not known, so no other cuts were tried, and times were taken as "
+            "proportional to samples. Measure them with lightning-pipes profile, and read the report again with "
+            "lightning-pipes report RUN --profile FILE."
+        )
+    if not model.memory_known:
+        yield "Bytes are not known, so a change that holds more micro-batches may not fit."
+
+
+def _notes(record: RunRecord) -> Iterator[str]:
+    if record.measured is not None and record.measured.makespan:
+        off = record.predicted.makespan / record.measured.makespan - 1
+        if abs(off) > 0.1:
+            foretold, took = (seconds_text(t.makespan) for t in (record.predicted, record.measured))
+            yield (
+                f"The simulator foretells {foretold} for this step and {took} were measured ({off:+.0%}): "
+                "what it says of changes is no more exact than that."
+            )
+    if record.between is not None:
+        inside = record.shown.makespan / 1e9
+        share = record.between / max(record.between + inside, 1e-12)
+        if share > 0.2:
+            yield (
+                f"{seconds_text(1e9 * record.between)} pass between two steps of the pipeline, {share:.0%} of all "
+                "time: loading data, the optimizer, logging and callbacks."
+            )

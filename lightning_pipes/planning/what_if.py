@@ -1,0 +1,248 @@
+"""A recorded run as a model in which changes can be tried: layers, devices as fast as they were, links likewise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lightning_pipes.cost import FREE, Cluster, CostModel, Device, LayerProfile, Link, ModelProfile, Table
+from lightning_pipes.ir import (
+    DeadlockError,
+    Kind,
+    Plan,
+    PlanError,
+    Policy,
+    ProgramError,
+    Schedule,
+    Span,
+)
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
+from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.sim import makespan, simulate
+from lightning_pipes.sim.curve import most_held
+from lightning_pipes.sim.record import RunRecord
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to train, simulated.
+
+    Attributes:
+        schedule: what ordered it.
+        fit: its plan, and the seconds and bytes that come of it.
+        bubble: the share of all ranks' time in which they idle, 0 to 1.
+        held: the most samples that a rank holds between forward and backward.
+    """
+
+    schedule: Schedule | Policy
+    fit: Fit
+    bubble: float
+    held: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.fit.seconds
+
+    @property
+    def microbatches(self) -> int:
+        """The number of micro-batches."""
+        return len(self.fit.plan.spans(Kind.F, 0))
+
+
+class WhatIf:
+    """Tries changes of a recorded run.
+
+    Where the layers' profile is known, every device is as fast as its stages were beside the profile, so layers that
+    move take the time of where they go. Else every stage is one layer, and what was measured with one size of
+    micro-batches is taken as proportional to their samples.
+
+    Steps of optimizers are left out, as a run's timeline leaves them out.
+
+    Raises:
+        PlanError: the schedule is not installed here, or does not flush; or there are several jobs or batches.
+    """
+
+    def __init__(self, record: RunRecord) -> None:
+        plan = record.plan
+        if len(plan.jobs) > 1 or plan.batches > 1:
+            raise PlanError(f"changes are tried for one batch of one job; this is {len(plan.jobs)} x {plan.batches}")
+        self.schedule = make_schedule(record.schedule, **record.settings)
+        if getattr(self.schedule, "versions", None) is not None:
+            raise PlanError(f"{record.schedule} does not flush between batches, so there are no steps to compare")
+        self.plan = plan
+        self.layers_known = record.profile is not None and bool(plan.layers)
+        self.memory_known = bool(record.costs.activation_bytes)
+        self._record = record
+        self._rows = Counter(span.rows for span in plan.spans(Kind.F, 0)).most_common(1)[0][0]
+        self.profile, self.cluster = self._of_layers() if self.layers_known else self._of_stages()
+
+    @cached_property
+    def now(self) -> Trial:
+        """The run itself."""
+        layers = self.plan.layers if self.layers_known else self._each_its_own
+        return self._evaluated(self.schedule, replace(self.plan, layers=layers))
+
+    @property
+    def rows(self) -> int:
+        """Samples of a batch."""
+        return self.plan.jobs[0].rows
+
+    def rebalanced(self, schedule: Schedule | Policy | None = None, microbatches: int | None = None) -> Trial | None:
+        """The best cuts for a schedule and a number of micro-batches, by default the run's own; None where the layers
+        are not known, or nothing fits."""
+        if not self.layers_known:
+            return None
+        schedule = schedule or self.schedule
+        try:
+            plan = self._plan(schedule, microbatches)
+            own = plan.ranks == self.plan.ranks  # other stages: balanced well is enough to see whether it pays
+            return self._with_bubble(schedule, fit_layers(self.profile, schedule, plan, self.cluster, 60 if own else 0))
+        except (PlanError, DeadlockError, ProgramError):
+            return None
+
+    def same_cuts(self, schedule: Schedule | Policy | None = None, microbatches: int | None = None) -> Trial | None:
+        """Another schedule or number of micro-batches on the same stages; None where it wants other stages, or does not
+        fit."""
+        schedule = schedule or self.schedule
+        try:
+            plan = self._plan(schedule, microbatches)
+            if plan.ranks != self.plan.ranks:
+                return None
+            trial = self._evaluated(schedule, replace(plan, layers=self.now.fit.plan.layers))
+        except (PlanError, DeadlockError, ProgramError):
+            return None
+        limits = [device.memory for device in self.cluster.devices]
+        fits = all(m is None or peak <= m for m, peak in zip(limits, trial.fit.peak_bytes, strict=False))
+        return trial if fits else None
+
+    def with_even_stages(self) -> float:
+        """Seconds of a step if every stage took the mean of all."""
+        costs = self.now.fit.costs
+        means = {
+            kind: sum(costs.time(kind, s, self._rows) for s in range(self.plan.n_stages)) / self.plan.n_stages
+            for kind in {kind for kind, _ in costs.seconds} & {Kind.F, Kind.B, Kind.I, Kind.W}
+        }
+        even = {(kind, s): _line(self._rows, t) for kind, t in means.items() for s in range(self.plan.n_stages)}
+        return self._seconds(replace(costs, seconds={**costs.seconds, **even}))
+
+    def with_free_links(self) -> float:
+        """Seconds of a step if every message arrived at once."""
+        costs = self.now.fit.costs
+        seconds = {key: table for key, table in costs.seconds.items() if key[0] not in (Kind.SF, Kind.SB)}
+        return self._seconds(replace(costs, seconds=seconds, links={}, link=FREE))
+
+    def _seconds(self, costs: CostModel) -> float:
+        fit = self.now.fit
+        return makespan(fit.order, replace(fit.plan, layers=()), costs) / 1e9
+
+    def _plan(self, schedule: Schedule | Policy, microbatches: int | None) -> Plan:
+        m = microbatches or len(self.plan.spans(Kind.F, 0))
+        return even_plan(schedule, self.plan.n_ranks, m, self.rows, any(self.plan.recompute))
+
+    def _evaluated(self, schedule: Schedule | Policy, plan: Plan) -> Trial:
+        order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
+        return self._with_bubble(schedule, evaluated(self.profile, order, plan, self.cluster))
+
+    @staticmethod
+    def _with_bubble(schedule: Schedule | Policy, fit: Fit) -> Trial:
+        run = simulate(fit.order, replace(fit.plan, layers=()), fit.costs)  # as `evaluated` did, which is remembered
+        return Trial(schedule, fit, sum(run.bubble) / len(run.bubble), most_held(run))
+
+    # ---- the model of the run
+
+    @property
+    def _each_its_own(self) -> tuple[Span, ...]:
+        return tuple(Span(s, s + 1) for s in range(self.plan.n_stages))
+
+    def _of_stages(self) -> tuple[ModelProfile, Cluster]:
+        """Every stage as one layer, whose output is one byte a sample where its bytes are not known."""
+        costs, n = self._record.costs, self.plan.n_stages
+        bytes_ = [*(costs.forward_bytes or (1.0,) * (n - 1)), 1.0]
+
+        def per_stage(values: tuple[float, ...], s: int) -> float:
+            return values[s] if values else 0
+
+        layers = tuple(
+            LayerProfile(
+                f"stage {s}",
+                forward=costs.seconds[Kind.F, s],
+                backward=costs.seconds.get((Kind.B, s)) or _sum(costs, s, self._rows),
+                input_backward=costs.seconds.get((Kind.I, s), ()),
+                weight_backward=costs.seconds.get((Kind.W, s), ()),
+                weight_bytes=int(per_stage(costs.weight_bytes, s)),
+                gradient_bytes=max(1, int(per_stage(costs.state_bytes, s))),
+                saved=((1, per_stage(costs.activation_bytes, s)),),
+                working=((1, per_stage(costs.working_bytes, s)),),
+                output=((1, bytes_[s] or 1.0),),
+            )
+            for s in range(n)
+        )
+        profile = ModelProfile(layers, overhead=costs.overhead)
+        return profile, self._cluster([1.0] * self.plan.n_ranks, profile, self._each_its_own)
+
+    def _of_layers(self) -> tuple[ModelProfile, Cluster]:
+        costs, plan = self._record.costs, self.plan
+        assert self._record.profile is not None
+        given = self._record.profile
+        profile = replace(
+            given,
+            layers=tuple(replace(layer, step=0.0) for layer in given.layers),
+            before=replace(given.before, step=0.0),
+            after=replace(given.after, step=0.0),
+            overhead=costs.overhead,
+        )
+        expected = profile.costs(plan.layers)
+        speeds = []
+        for stages in plan.stages:
+            work = sum(_work(expected, s, self._rows) for s in stages)
+            took = sum(_work(costs, s, self._rows) for s in stages)
+            speeds.append(work / took if work > 0 and took > 0 else 1.0)
+        return profile, self._cluster(speeds, profile, plan.layers)
+
+    def _cluster(self, speeds: list[float], profile: ModelProfile, layers: tuple[Span, ...]) -> Cluster:
+        """Devices of those speeds, and links that move the bytes of `profile` in the time that was measured."""
+        found: dict[tuple[int, int], list[Link]] = {}
+        for pair, link in self._measured_links(profile, layers):
+            found.setdefault(pair, []).append(link)
+        links = {pair: min(seen, key=lambda link: link.bandwidth) for pair, seen in found.items()}
+        others = sorted(links.values(), key=lambda link: link.bandwidth)
+        memory = self._record.memory or (None,) * len(speeds)
+        devices = tuple(Device(m, speed) for m, speed in zip(memory, speeds, strict=True))
+        return Cluster(devices, others[len(others) // 2] if others else FREE, links=links)
+
+    def _measured_links(
+        self, profile: ModelProfile, layers: tuple[Span, ...]
+    ) -> Iterator[tuple[tuple[int, int], Link]]:
+        costs, plan = self._record.costs, self.plan
+        for s in range(plan.n_stages - 1):
+            if not plan.crosses(s):
+                continue
+            size = profile.edge_bytes(layers[s].stop) * self._rows
+            ends = plan.ranks[s], plan.ranks[s + 1]
+            for kind, stage, pair in ((Kind.SF, s, ends), (Kind.SB, s + 1, ends[::-1])):
+                given = costs.links.get(pair, costs.link)
+                if (kind, stage) in costs.seconds:
+                    took = costs.time(kind, stage, self._rows)
+                    given = Link(size / took, given.latency) if took > 0 and size > 0 else Link(latency=given.latency)
+                yield pair, given
+
+
+def _work(costs: CostModel, stage: int, rows: int) -> float:
+    backward = (
+        costs.time(Kind.B, stage, rows)
+        if (Kind.B, stage) in costs.seconds
+        else costs.time(Kind.I, stage, rows) + costs.time(Kind.W, stage, rows)
+    )
+    return costs.time(Kind.F, stage, rows) + backward
+
+
+def _sum(costs: CostModel, stage: int, rows: int) -> Table:
+    return _line(rows, costs.time(Kind.I, stage, rows) + costs.time(Kind.W, stage, rows))
+
+
+def _line(rows: int, seconds: float) -> Table:
+    return ((0, 0.0), (rows, seconds))

@@ -1,0 +1,92 @@
+"""Schedules, cuts and changes as people write and read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass
+from typing import Any
+
+from lightning_pipes.ir import Kind, Plan, Policy, Schedule, Span
+
+
+def schedule_settings(schedule: Schedule | Policy) -> dict[str, Any]:
+    """Its numbers by name, and what else is not as it is by default; nothing where it is no dataclass."""
+    found = {f.name: (getattr(schedule, f.name), f.default) for f in dataclass_fields(schedule)}
+    return {name: value for name, (value, default) in found.items() if _is_number(value) or value != default}
+
+
+def dataclass_fields(thing: Any) -> tuple[Field[Any], ...]:
+    """Its fields; none where it is no dataclass."""
+    return fields(thing) if is_dataclass(thing) else ()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def schedule_label(schedule: Schedule | Policy) -> str:
+    """Its name with its settings, such as "kfkb k=2"."""
+    return " ".join([schedule.name, *(f"{name}={value}" for name, value in schedule_settings(schedule).items())])
+
+
+def strategy_arguments(schedule: Schedule | Policy, plan: Plan) -> dict[str, Any]:
+    """What PipelineStrategy is told, for `plan`; without `partition` where the plan does not say which layers."""
+    found: dict[str, Any] = {"schedule": schedule.name, "microbatches": len(plan.spans(Kind.F, 0))}
+    if settings := schedule_settings(schedule):
+        found["schedule_args"] = settings
+    if len(plan.layers) > 1:
+        found["partition"] = [span.start for span in plan.layers[1:]]
+    if any(plan.recompute):
+        found["recompute"] = True
+    return found
+
+
+def strategy_line(arguments: Mapping[str, Any]) -> str:
+    """The call to paste: `PipelineStrategy("kfkb", microbatches=8, schedule_args={"k": 2})`."""
+    rest = [f"{name}={_literal(value)}" for name, value in arguments.items() if name != "schedule"]
+    return f"PipelineStrategy({', '.join([_literal(arguments['schedule']), *rest])})"
+
+
+def overrides(arguments: Mapping[str, Any]) -> str:
+    """The same for a Hydra app with the groups of lightning_pipes: `schedule=kfkb schedule.k=2 ...`."""
+    named = {f"schedule.{name}": value for name, value in arguments.get("schedule_args", {}).items()}
+    others = {name: value for name, value in arguments.items() if name not in ("schedule", "schedule_args")}
+    named |= {f"pipeline.{name}": value for name, value in others.items()}
+    return " ".join([f"schedule={arguments['schedule']}", *(f"{name}={_override(v)}" for name, v in named.items())])
+
+
+def _override(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_override, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(v)}" for key, v in value.items()) + "}"
+    return repr(value)
+
+
+def moves(before: Sequence[Span], after: Sequence[Span]) -> list[str]:
+    """Which layers go from one stage to the next, such as "layers 11-12 from stage 2 to stage 1"."""
+    found = []
+    for stage, (a, b) in enumerate(zip(before[1:], after[1:], strict=True)):
+        if b.start < a.start:
+            found.append(f"{layers_text(Span(b.start, a.start))} from stage {stage} to stage {stage + 1}")
+        elif b.start > a.start:
+            found.append(f"{layers_text(Span(a.start, b.start))} from stage {stage + 1} to stage {stage}")
+    return found
+
+
+def layers_text(span: Span) -> str:
+    """ "layer 3", "layers 3-5", or "no layer"."""
+    if span.rows < 1:
+        return "no layer"
+    return f"layer {span.start}" if span.rows == 1 else f"layers {span.start}-{span.stop - 1}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -1,0 +1,235 @@
+"""The page's words and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from statistics import median
+from string import Template
+from typing import Protocol
+
+from lightning_pipes.ir import Kind
+from lightning_pipes.sim.labels import WORDS
+from lightning_pipes.sim.page.picture import SENT, picture_json, timelines
+from lightning_pipes.sim.record import RunRecord
+from lightning_pipes.sim.slowest import Slowest
+from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.sim.units import bytes_text, seconds_text
+
+
+class Simulated(Protocol):
+    """A way to train: what is changed, seconds of a step, bubble (0 to 1), peak bytes if known, the line to paste."""
+
+    @property
+    def what(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def bubble(self) -> float: ...
+    @property
+    def peak_bytes(self) -> int | None: ...
+    @property
+    def call(self) -> str: ...
+
+
+class Finding(Protocol):
+    """What the page says about a run: `planning.advice.Advice` is one."""
+
+    @property
+    def sentence(self) -> str: ...
+    @property
+    def proposed(self) -> Simulated | None: ...
+    @property
+    def now(self) -> Simulated | None: ...
+    @property
+    def changes(self) -> Sequence[Simulated]: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
+
+
+def page(record: RunRecord, finding: Finding) -> str:
+    """The whole page as HTML."""
+    here = files(__package__)
+    title = "Pipeline run" if record.measured else "Pipeline plan"
+    legend = [(kind, word) for kind, word in {**WORDS, **SENT}.items() if _seen(record, kind)]
+    return Template((here / "template.html").read_text(encoding="utf-8")).substitute(
+        title=escape(f"{title}: {record.label or 'schedule of your own'}"),
+        subtitle=escape(_subtitle(record)),
+        css=(here / "page.css").read_text(encoding="utf-8"),
+        sentence=escape(finding.sentence),
+        paste=f"<code>{escape(finding.proposed.call)}</code>" if finding.proposed else "",
+        tiles="\n".join(
+            f'<div class="tile"><b>{escape(b)}</b><span>{escape(s)}</span></div>' for b, s in _tiles(record)
+        ),
+        legend="".join(f'<li><i style="background:var(--{kind}0)"></i>{escape(word)}</li>' for kind, word in legend),
+        described=escape(_described(record), quote=True),
+        sections="\n".join(_sections(record, finding)),
+        footer="Times are medians of the last steps; bubble is the share of a step in which a rank idles.",
+        data=picture_json(record),
+        script=(here / "page.js").read_text(encoding="utf-8"),
+    )
+
+
+def _seen(record: RunRecord, kind: Kind) -> bool:
+    return any(
+        e.instruction.kind is kind and e.end > e.start for _, timeline in timelines(record) for e in timeline.events
+    )
+
+
+def _subtitle(record: RunRecord) -> str:
+    plan = record.plan
+    m, rows = len(plan.spans(Kind.F, 0)), plan.jobs[0].rows
+    stages = "" if plan.n_stages == plan.n_ranks else f", {plan.n_stages} stages"
+    facts = [f"{plan.n_ranks} rank{'s' if plan.n_ranks > 1 else ''}{stages}", f"{m} micro-batches of a batch of {rows}"]
+    return ", ".join([*facts, *record.facts.values()])
+
+
+def _tiles(record: RunRecord) -> list[tuple[str, str]]:
+    shown, slowest = record.shown, Slowest.of(record.shown)
+    bubble = sum(shown.bubble) / len(shown.bubble)
+    batches = 1 + max((e.instruction.batch for e in shown.events), default=0)
+    found = [
+        (
+            seconds_text(shown.makespan),
+            ("a step of the pipeline" if batches == 1 else f"for {batches} batches")
+            + (_foretold(record) if record.measured else ", foretold"),
+        ),
+        (f"{bubble:.0%}", "bubble: time that ranks idle"),
+        (f"{shown.efficiency:.0%}", "efficiency: the busiest rank's share"),
+    ]
+    if slowest.others and slowest.uneven:
+        name = slowest.name[0].upper() + slowest.name[1:]
+        found.append((name, f"the slowest: {slowest.ratio:.2g}x {slowest.others}"))
+    elif slowest.others:
+        found.append(("No slow stage", f"{slowest.name} takes {slowest.ratio:.3g}x {slowest.others}"))
+    if record.between is not None:
+        found.append((seconds_text(1e9 * record.between), "between two steps: data, optimizer, logs"))
+    if any(shown.peak_bytes or record.predicted.peak_bytes):
+        peak = max(record.predicted.peak_bytes)
+        if peak:
+            found.append((bytes_text(peak), "peak memory of a rank, by the cost model"))
+    return found
+
+
+def _foretold(record: RunRecord) -> str:
+    off = record.predicted.makespan / max(record.shown.makespan, 1) - 1
+    return f"; foretold {seconds_text(record.predicted.makespan)} ({off:+.0%})"
+
+
+def _described(record: RunRecord) -> str:
+    slowest = Slowest.of(record.shown)
+    names = " and ".join(name for name, _ in timelines(record))
+    step = seconds_text(record.shown.makespan)
+    return f"Timeline, {names}, of {record.plan.n_ranks} ranks; a step of {step}. {slowest}."
+
+
+# ---- tables
+
+
+def _sections(record: RunRecord, finding: Finding) -> Iterable[str]:
+    yield _columns(_ranks(record), _stages(record))
+    if finding.changes and finding.now:
+        yield _section("What was simulated", _changes(finding))
+    if finding.notes:
+        yield _section(
+            "Notes", '<ul class="notes">' + "".join(f"<li>{escape(n)}</li>" for n in finding.notes) + "</ul>"
+        )
+    if record.facts:
+        pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in record.facts.items())
+        yield _section("Settings", f"<dl>{pairs}</dl>")
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+
+
+def _columns(*sections: str) -> str:
+    return f'<div class="columns">{"".join(sections)}</div>'
+
+
+def _table(heads: Mapping[str, bool], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """`heads` says which columns are numbers; a row is its class and its cells as HTML."""
+    marks = [' class="n"' if number else "" for number in heads.values()]
+    head = "".join(f"<th{mark} scope=col>{escape(name)}</th>" for name, mark in zip(heads, marks, strict=True))
+    body = "".join(
+        f'<tr class="{kind}">'
+        + "".join(f"<td{mark}>{cell}</td>" for cell, mark in zip(cells, marks, strict=True))
+        + "</tr>"
+        for kind, cells in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _ranks(record: RunRecord) -> str:
+    shown, slowest = record.shown, Slowest.of(record.shown)
+    peaks = record.predicted.peak_bytes if any(record.predicted.peak_bytes) else ()
+    heads = {"rank": False, "stages": False, "busy": True, "bubble": True}
+    heads |= {"foretold": True} if record.measured else {}
+    heads |= {"peak memory": True} if peaks else {}
+    rows = []
+    for rank, stages in enumerate(record.plan.stages):
+        busy = 1 - shown.bubble[rank]
+        cells = [
+            str(rank),
+            ", ".join(map(str, stages)),
+            f'{busy:.0%}<span class="meter"><i style="width:{busy:.1%}"></i></span>',
+            f"{shown.bubble[rank]:.1%}",
+            *([f"{record.predicted.bubble[rank]:.1%}"] if record.measured else []),
+            *([bytes_text(peaks[rank])] if peaks else []),
+        ]
+        rows.append(("slow" if rank == slowest.rank and slowest.uneven else "", cells))
+    return _section("Ranks", _table(heads, rows))
+
+
+def _stages(record: RunRecord) -> str:
+    plan = record.plan
+    kinds = [kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if _seen(record, kind)]
+    heads = {"stage": False, "layers": False} | {WORDS[kind]: True for kind in kinds} | {"share": True}
+    by_stage = Slowest.of(record.shown).by_stage
+    whole = sum(by_stage) or 1.0
+    took = _medians(record.shown)
+    rows = []
+    for stage in range(plan.n_stages):
+        span = plan.layers[stage] if plan.layers else None
+        names = _names(record, stage)
+        layers = "" if span is None else f"{span.start} to {span.stop - 1}" if span.rows > 1 else str(span.start)
+        cells = [str(stage), f"{layers} {escape(names)}".strip()]
+        cells += [seconds_text(took[kind, stage]) if (kind, stage) in took else "" for kind in kinds]
+        rows.append(("", [*cells, f"{by_stage[stage] / whole:.0%}"]))
+    return _section("Stages, one micro-batch", _table(heads, rows))
+
+
+def _names(record: RunRecord, stage: int) -> str:
+    if record.profile is None or not record.plan.layers:
+        return ""
+    names = [layer.name for layer in record.profile.layers[slice(*record.plan.layers[stage])]]
+    return f"({', '.join(names)})" if len(names) <= 2 else f"({names[0]} ... {names[-1]})"
+
+
+def _medians(timeline: Timeline) -> dict[tuple[Kind, int], float]:
+    found: dict[tuple[Kind, int], list[int]] = {}
+    for e in timeline.computations:
+        found.setdefault((e.instruction.kind, e.instruction.stage), []).append(e.end - e.start)
+    return {key: median(times) for key, times in found.items()}
+
+
+def _changes(finding: Finding) -> str:
+    now = finding.now
+    assert now is not None
+    memory = now.peak_bytes is not None
+    heads = {"change": False, "step": True, "": True, "bubble": True}
+    heads |= {"peak memory": True} if memory else {}
+    heads |= {"to paste": False}
+    rows = []
+    for row in (now, *finding.changes[:12]):
+        faster = row.seconds / now.seconds - 1
+        cells = [
+            escape(row.what),
+            seconds_text(1e9 * row.seconds),
+            "" if row is now else f"{faster:+.0%}",
+            f"{row.bubble:.0%}",
+        ]
+        cells += [bytes_text(row.peak_bytes or 0)] if memory else []
+        rows.append(("slow" if row is now else "", [*cells, f"<code>{escape(row.call)}</code>"]))
+    return _table(heads, rows)

@@ -1,0 +1,106 @@
+"""What is kept of a run, so that a report can be written later, on any machine, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_pipes.cost import CostModel, ModelProfile
+from lightning_pipes.ir import Plan, PlanError
+from lightning_pipes.sim.saved import costs_data, costs_of, read_json, timeline_data, timeline_of, write_json
+from lightning_pipes.sim.timeline import Timeline
+
+FILE = "run.json"
+"""Its name in the directory of a run."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One step of a run, as it was and as it was foretold.
+
+    Attributes:
+        predicted: the same order simulated with `costs`.
+        costs: the medians of what was measured, and bytes where they are known.
+        measured: None where nothing ran.
+        schedule: its name.
+        settings: of the schedule.
+        profile: of the layers, where it is known.
+        memory: bytes of every rank's device; None where nobody asked; empty for all of them.
+        between: seconds from the end of one step of the pipeline to the start of the next; None if unknown.
+        facts: whatever else there is to tell people, by name.
+    """
+
+    predicted: Timeline
+    costs: CostModel = field(hash=False)
+    measured: Timeline | None = None
+    schedule: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    profile: ModelProfile | None = None
+    memory: tuple[int | None, ...] = ()
+    between: float | None = None
+    facts: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was ordered."""
+        return self.predicted.plan
+
+    @property
+    def shown(self) -> Timeline:
+        """What was measured, else what is foretold."""
+        return self.measured or self.predicted
+
+    @property
+    def label(self) -> str:
+        """The schedule with its settings, such as "kfkb k=2"."""
+        return " ".join([self.schedule, *(f"{name}={value}" for name, value in self.settings.items())])
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON."""
+        data = {
+            "predicted": timeline_data(self.predicted),
+            "measured": None if self.measured is None else timeline_data(self.measured),
+            "costs": costs_data(self.costs),
+            "profile": None if self.profile is None else self.profile.data(),
+        }
+        data |= {name: getattr(self, name) for name in ("schedule", "memory", "between", "facts")}
+        settings = {name: value if _is_plain(value) else repr(value) for name, value in self.settings.items()}
+        write_json({**data, "settings": settings}, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> RunRecord:
+        """Reads what `save` wrote; of a directory its run.json.
+
+        Raises:
+            PlanError: there is no such file, or it is not one of these.
+        """
+        path = Path(path)
+        if path.is_dir() and (path / FILE).exists():
+            path = path / FILE
+        if not path.is_file():
+            raise PlanError(
+                f"there is no run in {path}: a run leaves a directory with {FILE} behind when its script calls "
+                "strategy.report.save(directory) after fit, as examples/train.py does"
+            )
+        found = read_json(path, "predicted", "measured", "costs", "profile")
+        del found["format"]
+        found["predicted"] = timeline_of(found["predicted"])
+        found["measured"] = found["measured"] and timeline_of(found["measured"])
+        found["costs"] = costs_of(found["costs"])
+        found["profile"] = found["profile"] and ModelProfile.of_data(found["profile"])
+        found["memory"] = tuple(found["memory"])
+        found["settings"] = {name: _tuples(value) for name, value in found["settings"].items()}
+        return cls(**found)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists only."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

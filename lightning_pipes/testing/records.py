@@ -1,0 +1,83 @@
+"""Runs that never were, for tests and for looking at reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from lightning_pipes.cost import CostModel, LayerProfile, Link, ModelProfile
+from lightning_pipes.ir import Plan, Span, placement
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.partition import even_partition
+from lightning_pipes.sim import simulate
+from lightning_pipes.sim.record import RunRecord
+
+MIB = 2**20
+FAST = Link(bandwidth=2e9)
+
+
+def layer(name: str, milliseconds: float, rows: int, fixed: float = 0.0) -> LayerProfile:
+    """A layer whose forward takes that long for so many rows, of which `fixed` milliseconds whatever the rows; its
+    backward takes twice as long."""
+
+    def table(factor: float) -> tuple[tuple[int, float], ...]:
+        return tuple((r, factor * 1e-3 * (fixed + (milliseconds - fixed) * r / rows)) for r in (1, rows))
+
+    return LayerProfile(
+        name,
+        table(1.0),
+        table(2.0),
+        weight_bytes=4 * MIB,
+        gradient_bytes=4 * MIB,
+        optimizer_bytes=8 * MIB,
+        saved=((1, MIB),),
+        keeps_input=True,
+        output=((1, MIB // 4),),
+    )
+
+
+def record_of(
+    milliseconds: Sequence[float],
+    ranks: int,
+    microbatches: int,
+    schedule: str = "1f1b",
+    *,
+    rows: int = 4,
+    cuts: Sequence[int] = (),
+    link: Link = FAST,
+    known: bool = True,
+    **settings: object,
+) -> RunRecord:
+    """A run of layers that take so many milliseconds forward for `rows` rows, the rows of a micro-batch.
+
+    What was "measured" is the same simulated with every time 2 % longer. Layers are counted evenly to stages unless
+    `cuts` says where stages begin; they are `known` or not.
+    """
+    made = make_schedule(schedule, **settings)
+    where = placement(made, ranks)
+    edges = [0, *cuts, len(milliseconds)]
+    layers = (
+        tuple(Span(a, b) for a, b in pairwise(edges)) if cuts else even_partition([1.0] * len(milliseconds), len(where))
+    )
+    plan = Plan.even(len(where), microbatches, rows * microbatches, ranks=where, layers=layers)
+    profile = ModelProfile(tuple(layer(f"{n} Block", t, rows) for n, t in enumerate(milliseconds)), source="formula")
+    costs = replace(profile.costs(layers), link=link)
+    order = made.program(plan) if hasattr(made, "program") else made
+    slower = replace(
+        costs,
+        seconds={key: tuple((r, 1.02 * t) for r, t in table) for key, table in costs.seconds.items()},
+    )
+    measured = replace(simulate(order, plan, slower), name="measured")
+    costs = CostModel.measured(measured, base=costs)
+    return RunRecord(
+        replace(simulate(order, plan, costs), name="predicted"),
+        costs,
+        measured,
+        schedule,
+        settings,
+        profile if known else None,
+        memory=(None,) * ranks,
+        between=2e-3,
+        facts={"model": "twelve blocks", "device": "emulated"},
+    )

@@ -1,0 +1,47 @@
+"""What there is to say of a run, gathered from all ranks of its pipeline when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipes.planning.wording import schedule_settings
+from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.report import About, Window
+from lightning_pipes.trainer.run import PipelineRun
+
+if TYPE_CHECKING:
+    from lightning_pipes.trainer.strategy import PipelineStrategy
+
+
+def describe_run(strategy: PipelineStrategy) -> About:
+    """What this rank knows by itself."""
+    device, plugin = strategy.root_device, strategy.precision_plugin
+    threads = torch.get_num_threads()
+    facts = {
+        "module": type(strategy.lightning_module).__name__,
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank",
+        "precision": str(plugin.precision),
+        "replicas": str(strategy.grid.replicas) if strategy.grid.replicas > 1 else "",
+        "finished": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
+    }
+    schedule = strategy.schedule
+    return About(schedule.name, schedule_settings(schedule), facts={k: v for k, v in facts.items() if v})
+
+
+def gather_run(
+    run: PipelineRun, pipeline: Control, optimizers: Sequence[Optimizer], device: torch.device, about: About
+) -> tuple[list[tuple[Window, ...]], About]:
+    """The windows of every rank of the pipeline, and `about` with what only each of them knows. Collective."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    gathered = pipeline.all_gather((tuple(run.windows), run.stage_bytes(optimizers), memory))
+    ranks = [gathered[pipeline.ranks.index(rank)] for rank in run.global_ranks]
+    stages = {number: size for _, found, _ in ranks for number, size in found.items()}
+    return [windows for windows, _, _ in ranks], replace(about, stages=stages, memory=tuple(m for _, _, m in ranks))

@@ -1,0 +1,79 @@
+"""Where the time of one window went, from a few numbers of each rank: cheap enough to ask while training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from lightning_pipes.ir import COMPUTE, Kind
+from lightning_pipes.sim.timeline import Event
+
+
+class Share(NamedTuple):
+    """Of one rank: nanoseconds from its first instruction to the end of its last; what each stage computed; the number
+    of batches."""
+
+    took: int
+    stages: dict[int, int]
+    batches: int
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Share:
+        """What one rank recorded."""
+        first, last, stages, batches = None, 0, dict[int, int](), 1
+        for _, i, start, end in events:
+            if i.kind in COMPUTE:
+                first = start if first is None or start < first else first
+                last, batches = max(last, end), max(batches, i.batch + 1)
+                if i.kind is not Kind.STEP:
+                    stages[i.stage] = stages.get(i.stage, 0) + end - start
+        return cls(last - first if first is not None else 0, stages, batches)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One window on all ranks.
+
+    Attributes:
+        seconds: of a batch, on the rank that took longest from its first instruction to its last. Clocks are not
+            compared; the rank of the first stage begins first and ends last.
+        bubble: the share of the time in which ranks idle, 0 to 1.
+        efficiency: the busiest rank's share, 0 to 1.
+        slowest: the first stage of the busiest rank.
+        ratio: the busiest rank's time over the median of the others'; 1 where there are none.
+    """
+
+    seconds: float
+    bubble: float
+    efficiency: float
+    slowest: int
+    ratio: float
+
+    @classmethod
+    def of(cls, shares: Sequence[Share]) -> Timing:
+        """From every rank's share, in the order of ranks."""
+        busy = [sum(share.stages.values()) for share in shares]
+        took = max(1, *(share.took for share in shares))
+        most = max(range(len(busy)), key=lambda rank: busy[rank])
+        others = [b for rank, b in enumerate(busy) if rank != most]
+        usual = median(others) if others else 0
+        return cls(
+            took / 1e9 / max(share.batches for share in shares),
+            1 - sum(busy) / (len(busy) * took),
+            busy[most] / took,
+            min(shares[most].stages, default=0),
+            busy[most] / usual if usual else 1.0,
+        )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """By the name under which they are logged."""
+        return {
+            "pipeline/step_ms": 1e3 * self.seconds,
+            "pipeline/bubble": self.bubble,
+            "pipeline/efficiency": self.efficiency,
+            "pipeline/slowest_stage": float(self.slowest),
+            "pipeline/slowest_ratio": self.ratio,
+        }

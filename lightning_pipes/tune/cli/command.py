@@ -1,0 +1,72 @@
+"""What a command is, and what commands have in common."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        config: its settings in conf/; None for none.
+        words: what it takes besides settings, in order.
+        flags: by name, a placeholder for the value (empty for a switch) and what it is for.
+        defaults: overrides that say what is so without them, and that Hydra does not know.
+        translate: what an override is to Hydra.
+        run: does it, given settings, words and flags.
+    """
+
+    name: str
+    about: str
+    examples: Sequence[str]
+    run: Callable[[DictConfig, Sequence[str], argparse.Namespace], None]
+    config: str | None = None
+    words: tuple[str, ...] = ()
+    flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    defaults: frozenset[str] = frozenset()
+    translate: Callable[[str], str] = lambda override: override
+
+
+PICTURES = {
+    "--png": ("FILE", "write the timeline as a picture"),
+    "--html": ("FILE", "write the timeline as a page to zoom in"),
+}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Columns named after the keys of the first row; numbers to the right."""
+    if not rows:
+        return ""
+    heads = list(rows[0])
+    cells = [[str(row.get(head, "")) for head in heads] for row in rows]
+    right = [all(_is_number(row[n]) for row in cells) for n in range(len(heads))]
+    widths = [max(len(head), *(len(row[n]) for row in cells)) for n, head in enumerate(heads)]
+
+    def line(texts: Sequence[str]) -> str:
+        shown = (t.rjust(w) if r else t.ljust(w) for t, w, r in zip(texts, widths, right, strict=True))
+        return "  ".join(shown).rstrip()
+
+    return "\n".join(map(line, [heads, *cells]))
+
+
+def _is_number(text: str) -> bool:
+    return not text or text[0].isdigit() or (text[0] in "+-" and text[1:2].isdigit())
+
+
+def print_json(found: Mapping[str, Any]) -> None:
+    """One object on one line."""
+    print(json.dumps(found))
+
+
+def columns() -> int:
+    """How many characters a drawing may be wide."""
+    return max(40, min(shutil.get_terminal_size((120, 24)).columns, 160) - 24)

@@ -1,0 +1,104 @@
+"""Which command, and what it is told."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.resources import files
+
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+
+from lightning_pipes.tune.cli.command import Command
+from lightning_pipes.tune.messages import plain_errors
+from lightning_pipes.tune.schema import register
+
+COMMANDS = {
+    "schedules": "what is installed, with settings, bubble and memory on a small example",
+    "simulate": "step time, bubble, memory and a timeline of a schedule",
+    "profile": "measure the layers of a model on this device",
+    "plan": "choose schedule, micro-batches and partition for a model on a cluster",
+    "report": "one HTML page about a run, with advice",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0 done, 1 it can't be done, 2 the command line makes no sense."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if given else 2
+    name, *rest = given
+    if name not in COMMANDS:
+        print(f"there is no command {name!r}\n\n{_overview()}", file=sys.stderr)
+        return 2
+    command: Command = import_module(f"lightning_pipes.tune.cli.{name}").COMMAND
+    options = _parser(command).parse_intermixed_args(rest)
+    with plain_errors():
+        return _run(command, options)
+
+
+def _run(command: Command, options: argparse.Namespace) -> int:
+    overrides = [word for word in options.settings if "=" in word]
+    words = [word for word in options.settings if "=" not in word]
+    if len(words) != len(command.words):
+        wanted = " ".join(command.words) or "settings only, as name=value"
+        print(
+            f"lightning-pipes {command.name} takes {wanted}; got {' '.join(words) or 'nothing'}. "
+            f"Examples: lightning-pipes {command.name} --help",
+            file=sys.stderr,
+        )
+        return 2
+    command.run(_settings(command, overrides), words, options)
+    return 0
+
+
+def _settings(command: Command, overrides: Sequence[str]) -> DictConfig:
+    if command.config is None:
+        return DictConfig({})
+    register()
+    with initialize_config_module("lightning_pipes.conf", version_base="1.3"):
+        told = [command.translate(override) for override in overrides if override not in command.defaults]
+        return compose(command.config, overrides=told)
+
+
+def _parser(command: Command) -> argparse.ArgumentParser:
+    text = f"{command.about}\n\nexamples:\n" + "\n".join(f"  {line}" for line in command.examples)
+    if command.config:
+        text += f"\n\nsettings, with their defaults:\n{_defaults(command.config)}"
+    parser = argparse.ArgumentParser(
+        f"lightning-pipes {command.name}",
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=" ".join(["lightning-pipes", command.name, *command.words, "[name=value ...]", "[options]"]),
+    )
+    parser.add_argument("settings", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    for flag, (placeholder, about) in command.flags.items():
+        if placeholder:
+            parser.add_argument(flag, metavar=placeholder, help=about)
+        else:
+            parser.add_argument(flag, action="store_true", help=about)
+    return parser
+
+
+def _defaults(config: str) -> str:
+    """The settings file, without its list of defaults."""
+    lines = (files("lightning_pipes.conf") / f"{config}.yaml").read_text(encoding="utf-8").splitlines()
+    start = next(n for n, line in enumerate(lines) if n and line and not line.startswith(("#", "defaults", " ")))
+    return "\n".join(f"  {line}".rstrip() for line in lines[start:])
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: lightning-pipes COMMAND [name=value ...] [--json] [--help]",
+            "",
+            *(f"  {name:{width}}  {about}" for name, about in COMMANDS.items()),
+            "",
+            "lightning-pipes COMMAND --help shows examples and every setting.",
+        ]
+    )

@@ -1,0 +1,44 @@
+"""Timelines as files, where a command was asked for them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lightning_pipes.ir import PlanError
+from lightning_pipes.planning.advice import Advice, advise
+from lightning_pipes.planning.progress import Progress
+from lightning_pipes.sim import save_png
+from lightning_pipes.sim.page import page
+from lightning_pipes.sim.record import RunRecord
+
+
+def write_pictures(
+    record: RunRecord, options: argparse.Namespace, progress: Progress, advice: Advice | None = None
+) -> list[str]:
+    """Writes what --png and --html ask for; a line on each. Without `advice` the page has what `advise` finds.
+
+    Raises:
+        PlanError: the folder of a file is not there.
+    """
+    lines = []
+    if options.png:
+        save_png(record.predicted, writable(options.png))
+        lines.append(f"picture: {options.png}")
+    if options.html:
+        text = page(record, advice or advise(record, progress))
+        writable(options.html).write_text(text, encoding="utf-8")
+        lines.append(f"page: {options.html}")
+    return lines
+
+
+def writable(name: str) -> Path:
+    """The path of a file that can be made.
+
+    Raises:
+        PlanError: its folder is not there.
+    """
+    path = Path(name)
+    if not path.parent.is_dir():
+        raise PlanError(f"there is no folder {path.parent} to write {path.name} into")
+    return path

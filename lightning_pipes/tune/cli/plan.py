@@ -1,0 +1,186 @@
+"""`lightning-pipes plan`"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_pipes.cost import Cluster, ModelProfile
+from lightning_pipes.ir import PlanError
+from lightning_pipes.planning.advice import Advice, Change
+from lightning_pipes.planning.auto import Choice, Option, choose
+from lightning_pipes.planning.data_parallel import all_reduce_seconds
+from lightning_pipes.planning.progress import progress_bar
+from lightning_pipes.planning.wording import (
+    overrides,
+    schedule_label,
+    schedule_settings,
+    strategy_arguments,
+    strategy_line,
+)
+from lightning_pipes.sim import Timeline, simulate
+from lightning_pipes.sim.curve import most_held
+from lightning_pipes.sim.record import RunRecord
+from lightning_pipes.sim.slowest import Slowest
+from lightning_pipes.sim.units import bytes_text, seconds_text
+from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json, table
+from lightning_pipes.tune.cli.pictures import write_pictures
+from lightning_pipes.tune.cli.sources import by_name, cluster_of, numbers, profile_of, schedule_of
+
+
+def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    profile = profile_of(cfg)
+    if profile is None:
+        raise PlanError(
+            "plan needs layers: profile=FILE from lightning-pipes profile, or model=NAME by formula, as in "
+            "model=GPT-2-345M device=A100-40G"
+        )
+    cluster = cluster_of(cfg, cfg.ranks * cfg.replicas)
+    one = replace(cluster, devices=cluster.devices[: cfg.ranks])
+    schedule = schedule_of(cfg)
+    with progress_bar("plan") as told:
+        choice = choose(
+            profile,
+            cfg.ranks,
+            cfg.batch,
+            one,
+            schedules=None if schedule is None else [schedule],
+            microbatches=numbers(cfg.microbatches, "microbatches"),
+            recompute=(False, True) if cfg.recompute is None else (cfg.recompute,),
+            progress=told,
+        )
+    reduce = all_reduce_seconds(profile, choice.fit.plan, cfg.replicas, cluster)
+    timeline = replace(simulate(choice.fit.order, choice.fit.plan, choice.fit.costs), name="predicted")
+    arguments = strategy_arguments(choice.best.schedule, choice.fit.plan)
+    arguments |= {"data_parallel": cfg.replicas} if cfg.replicas > 1 else {}
+    sentence = _sentence(choice, timeline, cfg, reduce)
+    record = _record(choice, timeline, profile, one)
+    with progress_bar("draw") as told:
+        lines = write_pictures(record, options, told, _advice(choice, sentence, arguments, timeline))
+    if options.json:
+        print_json(_found(choice, timeline, profile, arguments, reduce, cfg))
+        return
+    print(f"{choice}\n")
+    print(f"{table(_stages(choice, profile, timeline))}\n")
+    print(f"{timeline.gantt(columns())}\n")
+    print(f"{sentence}\n")
+    print(f"    {strategy_line(arguments)}")
+    print(f"    {overrides(arguments)}")
+    for line in lines:
+        print(line)
+
+
+def _sentence(choice: Choice, timeline: Timeline, cfg: DictConfig, reduce: float) -> str:
+    fit = choice.fit
+    bubble = sum(timeline.bubble) / len(timeline.bubble)
+    again = ", with recomputation" if choice.best.recompute else ""
+    peak = f", at most {bytes_text(max(fit.peak_bytes))} a device" if max(fit.peak_bytes) else ""
+    step = seconds_text(1e9 * fit.seconds)
+    if cfg.replicas > 1:
+        whole = fit.seconds + reduce
+        step = f"{seconds_text(1e9 * whole)} ({step}, and {seconds_text(1e9 * reduce)} to sum gradients over replicas)"
+    rate = cfg.batch * cfg.replicas / (fit.seconds + reduce)
+    return (
+        f"{schedule_label(choice.best.schedule)} with {choice.best.microbatches} micro-batches{again}: a step takes "
+        f"{step}, {rate:.3g} samples/s, bubble {bubble:.1%}{peak}."
+    )
+
+
+def _stages(choice: Choice, profile: ModelProfile, timeline: Timeline) -> list[dict[str, Any]]:
+    plan, by_stage = choice.fit.plan, Slowest.of(timeline).by_stage
+    rows = []
+    for stage, span in enumerate(plan.layers):
+        names = [layer.name for layer in profile.layers[span.start : span.stop]]
+        rows.append(
+            {
+                "stage": stage,
+                "rank": plan.ranks[stage],
+                "layers": f"{span.start}-{span.stop - 1}" if span.rows > 1 else str(span.start),
+                "names": ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]}, ... {names[-1]}",
+                "computes": seconds_text(1e9 * by_stage[stage]),
+                "peak memory": bytes_text(choice.fit.peak_bytes[plan.ranks[stage]]),
+            }
+        )
+    return rows
+
+
+def _found(
+    choice: Choice, timeline: Timeline, profile: ModelProfile, arguments: dict[str, Any], reduce: float, cfg: DictConfig
+) -> dict[str, Any]:
+    fit = choice.fit
+    return {
+        "schedule": choice.best.schedule.name,
+        "settings": schedule_settings(choice.best.schedule),
+        "microbatches": choice.best.microbatches,
+        "recompute": choice.best.recompute,
+        "partition": fit.cuts,
+        "layers": [[layer.name for layer in profile.layers[slice(*span)]] for span in fit.plan.layers],
+        "step_seconds": fit.seconds + reduce,
+        "pipeline_seconds": fit.seconds,
+        "all_reduce_seconds": reduce,
+        "samples_per_second": cfg.batch * cfg.replicas / (fit.seconds + reduce),
+        "bubble": sum(timeline.bubble) / len(timeline.bubble),
+        "peak_bytes": list(fit.peak_bytes),
+        "strategy": strategy_line(arguments),
+        "overrides": overrides(arguments),
+        "options": choice.rows(len(choice.options)),
+    }
+
+
+def _record(choice: Choice, timeline: Timeline, profile: ModelProfile, cluster: Cluster) -> RunRecord:
+    schedule = choice.best.schedule
+    return RunRecord(
+        timeline,
+        choice.fit.costs,
+        schedule=schedule.name,
+        settings=schedule_settings(schedule),
+        profile=profile,
+        memory=tuple(device.memory for device in cluster.devices),
+        facts={"model": profile.source, "device": profile.device},
+    )
+
+
+def _advice(choice: Choice, sentence: str, arguments: dict[str, Any], timeline: Timeline) -> Advice:
+    """The choice as the page shows it."""
+    best = _change(choice.best, timeline)
+    fitting = [option for option in choice.options if option.fit is not None and option is not choice.best]
+    others = tuple(_change(option) for option in fitting[:8])
+    proposed = replace(best, arguments=arguments)
+    return Advice(sentence, proposed, replace(best, what="the choice"), others)
+
+
+def _change(option: Option, run: Timeline | None = None) -> Change:
+    fit = option.fit
+    assert fit is not None
+    run = run or simulate(fit.order, fit.plan, fit.costs)
+    recompute = ", recomputation" if option.recompute else ""
+    return Change(
+        f"{schedule_label(option.schedule)}, {option.microbatches} micro-batches{recompute}",
+        strategy_arguments(option.schedule, fit.plan),
+        fit.seconds,
+        sum(run.bubble) / len(run.bubble),
+        most_held(run),
+        max(fit.peak_bytes),
+    )
+
+
+COMMAND = Command(
+    "plan",
+    "Chooses schedule, micro-batches, recomputation and partition for a model on a cluster, within its memory, by\n"
+    "simulating what might be fastest.",
+    [
+        "lightning-pipes plan profile=profile.json ranks=4 batch=64",
+        "lightning-pipes plan model=GPT-2-345M device=A100-40G ranks=8 batch=64 schedule=auto memory=16GiB",
+        "lightning-pipes plan model=GPT-2-1.5B ranks=16 batch=128 cluster=dgx_a100 replicas=4 --html plan.html",
+        "lightning-pipes plan profile=profile.json ranks=4 batch=64 schedule=kfkb schedule.k=4 microbatches=[8,16]",
+    ],
+    run,
+    config="plan",
+    flags=PICTURES,
+    translate=by_name,
+    defaults=frozenset({"schedule=auto", "schedule=null", "cluster=null"}),
+)

@@ -1,0 +1,90 @@
+"""`lightning-pipes profile`"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_pipes.cost import ModelProfile
+from lightning_pipes.cost.profile import per_row
+from lightning_pipes.ir import Kind
+from lightning_pipes.planning.progress import progress_bar
+from lightning_pipes.sim.units import bytes_text, seconds_text
+from lightning_pipes.tune.cli.command import Command, print_json, table
+from lightning_pipes.tune.cli.pictures import writable
+from lightning_pipes.tune.cli.sources import numbers
+
+
+def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    out = writable(cfg.out)
+    rows = numbers(cfg.rows, "rows")
+    with progress_bar("profile") as told:
+        told("loading torch", 0.0)
+        from lightning_pipes.tune.cli import subjects
+
+        subject = subjects.of_factory(cfg.factory, rows) if cfg.factory else subjects.of_example(cfg, rows)
+        profile = subjects.profiled(subject, rows, cfg.device, cfg.threads, cfg.optimizer, cfg.split, cfg.repeats, told)
+    profile.save(out)
+    if options.json:
+        print_json({"file": str(out), "device": profile.device, "rows": rows, "layers": _layers(profile, max(rows))})
+        return
+    print(_text(profile, max(rows)))
+    print(f"\nprofile: {out}\nnext: lightning-pipes plan profile={out} ranks=2 batch={4 * max(rows)}")
+
+
+def _layers(profile: ModelProfile, rows: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "layer": number,
+            "name": layer.name,
+            "forward_seconds": profile.seconds(Kind.F, number, rows),
+            "backward_seconds": profile.seconds(Kind.B, number, rows),
+            "step_seconds": layer.step,
+            "weight_bytes": layer.weight_bytes,
+            "saved_bytes_per_row": per_row(layer.saved),
+            "output_bytes_per_row": per_row(layer.output),
+        }
+        for number, layer in enumerate(profile.layers)
+    ]
+
+
+def _text(profile: ModelProfile, rows: int) -> str:
+    shown = [
+        {
+            "layer": each["layer"],
+            "name": each["name"],
+            "forward": seconds_text(1e9 * each["forward_seconds"]),
+            "backward": seconds_text(1e9 * each["backward_seconds"]),
+            "step": seconds_text(1e9 * each["step_seconds"]),
+            "weights": bytes_text(each["weight_bytes"]),
+            "saved a row": bytes_text(each["saved_bytes_per_row"]),
+            "output a row": bytes_text(each["output_bytes_per_row"]),
+        }
+        for each in _layers(profile, rows)
+    ]
+    return f"{table(shown)}\n\nTimes are of {rows} rows, on {profile.device}."
+
+
+def _factory(override: str) -> str:
+    """`model=package.module:factory` as Hydra knows it."""
+    name, _, value = override.partition("=")
+    return f"factory={value}" if name == "model" and ":" in value else override
+
+
+COMMAND = Command(
+    "profile",
+    "Measures the layers of a model on this device, one by one and as the engine runs them, and writes a file\n"
+    "that `plan`, `simulate` and `report` read. A factory is called without arguments; it returns a LightningModule\n"
+    "with an example_input_array, or a pair of a module (its largest nn.Sequential, or itself) and an example input.",
+    [
+        "lightning-pipes profile model=gpt model.width=256",
+        "lightning-pipes profile model=mlp data=digits rows=[8,16,32] out=mlp.json",
+        "lightning-pipes profile model=my_package.my_module:make_model device=cuda",
+    ],
+    run,
+    config="profile",
+    translate=_factory,
+)

@@ -1,0 +1,89 @@
+"""`lightning-pipes report`"""
+
+from __future__ import annotations
+
+import argparse
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from lightning_pipes.ir import PlanError
+from lightning_pipes.planning.advice import advise
+from lightning_pipes.planning.progress import progress_bar
+from lightning_pipes.sim import compare
+from lightning_pipes.sim.page import page
+from lightning_pipes.sim.record import RunRecord
+from lightning_pipes.sim.slowest import Slowest
+from lightning_pipes.tune.cli.command import Command, print_json
+from lightning_pipes.tune.cli.pictures import writable
+from lightning_pipes.tune.cli.sources import load_profile
+
+
+def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    where = Path(words[0])
+    record = RunRecord.load(where)
+    if options.profile:
+        record = _with_profile(record, options.profile)
+    out = writable(options.out or str((where if where.is_dir() else where.parent) / "report.html"))
+    with progress_bar("trying changes") as told:
+        advice = advise(record, told)
+    out.write_text(page(record, advice), encoding="utf-8")
+    if options.open:
+        webbrowser.open(out.resolve().as_uri())
+    slowest, shown = Slowest.of(record.shown), record.shown
+    if options.json:
+        print_json(
+            {
+                "page": str(out),
+                "advice": advice.sentence,
+                "step_seconds": shown.makespan / 1e9,
+                "predicted_seconds": record.predicted.makespan / 1e9,
+                "bubble": sum(shown.bubble) / len(shown.bubble),
+                "efficiency": shown.efficiency,
+                "slowest_stage": slowest.stages[0],
+                "slowest_ratio": slowest.ratio,
+                "changes": [asdict(change) | {"call": change.call} for change in advice.changes],
+                "notes": list(advice.notes),
+            }
+        )
+        return
+    print(advice.sentence)
+    if advice.proposed:
+        print(f"\n    {advice.proposed.call}\n")
+    if record.measured is not None:
+        print(compare(record.predicted, record.measured))
+    for note in advice.notes:
+        print(f"note: {note}")
+    print(f"page: {out}")
+
+
+def _with_profile(record: RunRecord, path: str) -> RunRecord:
+    profile = load_profile(path)
+    layers = record.plan.layers
+    if layers and layers[-1].stop != len(profile.layers):
+        raise PlanError(
+            f"{path} has {len(profile.layers)} layers and the run had {layers[-1].stop}; profile the model that was run"
+        )
+    return replace(record, profile=profile)
+
+
+COMMAND = Command(
+    "report",
+    "Writes one HTML page about a run, which opens without a network: timeline, bubble, memory, and what to change.\n"
+    "RUN is the directory that strategy.report.save(directory) wrote into, such as one of examples/train.py.",
+    [
+        "lightning-pipes report outputs/2026-01-31/12-00-00",
+        "lightning-pipes report outputs/2026-01-31/12-00-00 --open",
+        "lightning-pipes report RUN --profile profile.json      (so that other cuts can be tried)",
+    ],
+    run,
+    words=("RUN",),
+    flags={
+        "--out": ("FILE", "the page; by default report.html beside what was saved"),
+        "--profile": ("FILE", "what lightning-pipes profile wrote of the model"),
+        "--open": ("", "open the page in the browser"),
+    },
+)

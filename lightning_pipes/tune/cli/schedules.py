@@ -1,0 +1,93 @@
+"""`lightning-pipes schedules`"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Kind, PipelineError, Policy, Program, Schedule, verify
+from lightning_pipes.ir.registry import installed_schedules, make_schedule
+from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.wording import dataclass_fields
+from lightning_pipes.sim import Timeline, simulate
+from lightning_pipes.tune.cli.command import Command, print_json, table
+
+RANKS, MICROBATCHES = 4, 8
+_BATCHES = 12  # of a schedule that does not flush: the start and the end are left out
+
+
+def run(settings: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    found = [_described(name, entry.load()) for name, entry in installed_schedules().items()]
+    if options.json:
+        print_json({"ranks": RANKS, "microbatches": MICROBATCHES, "schedules": found})
+        return
+    rows = [
+        {
+            "schedule": each["name"],
+            "settings": " ".join(f"{k}={v}" for k, v in each["settings"].items()) or "-",
+            "bubble": f"{each['bubble']:.0%}" if "bubble" in each else "-",
+            "held": f"{each['held']:g}" if "held" in each else "-",
+            "what it does": each["about"],
+        }
+        for each in found
+    ]
+    print(table(rows))
+    print(
+        "\nbubble: the share of time that ranks idle; held: the most micro-batches on one rank. Both simulated with\n"
+        f"the settings shown, on {RANKS} equal ranks and {MICROBATCHES} micro-batches, backwards twice as long as\n"
+        "forwards, free links."
+    )
+
+
+def _described(name: str, factory: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": name, "settings": {}, "about": _first_sentence(inspect.getdoc(factory) or "")}
+    try:
+        schedule = make_schedule(name)
+        found["settings"] = {f.name: getattr(schedule, f.name) for f in dataclass_fields(schedule)}
+        found |= _example(schedule)
+    except PipelineError as error:
+        found["about"] += f" (no example: {error})"
+    return found
+
+
+def _example(schedule: Schedule | Policy) -> dict[str, Any]:
+    plan = even_plan(schedule, RANKS, MICROBATCHES, MICROBATCHES)
+    a_rank = plan.n_stages / RANKS  # stages, which share out a rank's time
+    costs = CostModel.uniform(plan.n_stages, 1.0 / a_rank, 2.0 / a_rank)
+    order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
+    batches = _BATCHES if isinstance(order, Program) and order.endless else None
+    run = simulate(order, plan, costs, batches=batches)
+    facts = verify(order if isinstance(order, Program) else run.program(), plan, batches)
+    held = [sum(facts.peak_spans[s] for s in stages) / a_rank for stages in plan.stages]
+    found = {"bubble": round(_bubble(run, batches), 4), "held": round(max(held), 2)}
+    return found | {"versions": max(plan.versions), "needs_flush": batches is None}
+
+
+def _bubble(run: Timeline, batches: int | None) -> float:
+    if batches is None:
+        return sum(run.bubble) / len(run.bubble)
+    ends = sorted(e.end for e in run.computations if e.instruction.kind is Kind.STEP and e.instruction.stage == 0)
+    first, last = 2, len(ends) - 3  # far from the start and the end
+    return 1 - (last - first) * 3e9 * MICROBATCHES / (ends[last] - ends[first])
+
+
+def _first_sentence(text: str) -> str:
+    """What a docstring says first, without the citation, and without what follows a colon if that is enough."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    sentence = re.sub(r" \([^)]*\d{4}[^)]*\)", "", paragraph).split(". ")[0].rstrip(".")
+    head = sentence.split(": ")[0]
+    return head if len(head) > 30 else sentence
+
+
+COMMAND = Command(
+    "schedules",
+    "Lists the installed schedules.",
+    ["lightning-pipes schedules", "lightning-pipes schedules --json"],
+    run,
+)

@@ -1,0 +1,130 @@
+"""`lightning-pipes simulate`"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from lightning_pipes.cost import Cluster, CostModel, ModelProfile, Table
+from lightning_pipes.cost.units import as_bytes
+from lightning_pipes.ir import Kind, Plan, Policy, Program, Schedule, verify
+from lightning_pipes.planning.fit import evaluated, fit_layers, ordered
+from lightning_pipes.planning.partition import partition_at
+from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.progress import progress_bar
+from lightning_pipes.planning.wording import schedule_label, schedule_settings
+from lightning_pipes.sim import simulate
+from lightning_pipes.sim.record import RunRecord
+from lightning_pipes.sim.units import bytes_text, seconds_text
+from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json
+from lightning_pipes.tune.cli.pictures import write_pictures
+from lightning_pipes.tune.cli.sources import by_name, cluster_of, durations, measure, numbers, profile_of
+
+
+def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    schedule = instantiate(cfg.schedule)
+    cluster, profile = cluster_of(cfg, cfg.ranks), profile_of(cfg)
+    order, plan, costs = _given(cfg, schedule) if profile is None else _profiled(cfg, schedule, profile, cluster)
+    costs = replace(costs, links={(a, b): cluster.link(a, b) for a, b, _ in plan.links})
+    timeline = replace(simulate(order, plan, costs), name="predicted")
+    record = RunRecord(
+        timeline,
+        costs,
+        schedule=schedule.name,
+        settings=schedule_settings(schedule),
+        profile=profile,
+        memory=tuple(device.memory for device in cluster.devices[: plan.n_ranks]),
+        facts={"model": profile.source} if profile else {},
+    )
+    with progress_bar("trying changes") as told:
+        advice = write_pictures(record, options, told)
+    peak = verify(timeline.program(), plan).peak_spans
+    held = [sum(peak[s] for s in stages) for stages in plan.stages]
+    bubble = sum(timeline.bubble) / len(timeline.bubble)
+    found = {
+        "schedule": schedule_label(schedule),
+        "ranks": plan.n_ranks,
+        "microbatches": len(plan.spans(Kind.F, 0)),
+        "step_seconds": timeline.makespan / 1e9,
+        "bubble": bubble,
+        "bubble_of_ranks": list(timeline.bubble),
+        "efficiency": timeline.efficiency,
+        "peak_bytes": list(timeline.peak_bytes),
+        "most_microbatches_held": held,
+    }
+    if options.json:
+        print_json(found)
+        return
+    print(timeline.gantt(columns()))
+    print()
+    print(f"{found['schedule']}: step {seconds_text(timeline.makespan)}, bubble {bubble:.1%}")
+    print(f"micro-batches held by each rank: {', '.join(map(str, held))}")
+    if any(timeline.peak_bytes):
+        print(f"peak memory of each rank: {', '.join(map(bytes_text, timeline.peak_bytes))}")
+    for line in advice:
+        print(line)
+
+
+def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Policy, Plan, CostModel]:
+    """Times from the command line: of a micro-batch on a rank, shared out evenly to the rank's stages."""
+    (m,) = numbers(cfg.microbatches, "microbatches") or [8]
+    plan = even_plan(schedule, cfg.ranks, m, m)
+    times = {
+        Kind.F: durations(cfg.forward, "forward", cfg.ranks),
+        Kind.B: durations(cfg.backward, "backward", cfg.ranks),
+        Kind.STEP: durations(cfg.step, "step", cfg.ranks),
+    }
+    times[Kind.I] = times[Kind.W] = [seconds / 2 for seconds in times[Kind.B]]
+    seconds: dict[tuple[Kind, int], Table] = {
+        (kind, s): ((0 if kind is Kind.STEP else 1, each[rank] / len(plan.stages[rank])),)
+        for kind, each in times.items()
+        for s, rank in enumerate(plan.ranks)
+    }
+    message, n = float(measure(cfg, "message", as_bytes)), plan.n_stages
+    held = [measure(cfg, "activations", as_bytes) // len(plan.stages[rank]) for rank in plan.ranks]
+    weights = [measure(cfg, "weights", as_bytes) // len(plan.stages[rank]) for rank in plan.ranks]
+    costs = CostModel(
+        seconds,
+        forward_bytes=(message,) * (n - 1),
+        backward_bytes=(message,) * (n - 1),
+        activation_bytes=tuple(held),
+        weight_bytes=tuple(weights),
+    )
+    order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
+    return order, plan, costs
+
+
+def _profiled(
+    cfg: DictConfig, schedule: Schedule | Policy, profile: ModelProfile, cluster: Cluster
+) -> tuple[Program | Policy, Plan, CostModel]:
+    """Times from a profile, cut where `partition` says or where it is best."""
+    (m,) = numbers(cfg.microbatches, "microbatches") or [8]
+    plan = even_plan(schedule, cfg.ranks, m, cfg.batch or m, cfg.recompute)
+    cluster = replace(cluster, devices=cluster.devices[: cfg.ranks])
+    if cfg.partition is None:
+        fit = fit_layers(profile, schedule, plan, cluster)
+    else:
+        layers = partition_at(list(cfg.partition), len(profile.layers), plan.n_stages)
+        fit = evaluated(profile, ordered(schedule, plan)[0], replace(plan, layers=layers), cluster)
+    return fit.order, fit.plan, fit.costs
+
+
+COMMAND = Command(
+    "simulate",
+    "Runs a schedule in virtual time: with times from the command line, or of a profile.",
+    [
+        "lightning-pipes simulate schedule=1f1b ranks=4 microbatches=8 forward=10ms backward=20ms",
+        "lightning-pipes simulate schedule=kfkb schedule.k=2 forward=[9ms,9ms,14ms,9ms] bandwidth=1Gbit/s message=4MiB",
+        "lightning-pipes simulate schedule=interleaved profile=profile.json ranks=2 batch=32 --html timeline.html",
+        "lightning-pipes simulate schedule=gpipe model=GPT-2-345M device=A100-40G ranks=8 batch=64 cluster=dgx_a100",
+    ],
+    run,
+    config="simulate",
+    flags=PICTURES,
+    translate=by_name,
+    defaults=frozenset({"cluster=null"}),
+)

@@ -1,0 +1,124 @@
+"""Where a command gets layers, devices and schedules from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from lightning_pipes.cost import Cluster, Device, Link, ModelProfile
+from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds
+from lightning_pipes.cost.zoo import named_profile
+from lightning_pipes.ir import PlanError, Policy, Schedule
+
+_T = TypeVar("_T")
+
+
+def profile_of(cfg: DictConfig) -> ModelProfile | None:
+    """The profile in the file `profile`, or of the model named `model` by formula; None where neither is given.
+
+    Raises:
+        PlanError: both are given, the file is none, or nobody knows the name.
+    """
+    if cfg.profile is not None and cfg.named is not None:
+        raise PlanError(f"profile={cfg.profile} and model={cfg.named}: give one of them")
+    if cfg.profile is not None:
+        return load_profile(cfg.profile)
+    if cfg.named is None:
+        return None
+    if Path(str(cfg.named)).suffix == ".json":
+        raise PlanError(f"model={cfg.named} looks like a file; say profile={cfg.named}")
+    return named_profile(str(cfg.named), cfg.device, dtype=cfg.dtype, optimizer=cfg.optimizer)
+
+
+def by_name(override: str) -> str:
+    """`model=NAME` as Hydra knows it here: `model` is the group of the examples' settings."""
+    name, _, value = override.partition("=")
+    return f"named={value}" if name == "model" else override
+
+
+def load_profile(path: str) -> ModelProfile:
+    """The profile in a file.
+
+    Raises:
+        PlanError: there is no such file, or it is no profile.
+    """
+    if not Path(path).is_file():
+        raise PlanError(f"there is no file {path}; `lightning-pipes profile out={path}` writes one")
+    return ModelProfile.load(path)
+
+
+def cluster_of(cfg: DictConfig, devices: int) -> Cluster:
+    """The cluster of the settings with at least so many devices: `cluster`, or one host with equal links.
+
+    Raises:
+        PlanError: it has too few devices, or links are given twice.
+    """
+    memory = None if cfg.memory is None else measure(cfg, "memory", as_bytes)
+    link = Link(measure(cfg, "bandwidth", as_rate), measure(cfg, "latency", as_seconds))
+    if cfg.cluster is None:
+        return Cluster((Device(memory),) * devices, inside=link)
+    if link != Link():
+        raise PlanError("bandwidth and latency are for one host; with a cluster say cluster.inside.bandwidth=...")
+    made: Cluster = instantiate(cfg.cluster)
+    if len(made.devices) < devices:
+        per_host = cfg.cluster.devices_per_host
+        raise PlanError(
+            f"{devices} devices are needed and the cluster has {len(made.devices)}; "
+            f"say cluster.hosts={-(-devices // per_host)}, or use fewer ranks or replicas"
+        )
+    if memory is not None:
+        made = replace(made, devices=tuple(replace(device, memory=memory) for device in made.devices))
+    return made
+
+
+def schedule_of(cfg: DictConfig) -> Schedule | Policy | None:
+    """The schedule of the settings; None for schedule=auto."""
+    return None if cfg.schedule is None else instantiate(cfg.schedule)
+
+
+def numbers(value: Any, name: str) -> list[int]:
+    """One number or a list of them; an empty list for null.
+
+    Raises:
+        PlanError: something else, or below 1.
+    """
+    if value is None:
+        return []
+    found = OmegaConf.to_container(value) if isinstance(value, ListConfig) else [value]
+    assert isinstance(found, list)
+    if not all(isinstance(each, int) and each >= 1 for each in found):
+        raise PlanError(f"{name}={value}: needs a number of at least 1, or a list of them, as in {name}=[4,8]")
+    return found
+
+
+def durations(value: Any, name: str, count: int) -> list[float]:
+    """Seconds of each of `count` ranks, from one time or a list of them.
+
+    Raises:
+        PlanError: a list of another length, or no times.
+    """
+    found: Sequence[Any] = list(value) if isinstance(value, ListConfig) else [value] * count
+    if len(found) != count:
+        raise PlanError(f"{name} lists {len(found)} times for {count} ranks; give one time, or one for each rank")
+    return [_named(name, as_seconds, each) for each in found]
+
+
+def measure(cfg: DictConfig, name: str, parse: Callable[[Any], _T]) -> _T:
+    """The setting `name`, read by a function of `cost.units`.
+
+    Raises:
+        PlanError: it can't be read; names the setting.
+    """
+    return _named(name, parse, cfg[name])
+
+
+def _named(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
+    try:
+        return parse(value)
+    except PlanError as error:
+        raise PlanError(f"{name}: {error}") from None

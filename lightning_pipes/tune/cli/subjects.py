@@ -1,0 +1,201 @@
+"""What is profiled: layers, what enters them, and the optimizer that trains them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+import lightning_pipes
+from lightning_pipes.cost import ModelProfile
+from lightning_pipes.engine.profiler import Progress, profile_layers
+from lightning_pipes.ir import PlanError
+from lightning_pipes.trainer.pipelined import find_pipelined
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Layers to profile.
+
+    Attributes:
+        module: whose layers these are.
+        layers: run one after the other.
+        example: what enters the module; axis 0 counts samples.
+    """
+
+    module: nn.Module
+    layers: nn.Sequential
+    example: Any
+
+
+def of_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
+    """A model of examples/models.py with data of examples/data.py, by their settings.
+
+    Raises:
+        PlanError: the examples are not here, or the model can't read the data.
+    """
+    folder = Path(lightning_pipes.__file__).resolve().parents[1] / "examples"
+    if not (folder / "models.py").exists():
+        raise PlanError(
+            f"model={cfg.model.name} is a model of the examples, which are not installed here; run in a "
+            "checkout of lightning_pipes, or name a function of yours: model=package.module:factory"
+        )
+    sys.path.insert(0, str(folder))
+    train = import_module("train")
+    name = cfg.model.name
+    if train.READS[name] != cfg.data.name:
+        raise PlanError(f"model={name} can't read data={cfg.data.name}: say data={train.READS[name]}")
+    module = _made(train.MODELS, cfg.model)
+    data = _made(train.DATA, cfg.data, batch_size=max(rows))
+    data.setup("fit")
+    return _subject(module, next(iter(data.train_dataloader()))[0], f"model={name}")
+
+
+def of_factory(path: str, rows: Sequence[int]) -> Subject:
+    """What `package.module:factory` makes, found from the current directory too.
+
+    Raises:
+        PlanError: there is no such function, it fails, or it gives no layers or no example.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+    where, _, name = path.partition(":")
+    try:
+        factory = getattr(import_module(where), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(f"model={path}: {error}") from error
+    made = factory()
+    module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise PlanError(f"model={path} gave a {type(module).__name__}, not a module, or a module and an example input")
+    if example is None:
+        example = getattr(module, "example_input_array", None)
+    if example is None:
+        raise PlanError(
+            f"model={path}: nobody knows what enters {type(module).__name__}; set its example_input_array, or have the "
+            "function return the module and an example input"
+        )
+    return _subject(module, example, f"model={path}")
+
+
+def profiled(
+    subject: Subject,
+    rows: Sequence[int],
+    device: str,
+    threads: int,
+    optimizer: str | None,
+    split: bool,
+    repeats: int,
+    progress: Progress,
+) -> ModelProfile:
+    """The profile of `subject` for every number of rows. On a CPU it runs on `threads` threads.
+
+    Raises:
+        PlanError: there is no such device, or no such optimizer.
+    """
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise PlanError(f"device={device} can't be used here: {str(error).splitlines()[0]}") from error
+    torch.set_num_threads(threads)
+    module = subject.module.to(where).train()
+    optimizer_ = _optimizer(module, optimizer)
+    inputs = {}
+    for number in sorted(set(rows)):
+        inputs[number] = _entering(subject, _rows(subject.example, number, where))
+    names = [f"{name} {type(layer).__name__}" for name, layer in subject.layers.named_children()]
+    return profile_layers(
+        list(subject.layers),
+        inputs,
+        names=names,
+        optimizer=optimizer_,
+        device=where,
+        split=split,
+        repeats=repeats,
+        progress=progress,
+    )
+
+
+def _subject(module: nn.Module, example: Any, what: str) -> Subject:
+    if isinstance(module, nn.Sequential):
+        return Subject(module, module, example)
+    if isinstance(module, L.LightningModule):
+        path = find_pipelined(module, None)
+        layers = module.get_submodule(path)
+        if isinstance(layers, nn.Sequential):
+            return Subject(module, layers, example)
+        raise PlanError(
+            f"{what}: {type(module).__name__}.{path} is a {type(layers).__name__}; only layers of an nn.Sequential can "
+            "be measured one by one"
+        )
+    raise PlanError(f"{what} gave a {type(module).__name__}; an nn.Sequential or a LightningModule is needed")
+
+
+def _made(kinds: Mapping[str, Any], settings: DictConfig, **more: Any) -> Any:
+    given = {str(key): value for key, value in settings.items()} | more
+    return kinds[given.pop("name")](**given)
+
+
+def _rows(example: Any, rows: int, device: torch.device) -> Any:
+    """The example with so many samples, on the device: some of it, or all of it repeatedly."""
+
+    def taken(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[torch.arange(rows) % len(tensor)].to(device)
+
+    return pytree.tree_map_only(torch.Tensor, taken, example)
+
+
+class _EnteredError(Exception):
+    """Ends a forward when it has come to the layers."""
+
+
+def _entering(subject: Subject, x: Any) -> Any:
+    """What comes to the layers when `x` goes into the module."""
+    if subject.module is subject.layers:
+        return x
+    seen: list[Any] = []
+
+    def stop(_: nn.Module, given: tuple[Any, ...]) -> None:
+        seen.extend(given)
+        raise _EnteredError
+
+    hook = subject.layers.register_forward_pre_hook(stop)
+    try:
+        with torch.no_grad():
+            subject.module(*x) if isinstance(x, tuple) else subject.module(x)
+    except _EnteredError:
+        pass
+    finally:
+        hook.remove()
+    if len(seen) != 1:
+        raise PlanError(
+            f"forward of {type(subject.module).__name__} calls its layers with {len(seen)} arguments, not 1"
+        )
+    return seen[0]
+
+
+def _optimizer(module: nn.Module, name: str | None) -> Optimizer:
+    """The module's own, or one of torch.optim by its name."""
+    if name is not None:
+        kind = getattr(torch.optim, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+            raise PlanError(f"optimizer={name}: torch.optim has no such optimizer; say optimizer=AdamW")
+        return kind(module.parameters())  # type: ignore[call-arg]
+    if not isinstance(module, L.LightningModule):
+        return torch.optim.AdamW(module.parameters())
+    found: Any = module.configure_optimizers()
+    while not isinstance(found, Optimizer):
+        if not found:
+            raise PlanError(f"{type(module).__name__}.configure_optimizers gave no optimizer; say optimizer=AdamW")
+        found = found["optimizer"] if isinstance(found, Mapping) else found[0]
+    return found

@@ -1,0 +1,63 @@
+"""Units, each by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds
+from lightning_pipes.ir import PlanError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("16GiB", 17_179_869_184),
+        ("16GB", 16_000_000_000),
+        ("1.5 MiB", 1_572_864),
+        ("3KiB", 3072),
+        ("3kB", 3000),
+        ("7B", 7),
+        ("512", 512),
+        (512, 512),
+        (2.0**40, 2**40),
+        ("1e3MB", 10**9),
+    ],
+)
+def test_bytes(text, size):
+    assert as_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("12.5GB/s", 1.25e10), ("100Gbit/s", 1.25e10), ("1MiB/s", 2.0**20), (1e9, 1e9), ("inf", math.inf)],
+)
+def test_rates(text, rate):
+    assert as_rate(text) == rate
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("10us", 1e-5), ("0", 0.0), ("1.5 ms", 1.5e-3), (2, 2.0), ("3ns", 3e-9)])
+def test_seconds(text, seconds):
+    assert as_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        (as_bytes, "16gib", r"'16gib' is not a size; write it as 16GiB, or as a plain number. Units: B, kB, MB"),
+        (as_bytes, "16GB/s", "is not a size"),
+        (as_bytes, "-1GB", "is not a size"),
+        (as_bytes, "inf", "a size has to be finite"),
+        (as_bytes, math.nan, "is not a size"),
+        (as_rate, "12.5GB", "is not a rate; write it as 12.5GB/s"),
+        (as_rate, "10Gb/s", "is not a rate"),  # bits or bytes? nobody knows
+        (as_rate, "0GB/s", "a rate has to be positive"),
+        (as_seconds, "10 minutes", "is not a time"),
+        (as_seconds, "inf", "a time has to be finite"),
+        (as_seconds, "", "is not a time"),
+    ],
+)
+def test_everything_else_is_refused(parse, text, message):
+    with pytest.raises(PlanError, match=message):
+        parse(text)

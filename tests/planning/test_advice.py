@@ -1,0 +1,147 @@
+"""Advice says what is slow, and claims only what comes true when it is followed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipes.cost import Link
+from lightning_pipes.planning.advice import advise
+from lightning_pipes.planning.what_if import WhatIf
+from lightning_pipes.sim.record import RunRecord
+from lightning_pipes.testing.records import layer, record_of
+
+SLOW_THIRD = [2] * 6 + [4] * 3 + [2] * 3
+LATE = Link(bandwidth=1.2e8, latency=5e-3)
+
+
+def followed(times, ranks, arguments, batch, **more) -> RunRecord:
+    """The run of somebody who follows the advice, made anew; the times are of 8 rows, and proportional to rows."""
+    m = arguments["microbatches"]
+    rows = batch // m
+    scaled = [t * rows / 8 for t in times]
+    return record_of(
+        scaled,
+        ranks,
+        m,
+        arguments["schedule"],
+        rows=rows,
+        cuts=arguments["partition"],
+        **more,
+        **arguments.get("schedule_args", {}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("times", "ranks", "m", "link"),
+    [(SLOW_THIRD, 4, 8, None), ([2] * 12, 4, 8, None), ([2] * 12, 4, 16, LATE), ([2] * 11 + [9], 3, 4, None)],
+)
+def test_what_is_claimed_comes_true(times, ranks, m, link):
+    links = {} if link is None else {"link": link}
+    record = record_of(times, ranks, m, rows=8, **links)
+    advice = advise(record)
+    assert advice.now.seconds == pytest.approx(record.measured.makespan / 1e9, rel=0.01)
+    assert advice.proposed is not None
+    assert len(advice.changes) > 3
+    for change in (advice.proposed, *advice.changes[:4]):
+        run = followed(times, ranks, change.arguments, 8 * m, **links)
+        assert run.measured.makespan / 1e9 == pytest.approx(change.seconds, rel=0.01), change
+        assert sum(run.measured.bubble) / ranks == pytest.approx(change.bubble, abs=0.01)
+        assert max(run.predicted.peak_bytes) == pytest.approx(change.peak_bytes, rel=0.01)
+
+
+def test_a_slow_stage_is_named_with_the_layers_to_move():
+    advice = advise(record_of(SLOW_THIRD, 4, 8))
+    assert advice.sentence.startswith("Stage 2 takes 2x the time of the others: move layer")
+    assert f"partition={advice.proposed.arguments['partition']}; a step would take " in advice.sentence
+    assert advice.proposed.seconds < advice.now.seconds
+
+
+def test_a_slow_device_gets_fewer_layers():
+    """All layers are alike, and rank 1 takes 1.5 times as long for its own: what moves away gets faster."""
+    record = record_of([2] * 12, 3, 12)
+    slower = {k: tuple((r, 1.5 * t) for r, t in v) if k[1] == 1 else v for k, v in record.costs.seconds.items()}
+    record = replace(record, costs=replace(record.costs, seconds=slower))
+    model = WhatIf(record)
+    assert [device.speed for device in model.cluster.devices] == pytest.approx([1 / 1.02, 1 / 1.53, 1 / 1.02])
+    cut = model.rebalanced().fit.plan.layers
+    assert [span.rows for span in cut] == [5, 3, 4] or [span.rows for span in cut] == [4, 3, 5]
+
+
+def test_without_layer_times_it_says_what_equal_stages_would_bring():
+    record = record_of(SLOW_THIRD, 4, 8, known=False)
+    advice = advise(record)
+    even = advise(record_of([30 / 12] * 12, 4, 8)).now.seconds  # the same work, evenly
+    assert advice.sentence.startswith("Stage 2 takes 2x the time of the others: give it less to do (now partition=")
+    assert advice.proposed is None
+    said = float(advice.sentence.split("would take ")[1].split(" ms")[0]) / 1e3
+    assert said == pytest.approx(even, rel=0.01)
+    assert any("lightning-pipes report RUN --profile FILE" in note for note in advice.notes)
+
+
+def test_a_slow_link_is_named():
+    advice = advise(record_of([2] * 12, 4, 16, link=LATE))
+    assert advice.sentence.startswith("Messages, most of all those from rank ")
+    assert advice.proposed.arguments["schedule"] == "kfkb"
+
+
+def test_a_large_bubble_asks_for_more_micro_batches():
+    advice = advise(record_of([2] * 8, 4, 8, known=False))
+    assert advice.sentence.startswith("Ranks idle 3")
+    assert "16 micro-batches instead of 8 would make it 2" in advice.sentence
+    assert advice.sentence.endswith(", if half the samples take half the time.")
+
+
+def test_a_good_run_is_left_alone():
+    advice = advise(record_of([2] * 4, 2, 128, rows=1, known=False))
+    assert "no change that was simulated makes a step 3% shorter" in advice.sentence
+    assert advice.proposed is None
+
+
+def test_fixed_costs_of_a_micro_batch_are_seen():
+    """Layers that take as long for half the rows: more micro-batches must not be proposed."""
+    record = record_of([2] * 8, 4, 8)
+    layers = tuple(layer(each.name, 2.0, 4, fixed=2.0) for each in record.profile.layers)
+    advice = advise(replace(record, profile=replace(record.profile, layers=layers)))
+    assert advice.proposed is None or advice.proposed.arguments["microbatches"] <= 8
+    assert all(
+        c.seconds > advice.now.seconds for c in advice.changes if c.what in ("16 micro-batches", "32 micro-batches")
+    )
+
+
+def test_changes_fit_into_the_devices_memory():
+    record = record_of([2] * 12, 4, 8)
+    limit = int(max(record.predicted.peak_bytes) * 1.05)
+    limited = advise(replace(record, memory=(limit,) * 4))
+    assert limited.changes
+    assert all(change.peak_bytes <= limit for change in limited.changes)
+    assert any(change.peak_bytes > limit for change in advise(record).changes)
+
+
+def test_notes_say_what_the_simulator_missed_and_what_lies_outside():
+    record = record_of([2] * 4, 2, 8)
+    off = advise(replace(record, predicted=record_of([4] * 4, 2, 8).predicted, between=1.0))
+    assert any("what it says of changes is no more exact than that" in note for note in off.notes)
+    assert any(note.startswith("1 s pass between two steps of the pipeline") for note in off.notes)
+    assert not any("exact" in note or "pass between" in note for note in advise(record).notes)
+
+
+def test_a_schedule_that_is_not_installed():
+    advice = advise(replace(record_of(SLOW_THIRD, 4, 8), schedule="mine", settings={}))
+    assert advice.sentence.startswith(
+        "Stage 2 takes 2x the time of the others. No change was simulated: no schedule is"
+    )
+    assert advice.now is None
+
+
+def test_one_rank():
+    advice = advise(record_of([2] * 4, 1, 4))
+    assert advice.sentence.startswith("There is one rank only")
+
+
+def test_progress_is_told():
+    told = []
+    advise(record_of([2] * 4, 2, 4), lambda what, done: told.append(done))
+    assert told == sorted(told)
+    assert told[0] == 0 < told[-1] < 1

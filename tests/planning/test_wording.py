@@ -1,0 +1,92 @@
+"""What people paste is what the code takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import pytest
+
+from lightning_pipes.ir import Span
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.wording import (
+    layers_text,
+    listed,
+    moves,
+    overrides,
+    schedule_label,
+    schedule_settings,
+    strategy_arguments,
+    strategy_line,
+)
+from lightning_pipes.testing.records import record_of
+
+
+def test_the_line_makes_the_strategy():
+    from lightning_pipes import PipelineStrategy
+
+    schedule = make_schedule("kfkb", k=2)
+    plan = record_of([1] * 6, 3, 4, "kfkb", k=2).plan
+    line = strategy_line(strategy_arguments(schedule, plan))
+    assert line == 'PipelineStrategy("kfkb", microbatches=4, schedule_args={"k": 2}, partition=[2, 4])'
+    made = eval(line, {"PipelineStrategy": PipelineStrategy})
+    assert made.schedule == schedule
+
+
+def test_recompute_and_open_layers():
+    plan = even_plan(make_schedule("1f1b"), 2, 4, 8, recompute=True)
+    assert strategy_line(strategy_arguments(make_schedule("1f1b"), plan)) == (
+        'PipelineStrategy("1f1b", microbatches=4, recompute=True)'
+    )
+
+
+def test_settings_are_numbers_and_what_is_not_by_default():
+    @dataclass(frozen=True)
+    class Mine:
+        k: int = 1
+        limits: tuple[int, ...] = ()
+        eager: bool = False
+        name: ClassVar[str] = "mine"
+
+        def program(self, plan):
+            raise NotImplementedError
+
+    assert schedule_settings(Mine()) == {"k": 1}
+    assert schedule_label(Mine(2, (3, 4), True)) == "mine k=2 limits=(3, 4) eager=True"
+    given = strategy_arguments(Mine(2, (3, 4), True), even_plan(Mine(), 2, 4, 8))
+    assert overrides(given) == (
+        "schedule=mine schedule.k=2 schedule.limits=[3,4] schedule.eager=true pipeline.microbatches=4"
+    )
+
+
+def test_overrides_compose():
+    from hydra import compose, initialize_config_module
+
+    given = {"schedule": "kfkb", "schedule_args": {"k": 3}, "microbatches": 6, "partition": [2, 4], "recompute": True}
+    with initialize_config_module("lightning_pipes.conf", version_base="1.3"):
+        cfg = compose("train", overrides=overrides(given).split())
+    assert (cfg.schedule.k, cfg.pipeline.microbatches, list(cfg.pipeline.partition)) == (3, 6, [2, 4])
+    assert cfg.pipeline.recompute is True
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ([3, 6], [3, 6], []),
+        ([3, 6], [3, 5], ["layer 5 from stage 1 to stage 2"]),
+        ([3, 6], [5, 6], ["layers 3-4 from stage 1 to stage 0"]),
+    ],
+)
+def test_moves(before, after, said):
+    def spans(cuts):
+        edges = [0, *cuts, 9]
+        return [Span(a, b) for a, b in pairwise(edges)]
+
+    assert moves(spans(before), spans(after)) == said
+
+
+def test_lists():
+    assert [listed(words) for words in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
+    assert [layers_text(Span(2, n)) for n in (2, 3, 5)] == ["no layer", "layer 2", "layers 2-4"]

@@ -1,0 +1,138 @@
+"""The page as text: complete, self-contained, and safe whatever names are in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from lightning_pipes.ir import Kind
+from lightning_pipes.planning.advice import Advice, advise
+from lightning_pipes.sim.page import page
+from lightning_pipes.sim.slowest import Slowest
+from lightning_pipes.sim.units import bytes_text
+from lightning_pipes.testing.records import record_of
+
+RECORD = record_of([2] * 6 + [4] * 3 + [2] * 3, 4, 8)
+NOTHING = Advice("Nothing is slow.")
+
+
+class Elements(HTMLParser):
+    """Tags with their attributes, and whether they are balanced."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in {"meta", "link"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def data_of(text: str) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
+
+
+def test_it_needs_nothing_else():
+    elements = Elements(page(RECORD, advise(RECORD)))
+    assert elements.open == []
+    for tag, attributes in elements.found:
+        for name in ("src", "href", "action", "data"):
+            assert (attributes.get(name) or "data:").startswith("data:"), f"<{tag} {name}={attributes[name]}>"
+    text = page(RECORD, NOTHING)
+    assert set(re.findall(r"https?://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not a place
+    assert "default-src 'none'" in text
+
+
+def test_it_holds_every_event():
+    data = data_of(page(RECORD, NOTHING))
+    assert [panel["name"] for panel in data["panels"]] == ["measured", "predicted"]
+    for panel, timeline in zip(data["panels"], (RECORD.measured, RECORD.predicted), strict=True):
+        columns = panel["events"]
+        found = zip(columns["rank"], columns["kind"], columns["stage"], columns["span"], columns["start"], strict=True)
+        held = [
+            (rank, data["kinds"][kind], stage, *data["spans"][span], start) for rank, kind, stage, span, start in found
+        ]
+        assert held == [
+            (e.rank, e.instruction.kind, e.instruction.stage, *e.instruction.span, e.start) for e in timeline.events
+        ]
+        assert [a + b for a, b in zip(columns["start"], columns["took"], strict=True)] == [
+            e.end for e in timeline.events
+        ]
+    assert data["slow"] == 2
+    assert data["memory"]["peaks"] == list(RECORD.predicted.peak_bytes)
+
+
+def test_names_can_hold_anything():
+    evil = "</script><img src=x onerror=alert(1)> & \"'"
+    record = replace(
+        RECORD,
+        facts={evil: evil},
+        profile=replace(RECORD.profile, layers=tuple(replace(x, name=evil) for x in RECORD.profile.layers)),
+    )
+    elements = Elements(page(record, Advice(evil, notes=(evil,))))
+    assert elements.open == []
+    assert "img" not in {tag for tag, _ in elements.found}
+    measured = replace(RECORD.measured, name=evil)
+    assert Elements(page(replace(RECORD, measured=measured), NOTHING)).open == []
+
+
+def test_a_plan_has_one_panel_and_says_that_nothing_ran():
+    text = page(replace(RECORD, measured=None), NOTHING)
+    assert [panel["name"] for panel in data_of(text)["panels"]] == ["predicted"]
+    assert "Pipeline plan: 1f1b" in text
+    assert "foretold (" not in text
+
+
+def test_without_bytes_there_is_no_memory_curve():
+    costs = replace(RECORD.costs, activation_bytes=(), weight_bytes=(), state_bytes=(), working_bytes=())
+    bare = replace(RECORD, costs=costs, predicted=replace(RECORD.predicted, peak_bytes=(0,) * 4))
+    text = page(bare, NOTHING)
+    assert data_of(text)["memory"] is None
+    assert "peak memory" not in text
+
+
+def test_a_limit_is_shown_where_it_is_near():
+    near = data_of(page(replace(RECORD, memory=(150 * 2**20,) * 4), NOTHING))["memory"]
+    far = data_of(page(replace(RECORD, memory=(2**40,) * 4), NOTHING))["memory"]
+    assert near["most"] == 150 * 2**20 > far["most"] == max(far["peaks"])
+
+
+class TestSlowest:
+    def test_of_one_stage_a_rank(self):
+        slow = Slowest.of(RECORD.measured)
+        assert (slow.rank, slow.stages, slow.uneven) == (2, (2,), True)
+        assert slow.ratio == pytest.approx(2.0, rel=1e-3)
+        assert str(slow) == "Stage 2 takes 2x the time of the others"
+        seconds = sum(e.end - e.start for e in RECORD.measured.events if e.instruction.kind in (Kind.F, Kind.B))
+        assert sum(slow.by_stage) == pytest.approx(seconds / 1e9)
+
+    def test_of_several_stages_a_rank(self):
+        slow = Slowest.of(record_of([2, 2, 2, 4, 2, 2, 2, 4], 4, 8, "interleaved").measured)
+        assert str(slow) == "Rank 3 (stages 3, 7) takes 2x the time of the others"
+
+    def test_of_equal_stages(self):
+        slow = Slowest.of(record_of([2, 2], 2, 8).measured)
+        assert not slow.uneven
+        assert str(slow).startswith("No stage is slow: stage ")
+        assert str(slow).endswith("takes 1x the time of the other")
+
+    def test_of_one_rank(self):
+        assert str(Slowest.of(record_of([2, 2], 1, 8).measured)) == "There is one rank only"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (2048, "2 KiB"), (1.5 * 2**30, "1.5 GiB"), (2**50, "1024 TiB")],
+)
+def test_bytes_text(size, text):
+    assert bytes_text(size) == text
