@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
+from lightning_pipes.testing.ranks import die_with_parent
+
 DEVICE = "eth0"
 """The network device of each host; gloo has to be told by GLOO_SOCKET_IFNAME."""
 _CLONE_NEWNET = 0x40000000
@@ -81,9 +83,10 @@ class Hosts:
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[str]:
         """Starts a process on a host; it is killed, if it is still there, when the context ends."""
-        inside = [*_TIED, *_nsenter(self.holders[host]), *command]
+        inside = [*_nsenter(self.holders[host]), *command]
         everything = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, **env}
-        process = subprocess.Popen(inside, env=everything, text=True, **more)
+        # Tied to us before Popen returns: setpriv might come to it when we are gone already.
+        process = subprocess.Popen(inside, env=everything, text=True, preexec_fn=die_with_parent, **more)
         self._stack.callback(_end, process)
         return process
 
