@@ -16,10 +16,11 @@ from hydra.utils import instantiate
 
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
 from lightning_pipes.cost.zoo import named_profile
-from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Schedule, placement, prepared
+from lightning_pipes.ir import Kind, PlanError, Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose
 from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
+from lightning_pipes.planning.plans import even_plan
 
 OVERHEAD = 1e-4
 """Seconds that a rank spends before each computation; the engine took 80 to 130 us on a CPU, see docs/benchmarks.md."""
@@ -82,8 +83,7 @@ CASES = [
 def fitted(case: Case, name: str, ranks: int, microbatches: int) -> Fit | None:
     """The best partition, whatever memory it needs; None where there are more stages than layers."""
     schedule = SCHEDULES[name]
-    where = placement(schedule, ranks)
-    plan = prepared(Plan.even(len(where), microbatches, case.rows, where), schedule)
+    plan = even_plan(schedule, ranks, microbatches, case.rows)
     cluster = case.devices()
     roomy = replace(cluster, devices=tuple(replace(device, memory=None) for device in cluster.devices))
     try:
