@@ -1,6 +1,7 @@
 """What a plan costs: seconds and bytes of stages and links. Numbers only; who runs when is `sim`'s business."""
 
 from lightning_pipes.cost.cluster import FREE, Cluster, Device, Link
+from lightning_pipes.cost.deployment import Deployment
 from lightning_pipes.cost.model import CostModel, Costs, Recorded, Table
 from lightning_pipes.cost.profile import LayerProfile, ModelProfile
 
@@ -9,6 +10,7 @@ __all__ = [
     "Cluster",
     "CostModel",
     "Costs",
+    "Deployment",
     "Device",
     "LayerProfile",
     "Link",

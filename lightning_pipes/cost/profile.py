@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from lightning_pipes.cost.columns import Columns
 from lightning_pipes.cost.model import CostModel, Table, at_rows
 from lightning_pipes.ir import Kind, PlanError, Span
 
@@ -49,21 +51,6 @@ class LayerProfile:
     output: Table = ()
     working: Table = ()
 
-    def scaled(self, factor: float) -> LayerProfile:
-        """The same layer where every computation takes `factor` times as long."""
-
-        def times(table: Table) -> Table:
-            return tuple((rows, seconds * factor) for rows, seconds in table)
-
-        return replace(
-            self,
-            forward=times(self.forward),
-            backward=times(self.backward),
-            input_backward=times(self.input_backward),
-            weight_backward=times(self.weight_backward),
-            step=self.step * factor,
-        )
-
 
 @dataclass(frozen=True)
 class ModelProfile:
@@ -73,6 +60,8 @@ class ModelProfile:
         before: what the first stage runs before the layers, such as user code; its output is what enters them.
         after: what the last stage runs after them, such as the loss.
         overhead: seconds that a rank spends before each computation.
+        widened: bytes of gradients on their way between replicas, as a multiple of those in memory: 2 for half
+            precision, which the engine sums in float32.
         device: what was measured, for people.
         source: how it came about: "measured", or the formula.
 
@@ -84,6 +73,7 @@ class ModelProfile:
     before: LayerProfile = LayerProfile("before", ((1, 0.0),), ((1, 0.0),))
     after: LayerProfile = LayerProfile("after", ((1, 0.0),), ((1, 0.0),))
     overhead: float = 0.0
+    widened: float = 1.0
     device: str = ""
     source: str = "measured"
     notes: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -109,38 +99,49 @@ class ModelProfile:
             return found.step
         return at_rows(_table(found, kind), rows)
 
-    def stages(self, layers: Sequence[Span], speeds: Sequence[float] = ()) -> list[tuple[LayerProfile, ...]]:
-        """What every stage runs, `before` and `after` included; `speeds` divide the times of each stage."""
-        last = len(layers) - 1
-        found = []
-        for number, span in enumerate(layers):
-            speed = speeds[number] if speeds else 1.0
-            parts = [
-                *((self.before,) if number == 0 else ()),
-                *self.layers[span.start : span.stop],
-                *((self.after,) if number == last else ()),
-            ]
-            found.append(tuple(part if speed == 1.0 else part.scaled(1 / speed) for part in parts))
-        return found
+    @cached_property
+    def columns(self) -> Columns:
+        """All numbers as arrays."""
+        parts = (self.before, *self.layers, self.after)
+        return Columns(
+            {kind: [_table(part, kind) for part in parts] for kind in self.kinds},
+            {
+                "step": [part.step for part in parts],
+                "weights": [part.weight_bytes for part in parts],
+                "gradients": [part.gradient_bytes for part in parts],
+                "averaged": [part.gradient_bytes * self.widened for part in parts],
+                "optimizer": [part.optimizer_bytes for part in parts],
+                "saved": [per_row(part.saved) for part in parts],
+                "working": [per_row(part.working) for part in parts],
+            },
+        )
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The computations with rows whose seconds it knows."""
+        return (Kind.F, Kind.B, Kind.I, Kind.W) if self.has_split else (Kind.F, Kind.B)
 
     def costs(self, layers: Sequence[Span], speeds: Sequence[float] = ()) -> CostModel:
-        """Seconds and bytes of the stages that `layers` cuts; links are free until `CostModel.on` gives some."""
-        stages = self.stages(layers, speeds)
-        kinds = [Kind.F, Kind.B, *((Kind.I, Kind.W) if self.has_split else ())]
-        seconds: dict[tuple[Kind, int], Table] = {}
-        for number, parts in enumerate(stages):
-            for kind in kinds:
-                seconds[kind, number] = added(_table(part, kind) for part in parts)
-            seconds[Kind.STEP, number] = ((0, sum(part.step for part in parts)),)
-        edges = [self.edge_bytes(span.stop) for span in layers[:-1]]
+        """Seconds and bytes of the stages that `layers` cuts; `speeds` divide the times of each stage, and links are
+        free until `CostModel.on` gives some."""
+        columns = self.columns
+        seconds = {
+            (kind, stage): table
+            for kind in self.kinds
+            for stage, table in enumerate(columns.tables(kind, layers, speeds))
+        }
+        for stage, step in enumerate(columns.total("step", layers)):
+            seconds[Kind.STEP, stage] = ((0, step / (speeds[stage] if speeds else 1.0)),)
+        edges = tuple(self.edge_bytes(span.stop) for span in layers[:-1])
+        states = zip(columns.total("gradients", layers), columns.total("optimizer", layers), strict=True)
         return CostModel(
             seconds,
-            forward_bytes=tuple(edges),
-            backward_bytes=tuple(edges),
+            forward_bytes=edges,
+            backward_bytes=edges,
             activation_bytes=tuple(self.activation_bytes(layers, n) for n in range(len(layers))),
-            weight_bytes=tuple(sum(part.weight_bytes for part in parts) for parts in stages),
-            state_bytes=tuple(sum(part.gradient_bytes + part.optimizer_bytes for part in parts) for parts in stages),
-            working_bytes=tuple(max((per_row(part.working) for part in parts), default=0) for parts in stages),
+            weight_bytes=tuple(map(int, columns.total("weights", layers))),
+            state_bytes=tuple(int(gradients + optimizer) for gradients, optimizer in states),
+            working_bytes=tuple(columns.most("working", layers)),
             overhead=self.overhead,
         )
 

@@ -93,6 +93,7 @@ def named_profile(
     return ModelProfile(
         tuple(layers),
         after=loss,
+        widened=FLOAT32 / ITEMSIZE[dtype],
         device=chip.name,
         source=f"formula: {model.name}, {model.about}, {dtype}, {optimizer}{again}",
     )

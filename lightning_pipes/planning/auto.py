@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 
-import numpy as np
-
-from lightning_pipes.cost import Cluster, Device, ModelProfile
-from lightning_pipes.ir import DeadlockError, Kind, Plan, PlanError, Policy, ProgramError, Schedule, placement
+from lightning_pipes.cost import Cluster, Deployment, Device, ModelProfile
+from lightning_pipes.cost.deployment import deployed
+from lightning_pipes.ir import DeadlockError, Kind, Plan, PlanError, Policy, ProgramError, Schedule
 from lightning_pipes.ir.registry import installed_schedules
-from lightning_pipes.planning.fit import Fit, fit_layers, stage_seconds
-from lightning_pipes.planning.partition import light_partitions
+from lightning_pipes.planning.bounds import step_bound
+from lightning_pipes.planning.fit import Fit, fit_layers, improved
+from lightning_pipes.planning.plans import even_plan
 
 REFINED = 4
-"""How many of the best options have their cuts moved until nothing gets better."""
+CLOSE = 1.05
+"""How many of the best options have their cuts moved until nothing gets better, and how close to the best they are."""
+WORTH_IT = 0.995
+"""What can't be faster than the best by more than this is not simulated."""
+LARGE = 2_000
+"""Forwards of a step from which on options are left out too if those beside them are FAR from the best."""
+FAR = 1.15
+POLICY_SIZE = 30_000
+"""Computations of the largest step that is simulated with a policy which nobody has named."""
 Progress = Callable[[str, float], None]
 """Told what is tried, and how much of all is done, 0 to 1."""
 
@@ -100,7 +111,7 @@ def choose(
     profile: ModelProfile,
     ranks: int,
     rows: int,
-    cluster: Cluster | None = None,
+    cluster: Cluster | Deployment | None = None,
     schedules: Iterable[Schedule | Policy] | None = None,
     microbatches: Sequence[int] = (),
     recompute: Sequence[bool] = (False, True),
@@ -109,53 +120,98 @@ def choose(
     """The fastest way to train batches of `rows` samples on `ranks` ranks, within the devices' memory.
 
     Only schedules that give the same result as one process come into question. Options are simulated in the order of
-    a lower bound, and no more once the bound exceeds what was found.
+    a lower bound, and no more once the bound promises less than 0.5 % on what was found.
 
     Args:
+        rows: samples that a pipeline gets; each replica has its own.
+        cluster: the devices of one pipeline, or a deployment of several replicas; by default one without limits.
         schedules: by default the variants of all that are installed.
         microbatches: numbers to try; by default from the number of ranks up, doubling.
 
     Raises:
         PlanError: nothing fits; says what the closest one lacks.
     """
-    cluster = cluster or Cluster((Device(),) * ranks)
+    place = deployed(cluster or Cluster((Device(),) * ranks))
     numbers = [m for m in dict.fromkeys(microbatches or _numbers(ranks, rows)) if m <= rows]
-    given = list(schedules) if schedules is not None else list(installed_variants(ranks, max(numbers)))
-    options = [
-        _bounded(profile, schedule, ranks, rows, m, again, cluster)
-        for schedule in given
-        for m in numbers
-        for again in recompute
-    ]
-    options.sort(key=lambda option: option.bound)
-    best: Option | None = None
-    found: list[Option] = []
-    for number, option in enumerate(options):
-        progress(f"{option.label}, {option.microbatches} micro-batches", number / len(options))
-        if option.why_not:
-            found.append(option)
-        elif best is not None and best.fit is not None and option.bound >= best.fit.seconds:
-            found.append(replace(option, why_not=f"can't beat the best: at least {1e3 * option.bound:.1f} ms"))
-        else:
-            try:
-                fit = fit_layers(profile, option.schedule, option.plan, cluster, trials=0)
-                tried = replace(option, fit=fit)
-            except (PlanError, DeadlockError, ProgramError) as error:
-                tried = replace(option, why_not=str(error))
-            found.append(tried)
-            if tried.fit is not None and (best is None or best.fit is None or tried.fit.seconds < best.fit.seconds):
-                best = tried
-    if best is None:
-        if not found:
-            raise PlanError("there is no schedule to choose from")
-        nearest = next((option for option in found if option.bound), found[0])  # one that could be bounded at all
-        raise PlanError(f"no schedule fits: {nearest.why_not}")
-    found.sort(key=_place)
-    for number, option in enumerate(found[:REFINED]):
-        if option.fit is not None:
-            found[number] = replace(option, fit=fit_layers(profile, option.schedule, option.plan, cluster))
-    found.sort(key=_place)
+    given = list(schedules) if schedules is not None else None
+    with _without_garbage_collection():
+        every = _options(profile, ranks, rows, place, given, numbers, recompute)
+        search = _Search(profile, place)
+        options = sorted(every, key=lambda o: (o.bound, o.recompute, -o.microbatches))
+        for number, option in enumerate(options):
+            progress(f"{option.label}, {option.microbatches} micro-batches", number / len(options))
+            search.look_at(option)
+        found = sorted(search.found, key=_place)
+        if not found or found[0].fit is None:
+            raise PlanError(f"no schedule fits: {found[0].why_not}" if found else "there is no schedule to choose from")
+        close = CLOSE * found[0].fit.seconds
+        for number, option in enumerate(found[:REFINED]):
+            if option.fit is not None and option.fit.seconds < close:
+                found[number] = replace(option, fit=improved(profile, option.fit, place))
+        found.sort(key=_place)
     return Choice(found[0], tuple(found))
+
+
+class _Search:
+    """Fits those options that may be the best; `found` has all, with what kept the others out."""
+
+    def __init__(self, profile: ModelProfile, place: Deployment) -> None:
+        self._profile, self._place = profile, place
+        self._best = math.inf
+        self._seconds: dict[tuple[str, int, bool], float] = {}  # by label, micro-batches and recomputation
+        self._before: dict[tuple[type, int, bool], float] = {}  # of the last schedule of its kind
+        self.found: list[Option] = []
+
+    def look_at(self, option: Option) -> None:
+        """Options come in the order of their bounds."""
+        why_not = option.why_not or self._hopeless(option)
+        if why_not:
+            self.found.append(replace(option, why_not=why_not))
+            return
+        seconds = math.inf
+        try:
+            fit = fit_layers(self._profile, option.schedule, option.plan, self._place, trials=0)
+            option, seconds = replace(option, fit=fit), fit.seconds
+            self._best = min(self._best, seconds)
+        except (PlanError, DeadlockError, ProgramError) as error:
+            option = replace(option, why_not=str(error))
+        self._note(option, seconds)
+        self.found.append(option)
+
+    def _note(self, option: Option, seconds: float) -> None:
+        m, again = option.microbatches, option.recompute
+        self._seconds[option.label, m, again] = self._before[type(option.schedule), m, again] = seconds
+
+    def _hopeless(self, option: Option) -> str:
+        """Why the option can't be the best or, in a large plan, hardly."""
+        m, again = option.microbatches, option.recompute
+        if option.bound >= self._best * WORTH_IT:
+            return f"can't beat the best: at least {1e3 * option.bound:.1f} ms"
+        if again and self._seconds.get((option.label, m, False), math.inf) < math.inf:
+            return "fits without recomputation, which only takes time"
+        if m * option.plan.n_stages <= LARGE:
+            return ""
+        for others, seconds in (
+            ("with twice the micro-batches", self._seconds.get((option.label, 2 * m, again), 0.0)),
+            ("with other settings", self._before.get((type(option.schedule), m, again), 0.0)),
+        ):
+            if seconds > FAR * self._best or seconds == math.inf:
+                self._note(option, seconds)
+                takes = "does not fit" if seconds == math.inf else f"takes {1e3 * seconds:.1f} ms"
+                return f"not simulated: {others} it {takes}"
+        return ""
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Millions of instructions are made and none in cycles: looking for those takes a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _place(option: Option) -> tuple[bool, float]:
@@ -184,26 +240,35 @@ def _numbers(ranks: int, rows: int) -> list[int]:
     return [m for m in [*found[:-1], min(found[-1], rows)] if m >= min(ranks, rows) // 2]
 
 
-def _bounded(
-    profile: ModelProfile, schedule: Schedule | Policy, ranks: int, rows: int, m: int, again: bool, cluster: Cluster
-) -> Option:
-    """The option with a step time that no partition of it can beat: the heaviest rank's work, no stage waiting."""
-    where = placement(schedule, ranks)
-    split = getattr(schedule, "splits_backward", False)
-    recompute = tuple(again and s < len(where) - 1 for s in range(len(where))) if again else ()
-    plan = replace(Plan.even(len(where), m, rows, ranks=where, recompute=recompute), split_backward=split)
-    option = Option(schedule, plan)
-    if len(profile.layers) < len(where):
-        return replace(option, why_not=f"{len(profile.layers)} layers can't fill {len(where)} stages")
-    loads = stage_seconds(profile, plan, cluster)
-    n = len(profile.layers)
-    zero = np.zeros(n + 1)
-    if len(where) == ranks:
-        (layers, *_) = light_partitions(loads, zero, slacks=(1.0,))
-        work = m * (max(float(loads[s][span.start, span.stop]) for s, span in enumerate(layers)) + 2 * profile.overhead)
-    else:  # several stages a rank: the best that sharing the work out by speed can do
-        speeds = [cluster.devices[r].speed for r in range(ranks)]
-        whole = float(loads[0][0, n]) * cluster.devices[where[0]].speed
-        work = m * whole / sum(speeds)
-    largest = max(span.rows for span in plan.spans(Kind.F, 0))
-    return replace(option, bound=work * rows / (m * largest))  # fewer rows take no less than their share
+def _options(
+    profile: ModelProfile,
+    ranks: int,
+    rows: int,
+    place: Deployment,
+    schedules: Sequence[Schedule | Policy] | None,
+    numbers: Iterable[int],
+    recompute: Sequence[bool],
+) -> Iterator[Option]:
+    """Every combination, each with a step time that it can't beat."""
+    bounds: dict[tuple[object, ...], float] = {}
+    for m in numbers:
+        for schedule in schedules if schedules is not None else installed_variants(ranks, m):
+            for again in recompute:
+                plan = even_plan(schedule, ranks, m, rows, again)
+                why_not = _impossible(profile, schedule, plan, asked_for=schedules is not None)
+                key = plan.ranks, m, again, plan.split_backward
+                if not why_not and key not in bounds:
+                    bounds[key] = step_bound(profile, plan, place)
+                yield Option(schedule, plan, bounds.get(key, math.inf), why_not=why_not)
+
+
+def _impossible(profile: ModelProfile, schedule: Schedule | Policy, plan: Plan, asked_for: bool) -> str:
+    """Why there is nothing to simulate, if so."""
+    if len(profile.layers) < plan.n_stages:
+        return f"{len(profile.layers)} layers can't fill {plan.n_stages} stages"
+    if plan.split_backward and not profile.has_split:
+        return "the profile has no times of I and W"
+    size = 2 * plan.n_stages * len(plan.spans(Kind.F, 0))
+    if not isinstance(schedule, Schedule) and size > POLICY_SIZE and not asked_for:
+        return f"{size} computations take long to simulate where no order is fixed; name the schedule to insist"
+    return ""

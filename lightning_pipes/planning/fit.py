@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
-from lightning_pipes.cost import Cluster, CostModel, Device, Link, ModelProfile
-from lightning_pipes.cost.profile import per_row
-from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Program, Schedule, Span, verify
-from lightning_pipes.planning.partition import light_partitions
+from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, Link, ModelProfile
+from lightning_pipes.cost.deployment import deployed
+from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Program, Schedule, Span
+from lightning_pipes.planning.memory import held_rows, hopeless, peak_bytes, stage_bytes
+from lightning_pipes.planning.partition import between, light_partitions
 from lightning_pipes.sim import makespan, simulate
-from lightning_pipes.sim.memory import peaks
-from lightning_pipes.sim.static import compiled
+
+Array = npt.NDArray[np.float64]
+EFFORT = 200_000
+"""Forwards that are simulated in search of a fit, and LEAST steps at least: large plans get fewer trials."""
+LEAST = 3
 
 
 @dataclass(frozen=True)
@@ -42,65 +48,88 @@ def fit_layers(
     profile: ModelProfile,
     schedule: Schedule | Policy,
     plan: Plan,
-    cluster: Cluster | None = None,
+    cluster: Cluster | Deployment | None = None,
     trials: int = 60,
 ) -> Fit:
     """The fastest of the partitions that come into question for `plan`, whose layers are left open.
 
     Stages are balanced by seconds on the devices that they sit on, messages included; a few partitions that trade
     balance for cheaper cuts are simulated, and from the fastest one cuts are moved by a layer as long as that helps, in
-    at most `trials` more simulations. A device's memory limits what its stages may hold between forward and backward
-    in the schedule's own order.
+    at most `trials` more simulations, fewer where the plan is large. A device's memory limits what its stages may hold
+    between forward and backward in the schedule's own order. Gradients of replicas are averaged before each STEP.
 
     Raises:
         PlanError: fewer layers than stages, or no partition fits; names the stage that lacks most.
     """
-    cluster = cluster or Cluster((Device(),) * plan.n_ranks)
+    place = deployed(cluster or Cluster((Device(),) * plan.n_ranks))
     n = len(profile.layers)
     if n < plan.n_stages:
         raise PlanError(f"{n} layers can't fill {plan.n_stages} stages; use fewer ranks, or fewer stages a rank")
+    if plan.split_backward and not profile.has_split:
+        raise PlanError(
+            "the profile has no times of I and W, the two parts of a backward; measure them with split=True, or choose "
+            "a schedule with full backwards"
+        )
     order, held = ordered(schedule, plan)
-    loads = stage_seconds(profile, plan, cluster)
-    edges = edge_seconds(profile, plan, cluster)
-    fitting = _fitting(profile, plan, cluster, held)
-    allowed = [np.where(fits, load, np.inf) for load, fits in zip(loads, fitting, strict=True)]
-    tried: dict[tuple[Span, ...], Fit | None] = {}
-
-    def trial(layers: tuple[Span, ...]) -> Fit | None:
-        if layers not in tried:
-            fit = evaluated(profile, order, replace(plan, layers=layers), cluster)
-            limits = [device.memory for device in cluster.devices]
-            fits = all(m is None or peak <= m for m, peak in zip(limits, fit.peak_bytes, strict=False))
-            tried[layers] = fit if fits else None
-        return tried[layers]
-
-    # What a stage may take of its rank's memory is a guess where there are several on a rank: the simulator decides.
-    for layers in dict.fromkeys([*light_partitions(allowed, edges), *light_partitions(loads, edges)]):
-        trial(layers)
-    found = [fit for fit in tried.values() if fit is not None]
+    if isinstance(order, Program) and order.endless:
+        raise PlanError(f"{schedule.name} does not flush between batches, so there is no step to plan; choose another")
+    loads = stage_seconds(profile, plan, place.pipeline)
+    edges = edge_seconds(profile, plan, place.pipeline)
+    candidates = light_partitions(_allowed(profile, plan, place.pipeline, held, loads), edges)
+    if plan.n_stages > plan.n_ranks:  # what each stage may take of its rank's memory is a guess: try others too
+        candidates += light_partitions(loads, edges)
+    if not candidates or hopeless(profile, plan, place.pipeline, held):
+        raise PlanError(_lacking(profile, order, plan, place, light_partitions(loads, edges, slacks=(1.0,))[0]))
+    found = [
+        fit
+        for layers in list(dict.fromkeys(candidates))[: _affordable(plan)]
+        if (fit := _evaluated(profile, order, replace(plan, layers=layers), place)) is not None
+    ]
     if not found:
-        raise PlanError(_lacking(profile, order, plan, cluster, loads, edges))
-    best = min(found, key=lambda fit: fit.seconds)
-    until = len(tried) + trials
+        raise PlanError(_lacking(profile, order, plan, place, candidates[0]))
+    return improved(profile, min(found, key=lambda fit: fit.seconds), place, trials)
+
+
+def improved(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, trials: int = 60) -> Fit:
+    """The same plan with cuts moved by a layer as long as that makes it faster, in at most `trials` simulations, fewer
+    where the plan is large. The heaviest stages give layers away first."""
+    place = deployed(cluster)
+    seen = {fit.plan.layers}
+    left = min(trials, _affordable(fit.plan))
     moved = True
     while moved:
         moved = False
-        for layers in _neighbours(best.plan.layers):
-            if len(tried) >= until:
-                return best
-            fit = trial(layers)
-            if fit is not None and fit.seconds < best.seconds:
-                best, moved = fit, True
-    return best
+        for layers in _neighbours(fit):
+            if layers in seen:
+                continue
+            if not left:
+                return fit
+            left -= 1
+            seen.add(layers)
+            other = _evaluated(profile, fit.order, replace(fit.plan, layers=layers), place)
+            if other is not None and other.seconds < fit.seconds:
+                fit, moved = other, True
+                break
+    return fit
 
 
-def _neighbours(layers: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
+def _affordable(plan: Plan) -> int:
+    """How often a step of `plan` may be simulated."""
+    return max(LEAST, EFFORT // sum(len(plan.spans(Kind.F, s)) for s in range(plan.n_stages)))
+
+
+def _neighbours(fit: Fit) -> list[tuple[Span, ...]]:
     """Every cut moved by one layer, either way; no stage gets empty."""
-    for s in range(len(layers) - 1):
-        a, b = layers[s], layers[s + 1]
-        for cut in (a.stop - 1, a.stop + 1):
+    layers, costs = fit.plan.layers, fit.costs
+    kinds = (Kind.F, Kind.I, Kind.W) if fit.plan.split_backward else (Kind.F, Kind.B)
+    found = []
+    for s, (a, b) in enumerate(pairwise(layers)):
+        for giving, cut in ((s, a.stop - 1), (s + 1, a.stop + 1)):
             if a.start < cut < b.stop:
-                yield (*layers[:s], Span(a.start, cut), Span(cut, b.stop), *layers[s + 2 :])
+                rows = fit.plan.spans(Kind.F, giving)[0].rows
+                load = sum(costs.time(kind, giving, rows) for kind in kinds)
+                found.append((-load, (*layers[:s], Span(a.start, cut), Span(cut, b.stop), *layers[s + 2 :])))
+    return [moved for _, moved in sorted(found)]
 
 
 def ordered(schedule: Schedule | Policy, plan: Plan) -> tuple[Program | Policy, tuple[int, ...]]:
@@ -110,43 +139,82 @@ def ordered(schedule: Schedule | Policy, plan: Plan) -> tuple[Program | Policy, 
     """
     if isinstance(schedule, Schedule):
         program = schedule.program(plan)
-        return program, verify(program, plan).peak_rows
+        return program, held_rows(program, plan)
     run = simulate(schedule, plan, CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0))
-    return schedule, verify(run.program(), plan).peak_rows
+    return schedule, held_rows(run.program(), plan)
 
 
-def evaluated(profile: ModelProfile, order: Program | Policy, plan: Plan, cluster: Cluster) -> Fit:
+def evaluated(profile: ModelProfile, order: Program | Policy, plan: Plan, cluster: Cluster | Deployment) -> Fit:
     """What a plan with its layers comes to."""
-    speeds = [cluster.devices[rank].speed for rank in plan.ranks]
-    costs = replace(profile.costs(plan.layers, speeds), links=_links(plan, cluster))
+    fit = _evaluated(profile, order, plan, deployed(cluster), limited=False)
+    assert fit is not None, "there was no limit"
+    return fit
+
+
+def _evaluated(
+    profile: ModelProfile, order: Program | Policy, plan: Plan, place: Deployment, limited: bool = True
+) -> Fit | None:
+    """None where a rank needs more memory than it has."""
+    costs = _costs(profile, plan, place)
     bare = replace(plan, layers=())  # equal for all partitions, so that the order is lowered once
+    limits = [device.memory if limited else None for device in place.pipeline.devices[: plan.n_ranks]]
+
+    def fits(peak: Sequence[int]) -> bool:
+        return all(limit is None or size <= limit for size, limit in zip(peak, limits, strict=True))
+
     if isinstance(order, Program):
-        peak = peaks(compiled(order, bare), bare, costs, None)
-        return Fit(plan, order, costs, makespan(order, bare, costs) / 1e9, peak)
+        peak = peak_bytes(order, bare, costs)
+        return Fit(plan, order, costs, makespan(order, bare, costs) / 1e9, peak) if fits(peak) else None
     timeline = simulate(order, bare, costs)
-    return Fit(plan, order, costs, timeline.makespan / 1e9, timeline.peak_bytes)
+    peak = timeline.peak_bytes
+    return Fit(plan, order, costs, timeline.makespan / 1e9, peak) if fits(peak) else None
 
 
-def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[np.ndarray]:
-    """For each stage the seconds of one micro-batch, F and B, of the layers i to j in row i, column j."""
-    n = len(profile.layers)
+def _costs(profile: ModelProfile, plan: Plan, place: Deployment) -> CostModel:
+    """Seconds and bytes of the stages where they sit. A STEP waits for what is left of averaging its gradients: buckets
+    leave while the last backward goes on. Stages of one rank take turns on its ring."""
+    speeds = [place.pipeline.devices[rank].speed for rank in plan.ranks]
+    costs = profile.costs(plan.layers, speeds)
+    seconds = dict(costs.seconds)
+    if place.replicas > 1:
+        for stage, size in enumerate(profile.columns.total("averaged", plan.layers)):
+            kind = Kind.W if plan.split_backward else Kind.B
+            backward = costs.time(kind, stage, plan.spans(kind, stage)[-1].rows)
+            left = float(place.exposed(plan.ranks[stage], np.array(size), np.array(backward)))
+            seconds[Kind.STEP, stage] = ((0, costs.time(Kind.STEP, stage) + left),)
+    return replace(costs, seconds=seconds, links=_links(plan, place.pipeline))
+
+
+def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[Array]:
+    """For each stage the seconds of one micro-batch, F and B, of the layers i to j in row i, column j. Equal stages
+    have one array in common."""
+    last = plan.n_stages - 1
+    known: dict[tuple[object, ...], Array] = {}
     found = []
     for stage, rank in enumerate(plan.ranks):
         rows = max(span.rows for span in plan.spans(Kind.F, stage))
         again = bool(plan.recompute) and plan.recompute[stage]
-        each = np.array([_both(profile, layer, rows, again) for layer in range(n)]) / cluster.devices[rank].speed
-        ends = np.concatenate([[0.0], np.cumsum(each)])
-        load = ends[None, :] - ends[:, None]
-        load[np.tril_indices(n + 1)] = np.inf
-        if stage == 0:
-            load = load + _ends(profile, rows, first=True) / cluster.devices[rank].speed
-        if stage == plan.n_stages - 1:
-            load = load + _ends(profile, rows, first=False) / cluster.devices[rank].speed
-        found.append(load)
+        speed = cluster.devices[rank].speed
+        key = rows, again, speed, stage == 0, stage == last
+        if key not in known:
+            seconds = both_seconds(profile, plan, rows, again)
+            ends = both_seconds(profile, plan, rows, False)
+            load = between(seconds[1:-1]) + (stage == 0) * ends[0] + (stage == last) * ends[-1]
+            load[np.tril_indices(len(load))] = np.inf
+            known[key] = load / speed
+        found.append(known[key])
     return found
 
 
-def edge_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> np.ndarray:
+def both_seconds(profile: ModelProfile, plan: Plan, rows: int, again: bool) -> Array:
+    """Seconds of forward and backward of each part of the model; at the ends, of what runs before and after layers."""
+    at = profile.columns.at
+    forward = at(Kind.F, rows)
+    backward = at(Kind.I, rows) + at(Kind.W, rows) if plan.split_backward else at(Kind.B, rows)
+    return forward * (2 if again else 1) + backward
+
+
+def edge_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> Array:
     """Seconds that a micro-batch's message occupies the slowest link between stages, if a stage begins at layer i."""
     rows = max(span.rows for span in plan.spans(Kind.F, 0))
     slowest = min((link.bandwidth for link in _links(plan, cluster).values()), default=float("inf"))
@@ -154,72 +222,46 @@ def edge_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> np.ndar
     return np.array([profile.edge_bytes(cut) * rows / slowest for cut in cuts])
 
 
-def _fitting(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int]) -> list[np.ndarray]:
-    """For each stage whether the layers i to j fit its share of its device's memory."""
-    n = len(profile.layers)
+def _allowed(
+    profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int], loads: Sequence[Array]
+) -> list[Array]:
+    """`loads`, infinite where a stage needs more than its share of its device's memory."""
+    known: dict[tuple[object, ...], Array] = {}
     found = []
     for stage, rank in enumerate(plan.ranks):
-        limit = cluster.devices[rank].memory
-        if limit is None:
-            found.append(np.ones((n + 1, n + 1), dtype=bool))
+        memory = cluster.devices[rank].memory
+        if memory is None:
+            found.append(loads[stage])
             continue
-        needed = stage_bytes(profile, plan, stage, held[stage])
-        found.append(needed <= limit / len(plan.stages[rank]))
+        share = memory / len(plan.stages[rank])
+        key = id(loads[stage]), held[stage], share, plan.versions[stage]
+        if key not in known:
+            known[key] = np.where(stage_bytes(profile, plan, stage, held[stage]) <= share, loads[stage], np.inf)
+        found.append(known[key])
     return found
 
 
-def stage_bytes(profile: ModelProfile, plan: Plan, stage: int, held: int) -> np.ndarray:
-    """Bytes that a stage needs which keeps `held` rows, of the layers i to j in row i, column j."""
-    n = len(profile.layers)
-    versions = plan.versions[stage]
-    fixed = [versions * x.weight_bytes + x.gradient_bytes + x.optimizer_bytes for x in profile.layers]
-    kept = [per_row(x.saved) for x in profile.layers]
-    rows = max(span.rows for span in plan.spans(Kind.F, stage))
-    again = bool(plan.recompute) and plan.recompute[stage]
-    inputs = np.array([profile.edge_bytes(cut) if cut else 0.0 for cut in range(n + 1)])
-    fixed_ends, kept_ends = (np.concatenate([[0.0], np.cumsum(values)]) for values in (fixed, kept))
-    weights = fixed_ends[None, :] - fixed_ends[:, None]
-    activations = kept_ends[None, :] - kept_ends[:, None]
-    if again:
-        return np.asarray(weights + inputs[:, None] * held + activations * rows)
-    return np.asarray(weights + activations * held)
-
-
 def _lacking(
-    profile: ModelProfile,
-    order: Program | Policy,
-    plan: Plan,
-    cluster: Cluster,
-    loads: Sequence[np.ndarray],
-    edges: np.ndarray,
+    profile: ModelProfile, order: Program | Policy, plan: Plan, place: Deployment, layers: tuple[Span, ...]
 ) -> str:
-    """Which stage of the otherwise best partition lacks most memory."""
-    layers = light_partitions(loads, edges)[0]
-    fit = evaluated(profile, order, replace(plan, layers=layers), cluster)
-    limits = [device.memory for device in cluster.devices[: plan.n_ranks]]
-    short = [peak - (limit if limit is not None else peak) for peak, limit in zip(fit.peak_bytes, limits, strict=True)]
+    """Which stage of a good partition lacks most memory."""
+    whole = replace(plan, layers=layers)
+    costs = _costs(profile, whole, place)
+    peak = peak_bytes(order if isinstance(order, Program) else simulate(order, plan, costs).program(), whole, costs)
+    limits = [device.memory for device in place.pipeline.devices[: plan.n_ranks]]
+    short = [size - (limit if limit is not None else size) for size, limit in zip(peak, limits, strict=True)]
     rank = max(range(plan.n_ranks), key=lambda r: short[r])
-    weights = fit.costs.resident(rank, fit.plan)
+    weights = costs.resident(rank, plan)
     stages = ", ".join(map(str, plan.stages[rank]))
     return (
-        f"stage {stages} on rank {rank} needs {_gib(fit.peak_bytes[rank])} and has {_gib(limits[rank] or 0)} "
-        f"(activations {_gib(fit.peak_bytes[rank] - weights)}, weights and optimizer {_gib(weights)}); "
+        f"stage {stages} on rank {rank} needs {_gib(peak[rank])} and has {_gib(limits[rank] or 0)} "
+        f"(activations {_gib(peak[rank] - weights)}, weights and optimizer {_gib(weights)}); "
         "use more stages, more micro-batches, recompute=True, or a schedule that holds fewer micro-batches"
     )
 
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
-
-
-def _both(profile: ModelProfile, layer: int, rows: int, again: bool) -> float:
-    forward = profile.seconds(Kind.F, layer, rows)
-    return forward * (2 if again else 1) + profile.seconds(Kind.B, layer, rows)
-
-
-def _ends(profile: ModelProfile, rows: int, first: bool) -> float:
-    part = replace(profile, layers=(profile.before if first else profile.after,))
-    return _both(part, 0, rows, False)
 
 
 def _links(plan: Plan, cluster: Cluster) -> dict[tuple[int, int], Link]:

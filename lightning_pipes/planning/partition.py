@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -29,12 +29,21 @@ def even_partition(weights: Sequence[float], stages: int) -> tuple[Span, ...]:
         )
     if min(weights) < 0:
         raise PlanError(f"weights of layers must not be negative, got {min(weights)}")
-    ends = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=float))])
-    loads = ends[None, :] - ends[:, None]  # loads[i, j]: of the layers i to j, j exclusive
-    loads[np.tril_indices(n + 1)] = np.inf  # no stage is empty
-    every = [loads] * stages
-    bound = _best(every, np.maximum)[0][-1, n]
-    return _chosen([np.where(found <= bound * (1 + 1e-12), found, np.inf) ** 2 for found in every])
+    loads = between(np.asarray(weights, dtype=float))
+    bound = lightest([loads] * stages)
+    (cost,) = _bands([np.where(loads <= bound * (1 + 1e-12), loads, np.inf) ** 2])
+    return _chosen([cost] * stages)
+
+
+def between(values: np.ndarray) -> np.ndarray:
+    """The sum of the values i to j (exclusive) in row i, column j."""
+    ends = np.concatenate([[0.0], np.cumsum(values)])
+    return np.asarray(ends[None, :] - ends[:, None])
+
+
+def lightest(loads: Sequence[np.ndarray]) -> float:
+    """How heavy the heaviest stage is at least; infinite if there is no partition. `loads` as in `light_partitions`."""
+    return float(_best(_bands(loads), np.maximum)[0][-1])
 
 
 def light_partitions(
@@ -48,53 +57,88 @@ def light_partitions(
             may not have them.
         edges: seconds that a message takes if a stage begins at layer i.
     """
-    n = loads[0].shape[0] - 1
-    whole = [_with_edges(found, edges, n) for found in loads]
-    bound = _best(whole, np.maximum)[0][-1, n]
+    whole = _each(loads, lambda found: _with_edges(found, edges))
+    bound = lightest(whole)
     if not np.isfinite(bound):
         return []
+    most = bound * max(slacks) * (1 + 1e-12)
+    scale = max(float(edges[np.isfinite(edges)].max(initial=0.0)), bound)
+    # The sum of edges decides, and where that is equal the evenness of the stages.
+    bands = _bands(_each(whole, lambda found: np.where(found <= most, found, np.inf)))
+    into = _bands([np.repeat(edges[:, None] / scale, len(edges), axis=1)], bands[0].shape[1])[0]
     found: dict[tuple[Span, ...], None] = {}
     for slack in slacks:
-        allowed = [np.where(each <= bound * slack * (1 + 1e-12), each, np.inf) for each in whole]
-        # The sum of edges decides, and where that is equal the evenness of the stages.
-        scale = max(float(edges[np.isfinite(edges)].max(initial=0.0)), bound)
-        cost = [
-            np.where(np.isfinite(each), edges[:, None] / scale + 1e-3 * (each / bound) ** 2, np.inf) for each in allowed
-        ]
-        found[_chosen(cost)] = None
+        limit = bound * slack * (1 + 1e-12)
+
+        def cost(band: np.ndarray, limit: float = limit) -> np.ndarray:
+            return np.where(band <= limit, into + 1e-3 * (band / bound) ** 2, np.inf)
+
+        found[_chosen(_each(bands, cost))] = None
     return list(found)
 
 
-def _with_edges(loads: np.ndarray, edges: np.ndarray, n: int) -> np.ndarray:
+def _each(arrays: Sequence[np.ndarray], change: Callable[[np.ndarray], np.ndarray]) -> list[np.ndarray]:
+    """Every array changed; what is the same for many stages is changed once."""
+    known: dict[int, np.ndarray] = {}
+    for array in arrays:
+        if id(array) not in known:
+            known[id(array)] = change(array)
+    return [known[id(array)] for array in arrays]
+
+
+def _with_edges(loads: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """A stage is as heavy as its layers, or as a message at either end if that takes longer."""
     out = edges.copy()
-    out[n] = 0.0
+    out[-1] = 0.0
     into = edges.copy()
     into[0] = 0.0
     whole: np.ndarray = np.maximum(loads, np.maximum(into[:, None], out[None, :]))
     return whole
 
 
-def _chosen(costs: Sequence[np.ndarray]) -> tuple[Span, ...]:
+def _bands(loads: Sequence[np.ndarray], width: int = 0) -> list[np.ndarray]:
+    """Of each stage, the layers j - width + k to j in row j, column k: as many as a stage may have, and one at least.
+
+    Where stages are many each has few layers, and this is far less than every i and j.
+    """
+    n = loads[0].shape[0] - 1
+    if not width:
+        finite = np.logical_or.reduce([np.isfinite(found) for found in {id(found): found for found in loads}.values()])
+        starts, stops = np.nonzero(np.triu(finite, 1))
+        width = int((stops - starts).max(initial=1))
+    begin = _begins(n, width)
+    column = np.arange(n + 1)[:, None]
+    return _each(loads, lambda found: np.where(begin >= 0, found[np.maximum(begin, 0), column], np.inf))
+
+
+def _begins(n: int, width: int) -> np.ndarray:
+    return np.arange(n + 1)[:, None] - width + np.arange(width)[None, :]
+
+
+def _chosen(bands: Sequence[np.ndarray]) -> tuple[Span, ...]:
     """The partition with the smallest sum."""
-    _, choice = _best(costs, np.add)
-    cuts = [costs[0].shape[0] - 1]
-    for stage in reversed(range(len(costs))):
-        cuts.append(int(choice[stage, cuts[-1]]))
+    _, choice = _best(bands, np.add)
+    cuts = [bands[0].shape[0] - 1]
+    for begins in reversed(choice):
+        cuts.append(int(begins[cuts[-1]]))
     cuts.reverse()
     return tuple(Span(a, b) for a, b in itertools.pairwise(cuts))
 
 
-def _best(costs: Sequence[np.ndarray], join: np.ufunc) -> tuple[np.ndarray, np.ndarray]:
-    """For each number of stages and of layers: the smallest joined cost, and where its last stage begins."""
-    n = costs[0].shape[0]
-    value = np.full((len(costs), n), np.inf)
-    choice = np.zeros((len(costs), n), dtype=int)
-    value[0] = costs[0][0]
-    for stage in range(1, len(costs)):
-        joined = join(value[stage - 1][:, None], costs[stage])
-        choice[stage] = joined.argmin(axis=0)
-        value[stage] = joined.min(axis=0)
+def _best(bands: Sequence[np.ndarray], join: np.ufunc) -> tuple[np.ndarray, list[np.ndarray]]:
+    """For each number of layers the smallest joined cost of all stages, and for each stage where it begins then."""
+    n = bands[0].shape[0] - 1
+    begin = _begins(n, bands[0].shape[1])
+    before = np.maximum(begin, 0)
+    row = np.arange(n + 1)
+    value = np.full(n + 1, np.inf)
+    value[0] = 0.0
+    choice = []
+    for band in bands:
+        joined = join(value[before], band)
+        best = joined.argmin(axis=1)
+        choice.append(begin[row, best])
+        value = joined[row, best]
     return value, choice
 
 

@@ -19,6 +19,7 @@ from lightning_pipes.sim.machine import Array, Table, machine, rows_of_costs
 from lightning_pipes.sim.memory import Bytes
 from lightning_pipes.sim.operations import Numbering, Operations, Prices, Timed, joined
 from lightning_pipes.sim.queues import Queues, choose
+from lightning_pipes.sim.regular import numbered
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ class Compiled(Operations):
         )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # a large one takes 100 MB
 def compiled(program: Program, plan: Plan) -> Compiled:
     """The finite `program` with its transfers, ready to be timed.
 
@@ -79,6 +80,10 @@ def compiled(program: Program, plan: Plan) -> Compiled:
         ProgramError: the program has not as many rows as the plan has ranks.
         DeadlockError: ranks wait for each other, or for what nobody runs.
     """
+    quick = numbered(program, plan)
+    if quick is not None:
+        table = Table((quick.ranks, quick.links, quick.groups, quick.first, quick.before))
+        return Compiled(plan, tuple(quick.instructions), tuple(quick.like), tuple(quick.pairs), table)
     lowered = lower(program, plan)
     number: dict[Instruction, int] = {}  # position in `kept`; of a receive, that of its send
     kept: list[Instruction] = []

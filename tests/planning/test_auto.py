@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_pipes.cost import Cluster, LayerProfile, Link, ModelProfile
+from lightning_pipes.cost import Cluster, Deployment, LayerProfile, Link, ModelProfile
+from lightning_pipes.cost.clusters import make_cluster
+from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import Plan, PlanError, placement
 from lightning_pipes.planning.auto import choose, installed_variants
-from lightning_pipes.planning.fit import fit_layers
+from lightning_pipes.planning.fit import evaluated, fit_layers
 
 
 def problem(seed: int) -> tuple[ModelProfile, int, int, Cluster]:
@@ -84,11 +86,34 @@ def test_nothing_fits():
         choose(model, ranks, rows, poor)
 
 
+@pytest.mark.parametrize("between", ["25GB/s", "200MB/s"])
+def test_64_stages_512_microbatches_16_replicas(between):
+    """Within ten seconds, of the processor so that others do not count: of more than 100 options few are simulated."""
+    profile = named_profile("GPT-2-1.3B", "A100-80G")
+    cluster = make_cluster(
+        128, 8, "74GiB", {"bandwidth": "300GB/s", "latency": "5us"}, {"bandwidth": between, "latency": "10us"}
+    )
+    place = Deployment.on(cluster, 64, 16)
+    started = time.process_time()
+    choice = choose(profile, 64, 512, place)
+    assert time.process_time() - started < 10
+    assert len(choice.options) > 100
+    assert sum(option.fit is not None for option in choice.options) < 25
+    assert choice.best.bound <= choice.fit.seconds * (1 + 1e-6)
+    order = choice.fit.order
+    alone = evaluated(profile, order, choice.fit.plan, place.pipeline).seconds
+    whole = max(
+        float(place.reduction(rank, np.array(2.0 * size)))  # halves travel as float32
+        for rank, size in enumerate(profile.columns.total("gradients", choice.fit.plan.layers))
+    )
+    assert alone < choice.fit.seconds <= alone + whole
+
+
 def test_eight_stages_within_five_seconds():
     rng = np.random.default_rng(0)
     base, _, _, _ = problem(1)
     layers = tuple(base.layers[int(n)] for n in rng.integers(0, len(base.layers), 48))
-    started = time.perf_counter()
+    started = time.process_time()
     told: list[float] = []
     choose(
         ModelProfile(layers),
@@ -97,5 +122,5 @@ def test_eight_stages_within_five_seconds():
         Cluster.homogeneous(2, 4, inside=Link(1e9), between=Link(1e8)),
         progress=lambda what, done: told.append(done),
     )
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert told == sorted(told)

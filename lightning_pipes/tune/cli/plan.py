@@ -9,11 +9,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_pipes.cost import Cluster, ModelProfile
+from lightning_pipes.cost import Cluster, Deployment, ModelProfile
 from lightning_pipes.ir import PlanError
 from lightning_pipes.planning.advice import Advice, Change
 from lightning_pipes.planning.auto import Choice, Option, choose
-from lightning_pipes.planning.data_parallel import all_reduce_seconds
+from lightning_pipes.planning.fit import evaluated
 from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.planning.wording import (
     overrides,
@@ -39,26 +39,26 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
             "plan needs layers: profile=FILE from lightning-pipes profile, or model=NAME by formula, as in "
             "model=GPT-2-345M device=A100-40G"
         )
-    cluster = cluster_of(cfg, cfg.ranks * cfg.replicas)
-    one = replace(cluster, devices=cluster.devices[: cfg.ranks])
+    place = Deployment.on(cluster_of(cfg, cfg.ranks * cfg.replicas), cfg.ranks, cfg.replicas)
     schedule = schedule_of(cfg)
     with progress_bar("plan") as told:
         choice = choose(
             profile,
             cfg.ranks,
             cfg.batch,
-            one,
+            place,
             schedules=None if schedule is None else [schedule],
             microbatches=numbers(cfg.microbatches, "microbatches"),
             recompute=(False, True) if cfg.recompute is None else (cfg.recompute,),
             progress=told,
         )
-    reduce = all_reduce_seconds(profile, choice.fit.plan, cfg.replicas, cluster)
-    timeline = replace(simulate(choice.fit.order, choice.fit.plan, choice.fit.costs), name="predicted")
+    alone = evaluated(profile, choice.fit.order, choice.fit.plan, place.pipeline)
+    reduce = choice.fit.seconds - alone.seconds
+    timeline = replace(simulate(alone.order, alone.plan, alone.costs), name="predicted")
     arguments = strategy_arguments(choice.best.schedule, choice.fit.plan)
     arguments |= {"data_parallel": cfg.replicas} if cfg.replicas > 1 else {}
     sentence = _sentence(choice, timeline, cfg, reduce)
-    record = _record(choice, timeline, profile, one)
+    record = _record(choice, timeline, profile, place.pipeline)
     with progress_bar("draw") as told:
         lines = write_pictures(record, options, told, _advice(choice, sentence, arguments, timeline))
     if options.json:
@@ -81,9 +81,8 @@ def _sentence(choice: Choice, timeline: Timeline, cfg: DictConfig, reduce: float
     peak = f", at most {bytes_text(max(fit.peak_bytes))} a device" if max(fit.peak_bytes) else ""
     step = seconds_text(1e9 * fit.seconds)
     if cfg.replicas > 1:
-        whole = fit.seconds + reduce
-        step = f"{seconds_text(1e9 * whole)} ({step}, and {seconds_text(1e9 * reduce)} to sum gradients over replicas)"
-    rate = cfg.batch * cfg.replicas / (fit.seconds + reduce)
+        step += f", of which {seconds_text(1e9 * reduce)} to sum gradients over replicas"
+    rate = cfg.batch * cfg.replicas / fit.seconds
     return (
         f"{schedule_label(choice.best.schedule)} with {choice.best.microbatches} micro-batches{again}: a step takes "
         f"{step}, {rate:.3g} samples/s, bubble {bubble:.1%}{peak}."
@@ -119,10 +118,10 @@ def _found(
         "recompute": choice.best.recompute,
         "partition": fit.cuts,
         "layers": [[layer.name for layer in profile.layers[slice(*span)]] for span in fit.plan.layers],
-        "step_seconds": fit.seconds + reduce,
-        "pipeline_seconds": fit.seconds,
+        "step_seconds": fit.seconds,
+        "pipeline_seconds": fit.seconds - reduce,
         "all_reduce_seconds": reduce,
-        "samples_per_second": cfg.batch * cfg.replicas / (fit.seconds + reduce),
+        "samples_per_second": cfg.batch * cfg.replicas / fit.seconds,
         "bubble": sum(timeline.bubble) / len(timeline.bubble),
         "peak_bytes": list(fit.peak_bytes),
         "strategy": strategy_line(arguments),

@@ -1,0 +1,205 @@
+"""How step time, memory and bubble grow with stages, micro-batches and replicas: simulated, for models that do not fit
+here. Writes the tables of docs/scaling.md, and its picture.
+
+    python benchmarks/scaling.py [--quick] [--png PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+
+from lightning_pipes.cost import Cluster, Deployment, ModelProfile
+from lightning_pipes.cost.zoo import named_profile
+from lightning_pipes.ir import Kind, PlanError, Policy, Schedule
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.auto import choose
+from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
+from lightning_pipes.planning.plans import even_plan
+
+OVERHEAD = 1e-4
+"""Seconds that a rank spends before each computation; the engine took 80 to 130 us on a CPU, see docs/benchmarks.md."""
+SCHEDULES: dict[str, Schedule | Policy] = {
+    "gpipe": make_schedule("gpipe"),
+    "1f1b": make_schedule("1f1b"),
+    "kfkb k=2": make_schedule("kfkb", k=2),
+    "interleaved v=2": make_schedule("interleaved", stages_per_rank=2),
+    "zero_bubble": make_schedule("zero_bubble"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a cluster.
+
+    Attributes:
+        rows: samples of a step, for the tables of stages and of micro-batches.
+        microbatch: samples of a micro-batch, for the table of stages.
+    """
+
+    model: str
+    rows: int
+    microbatch: int
+    cluster: str
+    device: str
+    dtype: str
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.model} on {self.device}, cluster={self.cluster}"
+
+    @property
+    def profile(self) -> ModelProfile:
+        """By formula."""
+        return replace(named_profile(self.model, self.device, dtype=self.dtype), overhead=OVERHEAD)
+
+    def devices(self) -> Cluster:
+        """Those of the settings, 64 of them."""
+        with initialize_config_module("lightning_pipes.conf", version_base="1.3"):
+            found = instantiate(compose(f"cluster/{self.cluster}").cluster)
+        assert isinstance(found, Cluster)
+        return found
+
+    @property
+    def gib(self) -> float:
+        """What a device has."""
+        return (self.devices().devices[0].memory or 0) / 2**30
+
+
+CASES = [
+    Case(model, rows, microbatch, cluster, device, dtype)
+    for model, rows, microbatch in (("GPT-2-1.3B", 128, 1), ("ResNet-152", 2048, 16))
+    for cluster, device, dtype in (("dgx_a100", "A100-80G", "bfloat16"), ("v100_ethernet", "V100-16G", "float16"))
+]
+
+
+@cache
+def fitted(case: Case, name: str, ranks: int, microbatches: int) -> Fit | None:
+    """The best partition, whatever memory it needs; None where there are more stages than layers."""
+    schedule = SCHEDULES[name]
+    plan = even_plan(schedule, ranks, microbatches, case.rows)
+    cluster = case.devices()
+    roomy = replace(cluster, devices=tuple(replace(device, memory=None) for device in cluster.devices))
+    try:
+        return fit_layers(case.profile, schedule, plan, roomy, trials=10)
+    except PlanError:
+        return None
+
+
+def bubble(fit: Fit) -> float:
+    """The share of all ranks' time in which they compute nothing."""
+    plan = fit.plan
+    kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
+    stages = range(plan.n_stages)
+    busy = sum(fit.costs.time(kind, s, span.rows) for s in stages for kind in kinds for span in plan.spans(kind, s))
+    return 1 - busy / (plan.n_ranks * fit.seconds)
+
+
+def columns(case: Case, ranks: int, microbatches: int) -> str:
+    """Step, bubble and peak of every schedule; an asterisk where a device has less."""
+    out = []
+    for name in SCHEDULES:
+        fit = fitted(case, name, ranks, microbatches)
+        if fit is None:
+            out.append(f"{'-':>19} ")
+            continue
+        peak = max(fit.peak_bytes) / 2**30
+        out.append(f"{1e3 * fit.seconds:7.0f} {bubble(fit):4.0%} {peak:6.1f}{'*' if peak > case.gib else ' '}")
+    return " ".join(out).rstrip()
+
+
+def head(first: str) -> str:
+    """Above such columns."""
+    return f"{first:>6} " + " ".join(f"{name:>19} " for name in SCHEDULES).rstrip()
+
+
+def by_stages(case: Case, most: int = 64) -> Iterator[str]:
+    """More and more ranks for the same samples."""
+    m = case.rows // case.microbatch
+    yield f"{case.title}: {case.rows} samples in {m} micro-batches; step in ms, bubble, GiB of the fullest rank"
+    yield head("ranks")
+    ranks = 1
+    while ranks <= min(most, len(case.profile.layers)):
+        yield f"{ranks:6} {columns(case, ranks, m)}"
+        ranks *= 2
+
+
+def by_microbatches(case: Case, ranks: int = 16) -> Iterator[str]:
+    """The same samples in more and more pieces."""
+    yield f"{case.title}: {case.rows} samples on {ranks} ranks; step in ms, bubble, GiB of the fullest rank"
+    yield head("pieces")
+    m = ranks // 2
+    while m <= min(case.rows, 16 * ranks):
+        yield f"{m:6} {columns(case, ranks, m)}"
+        m *= 2
+
+
+def by_replicas(case: Case, devices: int = 64) -> Iterator[str]:
+    """The same devices as few long pipelines or many short ones, each with the best schedule that fits."""
+    rows = 4 * case.rows
+    yield f"{case.title}: {rows} samples on {devices} devices; the best of all that fit"
+    yield "ranks replicas                     schedule  pieces recompute  step ms  averaging ms"
+    ranks = 1
+    while ranks <= devices:
+        replicas = devices // ranks
+        place = Deployment.on(case.devices(), ranks, replicas)
+        try:
+            schedules = list(SCHEDULES.values()) if ranks > 1 else [SCHEDULES["1f1b"]]
+            choice = choose(case.profile, ranks, rows // replicas, place, schedules)
+            fit, best = choice.fit, choice.best
+            alone = evaluated(case.profile, fit.order, fit.plan, place.pipeline).seconds
+            yield (
+                f"{ranks:5} {replicas:8} {best.label:>28} {best.microbatches:7} {'yes' if best.recompute else 'no':>9} "
+                f"{1e3 * fit.seconds:8.0f} {1e3 * (fit.seconds - alone):13.0f}"
+            )
+        except PlanError as error:
+            yield f"{ranks:5} {replicas:8} {str(error).partition('; ')[0].removeprefix('no schedule fits: ')}"
+        ranks *= 2
+
+
+def save_png(path: str) -> None:
+    """The busy share of ranks over their number, one panel a case and one line a schedule."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 2.7), layout="constrained")
+    axes = figure.subplots(1, len(CASES), sharey=True)
+    for axis, case in zip(axes, CASES, strict=True):
+        for name in SCHEDULES:
+            found = [
+                (ranks, fitted(case, name, ranks, case.rows // case.microbatch)) for ranks in (2, 4, 8, 16, 32, 64)
+            ]
+            points = [(ranks, 1 - bubble(fit)) for ranks, fit in found if fit is not None]
+            axis.plot([x for x, _ in points], [y for _, y in points], marker=".", label=name, linewidth=1.2)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
+        axis.set_title(f"{case.model}, {case.cluster}", fontsize=8)
+        axis.set_xlabel("ranks", fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylim(0, 1)
+    axes[0].set_ylabel("busy share of ranks, simulated", fontsize=8)
+    axes[0].legend(fontsize=7, loc="lower left")
+    figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the first case only, up to 16 ranks")
+    parser.add_argument("--png", help="where to write the picture")
+    options = parser.parse_args()
+    cases = CASES[:1] if options.quick else CASES
+    for table in (by_stages, by_microbatches, by_replicas):
+        for case in cases:
+            print("\n".join(table(case, 16) if options.quick else table(case)), end="\n\n", flush=True)
+    if options.png:
+        save_png(options.png)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A model's layers as arrays, so that a thousand partitions can be priced without visiting each layer again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.cost.model import Table, at_rows
+from lightning_pipes.ir import Kind, Span
+
+Array = npt.NDArray[np.float64]
+
+
+class Columns:
+    """Seconds and bytes of the parts of a model: what runs before the layers, the layers, what runs after them.
+
+    Args:
+        seconds: by kind, a table of each part.
+        numbers: by name, a number of each part.
+    """
+
+    def __init__(self, seconds: Mapping[Kind, Sequence[Table]], numbers: Mapping[str, Sequence[float]]) -> None:
+        self._tables = seconds
+        self._numbers = {name: np.array(values, float) for name, values in numbers.items()}
+        lines = [table for tables in seconds.values() for table in tables if len(table) > 1]  # others are constant
+        self._rows = sorted({rows for table in lines for rows, _ in table}) or [1]
+        self._seconds = {
+            kind: np.array([[at_rows(table, rows) for rows in self._rows] for table in tables])
+            for kind, tables in seconds.items()
+        }
+        self._at: dict[tuple[Kind, int], Array] = {}
+
+    def tables(self, kind: Kind, layers: Sequence[Span], speeds: Sequence[float]) -> list[Table]:
+        """Seconds of the stages that `layers` cuts: the sums of their parts at all rows that any part has; linear
+        between them, as each part is."""
+        sums = _by_stage(self._seconds[kind], layers, np.add) / np.array(speeds or [1.0] * len(layers))[:, None]
+        return [tuple(zip(self._rows, row, strict=True)) for row in sums.tolist()]
+
+    def total(self, name: str, layers: Sequence[Span]) -> list[float]:
+        """The sum of a number over each stage."""
+        return list(_by_stage(self._numbers[name], layers, np.add).tolist())
+
+    def most(self, name: str, layers: Sequence[Span]) -> list[float]:
+        """The largest number of each stage."""
+        return list(_by_stage(self._numbers[name], layers, np.maximum).tolist())
+
+    def of_layers(self, name: str) -> Array:
+        """A number of each layer; not of what runs before and after."""
+        return self._numbers[name][1:-1]
+
+    def at(self, kind: Kind, rows: int) -> Array:
+        """Seconds of each part for one number of rows."""
+        known = self._at.get((kind, rows))
+        if known is None:
+            known = self._at[kind, rows] = np.array([at_rows(table, rows) for table in self._tables[kind]])
+        return known
+
+
+def _by_stage(values: Array, layers: Sequence[Span], join: np.ufunc) -> Array:
+    """Of each stage, all its parts joined; the first stage has what runs before the layers, the last what runs after.
+    Where a stage is empty, zeros."""
+    starts = np.array([span.start + 1 for span in layers])
+    stops = np.array([span.stop + 1 for span in layers])
+    starts[0], stops[-1] = 0, len(values)
+    filled = stops > starts
+    found: Array = np.zeros((len(layers), *values.shape[1:]))
+    found[filled] = join.reduceat(values, starts[filled])
+    return found

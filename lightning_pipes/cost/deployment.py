@@ -1,0 +1,118 @@
+"""Equal pipelines side by side: which devices form each, and what averaging their gradients takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.cost.cluster import Cluster, Link
+from lightning_pipes.ir import PlanError
+
+Array = npt.NDArray[np.float64]
+BUCKET_BYTES = 25 * 2**20
+"""Gradients leave in pieces of this size, as the engine sends them."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Replicas of a pipeline on a cluster.
+
+    Attributes:
+        pipeline: the devices of one pipeline in the order of its ranks; where replicas differ, what is worst.
+        replicas: the pipelines that train the same weights, each on its own samples.
+        rings: of each rank, the slowest link of the ring that it forms with the same rank of the other replicas.
+
+    Raises:
+        PlanError: no replicas, or rings that are not one for each rank.
+    """
+
+    pipeline: Cluster
+    replicas: int = 1
+    rings: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or (self.replicas > 1 and len(self.rings) != len(self.pipeline.devices)):
+            raise PlanError(f"{self.replicas} replicas need a ring for each of {len(self.pipeline.devices)} ranks")
+
+    @classmethod
+    def on(cls, cluster: Cluster, ranks: int, replicas: int = 1, neighbours: str = "ranks") -> Deployment:
+        """`replicas` pipelines of `ranks` devices each, on the first devices of `cluster`.
+
+        Args:
+            neighbours: what consecutive devices are: the "ranks" of one pipeline, as the engine places them, so that
+                messages stay inside hosts and gradients go between them; or the "replicas" of one rank, the other way
+                round.
+
+        Raises:
+            PlanError: too few devices, or another word.
+        """
+        if ranks < 1 or replicas < 1 or ranks * replicas > len(cluster.devices):
+            raise PlanError(
+                f"{replicas} replicas of {ranks} ranks need {ranks * replicas} devices, the cluster has "
+                f"{len(cluster.devices)}; use fewer ranks or replicas"
+            )
+        if neighbours not in ("ranks", "replicas"):
+            raise PlanError(f"neighbours are 'ranks' or 'replicas', got {neighbours!r}")
+        first, next_ = (ranks, 1) if neighbours == "ranks" else (1, replicas)
+        pipelines = [[first * replica + next_ * rank for rank in range(ranks)] for replica in range(replicas)]
+        rings = [_ring(cluster, places) for places in zip(*pipelines, strict=True)] if replicas > 1 else []
+        return cls(_worst(cluster, pipelines), replicas, tuple(rings))
+
+    def reduction(self, rank: int, size: Array) -> Array:
+        """Seconds in which a ring averages `size` bytes of gradients of `rank`.
+
+        Of n devices each sends (n - 1) / n of the bytes twice, in 2(n - 1) messages for each bucket.
+        """
+        if self.replicas == 1:
+            return np.zeros_like(size)
+        link, n = self.rings[rank], self.replicas
+        return 2 * (n - 1) * (size / n / link.bandwidth + buckets(size) * link.latency)
+
+    def exposed(self, rank: int, size: Array, backward: Array) -> Array:
+        """Seconds of that which are left after the backward of so many seconds in which the gradients become complete:
+        buckets leave meanwhile, but for the last one."""
+        whole = self.reduction(rank, size)
+        last = whole / np.maximum(buckets(size), 1)
+        return np.maximum(last, whole - np.maximum(backward, 0.0) * (1 - 1 / np.maximum(buckets(size), 1)))
+
+
+def buckets(size: Array) -> Array:
+    """In how many pieces gradients of `size` bytes leave."""
+    return np.ceil(np.asarray(size, float) / BUCKET_BYTES)
+
+
+def deployed(cluster: Cluster | Deployment) -> Deployment:
+    """A cluster as one pipeline, a deployment as it is."""
+    return cluster if isinstance(cluster, Deployment) else Deployment(cluster)
+
+
+def _ring(cluster: Cluster, places: Sequence[int]) -> Link:
+    return _slowest(cluster.link(a, b) for a, b in pairwise([*places, places[0]]))
+
+
+def _slowest(links: Iterable[Link]) -> Link:
+    found = list(links)
+    return replace(min(found, key=lambda link: link.bandwidth), latency=max(link.latency for link in found))
+
+
+def _worst(cluster: Cluster, pipelines: Sequence[Sequence[int]]) -> Cluster:
+    """The first pipeline; where replicas are not equal, with the least memory, speed and links of all."""
+    devices = []
+    for places in zip(*pipelines, strict=True):
+        those = [cluster.devices[place] for place in places]
+        memory = min((device.memory for device in those if device.memory is not None), default=None)
+        devices.append(replace(those[0], memory=memory, speed=min(device.speed for device in those)))
+    base = replace(cluster, devices=tuple(devices), links={})
+    ranks = range(len(devices))
+    links = {}
+    for a in ranks:
+        for b in ranks:
+            if a != b:
+                link = _slowest(cluster.link(places[a], places[b]) for places in pipelines)
+                if link != base.link(a, b):
+                    links[a, b] = link
+    return replace(base, links=links)

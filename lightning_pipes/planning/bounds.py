@@ -1,0 +1,146 @@
+"""Step times that no partition of a plan can beat, without simulating: what they exceed need not be tried."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.cost import Deployment, Link, ModelProfile
+from lightning_pipes.ir import Kind, Plan
+from lightning_pipes.planning.fit import both_seconds, stage_seconds
+from lightning_pipes.planning.partition import between, lightest
+
+Array = npt.NDArray[np.float64]
+
+
+def step_bound(profile: ModelProfile, plan: Plan, place: Deployment) -> float:
+    """Seconds of a step that no partition and no order of `plan` can beat; infinite where stages outnumber layers.
+
+    A rank works through its stages for every micro-batch. Before its first forward a micro-batch has passed the stages
+    before, and after its last backward the gradients pass them again; where backward is split only the former holds,
+    for W may wait. A rank ends with its STEP.
+    """
+    if len(profile.layers) < plan.n_stages:
+        return float("inf")
+    return _Bound(profile, plan, place).seconds()
+
+
+class _Bound:
+    def __init__(self, profile: ModelProfile, plan: Plan, place: Deployment) -> None:
+        self.profile, self.plan, self.place = profile, plan, place
+        spans = plan.spans(Kind.F, 0)
+        sizes = [span.rows for span in spans]
+        self.m, self.rows = len(sizes), max(sizes)
+        # Fewer rows take no less than their share of what the largest micro-batch takes.
+        self.work_share = sum(sizes) / (self.m * self.rows)
+        self.one_share = min(sizes) / self.rows
+        self.overhead = profile.overhead * (3 if plan.split_backward else 2)
+        self.edge = min((profile.edge_bytes(cut) for cut in range(1, len(profile.layers))), default=0.0)
+        self.speeds = [device.speed for device in place.pipeline.devices[: plan.n_ranks]]
+
+    def seconds(self) -> float:
+        one = self.plan.n_stages == self.plan.n_ranks
+        return max(self._links(), self._one_stage_a_rank() if one else self._several_stages_a_rank())
+
+    def _links(self) -> float:
+        """How long the busiest link is occupied, if every cut is where least passes. With one stage a rank there is a
+        whole way forward and back besides: what its first message passes before, and its last one after."""
+        plan, cluster = self.plan, self.place.pipeline
+        there = Counter((plan.ranks[s], plan.ranks[s + 1]) for s in range(plan.n_stages - 1) if plan.crosses(s))
+        both = there + Counter({(b, a): n for (a, b), n in there.items()})
+        size = self.rows * self.edge
+        way = once = 0.0
+        if plan.n_stages == plan.n_ranks:
+            computing = self._passed(Kind.F)[-1] + self._passed(Kind.B, again=False)[-1]
+            way = float(computing + self._hops()[-1] + self._hops(back=True)[-1])
+            once = self.one_share  # of the messages of one micro-batch, which are on that way too
+
+        def busy(pair: tuple[int, int]) -> float:
+            return _least(cluster.link(*pair), size * (both[pair] * self.m * self.work_share - once))
+
+        return max(map(busy, both), default=0.0) + way
+
+    def _one_stage_a_rank(self) -> float:
+        forward, back = self._passed(Kind.F), self._passed(Kind.B)
+        hops, hops_back = self._hops(), self._hops(back=True)
+        first = self._step(0)[0, 1]  # rank 0 has the first layer at least
+        loads = stage_seconds(self.profile, self.plan, self.place.pipeline)
+        steps: dict[tuple[object, ...], Array] = {}
+        found = []
+        for stage, (load, rank) in enumerate(zip(loads, self.plan.ranks, strict=True)):
+            key = self.speeds[rank], self.place.rings[rank] if self.place.rings else None
+            if key not in steps:
+                steps[key] = self._step(rank)
+            end = steps[key]
+            if stage and not self.plan.split_backward:
+                end = np.maximum(end, (back + hops_back[stage])[:, None] + first)
+            work = self.m * (load * self.work_share + self.overhead)
+            found.append(work + (forward + hops[stage])[:, None] + end)
+        return lightest(found)
+
+    def _several_stages_a_rank(self) -> float:
+        """What all ranks do and wait, shared out by speed; or what one rank does at least, since layers are not
+        divided. With recomputation the least over all sizes of the last stage, which does not recompute."""
+        n, plan = len(self.profile.layers), self.plan
+        plain, again = (both_seconds(self.profile, plan, self.rows, again=on) for on in (False, True))
+        ends = float(plain[0] + plain[-1])
+        into, out = self._passed(Kind.F), self._passed(Kind.B)
+        waits = sum(
+            speed * float(into[stages[0]] + (0.0 if plan.split_backward else out[stages[0]]))
+            for speed, stages in zip(self.speeds, plan.stages, strict=True)
+        )
+
+        overheads = self.overhead * sum(s * len(stages) for s, stages in zip(self.speeds, plan.stages, strict=True))
+
+        def bound(last: int) -> float:
+            each = np.concatenate([again[1 : n + 1 - last], plain[n + 1 - last : -1]])
+            whole = self.m * ((float(each.sum()) + ends) * self.work_share + overheads)
+            one = max(heaviest(each, plan.n_ranks), float(each[n - last :].sum()) if plan.recompute else 0.0)
+            return max((whole + waits) / sum(self.speeds), self.m * one * self.work_share / max(self.speeds))
+
+        return min(map(bound, range(1, n - plan.n_stages + 2) if plan.recompute else (n,)))
+
+    def _passed(self, kind: Kind, again: bool = True) -> Array:
+        """Seconds that a micro-batch takes through the first i layers, in entry i, on the fastest device; with `again`
+        of stages that all recompute, if the plan does."""
+        at = self.profile.columns.at
+        seconds = at(Kind.F, self.rows)
+        if kind is Kind.B:
+            twice = seconds if again and self.plan.recompute and all(self.plan.recompute[:-1]) else 0.0
+            seconds = (at(Kind.I, self.rows) if self.plan.split_backward else at(Kind.B, self.rows)) + twice
+        ends = np.concatenate([[0.0], np.cumsum(seconds[1:-1])])
+        ends[1:] += seconds[0]
+        return np.asarray(ends * self.one_share / max(self.speeds))
+
+    def _hops(self, back: bool = False) -> Array:
+        """Seconds from the first stage to each, or back from each to the first, without what stages compute."""
+        plan, found = self.plan, [0.0]
+        for s in range(plan.n_stages - 1):
+            seconds = self.profile.overhead
+            if plan.crosses(s):
+                pair = (plan.ranks[s + 1], plan.ranks[s]) if back else (plan.ranks[s], plan.ranks[s + 1])
+                link = self.place.pipeline.link(*pair)
+                seconds += _least(link, self.edge * self.rows * self.one_share) + link.latency
+            found.append(found[-1] + seconds)
+        return np.array(found)
+
+    def _step(self, rank: int) -> Array:
+        """Seconds of a STEP of the layers i to j, in row i and column j, with what is left of averaging gradients."""
+        columns = self.profile.columns
+        kind = Kind.W if self.plan.split_backward else Kind.B
+        backward = between(columns.at(kind, self.rows)[1:-1]) / self.speeds[rank]
+        left = self.place.exposed(rank, np.maximum(between(columns.of_layers("averaged")), 0.0), backward)
+        return np.asarray(between(columns.of_layers("step")) / self.speeds[rank] + left)
+
+
+def _least(link: Link, size: float) -> float:
+    """Seconds that a link is occupied by `size` bytes at least, with all that it has saved."""
+    return max(size / link.peak, (size - link.burst) / link.bandwidth, 0.0)
+
+
+def heaviest(items: Array, bins: int) -> float:
+    """What the fullest of so many bins holds at least: of the k * bins + 1 largest items one bin has k + 1."""
+    sizes = np.sort(items)[::-1]
+    return max(float(sizes[k * bins - k : k * bins + 1].sum()) for k in range(-(-len(sizes) // bins)))

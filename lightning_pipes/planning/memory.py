@@ -1,0 +1,73 @@
+"""Bytes that plans need, without running them: a rank's own order decides what it holds, whatever the others do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.cost import Cluster, CostModel, ModelProfile
+from lightning_pipes.ir import Kind, Plan, Program
+from lightning_pipes.planning.partition import between
+
+Array = npt.NDArray[np.float64]
+
+
+def held_rows(program: Program, plan: Plan) -> tuple[int, ...]:
+    """The most samples that every stage holds between F and the end of B or W, within a finite program."""
+    held, most = [0] * plan.n_stages, [0] * plan.n_stages
+    for kind, stage, _, _, span in program.instructions():
+        if kind is Kind.F:
+            held[stage] += span.rows
+            if held[stage] > most[stage]:
+                most[stage] = held[stage]
+        elif kind is Kind.B or kind is Kind.W:
+            held[stage] -= span.rows
+    return tuple(most)
+
+
+def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...]:
+    """The most bytes that every rank holds; as the simulator finds, which also knows when."""
+    found = []
+    for rank, row in enumerate(program.head):
+        now = most = costs.resident(rank, plan)
+        known: dict[tuple[Kind, int, int], tuple[int, int]] = {}
+        for i in row:
+            key = i.kind, i.stage, i.span.rows
+            held = known.get(key)
+            if held is None:
+                held = known[key] = costs.held(i, plan)
+            now += held[0]
+            if now > most:
+                most = now
+            now -= held[1]
+        found.append(most)
+    return tuple(found)
+
+
+def hopeless(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int]) -> bool:
+    """Whether all ranks together have less memory than is needed however the model is cut: for its weights, and for
+    the `held` rows of the stage that keeps fewest."""
+    memory = [device.memory for device in cluster.devices[: plan.n_ranks]]
+    if plan.recompute or any(size is None for size in memory):
+        return False
+    needed = _fixed(profile, min(plan.versions)) + min(held) * profile.columns.of_layers("saved")
+    return float(needed.sum()) > sum(size or 0 for size in memory)
+
+
+def stage_bytes(profile: ModelProfile, plan: Plan, stage: int, held: int) -> Array:
+    """Bytes that a stage needs which keeps `held` rows, of the layers i to j in row i, column j: at least, for what it
+    needs while it runs is not counted."""
+    weights = between(_fixed(profile, plan.versions[stage]))
+    activations = between(profile.columns.of_layers("saved"))
+    if plan.recompute and plan.recompute[stage]:
+        rows = max(span.rows for span in plan.spans(Kind.F, stage))
+        inputs = np.array([profile.edge_bytes(cut) if cut else 0.0 for cut in range(len(profile.layers) + 1)])
+        return np.asarray(weights + inputs[:, None] * held + activations * rows)
+    return np.asarray(weights + activations * held)
+
+
+def _fixed(profile: ModelProfile, versions: int) -> Array:
+    columns = profile.columns
+    return versions * columns.of_layers("weights") + columns.of_layers("gradients") + columns.of_layers("optimizer")

@@ -1,0 +1,110 @@
+"""Replicas of a pipeline: who sits where, and what averaging gradients takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_pipes.cost import FREE, Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
+from lightning_pipes.cost.deployment import BUCKET_BYTES
+from lightning_pipes.ir import Plan, PlanError, Span
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.fit import evaluated
+
+INSIDE, BETWEEN = Link(100e9, 1e-6), Link(10e9, 1e-5)
+EIGHT = Cluster.homogeneous(2, 4, 2**30, inside=INSIDE, between=BETWEEN)
+
+
+def test_consecutive_devices_form_a_pipeline():
+    place = Deployment.on(EIGHT, ranks=4, replicas=2)
+    assert [place.pipeline.link(a, a + 1) for a in range(3)] == [INSIDE] * 3
+    assert place.rings == (BETWEEN,) * 4
+
+
+def test_consecutive_devices_form_a_ring():
+    place = Deployment.on(EIGHT, ranks=4, replicas=2, neighbours="replicas")
+    assert [place.pipeline.link(a, a + 1) for a in range(3)] == [INSIDE, BETWEEN, INSIDE]
+    assert place.rings == (INSIDE,) * 4
+
+
+def test_replicas_that_differ_are_as_bad_as_the_worst_at_each_place():
+    devices = [replace(device, speed=1 / (n + 1), memory=100 - n) for n, device in enumerate(EIGHT.devices[:6])]
+    cluster = replace(EIGHT, devices=tuple(devices))  # four on the first host, two on the second
+    place = Deployment.on(cluster, ranks=3, replicas=2)
+    assert [(d.speed, d.memory) for d in place.pipeline.devices] == [(1 / 4, 97), (1 / 5, 96), (1 / 6, 95)]
+    assert (place.pipeline.link(0, 1), place.pipeline.link(1, 2)) == (BETWEEN, INSIDE)  # 3 -> 4 leaves the host
+    assert place.rings == (INSIDE, BETWEEN, BETWEEN)
+    odd = replace(cluster, links={(4, 5): Link(1e9, 1e-3)})
+    assert Deployment.on(odd, ranks=3, replicas=2).pipeline.link(1, 2) == Link(1e9, 1e-3)
+
+
+def test_one_pipeline_averages_nothing():
+    place = Deployment.on(EIGHT, ranks=8)
+    assert place.pipeline.devices == EIGHT.devices
+    assert place.exposed(3, np.array(1e12), np.array(0.0)) == 0
+
+
+def test_a_ring_by_hand():
+    place = Deployment.on(EIGHT, ranks=2, replicas=4)
+    size = 2.0 * BUCKET_BYTES
+    whole = 2 * 3 * (size / 4 / 10e9 + 2 * 1e-5)  # each of four sends half as much again, in two buckets
+    assert float(place.reduction(0, np.array(size))) == pytest.approx(whole)
+    assert float(place.exposed(0, np.array(size), np.array(0.0))) == pytest.approx(whole)
+    backward = whole / 10
+    assert float(place.exposed(0, np.array(size), np.array(backward))) == pytest.approx(whole - backward / 2)
+    assert float(place.exposed(0, np.array(size), np.array(1.0))) == pytest.approx(whole / 2)  # the second bucket
+    assert place.exposed(0, np.array(0.0), np.array(1.0)) == 0
+
+
+def by_bucket(buckets: int, whole: float, backward: float) -> float:
+    """When the last bucket has arrived, one after the other as backward completes them."""
+    free = 0.0
+    for n in range(buckets):
+        free = max(free, backward * (n + 1) / buckets) + whole / buckets
+    return free - backward
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 7])
+@pytest.mark.parametrize("backward", [0.0, 0.01, 0.05, 0.3, 2.0])
+def test_buckets_leave_while_backward_goes_on(buckets, backward):
+    place = Deployment.on(EIGHT, ranks=2, replicas=4)
+    size = np.array(float(buckets * BUCKET_BYTES))
+    whole = float(place.reduction(0, size))
+    assert float(place.exposed(0, size, np.array(backward))) == pytest.approx(by_bucket(buckets, whole, backward))
+
+
+def test_a_step_waits_for_what_the_drain_does_not_hide():
+    """Two stages, one bucket each: the second is done first, and its gradients travel while the first computes."""
+    layer = LayerProfile("layer", ((1, 1e-3),), ((1, 2e-3),), gradient_bytes=BUCKET_BYTES)
+    profile = ModelProfile((layer, layer))
+    plan = Plan.even(2, 4, layers=[Span(0, 1), Span(1, 2)])
+    order = make_schedule("1f1b").program(plan)
+    alone = evaluated(profile, order, plan, Cluster((Device(),) * 2)).seconds
+    halves = replace(profile, widened=2.0)
+    assert alone == pytest.approx(5 * 3e-3)
+    for bandwidth in (1e12, 1e10, 1e9):
+        ring = 2 * 1 / 2 * BUCKET_BYTES / bandwidth
+        place = Deployment(Cluster((Device(),) * 2), 2, (FREE, Link(bandwidth)))
+        assert evaluated(profile, order, plan, place).seconds == pytest.approx(alone + max(0.0, ring - 2e-3))
+        place = Deployment(Cluster((Device(),) * 2), 2, (Link(bandwidth), FREE))
+        assert evaluated(profile, order, plan, place).seconds == pytest.approx(alone + ring)
+        assert evaluated(halves, order, plan, place).seconds == pytest.approx(
+            alone + max(ring, 2 * ring - 1e-3)
+        )  # two buckets
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 4, "replicas": 3}, "3 replicas of 4 ranks need 12 devices, the cluster has 8"),
+        ({"ranks": 0}, "1 replicas of 0 ranks"),
+        ({"ranks": 2, "neighbours": "hosts"}, "neighbours are 'ranks' or 'replicas', got 'hosts'"),
+    ],
+)
+def test_mistakes(arguments, message):
+    with pytest.raises(PlanError, match=message):
+        Deployment.on(EIGHT, **arguments)
+    with pytest.raises(PlanError, match="2 replicas need a ring for each of 8 ranks"):
+        Deployment(EIGHT, 2)

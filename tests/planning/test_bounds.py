@@ -1,0 +1,114 @@
+"""No partition and no order beats its bound, and the bound is not far below the best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
+from lightning_pipes.ir import Plan, Program, Span, placement
+from lightning_pipes.planning.bounds import heaviest, step_bound
+from lightning_pipes.planning.fit import evaluated
+from lightning_pipes.strategies.gpipe import GPipe
+from lightning_pipes.strategies.interleaved import Interleaved
+from lightning_pipes.strategies.kfkb import KFKB
+from tests.sim.test_static import split
+
+
+@dataclass(frozen=True)
+class LateWeights:
+    """GPipe with W after all I."""
+
+    name: ClassVar[str] = "late"
+    splits_backward: ClassVar[bool] = True
+
+    def program(self, plan: Plan) -> Program:
+        return split(GPipe().program(replace(plan, split_backward=False)))
+
+
+SCHEDULES = [GPipe(), KFKB(1), KFKB(2), LateWeights(), Interleaved(2), Interleaved(3)]
+
+
+def problem(seed: int) -> tuple[ModelProfile, Deployment, int, int]:
+    rng = np.random.default_rng(seed)
+    layers = []
+    for number in range(7):
+        fixed, by_row = rng.uniform(0, 2e-3), rng.uniform(1e-4, 2e-3)
+
+        def table(factor: float, fixed=fixed, by_row=by_row) -> tuple[tuple[int, float], ...]:
+            return tuple((rows, factor * (fixed + rows * by_row)) for rows in (1, 8))
+
+        layers.append(
+            LayerProfile(
+                str(number),
+                table(1.0),
+                table(2.2),
+                input_backward=table(1.1),
+                weight_backward=table(1.1),
+                step=float(rng.uniform(0, 1e-3)),
+                gradient_bytes=int(rng.integers(1, 10**8)),
+                output=((1, float(rng.integers(1, 10**6))),),
+            )
+        )
+    ranks = int(rng.integers(2, 4))
+    devices = tuple(Device(speed=float(rng.choice([0.5, 1.0, 1.5])), host=str(n)) for n in range(2 * ranks))
+    links = [Link(1e9, 1e-4), Link(5e7, 5e-3), Link(5e7, 1e-4, burst=3e6, peak=1e9)]
+    cluster = Cluster(devices, between=links[rng.integers(3)])
+    profile = ModelProfile(tuple(layers), overhead=float(rng.choice([0.0, 1e-3])))
+    return profile, Deployment.on(cluster, ranks, int(rng.integers(1, 3))), ranks, int(rng.integers(2, 12))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.name}-{getattr(s, 'stages_per_rank', '')}")
+@pytest.mark.parametrize("again", [False, True])
+def test_nothing_beats_the_bound(schedule, again):
+    closest = np.inf
+    for seed in range(8):
+        profile, place, ranks, rows = problem(seed)
+        where = placement(schedule, ranks)
+        if len(where) > len(profile.layers):
+            continue
+        recompute = (True,) * (len(where) - 1) + (False,) if again else ()
+        for m in (1, 3, rows):
+            plan = replace(
+                Plan.even(len(where), m, rows, ranks=where, recompute=recompute),
+                split_backward=isinstance(schedule, LateWeights),
+            )
+            order = schedule.program(plan)
+            n = len(profile.layers)
+            every = (
+                tuple(Span(a, b) for a, b in pairwise([0, *cuts, n]))
+                for cuts in combinations(range(1, n), len(where) - 1)
+            )
+            best = min(evaluated(profile, order, replace(plan, layers=layers), place).seconds for layers in every)
+            bound = step_bound(profile, plan, place)
+            assert 0 < bound <= best * (1 + 1e-9)
+            closest = min(closest, best / bound)
+    assert closest < (1.3 if isinstance(schedule, Interleaved) else 1.1)
+
+
+def test_uniform_stages_reach_the_bound():
+    layer = LayerProfile("layer", ((1, 1e-3),), ((1, 2e-3),), step=5e-4)
+    plan = Plan.even(4, 16)
+    bound = step_bound(ModelProfile((layer,) * 8), plan, Deployment(Cluster((Device(),) * 4)))
+    assert bound == pytest.approx((16 + 3) * 6e-3 + 5e-4)  # with the STEP of a layer; the first stage has two
+
+
+def test_more_stages_than_layers():
+    layer = LayerProfile("layer", ((1, 1e-3),), ((1, 2e-3),))
+    assert step_bound(ModelProfile((layer,) * 3), Plan.even(4, 4), Deployment(Cluster((Device(),) * 4))) == np.inf
+
+
+def test_the_fullest_bin():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        items = rng.uniform(0, 1, 7)
+        fullest = min(
+            max(sum(items[k] for k in range(7) if code // 3**k % 3 == b) for b in range(3)) for code in range(3**7)
+        )
+        assert heaviest(items, 3) <= fullest + 1e-12
+    assert heaviest(np.ones(194), 64) == 4
+    assert heaviest(np.array([5.0, 1, 1, 1]), 2) == 5

@@ -1,0 +1,16 @@
+"""docs/scaling.md shows what the planner finds today."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import scaling
+
+    page = (ROOT / "docs" / "scaling.md").read_text().splitlines()
+    for line in scaling.by_stages(scaling.CASES[2], most=8):
+        assert line in page, "run benchmarks/scaling.py and paste its tables"
