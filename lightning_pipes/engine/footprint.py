@@ -70,10 +70,10 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {storage_of(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and storage_of(leaf) not in given:
-                self._add(leaf)
+        given = {storage_of(t) for t in tensors_in((args, kwargs))}
+        for tensor in tensors_in(out):
+            if tensor.device.type == "cpu" and storage_of(tensor) not in given:
+                self._add(tensor)
         return out
 
     def _add(self, tensor: torch.Tensor) -> None:
@@ -88,6 +88,25 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         seen[key] = weakref.ref(tensor.untyped_storage(), freed)
         footprint.add(size)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a pytree, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def saved_for_backward() -> Iterator[dict[tuple[int, int], torch.Tensor]]:
+    """A tensor of every storage, by `storage_of`, that autograd saves in the block. As long as the dict lives they do,
+    so that no later storage comes to lie where one of them was."""
+    found: dict[tuple[int, int], torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.setdefault(storage_of(tensor), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from statistics import median
 
@@ -44,11 +45,11 @@ def measure_links(
                 continue
             forward, backward = Instruction(Kind.RF, s + 1), Instruction(Kind.RB, s)
             for source, target, there, back in ((low, high, forward, backward), (high, low, backward, forward)):
+                exchange = _Exchange(transport, there, back, tuple(sizes), repeats, device)
                 if rank == source:
-                    times = _ping(transport, target, there, back, sizes, repeats, device)
-                    found[source, target] = fitted(times)
+                    found[source, target] = fitted(exchange.ping(target))
                 else:
-                    _pong(transport, source, there, back, sizes, repeats, device)
+                    exchange.pong(source)
     return found
 
 
@@ -61,44 +62,43 @@ def fitted(seconds: Mapping[int, float]) -> Link:
     return Link(sum(size * size for size, _ in extra) / moved if moved > 0 else float("inf"), max(latency, 0.0))
 
 
-def _ping(
-    transport: Transport,
-    peer: int,
-    there: Instruction,
-    back: Instruction,
-    sizes: Sequence[int],
-    repeats: int,
-    device: torch.device | None,
-) -> dict[int, float]:
-    trips: dict[int, list[float]] = {}
-    for number, size in _rounds(sizes, repeats):
-        message = torch.zeros(size, dtype=torch.uint8, device=device)
-        begun = time.perf_counter()
-        transport.send(peer, (-number, there), message)
-        transport.mailbox.wait((-number, back))
-        trips.setdefault(size, []).append(time.perf_counter() - begun)
-        transport.mailbox.take((-number, back))
-    small = median(trips[_SMALL]) / 2
-    return {_SMALL: small, **{size: median(trips[size]) - small for size in sizes}}
+@dataclass(frozen=True)
+class _Exchange:
+    """Messages `there`, and small ones `back`, named by the instructions that receive them."""
 
+    transport: Transport
+    there: Instruction
+    back: Instruction
+    sizes: tuple[int, ...]
+    repeats: int
+    device: torch.device | None
 
-def _pong(
-    transport: Transport,
-    peer: int,
-    there: Instruction,
-    back: Instruction,
-    sizes: Sequence[int],
-    repeats: int,
-    device: torch.device | None,
-) -> None:
-    reply = torch.zeros(_SMALL, dtype=torch.uint8, device=device)
-    for number, _ in _rounds(sizes, repeats):
-        transport.mailbox.wait((-number, there))
-        transport.mailbox.take((-number, there))
-        transport.send(peer, (-number, back), reply)
+    def ping(self, peer: int) -> dict[int, float]:
+        """Seconds of a message one way, by bytes."""
+        trips: dict[int, list[float]] = {}
+        for number, size in self._rounds():
+            message = self._message(size)
+            begun = time.perf_counter()
+            self.transport.send(peer, (-number, self.there), message)
+            self.transport.mailbox.wait((-number, self.back))
+            trips.setdefault(size, []).append(time.perf_counter() - begun)
+            self.transport.mailbox.take((-number, self.back))
+        small = median(trips[_SMALL]) / 2
+        return {_SMALL: small, **{size: median(trips[size]) - small for size in self.sizes}}
 
+    def pong(self, peer: int) -> None:
+        """Answers every message of the other end's `ping`."""
+        reply = self._message(_SMALL)
+        for number, _ in self._rounds():
+            self.transport.mailbox.wait((-number, self.there))
+            self.transport.mailbox.take((-number, self.there))
+            self.transport.send(peer, (-number, self.back), reply)
 
-def _rounds(sizes: Sequence[int], repeats: int) -> list[tuple[int, int]]:
-    """Numbers of messages and their sizes: the sizes in turn, so that a disturbance meets all of them."""
-    numbers = count(1)
-    return [(next(numbers), size) for _ in range(repeats + 1) for size in (_SMALL, *sizes)][len(sizes) + 1 :]
+    def _message(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def _rounds(self) -> list[tuple[int, int]]:
+        """Numbers of messages and their sizes: the sizes in turn, so that a disturbance meets all of them."""
+        numbers = count(1)
+        every = (_SMALL, *self.sizes)
+        return [(next(numbers), size) for _ in range(self.repeats + 1) for size in every][len(every) :]

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from lightning_pipes.cost import LayerProfile, ModelProfile, Table
 from lightning_pipes.engine import autograd
 from lightning_pipes.engine.autograd import Saved
-from lightning_pipes.engine.footprint import footprint, storage_of
+from lightning_pipes.engine.footprint import footprint, saved_for_backward, storage_of, tensors_in
 from lightning_pipes.engine.rng import forked_rng
 from lightning_pipes.engine.split import backward_inputs
 from lightning_pipes.ir import Kind, PlanError, Span
@@ -156,7 +155,7 @@ def _measure_times(
     for number in reversed(range(len(layers))):
         saved, flags, out = kept.pop()
         if not back:  # nothing came: the end of the model
-            back = [torch.ones_like(t) for t, flag in zip(_tensors(out), flags, strict=True) if flag]
+            back = [torch.ones_like(t) for t, flag in zip(tensors_in(out), flags, strict=True) if flag]
         records = [(saved, back)]
         if in_two:
             left = timed(number, Kind.I, partial(backward_inputs, records, False))
@@ -175,22 +174,15 @@ def _measure_saved(layers: Sequence[nn.Module], rows: int, x: Any, measured: Seq
     alive: list[Any] = []  # all that was saved: else a later storage may come to lie where an earlier one was
     flags: autograd.Flags = ()
     for layer, seen in zip(layers, measured, strict=True):
-        entered = {storage_of(t) for t in _tensors(x)}
-        found: set[tuple[int, int]] = set()
-
-        def keep(tensor: torch.Tensor, found: set[tuple[int, int]] = found) -> torch.Tensor:
-            found.add(storage_of(tensor))
-            alive.append(tensor)
-            return tensor
-
+        entered = {storage_of(t) for t in tensors_in(x)}
         saved = Saved(Span(0, rows), None)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with saved_for_backward() as found:
             x, flags = autograd.leave(call(layer, autograd.enter(x, flags, saved) if flags else x), saved)
-        seen.keeps_input = bool(entered & found & (counted - weights))
-        seen.saved[rows] = sum(size for _, size in found - counted)
-        seen.output[rows] = sum(t.nbytes for t in _tensors(x))
-        counted |= found
-        alive.append((x, saved))
+        seen.keeps_input = bool(entered & found.keys() & (counted - weights))
+        seen.saved[rows] = sum(size for _, size in found.keys() - counted)
+        seen.output[rows] = sum(t.nbytes for t in tensors_in(x))
+        counted |= found.keys()
+        alive.append((x, saved, found))
 
 
 def _measure_working(
@@ -205,7 +197,7 @@ def _measure_working(
         with footprint(device) as bytes_:
             x, flags = autograd.leave(call(layer, autograd.enter(x, flags, saved) if flags else x), saved)
             forward = bytes_.peak - bytes_.left
-            gradients = [torch.ones_like(t) for t, flag in zip(_tensors(x), flags, strict=True) if flag]
+            gradients = [torch.ones_like(t) for t, flag in zip(tensors_in(x), flags, strict=True) if flag]
             bytes_.restart()
             held = bytes_.left
             autograd.backward([(saved, gradients)], False)
@@ -213,10 +205,6 @@ def _measure_working(
         seen.working[rows] = max(forward, backward, 0)
         for p in layer.parameters():
             p.grad = None
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -> tuple[float, int]:

@@ -91,6 +91,17 @@ def check_one_batch(plan: Plan, name: str, split_backward: bool = False) -> None
         )
 
 
+def check_placement(plan: Plan, schedule: Schedule) -> None:
+    """Refuse a plan whose stages sit on other ranks than the schedule places them.
+
+    Raises:
+        PlanError: they do.
+    """
+    wanted = placement(schedule, plan.n_ranks)
+    if plan.ranks != wanted:
+        raise PlanError(f"{schedule.name} places stages on ranks {wanted}, the plan on {plan.ranks}")
+
+
 def check_one_stage_a_rank(plan: Plan, name: str) -> None:
     """Refuse a plan for a schedule that runs one stage a rank, with the same spans forward and backward.
 

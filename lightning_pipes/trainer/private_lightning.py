@@ -196,12 +196,6 @@ def training_passes(trainer: pl.Trainer) -> list[Any]:
     return list(combined._iterator.iterators)
 
 
-def validation_loaders(trainer: pl.Trainer) -> list[Any]:
-    """The loaders of the validation data; none before Lightning has set them up."""
-    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
-    return [] if combined is None else list(combined.flattened)
-
-
 def batches_of_epoch(trainer: pl.Trainer) -> tuple[int, int, int]:
     """How many training batches of this epoch have been loaded, trained on, and seen by all hooks after training."""
     fetcher = trainer.fit_loop._data_fetcher

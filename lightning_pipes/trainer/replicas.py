@@ -89,7 +89,7 @@ class BufferSync:
 
     def before_batch(self) -> None:
         """Gives all replicas the changing buffers of the first; a collective call."""
-        if self._replicas.mesh is None:
+        if self._replicas.mesh is None or not (self._watching or self._changing):
             return
         buffers = dict(self._module.named_buffers())
         if self._watching and buffers:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.engine.footprint import storage_of
+from lightning_pipes.engine.footprint import saved_for_backward, storage_of, tensors_in
 from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.stage import Body, Stage
 from lightning_pipes.ir import Span
@@ -47,17 +46,12 @@ class SavedBytes:
             if number in self._seen or not torch.is_grad_enabled() or not item.training:
                 return body(stage, item, span, received)
             there = {storage_of(t) for layer in stage.layers.values() for t in _state(layer)}
-            there |= {storage_of(t) for t in _tensors(item.data.batch)}  # whole, whatever is saved of it
-            found: set[tuple[int, int]] = set()
-
-            def keep(tensor: torch.Tensor) -> torch.Tensor:
-                found.add(storage_of(tensor))
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            there |= {storage_of(t) for t in tensors_in(item.data.batch)}  # whole, whatever is saved of it
+            with saved_for_backward() as found:
                 out = body(stage, item, span, received)
             self._seen[number] = _Seen(
-                sum(size for _, size in found - there) / span.rows, sum(t.nbytes for t in _tensors(out)) / span.rows
+                sum(size for _, size in found.keys() - there) / span.rows,
+                sum(t.nbytes for t in tensors_in(out)) / span.rows,
             )
             return out
 
@@ -102,7 +96,3 @@ def with_bytes(costs: CostModel, stages: Mapping[int, StageBytes]) -> CostModel:
 
 def _state(layer: nn.Module) -> list[torch.Tensor]:
     return [*layer.parameters(), *layer.buffers()]
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]

@@ -18,6 +18,7 @@ from lightning_pipes.ir import (
     Span,
     check_count,
     check_one_batch,
+    check_placement,
     even_spans,
 )
 
@@ -50,9 +51,7 @@ class Hanayo:
 
     def program(self, plan: Plan) -> Program:
         check_one_batch(plan, self.name)
-        wanted = self.placement(plan.n_ranks)
-        if plan.ranks != wanted:
-            raise PlanError(f"{self.name} places stages on ranks {wanted}, the plan on {plan.ranks}")
+        check_placement(plan, self)
         spans = plan.spans(Kind.F, 0)
         if any(plan.spans(kind, s) != spans for s in range(plan.n_stages) for kind in (Kind.F, Kind.B)):
             raise PlanError(f"{self.name} needs the same spans on all stages, forward and backward")

@@ -18,6 +18,7 @@ from lightning_pipes.ir import (
     Span,
     check_count,
     check_one_batch,
+    check_placement,
     even_spans,
 )
 
@@ -51,9 +52,7 @@ class Interleaved:
 
     def program(self, plan: Plan) -> Program:
         check_one_batch(plan, self.name)
-        wanted = self.placement(plan.n_ranks)
-        if plan.ranks != wanted:
-            raise PlanError(f"{self.name} places stages on ranks {wanted}, the plan on {plan.ranks}")
+        check_placement(plan, self)
         return Program(tuple(self._order(plan, rank) for rank in range(plan.n_ranks)))
 
     def _order(self, plan: Plan, rank: int) -> tuple[Instruction, ...]:
