@@ -21,6 +21,7 @@ _SLICE = timedelta(milliseconds=200)
 _FIRST = 4096
 """Bytes of the first message of a broadcast; a longer object takes a second one."""
 _LENGTH = 8
+_PREPARED = "prepared"
 _REASON_SECONDS = 5 * POLL_SECONDS
 
 
@@ -36,16 +37,21 @@ class Control:
     """
 
     def __init__(
-        self, ranks: Sequence[int], watch: FailureWatch, timeout: timedelta, connect: Callable[[], Any] | None = None
+        self,
+        ranks: Sequence[int],
+        watch: FailureWatch,
+        timeout: timedelta,
+        connect: Callable[[str], Any] | None = None,
     ) -> None:
         self.ranks = tuple(ranks)
         self.watch = watch
-        self.connect = connect or (lambda: self.subgroup(self.ranks))
-        """Makes the connections, if there are none, and returns their group; all ranks of the job must call it."""
+        self._connect = connect or (lambda purpose: self.subgroup(self.ranks, purpose))
         self._timeout = timeout
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._part: Control | None = None
         self._waiting = False
+        self._leaving: list[dist.Work] = []
+        """Prepared broadcasts of this rank that it has not waited for."""
         self._places: list[tuple[str, int]] = self.all_gather((socket.gethostname(), os.getpid()))
 
     @property
@@ -58,11 +64,18 @@ class Control:
         """This process's place among the ranks."""
         return self.ranks.index(dist.get_rank())
 
-    def subgroup(self, ranks: Sequence[int]) -> Any:
-        """A process group of some of the ranks; all ranks of the job must ask for the same ones in the same order."""
-        key = tuple(sorted(ranks))
+    def connect(self, purpose: str = "") -> Any:
+        """Makes the connections, if there are none, and returns their group; all ranks of the job must call it."""
+        return self._connect(purpose)
+
+    def subgroup(self, ranks: Sequence[int], purpose: str = "") -> Any:
+        """A process group of some of the ranks; all ranks of the job must ask for the same ones in the same order.
+
+        Calls in groups of different purposes need not come in one order.
+        """
+        key = purpose, tuple(sorted(ranks))
         if key not in self._groups:
-            self._groups[key] = dist.new_group(list(key), timeout=self._timeout, backend="gloo")
+            self._groups[key] = dist.new_group(list(key[1]), timeout=self._timeout, backend="gloo")
         return self._groups[key]
 
     def split(self, parts: Sequence[Sequence[int]]) -> Control:
@@ -72,8 +85,8 @@ class Control:
             return self
         mine = next(part for part in parts if dist.get_rank() in part)
 
-        def connect() -> Any:
-            groups = [self.subgroup(part) for part in parts]
+        def connect(purpose: str) -> Any:
+            groups = [self.subgroup(part, purpose) for part in parts]
             return groups[parts.index(mine)]
 
         self._part = Control(mine, self.watch, self._timeout, connect)
@@ -88,11 +101,18 @@ class Control:
 
         After a failure they stay open: gloo waits for a collective that was given up, which may never end.
         """
-        waiting = self._waiting or (self._part is not None and self._part._waiting)
-        if dist.is_initialized() and not waiting and self.watch.error is None:
+        whole = [control._is_idle() for control in (self, self._part) if control is not None]
+        if dist.is_initialized() and all(whole):
             for group in self._groups.values():
                 dist.destroy_process_group(group)
         self._groups.clear()
+
+    def _is_idle(self) -> bool:
+        """Whether no collective was given up; waits for those that are sure to end."""
+        if self._waiting or self.watch.error is not None:
+            return False
+        leaving, self._leaving = self._leaving, []
+        return not any(map(_broke, leaving))
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -135,23 +155,47 @@ class Control:
         """The `thing` of global rank `source`; tensors arrive on the CPU."""
         if self.size == 1:
             return thing
-        mine = dist.get_rank() == source
-        data = torch.empty(0, dtype=torch.uint8)
-        if mine:
-            packed = Packed(thing)
-            data = torch.empty(packed.size, dtype=torch.uint8)
-            packed.write(data)
-        first = torch.zeros(_FIRST, dtype=torch.uint8)
-        if mine:
-            first[:_LENGTH] = torch.tensor([data.numel()], dtype=torch.int64).view(torch.uint8)
-            head = data[: _FIRST - _LENGTH]
-            first[_LENGTH : _LENGTH + head.numel()] = head
+        if dist.get_rank() == source:
+            for message in _messages(thing):
+                self.broadcast_tensor(message, source)
+            return thing
+        first = torch.empty(_FIRST, dtype=torch.uint8)
         self.broadcast_tensor(first, source)
+        return self._received(first, source, self._group)
+
+    def prepare_broadcast(self, source: int) -> Callable[[Any], Any]:
+        """Gets ready for a `broadcast` that comes later; what it returns takes the thing of `source`, else None.
+
+        Who gets ready early need not wait: the bytes arrive while it does something else. The source waits for nobody
+        but those who lag a whole broadcast behind. Other collectives may come in between, in one order among them.
+        """
+        if self.size == 1:
+            return lambda thing: thing
+        group = self.connect(_PREPARED)
+        if dist.get_rank() == source:
+            return partial(self._send, source, group)
+        first = torch.empty(_FIRST, dtype=torch.uint8)
+        work = dist.broadcast(first, source, group=group, async_op=True)
+
+        def receive(thing: Any) -> Any:
+            self._finish(work)
+            return self._received(first, source, group)
+
+        return receive
+
+    def _send(self, source: int, group: Any, thing: Any) -> Any:
+        while self._leaving:
+            self._finish(self._leaving.pop(0))
+        self._leaving = [dist.broadcast(m, source, group=group, async_op=True) for m in _messages(thing)]
+        return thing
+
+    def _received(self, first: torch.Tensor, source: int, group: Any) -> Any:
+        """The thing whose first message has arrived."""
         length = int(first[:_LENGTH].view(torch.int64))
-        rest = data[_FIRST - _LENGTH :] if mine else torch.empty(max(0, length - _FIRST + _LENGTH), dtype=torch.uint8)
+        rest = torch.empty(max(0, length - _FIRST + _LENGTH), dtype=torch.uint8)
         if rest.numel():
-            self.broadcast_tensor(rest, source)
-        return thing if mine else unpacked(torch.cat([first[_LENGTH : _LENGTH + length], rest]))
+            self._finish(dist.broadcast(rest, source, group=group, async_op=True))
+        return unpacked(torch.cat([first[_LENGTH : _LENGTH + length], rest]))
 
     def gather(self, thing: Any, to: int) -> list[Any] | None:
         """On global rank `to` the things of all ranks in order, None elsewhere; tensors arrive on the CPU."""
@@ -209,6 +253,15 @@ class Control:
                 self.watch.check()
                 if work.is_completed() and _broke(work):  # it may have ended just after the slice
                     self._raise_reason(error)
+
+
+def _messages(thing: Any) -> list[torch.Tensor]:
+    """What `Control._received` takes: one message of a known length, and the rest if that is not enough."""
+    packed = Packed(thing)
+    data = torch.zeros(max(_FIRST, _LENGTH + packed.size), dtype=torch.uint8)
+    data[:_LENGTH] = torch.tensor([packed.size], dtype=torch.int64).view(torch.uint8)
+    packed.write(data[_LENGTH:])
+    return [part for part in (data[:_FIRST], data[_FIRST:]) if part.numel()]
 
 
 def _broke(work: dist.Work) -> bool:

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from lightning_pipes.trainer.control import Control
 _MOST = 10_000
 """Objects that are looked at for one layer; a layer from which more can be reached knows the whole program."""
 _DEPTH = 8
+_UNWATCHED = nullcontext()
 _WAY_OUT = (
     "in a pipeline each process has its own copy of it. Pass the tensor along: let layers take and return tuples or "
     "dicts"
@@ -104,16 +105,16 @@ class HiddenState:
         self._seen.add(training)
         self._watching = False
 
-    @contextmanager
-    def layer(self, number: int, layer: nn.Module) -> Iterator[None]:
+    def layer(self, number: int, layer: nn.Module) -> AbstractContextManager[None]:
         """Around the forward of a layer.
 
         Raises:
             PipelineError: it has left a tensor that gradients flow to where layers of other stages look for it.
         """
-        if not self._watching:
-            yield
-            return
+        return self._watched(number, layer) if self._watching else _UNWATCHED
+
+    @contextmanager
+    def _watched(self, number: int, layer: nn.Module) -> Iterator[None]:
         found = [shared for shared in self._shared if number in shared.layers]
         own = list(layer.named_modules())
         things = [*(shared.thing for shared in found), *(part for _, part in own)]

@@ -15,7 +15,8 @@ from torchmetrics import Metric
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.private_lightning import metric_counts, set_metric_counts, set_metric_sync
 
-_SIGNATURE = inspect.signature(pl.LightningModule.log)
+_OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
+"""What `self.log` takes after name and value."""
 
 
 @dataclass
@@ -32,15 +33,13 @@ def recorded(module: pl.LightningModule) -> Iterator[list[LogCall]]:
     """The log calls that `module` makes in the block, instead of making them; `log_dict` goes through `log`."""
     calls: list[LogCall] = []
 
-    def record(*args: Any, **kwargs: Any) -> None:
-        options = dict(_SIGNATURE.bind(module, *args, **kwargs).arguments)
-        del options["self"]
-        value = options.pop("value")
+    def record(name: str, value: Any, *args: Any, **options: Any) -> None:
+        options.update(zip(_OPTIONS, args, strict=False))
         if isinstance(value, torch.Tensor):
             value = value.detach()
         elif isinstance(value, Metric):
             value = _Seen(value, metric_counts(value)[1])
-        calls.append(LogCall(options.pop("name"), value, options))
+        calls.append(LogCall(name, value, options))
 
     module.__dict__["log"] = record
     try:

@@ -139,6 +139,7 @@ class PipelineRun:
         if plan is not self.engine.plan:
             self.engine.adopt(plan, order)
         first = batch_idx % divisor == 0
+        tell = self._control.prepare_broadcast(self.last_rank)
         with self._hidden.batch(training=True), self._gradients.made(optimizers, first, self._keep_old):
             self.engine.inject(Item(self._trainer.fit_loop.total_batch_idx, rows, data))
             if self._reducer is not None:
@@ -154,7 +155,7 @@ class PipelineRun:
         if self.last:
             out, logged = data.result()
             message = (out, self.replay.pack(logged))
-        out, logged = self._control.broadcast(message, self.last_rank)
+        out, logged = tell(message)
         with self._trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type
             self.replay.replay(logged)
         return move_data_to_device(out, self._device)
