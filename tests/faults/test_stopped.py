@@ -39,7 +39,7 @@ CASES = {
     "the last rank": Case(2, (1,), "forward", 5.0),
     "rank 0, with the store": Case(2, (0,), "save", 5.0, rank_zero_hosts_store=True),
     "one of four": Case(4, (2,), "step", 5.0),
-    "all for a while": Case(2, (0, 1), "batch end", 3.0, rank_zero_hosts_store=True, seconds=6.0),
+    "all for a while": Case(2, (0, 1), "batch end", 5.0, rank_zero_hosts_store=True, seconds=8.0),
     "busy": Case(2, (1,), "forward", 2.0, harm="be busy"),
 }
 
