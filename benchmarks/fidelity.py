@@ -457,53 +457,53 @@ def partitions(lab: NetLab, overheads: Overheads) -> Partitions:
 # All of it
 
 
+def on_shaped_links(quick: bool) -> dict[str, float]:
+    """Prints what was found with emulated layers, and gives the headline figures."""
+    with NetLab(RANKS) as lab:
+        overheads = calibrated(lab)
+        print(f"emulated layers; {overheads}")
+        print(f"{'':49} {'predicted':>12} {'measured':>12}   error")
+        rows = []
+        for row in emulated_rows(lab, overheads, quick):
+            rows.append(row)
+            print(row, flush=True)
+        cuts = partitions(lab, overheads)
+        print(cuts.even, cuts.planned, sep="\n")
+        print(f"planned cut {cuts.gain:.2f} times as fast, {cuts.beyond_ideal:+.1%} beside work over the sum of speeds")
+        regrets = []
+        for name, candidates in regret_measured(lab, overheads, quick):
+            regrets.append(regret(candidates))
+            print(f"choice with {name}: {regrets[-1]:.1%} slower than the best measured")
+            print(*candidates, sep="\n", flush=True)
+    return {
+        "worst_error_emulated": max(abs(row.error) for row in rows),
+        "auto_regret_measured": max(regrets),
+        "auto_partition_gain": cuts.gain,
+        "auto_partition_beyond_ideal": cuts.beyond_ideal,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cells; within 120 s")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args()
-    if reason := why_not():
-        sys.exit(f"links can't be shaped here: {reason}")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts have no name server, of which torch would warn
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     print(f"{platform.machine()}, {os.cpu_count()} cores, {versions}; medians of {STEPS} steps, transfers of 128 KiB")
-
     gpt = gpt_row(9 if options.quick else 21)
-    with NetLab(RANKS) as lab:
-        overheads = calibrated(lab)
-        print(overheads)
-        print(f"{'':49} {'predicted':>12} {'measured':>12}   error")
-        emulated = []
-        for row in emulated_rows(lab, overheads, options.quick):
-            emulated.append(row)
-            print(row, flush=True)
-        print(gpt)
-        cuts = partitions(lab, overheads)
-        print(cuts.even, cuts.planned, sep="\n")
-        print(f"planned cut {cuts.gain:.2f} times as fast, {cuts.beyond_ideal:+.1%} beside work over the sum of speeds")
-        regrets = []
-        for name, candidates in regret_measured(lab, overheads, options.quick):
-            regrets.append(regret(candidates))
-            print(f"choice with {name}: {regrets[-1]:.1%} slower than the best measured")
-            print(*candidates, sep="\n", flush=True)
+    print(gpt)
+    if reason := why_not():
+        print(f"nothing on shaped links: {reason}")
+    headline = {} if reason else on_shaped_links(options.quick)
     simulated = regret_simulated(PROBLEMS)
     print(f"choice in {PROBLEMS} random problems: at most {max(simulated):.2%} slower than the best simulated")
     times = simulator.measure(quick=True)
+    headline |= {"worst_error_gpt": abs(gpt.error), "auto_regret": max(simulated)}
+    headline |= {key: times[key].median for key in ("sim_us_fixed", "sim_us_dispatch")}
+    print(", ".join(f"{key} {headline[key]:.1f}" for key in ("sim_us_fixed", "sim_us_dispatch")))
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "worst_error_emulated": max(abs(row.error) for row in emulated),
-                    "worst_error_gpt": abs(gpt.error),
-                    "auto_regret": max(simulated),
-                    "auto_regret_measured": max(regrets),
-                    "auto_partition_gain": cuts.gain,
-                    "auto_partition_beyond_ideal": cuts.beyond_ideal,
-                    "sim_us_fixed": times["sim_us_fixed"].median,
-                    "sim_us_dispatch": times["sim_us_dispatch"].median,
-                }
-            )
-        )
+        print(json.dumps(headline))
 
 
 if __name__ == "__main__":

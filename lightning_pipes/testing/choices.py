@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_pipes.cost import Cluster, LayerProfile, Link, ModelProfile
+from lightning_pipes.cost import Cluster, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.ir import PlanError
 from lightning_pipes.planning.auto import installed_variants
 from lightning_pipes.planning.fit import Fit, fit_layers
@@ -24,7 +24,8 @@ class Problem(NamedTuple):
 
 
 def random_problem(seed: int) -> Problem:
-    """A model whose times are not proportional to rows, ranks, rows, and a cluster with a tight memory."""
+    """A model whose times are not proportional to rows, ranks, rows, and a cluster with a tight memory
+    whose devices are not all equally fast."""
     rng = np.random.default_rng(seed)
     ranks, rows = int(rng.choice([2, 3, 4])), int(rng.choice([8, 12, 16, 30]))
     layers = []
@@ -47,12 +48,15 @@ def random_problem(seed: int) -> Problem:
                 output=((1, size // 10),),
             )
         )
+    if rng.random() < 1 / 3:  # many partitions are equally good then
+        layers = layers[:1] * len(layers)
     memory = int(
         sum(x.weight_bytes * 4 for x in layers) / ranks
         + rows * sum(x.saved[0][1] for x in layers) / ranks * rng.uniform(0.4, 1.5)
     )
     link = Link(bandwidth=float(10 ** rng.uniform(7, 10)), latency=float(rng.uniform(0, 2e-3)))
-    cluster = Cluster.homogeneous(1, ranks, memory, inside=link)
+    speeds = rng.choice([0.5, 2 / 3, 1.0, 1.0, 1.0], ranks)
+    cluster = Cluster(tuple(Device(memory, float(speed)) for speed in speeds), inside=link)
     return Problem(ModelProfile(tuple(layers), overhead=2e-4), ranks, rows, cluster)
 
 

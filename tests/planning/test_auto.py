@@ -7,13 +7,15 @@ import time
 import numpy as np
 import pytest
 
-from lightning_pipes.cost import Cluster, Deployment, Link, ModelProfile
+from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.cost.clusters import make_cluster
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import PlanError
+from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose
-from lightning_pipes.planning.fit import evaluated
-from lightning_pipes.testing.choices import every_fit, random_problem
+from lightning_pipes.planning.fit import evaluated, fit_layers
+from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.testing.choices import Problem, every_fit, random_problem
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -22,6 +24,20 @@ def test_never_worse_than_trying_everything(seed):
     choice = choose(p.profile, p.ranks, p.rows, p.cluster)
     assert choice.fit.seconds <= 1.02 * min(fit.seconds for fit in every_fit(p))
     assert all(peak <= device.memory for peak, device in zip(choice.fit.peak_bytes, p.cluster.devices, strict=True))
+
+
+def test_partitions_of_equal_weight_are_told_apart():
+    """Eight equal layers on four ranks, one of them slow: some stage takes as long as three layers, whatever the cut.
+    Which one that is makes a fifth of a step with kfkb on slow links."""
+    tables = {"forward": ((1, 2e-3), (16, 17e-3)), "backward": ((1, 4e-3), (16, 34e-3))}
+    profile = ModelProfile((LayerProfile("", **tables, output=((1, 1e5),)),) * 8)
+    devices = tuple(Device(speed=2 / 3 if rank == 1 else 1.0) for rank in range(4))
+    problem = Problem(profile, 4, 16, Cluster(devices, inside=Link(bandwidth=1e5 / 4e-3)))
+    choice = choose(*problem)
+    assert choice.fit.seconds == min(fit.seconds for fit in every_fit(problem))
+    schedule = make_schedule("kfkb", k=2)
+    fit = fit_layers(profile, schedule, even_plan(schedule, 4, 8, 16), problem.cluster, trials=0)
+    assert fit.cuts == [3, 4, 6]
 
 
 def test_the_table_says_why():
