@@ -48,7 +48,6 @@ from lightning_pipes.testing.ranks import run_ranks
 RANKS, MICROBATCHES = 4, 16
 FORWARD, BACKWARD, MESSAGE = 0.020, 0.040, 128 * 1024
 SLOWER, SLOW_RANK = 1.5, 1
-STEPS = 3
 WARM_UP = (RANKS,)
 Links = Mapping[tuple[int, int], Link]
 
@@ -203,7 +202,7 @@ def emulated_rows(lab: NetLab, overheads: Overheads, quick: bool) -> Iterator[Ro
         lab.shape(MESSAGE / transfer if transfer else None)
         cells = schedules(quick, slow)
         condition = f"transfers of {1e3 * transfer:.0f} ms" + (f", rank {slow} slower" if slow is not None else "")
-        for cell, measured in zip(cells, medians(lab, cells), strict=True):
+        for cell, measured in zip(cells, medians(lab, cells, quick), strict=True):
             yield Row(condition, cell.label, cell.predicted(lab.links, overheads), measured)
 
 
@@ -211,12 +210,17 @@ def calibrated(lab: NetLab) -> Overheads:
     """Measured with fewer micro-batches and another speed than anything that is predicted by it."""
     lab.shape(MESSAGE / 0.010)
     cells = [equal_stages(name, microbatches=MICROBATCHES // 2) for name in ("zero_bubble", "1f1b")]
-    return Overheads.of(list(zip(cells, train(lab, cells, STEPS), strict=True)), lab.links)
+    return Overheads.of(list(zip(cells, train(lab, cells, steps(quick=False)), strict=True)), lab.links)
 
 
-def medians(lab: NetLab, cells: Sequence[Cell], steps: int = STEPS) -> list[float]:
+def steps(quick: bool) -> int:
+    """Of each training."""
+    return 2 if quick else 3
+
+
+def medians(lab: NetLab, cells: Sequence[Cell], quick: bool) -> list[float]:
     """Seconds of a step of each cell."""
-    return [statistics.median(step_seconds(found)) for found in train(lab, cells, steps)]
+    return [statistics.median(step_seconds(found)) for found in train(lab, cells, steps(quick))]
 
 
 def train(lab: NetLab, cells: Sequence[Cell], steps: int) -> list[list[Steps]]:
@@ -373,7 +377,7 @@ def choice_layers() -> ModelProfile:
 def regret_measured(lab: NetLab, overheads: Overheads, quick: bool) -> Iterator[tuple[str, list[Candidate]]]:
     """Each problem with its candidates."""
     given = [made("gpipe"), made("1f1b"), made("kfkb", k=2), made("interleaved"), made("zero_bubble")]
-    for name, transfer, slow in CHOICES[1:2] if quick else CHOICES:
+    for name, transfer, slow in CHOICES[2:] if quick else CHOICES:
         lab.shape(MESSAGE / transfer)
         nothing = Cell(given[0], even_plan(given[0], RANKS, 1, 1), choice_layers(), slow)
         links = {pair: replace(link, latency=overheads.message) for pair, link in lab.links.items()}
@@ -390,7 +394,7 @@ def regret_measured(lab: NetLab, overheads: Overheads, quick: bool) -> Iterator[
             name,
             [
                 Candidate(cell, cell.predicted(lab.links, overheads), t, key == (best.schedule, best.microbatches))
-                for key, cell, t in zip(fits, cells, medians(lab, cells), strict=True)
+                for key, cell, t in zip(fits, cells, medians(lab, cells, quick), strict=True)
             ],
         )
 
@@ -436,7 +440,7 @@ class Partitions:
         return self.planned.measured / self.ideal - 1
 
 
-def partitions(lab: NetLab, overheads: Overheads) -> Partitions:
+def partitions(lab: NetLab, overheads: Overheads, quick: bool) -> Partitions:
     """On free links, with a slower rank."""
     lab.shape(None)
     schedule, share = made("1f1b"), RANKS / MANY
@@ -447,7 +451,7 @@ def partitions(lab: NetLab, overheads: Overheads) -> Partitions:
     rows = [
         Row(f"rank {SLOW_RANK} slower, {title}", "1f1b", cell.predicted(lab.links, overheads), measured)
         for title, cell, measured in zip(
-            ("even cut", "planned cut"), (even, planned), medians(lab, [even, planned]), strict=True
+            ("even cut", "planned cut"), (even, planned), medians(lab, [even, planned], quick), strict=True
         )
     ]
     work = RANKS * (FORWARD + BACKWARD)
@@ -467,7 +471,7 @@ def on_shaped_links(quick: bool) -> dict[str, float]:
         for row in emulated_rows(lab, overheads, quick):
             rows.append(row)
             print(row, flush=True)
-        cuts = partitions(lab, overheads)
+        cuts = partitions(lab, overheads, quick)
         print(cuts.even, cuts.planned, sep="\n")
         print(f"planned cut {cuts.gain:.2f} times as fast, {cuts.beyond_ideal:+.1%} beside work over the sum of speeds")
         regrets = []
@@ -490,7 +494,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts have no name server, of which torch would warn
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    print(f"{platform.machine()}, {os.cpu_count()} cores, {versions}; medians of {STEPS} steps, transfers of 128 KiB")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {versions}; medians of {steps(options.quick)} steps")
     gpt = gpt_row(9 if options.quick else 21)
     print(gpt)
     if reason := why_not():
