@@ -137,9 +137,9 @@ class Hosts:
 def why_not() -> str:
     """Why hosts can't be made here; empty if they can."""
     if sys.platform != "linux":
-        return "network namespaces need Linux"
+        return "hosts need the network namespaces of Linux"
     if missing := [tool for tool in ("ip", "nsenter", "unshare") if not shutil.which(tool)]:
-        return f"network namespaces need {', '.join(missing)}, which is not installed"
+        return f"hosts need what is not installed here: {', '.join(missing)}"
     try:
         with Hosts(2):
             return ""
