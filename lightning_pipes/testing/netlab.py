@@ -26,7 +26,7 @@ Direction = tuple[int, int]
 """(from rank, to rank)"""
 T = TypeVar("T")
 GOODPUT = 0.954
-"""Bytes of messages in a byte that tbf counts; the rest are headers and acknowledgements. Measured, up to 25 MB/s."""
+"""Bytes of messages in a byte that tbf counts; the rest are headers and acknowledgements. Measured, up to 20 MB/s."""
 BURST = 8 * 1024
 """Bytes that pass at full speed after idleness: as few as work, as a message looks so much shorter."""
 QUEUE = 2**20
@@ -42,8 +42,8 @@ class NetLab(Hosts):
     Ranks started by `run_ranks` are on different hosts, so their messages go over gloo without being told to.
 
     Args:
-        bandwidth: bytes of messages per second, of every link and direction; None is without a limit. Speeds repeat to
-            0.1 % up to 25 MB/s on a machine that keeps up.
+        bandwidth: bytes of messages per second, of every link and direction; None is without a limit. Up to 20 MB/s it
+            holds within 0.5 % on a machine that keeps up.
         burst: bytes that pass at full speed after idleness.
         queue: bytes that may wait before a link.
     """
