@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -34,12 +33,12 @@ from lightning_pipes.ir import Plan, Schedule, Span, placement
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.timeline import Event
+from lightning_pipes.testing.emulated import Emulated, sleeping, steady
 from lightning_pipes.testing.ranks import run_ranks
 
 FORWARD, BACKWARD = 0.005, 0.010
 EDGE_FLOATS = 64 * 1024 // 4
 WARM_UP = 2
-SPIN = 0.00005
 
 
 @dataclass(frozen=True)
@@ -87,47 +86,6 @@ class Row:
     predicted: float
 
 
-def pause_until(end: float) -> None:
-    """Returns at `end` of the performance counter, to some microseconds: sleeps, and spins at the end, because a sleep
-    alone ends late by as much as an engine's whole overhead."""
-    left = end - time.perf_counter() - SPIN
-    if left > 0:
-        time.sleep(left)
-    while time.perf_counter() < end:
-        os.sched_yield()  # other threads may have the interpreter, as during a real kernel
-
-
-class _Sleep(torch.autograd.Function):
-    """Takes a fixed time forward and backward, and passes its input on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        end = time.perf_counter() + forward
-        ctx.backward_seconds = backward
-        out = x.clone()
-        pause_until(end)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        end = time.perf_counter() + ctx.backward_seconds
-        fresh, weight = gradients[0].clone(), torch.zeros(())
-        pause_until(end)
-        return fresh, weight, None, None
-
-
-class Emulated(nn.Module):
-    """A stage that sleeps."""
-
-    def __init__(self, forward: float, backward: float) -> None:
-        super().__init__()
-        self.times = (forward, backward)
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(x, self.weight, *self.times)  # type: ignore[no-any-return,no-untyped-call]
-
-
 class Block(nn.Module):
     """A pre-norm transformer block with causal attention; x is (samples, tokens, width)."""
 
@@ -172,7 +130,7 @@ def make_problem(cell: Cell) -> tuple[list[nn.Module], torch.Tensor, torch.Tenso
     if cell.model == "gpt":
         x = torch.randint(256, (cell.rows, 96))
         return list(gpt_parts(n)), x, torch.randint(256, x.shape), nn.functional.cross_entropy
-    parts: list[nn.Module] = [Emulated(*cell.seconds) for _ in range(n)]
+    parts: list[nn.Module] = [Emulated(sleeping(*cell.seconds)) for _ in range(n)]
     x = torch.randn(cell.rows, EDGE_FLOATS)
     return parts, x, torch.zeros(cell.rows), lambda output, target: output.mean()
 
@@ -251,12 +209,6 @@ def rank_main(rank: int, cells: list[Cell], pairs: int) -> list[dict[str, Any]]:
         found.append({"spans": spans, "busy": busy, "windows": windows[WARM_UP:]})
     watch.close()
     return found
-
-
-def steady() -> None:
-    """Asks for priority, where allowed: on a shared machine other programs would be measured too."""
-    with suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
 
 
 def evaluate(cell: Cell, by_rank: list[dict[str, Any]], pairs: int) -> Row:

@@ -19,9 +19,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from engine import gpt_parts, steady
+from engine import gpt_parts
 from torch import nn
 
+from lightning_pipes.testing.emulated import steady
 from lightning_pipes.testing.ranks import run_ranks
 
 RANKS, MICROBATCHES, ROWS, TOKENS = 2, 8, 16, 96

@@ -131,7 +131,6 @@ def _measure_times(
     count: bool,
 ) -> None:
     span = Span(0, rows)
-    kept: list[tuple[Saved, autograd.Flags, Any]] = []
 
     def timed(layer: int, kind: Kind, work: Callable[[], Any]) -> Any:
         _synchronize(device)
@@ -150,21 +149,16 @@ def _measure_times(
             return autograd.leave(call(layer, autograd.enter(x, flags, saved) if flags else x), saved)
 
         x, flags = timed(number, Kind.STEP if in_two else Kind.F, forward)
-        kept.append((saved, flags, x))
-    back: list[Any] = []
-    for number in reversed(range(len(layers))):
-        saved, flags, out = kept.pop()
-        if not back:  # nothing came: the end of the model
-            back = [torch.ones_like(t) for t, flag in zip(tensors_in(out), flags, strict=True) if flag]
-        records = [(saved, back)]
+        if not any(flags):
+            continue  # nothing up to here is trained
+        # At once, not after all other layers: at the peak of a whole model's activations one layer would pay for
+        # memory that the allocator has given back to the system in between.
+        records = [(saved, [torch.ones_like(t) for t, flag in zip(tensors_in(x), flags, strict=True) if flag])]
         if in_two:
             left = timed(number, Kind.I, partial(backward_inputs, records, False))
             timed(number, Kind.W, left.compute)
         else:
             timed(number, Kind.B, partial(autograd.backward, records, False))
-        back = autograd.input_gradients(saved)
-        if not any(g is not None for g in back):
-            break  # nothing before this layer is trained
 
 
 def _measure_saved(layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer) -> None:

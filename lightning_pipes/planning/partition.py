@@ -50,7 +50,8 @@ def light_partitions(
     loads: Sequence[np.ndarray], edges: np.ndarray, slacks: Sequence[float] = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)
 ) -> list[tuple[Span, ...]]:
     """Partitions whose heaviest stage is as light as can be, or lighter than that times a slack, each with the cheapest
-    cuts that this allows; without repetitions, the lightest first. Empty if there is none at all.
+    cuts that this allows; without repetitions, the lightest first. Empty if there is none at all. Of equally good ones
+    there are two: with heavy stages late, and early, which balance does not tell apart and a schedule does.
 
     Args:
         loads: of each stage, the seconds of the layers i to j (exclusive) in row i, column j; infinite where the stage
@@ -73,7 +74,9 @@ def light_partitions(
         def cost(band: np.ndarray, limit: float = limit) -> np.ndarray:
             return np.where(band <= limit, into + 1e-3 * (band / bound) ** 2, np.inf)
 
-        found[_chosen(_each(bands, cost))] = None
+        costs = _each(bands, cost)
+        for late in (False, True):
+            found[_chosen(costs, late)] = None
     return list(found)
 
 
@@ -115,9 +118,9 @@ def _begins(n: int, width: int) -> np.ndarray:
     return np.arange(n + 1)[:, None] - width + np.arange(width)[None, :]
 
 
-def _chosen(bands: Sequence[np.ndarray]) -> tuple[Span, ...]:
-    """The partition with the smallest sum."""
-    _, choice = _best(bands, np.add)
+def _chosen(bands: Sequence[np.ndarray], late: bool = False) -> tuple[Span, ...]:
+    """The partition with the smallest sum; of equal ones that whose last stages begin early, or late."""
+    _, choice = _best(bands, np.add, late)
     cuts = [bands[0].shape[0] - 1]
     for begins in reversed(choice):
         cuts.append(int(begins[cuts[-1]]))
@@ -125,7 +128,7 @@ def _chosen(bands: Sequence[np.ndarray]) -> tuple[Span, ...]:
     return tuple(Span(a, b) for a, b in itertools.pairwise(cuts))
 
 
-def _best(bands: Sequence[np.ndarray], join: np.ufunc) -> tuple[np.ndarray, list[np.ndarray]]:
+def _best(bands: Sequence[np.ndarray], join: np.ufunc, late: bool = False) -> tuple[np.ndarray, list[np.ndarray]]:
     """For each number of layers the smallest joined cost of all stages, and for each stage where it begins then."""
     n = bands[0].shape[0] - 1
     begin = _begins(n, bands[0].shape[1])
@@ -137,6 +140,9 @@ def _best(bands: Sequence[np.ndarray], join: np.ufunc) -> tuple[np.ndarray, list
     for band in bands:
         joined = join(value[before], band)
         best = joined.argmin(axis=1)
+        if late:  # sums of equal parts differ in their last digits
+            close = joined <= joined[row, best, None] * (1 + 1e-12)
+            best = joined.shape[1] - 1 - close[:, ::-1].argmax(axis=1)
         choice.append(begin[row, best])
         value = joined[row, best]
     return value, choice

@@ -9,18 +9,24 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Self
 
-from lightning_pipes.testing.ranks import die_with_parent
+from lightning_pipes.testing.ranks import Outcome, die_with_parent, values, watch_ranks
 
 DEVICE = "eth0"
 """The network device of each host; gloo has to be told by GLOO_SOCKET_IFNAME."""
+PORT = 29500
+"""Where ranks meet on the first host."""
 _CLONE_NEWNET = 0x40000000
-_TIED = ("setpriv", "--pdeathsig", "KILL")
+_OWNER = "LIGHTNING_PIPES_HOSTS_OWNER"
+"""In the environment of what hosts hold and run: who made them."""
 
 
 def address(host: int) -> str:
@@ -44,7 +50,7 @@ def enter(holder: int) -> None:
 
 def cut() -> None:
     """Takes down the link of the host that the caller is in."""
-    _run("ip", "link", "set", DEVICE, "down")
+    run_command("ip", "link", "set", DEVICE, "down")
 
 
 class Hosts:
@@ -61,18 +67,7 @@ class Hosts:
 
     def __enter__(self) -> Self:
         try:
-            switch = self._hold()
-            self._in(switch, "ip", "link", "add", "switch", "type", "bridge")
-            self._in(switch, "ip", "link", "set", "switch", "up")
-            for host in range(self._n):
-                holder, port = self._hold(), f"port{host}"
-                peer = ("peer", "name", DEVICE, "netns", str(holder))
-                self._in(switch, "ip", "link", "add", port, "type", "veth", *peer)
-                self._in(switch, "ip", "link", "set", port, "master", "switch", "up")
-                self._in(holder, "ip", "address", "add", f"{address(host)}/24", "dev", DEVICE)
-                for device in ("lo", DEVICE):
-                    self._in(holder, "ip", "link", "set", device, "up")
-                self.holders.append(holder)
+            self._set_up()
         except BaseException:
             self._stack.close()
             raise
@@ -84,46 +79,124 @@ class Hosts:
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[str]:
         """Starts a process on a host; it is killed, if it is still there, when the context ends."""
         inside = [*_nsenter(self.holders[host]), *command]
-        everything = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, **env}
-        # Tied to us before Popen returns: setpriv might come to it when we are gone already.
-        process = subprocess.Popen(inside, env=everything, text=True, preexec_fn=die_with_parent, **more)
-        self._stack.callback(_end, process)
-        return process
+        return self._popen(inside, {"GLOO_SOCKET_IFNAME": DEVICE, **env}, **more)
+
+    def run_ranks(
+        self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
+    ) -> list[Any]:
+        """`ranks.run_ranks` with one rank on each host."""
+        return values(self.watch_ranks(fn, *args, timeout=timeout, env=env))
+
+    def watch_ranks(
+        self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
+    ) -> list[Outcome]:
+        """`ranks.watch_ranks` with one rank on each host; the first one's hosts their store."""
+        meeting = {
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "MASTER_ADDR": address(0),
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": DEVICE,
+            **(env or {}),
+        }
+        return watch_ranks(_on_host, self._n, self.holders, fn, *args, timeout=timeout, env=meeting)
+
+    def _set_up(self) -> None:
+        switch = self._hold()
+        self._in(switch, "ip", "link", "add", "switch", "type", "bridge")
+        self._in(switch, "ip", "link", "set", "switch", "up")
+        for host in range(self._n):
+            holder, port = self._hold(), f"port{host}"
+            peer = ("peer", "name", DEVICE, "netns", str(holder))
+            self._in(switch, "ip", "link", "add", port, "type", "veth", *peer)
+            self._in(switch, "ip", "link", "set", port, "master", "switch", "up")
+            self._in(holder, "ip", "address", "add", f"{address(host)}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
+                self._in(holder, "ip", "link", "set", device, "up")
+            self.holders.append(holder)
 
     def _hold(self) -> int:
-        process = subprocess.Popen(
-            [*_TIED, "unshare", "--net", "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE, text=True
-        )
-        self._stack.callback(_end, process)
+        process = self._popen(["unshare", "--net", "sh", "-c", "echo; exec sleep infinity"], {}, stdout=subprocess.PIPE)
         assert process.stdout is not None
         if not process.stdout.readline():
             raise PermissionError("network namespaces can't be made here: root and Linux are needed")
         process.stdout.close()
         return process.pid
 
+    def _popen(self, command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[str]:
+        everything = {**os.environ, _OWNER: f"{os.getpid()} {_born(os.getpid())}", **env}
+        # Tied to us before Popen returns: setpriv might come to it when we are gone already.
+        process = subprocess.Popen(command, env=everything, text=True, preexec_fn=die_with_parent, **more)
+        self._stack.callback(_end, process)
+        return process
+
     def _in(self, holder: int, *command: str) -> None:
-        _run(*_nsenter(holder), *command)
+        run_command(*_nsenter(holder), *command)
 
 
-def available() -> bool:
-    """Whether hosts can be made here."""
-    if sys.platform != "linux" or not all(map(shutil.which, ("ip", "nsenter", "unshare", "setpriv"))):
-        return False
+@lru_cache(maxsize=1)
+def why_not() -> str:
+    """Why hosts can't be made here; empty if they can."""
+    if sys.platform != "linux":
+        return "hosts need the network namespaces of Linux"
+    if missing := [tool for tool in ("ip", "nsenter", "unshare") if not shutil.which(tool)]:
+        return f"hosts need what is not installed here: {', '.join(missing)}"
     try:
         with Hosts(2):
-            return True
-    except (OSError, subprocess.CalledProcessError):
-        return False
+            return ""
+    except OSError as error:
+        return str(error)
+
+
+def clean() -> list[int]:
+    """Kills what is left in hosts whose owner ended, and says which processes. There should be none: the kernel does
+    so, unless the owner was killed in the instant in which it started one."""
+    numbers = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    left = [pid for pid in numbers if _born(pid) and _orphan(pid)]
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def run_command(*command: str) -> None:
+    """Runs it to its end.
+
+    Raises:
+        OSError: it failed; with what it said.
+    """
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
+
+
+def _on_host(rank: int, holders: Sequence[int], fn: Callable[..., Any], *args: Any) -> Any:
+    enter(holders[rank])
+    return fn(rank, *args)
 
 
 def _nsenter(holder: int) -> tuple[str, ...]:
     return "nsenter", "--target", str(holder), "--net"
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
-
-
 def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
+
+
+def _orphan(pid: int) -> bool:
+    """Whether the process belongs to hosts whose owner ended."""
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0"):
+            name, _, owner = entry.partition("=")
+            if name == _OWNER:
+                owner_pid, _, born = owner.partition(" ")
+                return _born(int(owner_pid)) != born
+    return False
+
+
+def _born(pid: int) -> str:
+    """When a process was started, which tells it from a later one of the same number; empty if it has ended."""
+    with suppress(OSError):
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else rest[18]
+    return ""

@@ -14,6 +14,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -63,7 +64,15 @@ def run_ranks(
     Raises:
         RanksFailedError: any rank did not return within `timeout` seconds.
     """
-    outcomes = watch_ranks(fn, n, *args, timeout=timeout, env=env)
+    return values(watch_ranks(fn, n, *args, timeout=timeout, env=env))
+
+
+def values(outcomes: Sequence[Outcome]) -> list[Any]:
+    """What ranks returned.
+
+    Raises:
+        RanksFailedError: any of them did not.
+    """
     if any(o.error for o in outcomes):
         raise RanksFailedError(
             "\n".join(f"--- rank {o.rank} after {o.seconds:.1f} s\n{o.error}" for o in outcomes if o.error)
@@ -164,20 +173,9 @@ def _rank_main(
     timeout: float,
 ) -> None:
     die_with_parent()
+    threading.Thread(target=_die_with_starter, name="owner", daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(n),
-        LOCAL_WORLD_SIZE=str(n),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="ranks",
-        TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-    os.environ.update(env)
+    os.environ.update(environment(rank, n, "127.0.0.1", port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"} | env)
     torch.set_num_threads(1)
     with open(stacks, "w") as file:
         faulthandler.dump_traceback_later(max(timeout - 3.0, timeout / 2), file=file)
@@ -196,6 +194,30 @@ def _rank_main(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if error else 0)
+
+
+def _die_with_starter() -> None:
+    """Ends this process with the one that runs the ranks: the server that forked it lives as long as any rank."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    wait([starter.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def environment(rank: int, n: int, address: str, port: int) -> dict[str, str]:
+    """What torchrun tells each of `n` ranks, which meet at `address` and `port`, where the first one has the store."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "ranks",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
 
 
 def die_with_parent() -> None:

@@ -6,32 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_pipes.testing import namespaces
-from lightning_pipes.testing.ranks import Outcome, watch_ranks
 from tests.faults.training import Run, train
 
 TIMEOUT, SOON = 5.0, 8.0
-needs_hosts = pytest.mark.skipif(not namespaces.available(), reason="needs root and network namespaces")
-
-
-def train_on_host(rank: int, holders: list[int], run: Run) -> dict[str, Any]:
-    namespaces.enter(holders[rank])
-    return train(rank, run)
-
-
-def on_two_hosts(run: Run) -> list[Outcome]:
-    env = {
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "MASTER_ADDR": namespaces.address(0),
-        "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": namespaces.DEVICE,
-    }
-    with namespaces.Hosts(2) as hosts:
-        return watch_ranks(train_on_host, 2, hosts.holders, run, timeout=60, env=env)
+needs_hosts = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
 
 
 @pytest.mark.root
@@ -39,7 +21,8 @@ def on_two_hosts(run: Run) -> list[Outcome]:
 @pytest.mark.parametrize("place", ["forward", pytest.param("save", marks=pytest.mark.slow)])
 def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
     run = Run(str(tmp_path), "cut", place, (1,), strategy={"heartbeat_timeout": TIMEOUT})
-    with_store, without = on_two_hosts(run)
+    with namespaces.Hosts(2) as hosts:
+        with_store, without = hosts.watch_ranks(train, run)
     assert time.monotonic() - float((tmp_path / "harmed1").read_text()) < TIMEOUT + SOON
     for o in (with_store, without):
         assert o.exitcode == 1

@@ -113,7 +113,7 @@ def test_a_restart_goes_on_where_the_dead_one_was(rendezvous, undisturbed, tmp_p
     check_same(restarted, undisturbed)
 
 
-needs_hosts = pytest.mark.skipif(not namespaces.available(), reason="needs root and network namespaces")
+needs_hosts = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
 
 
 def on_two_hosts(folder: Path, options: list[str], kill: int | None = None) -> Training:

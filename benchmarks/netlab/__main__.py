@@ -1,0 +1,52 @@
+"""The network laboratory from the command line.
+
+python -m benchmarks.netlab check
+python -m benchmarks.netlab run -n 2 --bandwidth 5e6 -- python examples/train.py trainer.devices=2
+python -m benchmarks.netlab clean
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from lightning_pipes.testing.namespaces import PORT, address, clean
+from lightning_pipes.testing.netlab import BURST, NetLab, why_not
+from lightning_pipes.testing.ranks import environment
+
+
+def run(n: int, bandwidth: float | None, burst: int, command: Sequence[str]) -> int:
+    """Starts the command once on each of `n` hosts, as torchrun would; 0 if all returned 0. When one fails the others
+    are killed."""
+    with NetLab(n, bandwidth, burst=burst) as lab:
+        processes = [lab.start(r, command, environment(r, n, address(0), PORT)) for r in range(n)]
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            time.sleep(0.05)
+    return int(any(codes))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="run a command on every host")
+    running.add_argument("-n", type=int, default=2, help="hosts")
+    running.add_argument("--bandwidth", type=float, help="bytes of messages per second, of every link and direction")
+    running.add_argument("--burst", type=int, default=BURST, help="bytes that pass at full speed after idleness")
+    running.add_argument("argv", nargs="+")
+    commands.add_parser("check", help="whether there can be a laboratory here")
+    commands.add_parser("clean", help="kill what laboratories have left whose owner ended")
+    options = parser.parse_args()
+    if options.command == "clean":
+        print(f"killed {len(clean())} processes")
+        return 0
+    if options.command == "run":
+        return run(options.n, options.bandwidth, options.burst, options.argv)
+    reason = why_not()
+    print(reason or "there can be a laboratory here")
+    return int(bool(reason))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Layers that take the time that a profile says and compute nothing, so that two cores can stand for eight devices:
+right for order, transport and overhead, and for nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipes.cost import LayerProfile
+from lightning_pipes.cost.model import at_rows
+from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
+from lightning_pipes.ir import Plan, Policy, Program, Span
+from lightning_pipes.sim.timeline import Event
+
+SPIN = 0.00005
+
+
+def steady() -> None:
+    """Asks for priority, where allowed: on a shared machine other programs would be measured too."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
+
+
+def pause_until(end: float) -> None:
+    """Returns at `end` of the performance counter, to some microseconds: sleeps, and spins at the end, because a sleep
+    alone ends late by as much as an engine's whole overhead."""
+    left = end - time.perf_counter() - SPIN
+    if left > 0:
+        time.sleep(left)
+    while time.perf_counter() < end:
+        os.sched_yield()  # other threads may have the interpreter, as during a real kernel
+
+
+def sleeping(forward: float, backward: float, weights: float = 0.0, message_bytes: int = 4) -> LayerProfile:
+    """A layer that takes so many seconds, whatever the rows; `weights` of the backward are for the gradients of weights
+    and can be had apart. It hands on `message_bytes` a row, a multiple of 4."""
+    layer = LayerProfile("sleeping", ((1, forward),), ((1, backward),), gradient_bytes=4, output=((1, message_bytes),))
+    if not weights:
+        return layer
+    return replace(layer, input_backward=((1, backward - weights),), weight_backward=((1, weights),))
+
+
+class _Sleep(torch.autograd.Function):
+    """Takes a time forward and backward, and passes its input on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        end = time.perf_counter() + forward
+        ctx.backward_seconds = backward
+        out = x.clone()
+        pause_until(end)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        end = time.perf_counter() + ctx.backward_seconds
+        fresh, weight = gradients[0].clone(), torch.zeros(())
+        pause_until(end)
+        return fresh, weight, None, None
+
+
+class _SleepLater(torch.autograd.Function):
+    """Passes a weight on, and takes a time for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, backward: float) -> torch.Tensor:
+        ctx.backward_seconds = backward
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        pause_until(time.perf_counter() + ctx.backward_seconds)
+        return gradients[0], None
+
+
+class Emulated(nn.Module):
+    """Sleeps as its profile says of as many rows as come in, on a device of relative `speed`; passes its input on."""
+
+    def __init__(self, profile: LayerProfile, speed: float = 1.0) -> None:
+        super().__init__()
+        self.profile, self.speed = profile, speed
+        self.weight = nn.Parameter(torch.zeros(()))
+        if profile.weight_backward:
+            self.apart = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        p = self.profile
+        back = p.input_backward if p.weight_backward else p.backward
+        forward, backward, weights = (at_rows(t, len(x)) / self.speed for t in (p.forward, back, p.weight_backward))
+        out: torch.Tensor = _Sleep.apply(x, self.weight, forward, backward)  # type: ignore[no-untyped-call]
+        if p.weight_backward:  # a sum leads to both, so that a backward in two parts finds them apart
+            out = out + _SleepLater.apply(self.apart, weights)  # type: ignore[no-untyped-call]
+        return out
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """Training of emulated layers.
+
+    Attributes:
+        plan: with the layers of each stage.
+        order: what orders it.
+        layers: of the whole model; all of them hand on as many bytes.
+        speeds: of each rank's device.
+    """
+
+    plan: Plan
+    order: Program | Policy
+    layers: tuple[LayerProfile, ...]
+    speeds: tuple[float, ...]
+
+    @property
+    def rows(self) -> int:
+        """Samples in a batch."""
+        return self.plan.jobs[0].rows
+
+    def stages(self, rank: int) -> list[Stage]:
+        """Those of a rank, without an update."""
+        (size,) = {layer.output[-1][1] / layer.output[-1][0] for layer in self.layers}
+        x = torch.zeros(self.rows, int(size) // 4)
+        last = self.plan.n_stages - 1
+
+        def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+            out = stage.run_layers(item, span, x[span.start : span.stop] if received is None else received)
+            return out.mean() if stage.number == last else out
+
+        return [
+            Stage(s, {n: Emulated(self.layers[n], self.speeds[rank]) for n in _numbers(self.plan.layers[s])}, body)
+            for s in self.plan.stages[rank]
+        ]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What one rank saw of the steps of one training: start and end in nanoseconds, and the engine's events."""
+
+    spans: tuple[tuple[int, int], ...]
+    events: tuple[tuple[Event, ...], ...]
+
+
+def run_steps(
+    plan: Plan,
+    order: Program | Policy,
+    stages: Sequence[Stage],
+    rank: int,
+    watch: FailureWatch,
+    steps: int,
+    warm_up: Sequence[int],
+) -> Steps:
+    """Trains with so many steps: a collective call of all ranks of the default group, which start every step together.
+
+    Args:
+        warm_up: samples of batches before, which do not count; a few are enough to set channels up.
+    """
+    transport = make_transport(plan, rank, range(plan.n_ranks), torch.device("cpu"), watch)
+    engine = Engine(plan, order, stages, transport, rank=rank, watch=watch)
+    spans, events = [], []
+    for number, rows in enumerate([*warm_up, *(steps * [plan.jobs[0].rows])]):
+        dist.barrier()
+        started = time.monotonic_ns()
+        engine.inject(Item(number, rows))
+        engine.drain()
+        spans.append((started, time.monotonic_ns()))
+        events.append(tuple(engine.events))
+    engine.close()
+    return Steps(tuple(spans[len(warm_up) :]), tuple(events[len(warm_up) :]))
+
+
+def step_seconds(by_rank: Sequence[Steps]) -> list[float]:
+    """Seconds of each step, from the first rank's start to the last one's end."""
+    each = zip(*(found.spans for found in by_rank), strict=True)
+    return [(max(end for _, end in spans) - min(start for start, _ in spans)) / 1e9 for spans in each]
+
+
+def _numbers(span: Span) -> range:
+    return range(span.start, span.stop)

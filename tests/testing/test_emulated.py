@@ -1,0 +1,117 @@
+"""Emulated layers take the time that they are told to, and the benchmark that foretells their steps finds it again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_pipes.cost import Link
+from lightning_pipes.engine.autograd import Saved, backward, enter, leave
+from lightning_pipes.engine.split import backward_inputs
+from lightning_pipes.ir import I, Kind, Span
+from lightning_pipes.sim import simulate
+from lightning_pipes.testing.emulated import Emulated, Steps, sleeping, step_seconds
+
+ROOT = Path(__file__).parents[2]
+SHARED = 0.5
+"""Seconds by which a shared machine may be late."""
+
+
+@pytest.fixture
+def fidelity(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import fidelity
+
+    return fidelity
+
+
+def timed(work):
+    began = time.perf_counter()
+    result = work()
+    return time.perf_counter() - began, result
+
+
+def forward(layer):
+    saved = Saved(Span(0, 2), None)
+    seconds, _ = timed(lambda: leave(layer(enter(torch.ones(2, 3), (True,), saved)), saved))
+    return seconds, saved
+
+
+class TestEmulatedLayers:
+    @pytest.mark.parametrize("weights", [0.0, 0.03])
+    def test_take_their_time(self, weights):
+        layer = Emulated(sleeping(0.01, 0.05, weights))
+        seconds, saved = forward(layer)
+        assert 0.01 <= seconds < 0.01 + SHARED
+        seconds, _ = timed(lambda: backward([(saved, [torch.ones(2, 3)])], last=False))
+        assert 0.05 <= seconds < 0.05 + SHARED
+        assert all(p.grad is not None for p in layer.parameters())
+
+    def test_in_two_parts(self):
+        layer = Emulated(sleeping(0.0, 0.25, weights=0.2))
+        _, saved = forward(layer)
+        first, left = timed(lambda: backward_inputs([(saved, [torch.ones(2, 3)])], last=False))
+        assert not left.inseparable
+        assert 0.05 <= first < 0.05 + SHARED
+        (entered,) = saved.entered
+        assert torch.equal(entered.grad, torch.ones(2, 3))
+        second, _ = timed(left.compute)
+        assert 0.2 <= second < 0.2 + SHARED
+
+    def test_by_rows_and_speed(self):
+        profile = replace(sleeping(0.0, 0.0), forward=((1, 0.01), (2, 0.03)))
+        seconds, _ = forward(Emulated(profile, speed=0.5))
+        assert 0.06 <= seconds < 0.06 + SHARED
+
+
+def test_steps_end_with_the_last_rank():
+    ranks = [Steps(((10, 40), (50, 60)), ()), Steps(((20, 70), (55, 57)), ())]
+    assert step_seconds(ranks) == pytest.approx([60e-9, 10e-9])
+
+
+class TestFidelity:
+    @pytest.mark.parametrize("transfer", [0.0, 0.005])
+    def test_overheads_are_found_in_what_was_recorded(self, fidelity, transfer):
+        """A training that is simulated with overheads gives them back, whatever the plan."""
+        link = Link(fidelity.MESSAGE / transfer, burst=8192) if transfer else Link()
+        links = {(a, b): link for a in range(4) for b in range(4) if a != b}
+        kinds = {Kind.F: 1e-3, Kind.B: 2e-3, Kind.I: 4e-3, Kind.W: 8e-3}
+        overheads = fidelity.Overheads(5e-4, kinds, 3e-4)
+        trainings = []
+        for name in ("zero_bubble", "1f1b"):
+            cell = fidelity.equal_stages(name, microbatches=8)
+            run = simulate(cell.emulation.order, cell.plan, cell.costs(links, overheads))
+            assert cell.predicted(links, overheads) == run.makespan / 1e9
+            none = I(0, cell.plan.spans(Kind.I, 0)[0])  # the engine has no use for input gradients on stage 0
+            events = [
+                tuple(
+                    e._replace(end=e.start) if e.instruction._replace(span=none.span) == none else e
+                    for e in run.events
+                    if e.rank == r
+                )
+                for r in range(4)
+            ]
+            trainings.append((cell, [Steps(((0, run.makespan),), (mine,)) for mine in events]))
+        found = fidelity.Overheads.of(trainings, links)
+        assert found.computation == pytest.approx(kinds)
+        assert found.between == pytest.approx(overheads.between)
+        assert found.message == pytest.approx(overheads.message, rel=0.1)
+
+    def test_regret_is_beside_the_best_measured(self, fidelity):
+        cell = fidelity.equal_stages("1f1b")
+        candidates = [fidelity.Candidate(cell, 1.0, t, t == 1.1) for t in (1.0, 1.1, 1.2)]
+        assert fidelity.regret(candidates) == pytest.approx(0.1)
+
+    def test_kfkb_with_k_1_is_1f1b(self, fidelity):
+        one, other = fidelity.equal_stages("kfkb", k=1), fidelity.equal_stages("1f1b")
+        assert one.emulation.order.lines() == other.emulation.order.lines()
+
+    def test_a_slow_rank_can_be_made_up_for(self, fidelity):
+        """The layers of the benchmark can be cut so that all ranks take as long."""
+        layers, slow = fidelity.MANY, fidelity.SLOW_RANK
+        shares = [layers / (4 - 1 / 3) * (2 / 3 if rank == slow else 1) for rank in range(4)]
+        assert shares == pytest.approx([12, 8, 12, 12])

@@ -1,0 +1,167 @@
+"""The network laboratory: links as fast as they were set to, also while they are used, and nothing left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipes.cost import Link
+from lightning_pipes.engine import FailureWatch, GlooTransport, make_transport
+from lightning_pipes.engine.links import measure_links
+from lightning_pipes.ir import Plan, PlanError
+from lightning_pipes.testing import namespaces
+from lightning_pipes.testing.netlab import GOODPUT, Competition, NetLab, why_not
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[NetLab]:
+    with NetLab(3) as lab:
+        yield lab
+
+
+def speed(competition: Competition, seconds: float = 0.4) -> float:
+    """Bytes per second that come through, once a change has taken hold."""
+    time.sleep(0.2)
+    before, began = competition.received, time.monotonic()
+    time.sleep(seconds)
+    return (competition.received - before) / (time.monotonic() - began)
+
+
+class TestShaping:
+    def test_speeds_change_while_messages_are_on_their_way(self, lab: NetLab) -> None:
+        with lab.compete(0, 1, flows=2) as traffic:
+            for bandwidth in (4e6, 1e6, 1e7):
+                lab.shape(bandwidth, [(0, 1)])
+                assert speed(traffic) == pytest.approx(bandwidth, rel=0.1)
+
+    def test_each_direction_and_cable_has_its_own(self, lab: NetLab) -> None:
+        lab.shape(2e6, [(0, 1)])
+        lab.shape(6e6, [(1, 0)])
+        lab.shape(4e6, [(2, 0)])  # the ring is closed
+        with lab.compete(0, 1) as there, lab.compete(1, 0) as back, lab.compete(2, 0) as around:
+            assert speed(there) == pytest.approx(2e6, rel=0.1)
+            assert speed(back) == pytest.approx(6e6, rel=0.1)
+            assert speed(around) == pytest.approx(4e6, rel=0.1)
+
+    def test_none_takes_the_limit_away(self, lab: NetLab) -> None:
+        lab.shape(2e6)
+        lab.shape(None)
+        assert set(lab.links.values()) == {Link()}
+        with lab.compete(0, 1) as traffic:
+            assert speed(traffic) > 1e8
+
+    def test_set_times(self, lab: NetLab) -> None:
+        lab.shape(8e6)
+        with lab.play([(0.0, 2e6, [(0, 1)]), (60.0, 1e6, None)]), lab.compete(0, 1) as traffic:
+            assert speed(traffic) == pytest.approx(2e6, rel=0.1)
+        assert lab.links[0, 1].bandwidth == 2e6  # what is set for later is not done any more
+        assert lab.links[1, 0].bandwidth == 8e6
+
+    def test_connections_share_a_link(self, lab: NetLab) -> None:
+        lab.shape(6e6, [(0, 1)])
+        with lab.compete(0, 1) as one, lab.compete(0, 1, flows=3, on=0.05, off=0.05) as others:
+            time.sleep(0.5)
+            before, began = one.received + others.received, time.monotonic()
+            time.sleep(0.4)
+            both = (one.received + others.received - before) / (time.monotonic() - began)
+        assert both == pytest.approx(6e6, rel=0.1)
+        assert one.received < 0.9 * (one.received + others.received)
+        assert others.received > 0
+
+    def test_what_can_not_be_set_is_refused(self, lab: NetLab) -> None:
+        before = lab.links
+        with pytest.raises(PlanError, match="bandwidth > 0"):
+            lab.shape(0.0)
+        with pytest.raises(KeyError, match="no link from rank 1 to rank 1"):
+            lab.shape(1e6, [(1, 1)])
+        assert lab.links == before
+
+
+def measured(rank: int) -> tuple[str, dict[tuple[int, int], Link]]:
+    """The transport that ranks choose by themselves, and the links from this one."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
+    plan = Plan.even(3, 3)
+    transport = make_transport(plan, rank, range(3), torch.device("cpu"), watch)
+    links = measure_links(plan, rank, transport, sizes=(2**12, 2**17), repeats=5)
+    transport.close()
+    watch.close()
+    return type(transport).__name__, links
+
+
+def test_ranks_find_the_links_as_they_were_set(lab: NetLab) -> None:
+    lab.shape(8e6)
+    lab.shape(2e6, [(1, 2)])
+    found = lab.run_ranks(measured, timeout=60)
+    assert [name for name, _ in found] == [GlooTransport.__name__] * 3
+    links = {key: link for _, each in found for key, link in each.items()}
+    assert {key: link.bandwidth for key, link in links.items()} == pytest.approx(
+        {(0, 1): 8e6, (1, 0): 8e6, (1, 2): 2e6, (2, 1): 8e6}, rel=0.1
+    )
+    assert lab.links[1, 2] == Link(2e6, burst=GOODPUT * 8192)
+
+
+OWNER = """
+import os, signal, sys
+from lightning_pipes.testing.netlab import NetLab
+def rank_main(rank):
+    print(os.getpid(), flush=True)
+    signal.pause()
+if __name__ == "__main__":
+    with NetLab(2, 1e6) as lab:
+        print(*lab.holders, lab.start(0, ["sleep", "infinity"], {}).pid, flush=True)
+        lab.run_ranks(rank_main)
+"""
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    owner = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pids = [int(word) for _ in range(3) for word in owner.stdout.readline().split()]
+    networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
+    assert len(pids) == 5
+    assert len(networks) == 2  # the ranks are on the hosts
+    owner.kill()
+    owner.communicate(timeout=30)
+    until = time.monotonic() + 40  # the kernel takes its time to remove a network
+    while any(map(is_there, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(is_there, pids))
+    assert namespaces.clean() == []
+
+
+def test_clean_kills_what_slipped_through_and_nothing_else() -> None:
+    here = f"{os.getpid()} {Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
+    sleepers = []
+    for owner in ("4194304 1", f"{os.getpid()} 1", here):  # nobody, one whose number was taken again, one that lives
+        env = {**os.environ, "LIGHTNING_PIPES_HOSTS_OWNER": owner}
+        sleepers.append(subprocess.Popen(["sleep", "infinity"], env=env, preexec_fn=namespaces.die_with_parent))
+    try:
+        assert {*namespaces.clean()} == {sleeper.pid for sleeper in sleepers[:2]}
+        assert [sleeper.wait(timeout=10) for sleeper in sleepers[:2]] == [-signal.SIGKILL] * 2
+        assert sleepers[2].poll() is None
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
