@@ -12,7 +12,8 @@ from lightning_pipes.ir import Program
 from lightning_pipes.trainer.capture import Interceptor
 from lightning_pipes.trainer.checks import warn_about
 from lightning_pipes.trainer.control import Control
-from lightning_pipes.trainer.decision import Decision
+from lightning_pipes.trainer.deciding import Deciding
+from lightning_pipes.trainer.decision import Decision, Wanted
 from lightning_pipes.trainer.deferred import DeferredWeights, check_same_cut
 from lightning_pipes.trainer.grid import Grid
 from lightning_pipes.trainer.hidden_state import HiddenState
@@ -57,6 +58,13 @@ class PipelineSetup:
         self._device = device
         warn_about(module, full)
         self._deferred = DeferredWeights(module, path)
+
+    def decide(self, wanted: Wanted, plain: Decision, transport: str) -> Decision:
+        """What runs, by what layers take on these devices; `plain` where they are not measured."""
+        deciding = Deciding(
+            self._trainer, self.path, self._grid, self._control, self._pipeline, self._device, transport
+        )
+        return deciding.decide(wanted, plain)
 
     def lay_out(self, decision: Decision) -> None:
         """Looks at the whole module as it will be cut: who holds what."""

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch, PeerFailure
 from lightning_pipes.engine.rendezvous import own_store, store_host
-from lightning_pipes.ir import Policy, Schedule, check_count
+from lightning_pipes.ir import PlanError, Policy, Schedule, check_count
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.about import describe_run, gather_run
@@ -112,7 +112,7 @@ class PipelineStrategy(ParallelStrategy):
         data_parallel: int = 1,
         schedule_args: dict[str, Any] | None = None,
         module: str | None = None,
-        partition: str | list[int] = "parameters",
+        partition: str | list[int] = AUTO,
         recompute: bool = False,
         seed: int = 0,
         transport: str = "auto",
@@ -284,7 +284,7 @@ class PipelineStrategy(ParallelStrategy):
             refuse_unsuitable(self.optimizers)
             check_optimizers(self.optimizers)
             whole = parameter_names(module, self.optimizers)
-        self._decision = decision = plain
+        self._decision = decision = made.decide(self._wanted, plain, self._transport) if fitting else plain
         self.schedule = decision.schedule
 
         made.lay_out(decision)
@@ -316,6 +316,7 @@ class PipelineStrategy(ParallelStrategy):
         self._undo += [hooks.remove, stops.remove, agreement.remove]
         self._undo.append(metrics_gather_over(module, self.replicas.group))
         self._undo.append(self._data.forget)
+        self._undo.append(partial(private.forget_training_data, trainer))
 
     def teardown(self) -> None:
         module, cut, run = self.lightning_module, self._cut, self._run
@@ -429,6 +430,17 @@ class PipelineStrategy(ParallelStrategy):
     def flushes(self) -> bool:
         """Whether all stages end a batch before the next one begins."""
         return getattr(self.schedule, "versions", None) is None
+
+    @property
+    def decision(self) -> Decision:
+        """What the last run is, or was: schedule, micro-batches, recomputation and cut, and why.
+
+        Raises:
+            PlanError: nothing has run yet.
+        """
+        if self._decision is None:
+            raise PlanError("nothing is decided before the strategy has run: call trainer.fit first")
+        return self._decision
 
     def last_timing(self) -> Timing | None:
         """Where the time of the last window went, on every rank; None before the first one has ended. Collective: all
