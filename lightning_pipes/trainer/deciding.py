@@ -128,7 +128,7 @@ class Deciding:
             return _Found(reason=f"weights of {type(module).__name__} are on meta until the module is cut")
         if private.training_data_come_later(self._trainer):
             return _Found(
-                reason="train_dataloader is called later, when a resumed run has its counters or the batch size is found"
+                reason="train_dataloader has to wait until a resumed run has its counters, or the batch size is known"
             )
         data = private.training_data(self._trainer)  # on all ranks: it may draw random numbers
         found = _Found()

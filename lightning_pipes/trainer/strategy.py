@@ -27,10 +27,11 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch, PeerFailure
 from lightning_pipes.engine.rendezvous import own_store, store_host
-from lightning_pipes.ir import PlanError, Policy, Schedule, check_count
+from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_count
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.about import describe_run, gather_run
+from lightning_pipes.trainer.adopting import adopt
 from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.control import Control
@@ -78,14 +79,16 @@ class PipelineStrategy(ParallelStrategy):
     The last stage sits on global rank 0, where loggers and the progress bar are.
 
     Args:
-        schedule: the name of an installed schedule, or a Schedule or Policy of your own.
-        microbatches: pieces of a batch; by default two for every stage.
+        schedule: the name of an installed schedule, or a Schedule or Policy of your own; "auto" chooses one when `fit`
+            starts, with micro-batches, recomputation and cut, by simulating what the measured layers would take.
+        microbatches: pieces of a batch; by default two for every stage, or what is best with schedule="auto".
         data_parallel: replicas of the whole pipeline, each with its share of the data, as under DDP. The processes are
             shared out to them, consecutive ones to one pipeline.
         schedule_args: settings of the schedule, such as {"k": 2}.
         module: path of the nn.Sequential to cut; by default the module's child with the most parameters.
-        partition: "parameters" balances the stages by their number; a list names the layers at which stages 1, 2, ...
-            begin.
+        partition: "auto" measures the layers for a second or so when `fit` starts, and balances the stages by time,
+            within the devices' memory, where that saves 5 % of a step; else, and with "parameters", they have even
+            numbers of parameters. A list names the layers at which stages 1, 2, ... begin.
         recompute: keep only the input of each stage and run its forward again before backward; saves memory.
         seed: what dropout and all other random numbers inside a step start from.
         transport: how tensors travel between stages: "local" is shared memory on one host, "nccl" goes from GPU to
@@ -99,8 +102,9 @@ class PipelineStrategy(ParallelStrategy):
         process_group_backend: of the default process group; ours use gloo.
 
     Raises:
-        PlanError: no such schedule, transport or form of checkpoint, or the schedule does not take these settings; when
-            the run starts, a number of processes that can't be shared out.
+        PlanError: no such schedule, partition, transport or form of checkpoint, or the schedule does not take these
+            settings; when the run starts, a number of processes that can't be shared out, or with schedule="auto" none
+            that fits into memory.
     """
 
     strategy_name = "pipeline"
@@ -430,6 +434,27 @@ class PipelineStrategy(ParallelStrategy):
     def flushes(self) -> bool:
         """Whether all stages end a batch before the next one begins."""
         return getattr(self.schedule, "versions", None) is None
+
+    def adopt(
+        self, schedule: str | Schedule | Policy, microbatches: int | None = None, plan: Plan | None = None
+    ) -> None:
+        """From the next training batch on, another schedule or number of micro-batches, as a callback may find better.
+
+        Collective: all ranks call it with the same arguments, at the same batch. Layers stay where they are, so what
+        is trained does not change.
+
+        Args:
+            schedule: the name of an installed schedule, or one of your own with its settings.
+            microbatches: of a batch; by default as many as now.
+            plan: how batches of its size are cut, where they are not to be cut evenly; those of other sizes still are.
+
+        Raises:
+            PlanError: layers would have to move, a schedule that does not flush takes part, or nothing is trained; all
+                stays as it is.
+            PipelineError: the ranks do not agree.
+        """
+        adopt(self._running, self.control, schedule, microbatches, plan)
+        self.schedule = self._running.plans.schedule
 
     @property
     def decision(self) -> Decision:

@@ -24,7 +24,7 @@ from lightning_pipes.tune import schema
 from lightning_pipes.tune.messages import explain, plain_errors
 
 ROOT = Path(__file__).parents[2]
-SCHEDULES = sorted(path.stem for path in (ROOT / "conf" / "schedule").glob("*.yaml"))
+SCHEDULES = sorted(path.stem for path in (ROOT / "conf" / "schedule").glob("*.yaml") if path.stem != "auto")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,9 @@ def composed(*overrides: str) -> DictConfig:
 def test_every_installed_schedule_of_ours_has_settings() -> None:
     ours = {name for name, entry in installed_schedules().items() if entry.value.startswith("lightning_pipes.")}
     assert ours == set(SCHEDULES)
-    assert {f"schedule/{name}" for name in SCHEDULES} == {key for key in schema.SCHEMAS if key.startswith("schedule/")}
+    assert {f"schedule/{name}" for name in (*SCHEDULES, "auto")} == {
+        key for key in schema.SCHEMAS if key.startswith("schedule/")
+    }
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -58,6 +60,15 @@ def test_schedule_is_made_from_its_settings(name: str) -> None:
     cfg = composed(f"schedule={name}")
     assert instantiate(cfg.schedule).name == name
     assert isinstance(OmegaConf.to_object(cfg), schema.TrainSettings)
+
+
+def test_auto_is_left_to_the_strategy() -> None:
+    from lightning_pipes import PipelineStrategy
+
+    cfg = composed("schedule=auto", "pipeline.microbatches=null")
+    assert isinstance(OmegaConf.to_object(cfg), schema.TrainSettings)
+    strategy = PipelineStrategy(instantiate(cfg.schedule), **OmegaConf.to_container(cfg.pipeline))
+    assert strategy._wanted.chooses and strategy._wanted.partition == "auto"
 
 
 def test_a_setting_arrives() -> None:
