@@ -20,11 +20,9 @@ def adopt(
     """Has the batches after this one run by another schedule; what `PipelineStrategy.adopt` does. Collective.
 
     Raises:
-        PlanError: nothing is trained here, or layers would have to move.
+        PlanError: layers would have to move, or a schedule does not flush between batches.
         PipelineError: the ranks want different things.
     """
-    if not run.fitting:
-        raise PlanError("a schedule can be adopted while trainer.fit runs only")
     if isinstance(run, StreamingRun):
         raise PlanError(
             f"{run.plans.schedule.name} never has all stages at one batch, so nothing else can be adopted; start "

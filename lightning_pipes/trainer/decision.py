@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Policy, Schedule, Span
-from lightning_pipes.planning.auto import Choice, choose
+from lightning_pipes.planning.auto import Choice, choose, numbers_to_try
 from lightning_pipes.planning.balance import balanced
 from lightning_pipes.planning.plans import even_plan
 from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer.plans import DEFAULT_MICROBATCHES_PER_STAGE, Plans, stage_layers, stage_ranks
 from lightning_pipes.trainer.settings import AUTO, PARAMETERS
+
+LEAST_ROWS = "least_rows"
+"""In a profile's notes: the fewest samples that the model was found to run on, where fewer were tried in vain."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,13 @@ class Wanted:
         found = balanced(profile, plain.schedule, plan, plain.layers, place)
         return replace(plain, layers=found.layers, seconds=found.seconds, why=found.why, profile=profile)
 
+    def _numbers(self, profile: ModelProfile, rows: int, ranks: int) -> list[int]:
+        """Numbers of micro-batches to try, whose size was found to run."""
+        if self.microbatches is not None:
+            return [min(self.microbatches, rows)]
+        least = profile.notes.get(LEAST_ROWS, 1)
+        return [m for m in numbers_to_try(ranks, rows) if rows // m >= least] or [1]
+
     def _chosen(self, profile: ModelProfile, rows: int, place: Deployment) -> Decision:
         ranks = len(place.pipeline.devices)
         choice = choose(
@@ -114,7 +124,7 @@ class Wanted:
             ranks,
             rows,
             place,
-            microbatches=() if self.microbatches is None else (self.microbatches,),
+            microbatches=self._numbers(profile, rows, ranks),
             recompute=(True,) if self.recompute else (False, True),
         )
         best, plan = choice.best, choice.fit.plan

@@ -24,6 +24,7 @@ from lightning_pipes.ir import Span
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.batches import copied, rows_of, take
 from lightning_pipes.trainer.capture import Interceptor
+from lightning_pipes.trainer.decision import LEAST_ROWS
 from lightning_pipes.trainer.logs import recorded
 from lightning_pipes.trainer.proxy import Layers, StageProxy
 from lightning_pipes.trainer.steps import loss_of
@@ -97,12 +98,21 @@ class Measuring:
         ):
             self._outside_to_device()
             self._batch = private.on_device(self._trainer, self._batch)
-            entering = {n: self._capture(n) for n in self._rows}
-            seconds, leaving = self._forward(entering)
-            self._check_worth_it(seconds, pieces, entering)
-            around = {n: self._around(n, leaving[n]) for n in self._rows}
+            most = max(self._rows)
+            entering = {most: self._capture(most)}
+            seconds, leaving = self._forward(entering[most])
+            self._check_worth_it(seconds, pieces, entering[most])
+            around = {most: self._around(most, leaving)}
+            notes = {}
+            for n in self._rows[:-1]:
+                try:
+                    x = self._capture(n)
+                    around[n] = self._around(n, self._forward(x)[1])
+                    entering[n] = x
+                except Exception:  # as batch normalisation has it, which needs more than one sample
+                    notes[LEAST_ROWS] = n + 1
             profile = self._layers(entering, split)
-        return _with_ends(profile, around, entering)
+        return replace(_with_ends(profile, around, entering), notes=notes)
 
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
@@ -135,19 +145,18 @@ class Measuring:
             layer.to(self._device)
             yield
 
-    def _forward(self, entering: Mapping[int, Any]) -> tuple[float, dict[int, Any]]:
-        """Seconds of all layers for the most rows, and what comes out by number of rows."""
-        seconds, values = 0.0, {n: _leaves(x, False) for n, x in entering.items()}
+    def _forward(self, x: Any) -> tuple[float, Any]:
+        """Seconds of all layers, and what comes out."""
+        seconds, x = 0.0, _leaves(x, False)
         with torch.no_grad():
             for layer in self._taped:
                 with self._there(layer):
-                    for n, x in values.items():
-                        layer(x)  # the first run may take longer
-                        took, values[n] = self._timed(partial(layer, x))
+                    layer(x)  # the first run may take longer
+                    took, x = self._timed(partial(layer, x))
                     seconds += took
-        return seconds, values
+        return seconds, x
 
-    def _check_worth_it(self, seconds: float, pieces: int | None, entering: Mapping[int, Any]) -> None:
+    def _check_worth_it(self, seconds: float, pieces: int | None, x: Any) -> None:
         """Short times are taken again: on a busy machine one may be much too long."""
         for _ in range(REPEATS):
             step = 3 * seconds * (pieces or 0)
@@ -155,7 +164,7 @@ class Measuring:
                 return
             if step < WORTH_MEASURING:
                 raise NotWorthItError(f"a batch takes its layers about {1e3 * step:.1f} ms, too little to balance")
-            seconds = min(seconds, self._forward(entering)[0])
+            seconds = min(seconds, self._forward(x)[0])
 
     def _around(self, rows: int, leaving: Any) -> _Around:
         """Runs the step around the layers, whose output is `leaving`."""
@@ -206,7 +215,7 @@ class Measuring:
             split=split,
             repeats=REPEATS,
         )
-        values = {n: _leaves(x, False) for n, x in entering.items()}
+        values = {n: _leaves(entering[n], False) for n in sorted(entering)}
         if self._device.type == "cpu":
             return measure(self._taped, values, names=names, seconds=SECONDS)
         found: list[ModelProfile] = []
@@ -230,10 +239,10 @@ def _leaves(tree: Any, trained: bool) -> Any:
 
 def _with_ends(profile: ModelProfile, around: Mapping[int, _Around], entering: Mapping[int, Any]) -> ModelProfile:
     def end(name: str, seen: Mapping[int, tuple[list[float], list[float]]]) -> LayerProfile:
-        forward, backward = (tuple((n, median(both[way])) for n, both in seen.items()) for way in (0, 1))
+        forward, backward = (tuple((n, median(both[way])) for n, both in sorted(seen.items())) for way in (0, 1))
         return LayerProfile(name, forward, backward)
 
     before = end("before", {n: each.before for n, each in around.items()})
-    output = tuple((n, float(sum(t.nbytes for t in tensors_in(x)))) for n, x in entering.items())
+    output = tuple((n, float(sum(t.nbytes for t in tensors_in(x)))) for n, x in sorted(entering.items()))
     after = end("after", {n: each.after for n, each in around.items()})
     return replace(profile, before=replace(before, output=output), after=after, overhead=OVERHEAD)

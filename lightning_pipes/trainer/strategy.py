@@ -453,8 +453,11 @@ class PipelineStrategy(ParallelStrategy):
                 stays as it is.
             PipelineError: the ranks do not agree.
         """
-        adopt(self._running, self.control, schedule, microbatches, plan)
-        self.schedule = self._running.plans.schedule
+        run = self._run
+        if run is None or not run.fitting:
+            raise PlanError("a schedule can be adopted while trainer.fit runs only")
+        adopt(run, self.control, schedule, microbatches, plan)
+        self.schedule = run.plans.schedule
 
     @property
     def decision(self) -> Decision:

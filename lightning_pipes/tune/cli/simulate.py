@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lightning_pipes.cost import Cluster, CostModel, ModelProfile, Table
 from lightning_pipes.cost.units import as_bytes
-from lightning_pipes.ir import Kind, Plan, Policy, Program, Schedule, verify
+from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Program, Schedule, verify
 from lightning_pipes.planning.fit import evaluated, fit_layers, ordered
 from lightning_pipes.planning.partition import partition_at
 from lightning_pipes.planning.plans import even_plan
