@@ -20,13 +20,16 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.cost import LayerProfile, ModelProfile
+from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, ModelProfile
+from lightning_pipes.engine.rng import random_state
 from lightning_pipes.ir import Plan, PlanError
+from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer import deciding, measuring
+from lightning_pipes.trainer.decision import LEAST_ROWS, Wanted
 from lightning_pipes.trainer.sample import NoSampleError, batch_rows, example_batch
 from lightning_pipes.trainer.unchanged import unchanged
-from tests.trainer.lit import WIDTH, Case, Lit, LitOutside, LitTied, data, differences, quiet, train
+from tests.trainer.lit import WIDTH, Case, Lit, LitOutside, LitTied, data, differences, plain_values, quiet, train
 
 LAYERS = 9
 EVEN_CUT = 4
@@ -207,6 +210,16 @@ def test_auto_takes_what_the_planner_takes() -> None:
     assert made.table.count("\n") > 5
 
 
+def test_auto_tries_numbers_of_microbatches_whose_size_can_be_run() -> None:
+    """Times go with rows, so that as many micro-batches as may be are best."""
+    wanted = Wanted(make_schedule("1f1b"), None, False, "auto", chooses=True)
+    layers = tuple(LayerProfile(str(n), ((0, 0.0), (1, 1.0)), ((0, 0.0), (1, 2.0))) for n in range(4))
+    place = Deployment(Cluster((Device(), Device())))
+    plain = wanted.unmeasured([1] * 4, 2)
+    assert wanted.measured(plain, ModelProfile(layers), 16, place).microbatches == 16
+    assert wanted.measured(plain, ModelProfile(layers, notes={LEAST_ROWS: 3}), 16, place).microbatches == 4
+
+
 def test_auto_keeps_to_sizes_that_can_be_run() -> None:
     assert decided("not one row").profile is not None
     assert decided("not one row").microbatches <= 2  # of batches of 8 rows, some of 6
@@ -235,8 +248,18 @@ def watched(rank: int, strategies: list[dict[str, Any]], folder: str) -> list[An
     """Runs of LitBefore that are measured however short they are."""
     quiet()
     found = []
+    same: list[bool] = []
+
+    def drawing_nothing(self: Any, *args: Any, measure: Any = measuring.Measuring.profile) -> Any:
+        cpu = torch.device("cpu")
+        before = plain_values(random_state(cpu))
+        profile = measure(self, *args)
+        same.append(differences(before, plain_values(random_state(cpu)), 0.0) == [])
+        return profile
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "WORTH_MEASURING", 0.0)
+        patch.setattr(measuring.Measuring, "profile", drawing_nothing)
         for settings in strategies:
             deciding._profiles.clear()
             pl.seed_everything(3, verbose=False)
@@ -258,6 +281,7 @@ def watched(rank: int, strategies: list[dict[str, Any]], folder: str) -> list[An
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             counted = module.steps, module.history, module.hooks
             found.append((state, metrics, counted, torch.rand(3).tolist(), decided.found.profile is not None))
+    assert same == [True] * rank  # rank 1 measures
     return found
 
 
