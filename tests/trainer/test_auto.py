@@ -24,6 +24,7 @@ from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Mode
 from lightning_pipes.engine.rng import random_state
 from lightning_pipes.ir import Plan, PlanError
 from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer import deciding, measuring
 from lightning_pipes.trainer.decision import LEAST_ROWS, Wanted
@@ -42,7 +43,8 @@ class Decided(Callback):
     found: Any = None
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.found = trainer.strategy.decision
+        self.strategy = trainer.strategy
+        self.found = self.strategy.decision
 
 
 class LitNormed(LitOutside):
@@ -132,6 +134,8 @@ def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: st
             case.trainer["callbacks"] = [*case.trainer.get("callbacks", []), decided]
             results[name] = train(case, 2, Path(folder) / name)
             results[name]["decision"] = decided.found
+            report = decided.strategy.report
+            results[name]["report"] = str(report), report.record
     return results
 
 
@@ -223,6 +227,18 @@ def test_auto_tries_numbers_of_microbatches_whose_size_can_be_run() -> None:
 def test_auto_keeps_to_sizes_that_can_be_run() -> None:
     assert decided("not one row").profile is not None
     assert decided("not one row").microbatches <= 2  # of batches of 8 rows, some of 6
+
+
+def test_the_report_says_what_was_foretold() -> None:
+    for found in runs():
+        text, record = found["auto"]["report"]
+        made = found["auto"]["decision"]
+        assert made.table in text
+        assert made.why in record.choice
+        assert f"A step: {seconds_text(1e9 * made.seconds)} foretold when it was chosen" in record.choice
+        assert record.profile == made.profile
+        _, record = found["parameters"]["report"]
+        assert (record.choice, record.profile) == ("", None)
 
 
 def test_auto_recomputes_where_memory_is_short() -> None:
