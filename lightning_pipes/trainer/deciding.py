@@ -97,6 +97,9 @@ class Deciding:
         """
         if not wanted.needs_profile or self._grid.length == 1 or self._trainer.limit_train_batches == 0:
             return plain
+        if not wanted.chooses and plain.endless:
+            reason = f"{plain.schedule.name} does not flush between batches, so there is no step to balance"
+            return self._kept(wanted, plain, reason, quiet=True)
         with _told(f"Measuring the layers of self.{self._path}, to cut them by time", self._control):
             found = self._found(wanted)
             if found.profile is None:
@@ -117,9 +120,9 @@ class Deciding:
         return made
 
     def _kept(self, wanted: Wanted, plain: Decision, reason: str, quiet: bool) -> Decision:
-        what = f"schedule {plain.schedule.name!r}, its layers" if wanted.chooses else "the layers are"
+        what = f"Schedule {plain.schedule.name!r} runs, its layers" if wanted.chooses else "The layers are"
         if not quiet:
-            rank_zero_info(f"Nothing was measured, so {what} cut evenly by parameters: {reason}")
+            rank_zero_info(f"{what} cut evenly by parameters: {reason}")
         return replace(plain, why=reason)
 
     def _found(self, wanted: Wanted) -> _Found:

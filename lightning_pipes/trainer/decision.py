@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pipes.cost import Deployment, ModelProfile
-from lightning_pipes.ir import Policy, Schedule, Span
+from lightning_pipes.ir import Policy, Program, Schedule, Span
 from lightning_pipes.planning.auto import Choice, choose, numbers_to_try
 from lightning_pipes.planning.balance import balanced
 from lightning_pipes.planning.plans import even_plan
@@ -41,6 +41,13 @@ class Decision:
     why: str = ""
     table: str = ""
     profile: ModelProfile | None = None
+
+    @property
+    def endless(self) -> bool:
+        """Whether batches follow each other without a flush."""
+        plans = self.plans()
+        _, order = plans.for_rows(plans.microbatches)
+        return isinstance(order, Program) and order.endless
 
     def plans(self) -> Plans:
         """The plans of its batches."""
