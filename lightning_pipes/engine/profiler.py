@@ -55,6 +55,7 @@ def profile_layers(
     split: bool = False,
     repeats: int = REPEATS,
     seconds: float = float("inf"),
+    entered: bool = False,
     progress: Progress = lambda what, done: None,
 ) -> ModelProfile:
     """Times and bytes of every layer for every number of rows in `inputs`.
@@ -68,6 +69,7 @@ def profile_layers(
         call: runs a layer on what came in.
         split: measures I and W too.
         repeats: runs per number of rows, of which the median counts, after one that does not count.
+        entered: what enters the first layer is what a layer before it hands on, which counts its bytes.
         seconds: no new run begins after so long, once every number of rows has had one that counts.
 
     Raises:
@@ -81,7 +83,7 @@ def profile_layers(
     total, done = len(inputs) * (repeats + 1), 0
     with forked_rng(device), _unchanged(layers), torch.enable_grad():
         for rows, x in inputs.items():
-            _measure_saved(layers, rows, x, measured, call)
+            _measure_saved(layers, rows, x, measured, call, entered)
             _measure_working(layers, rows, x, measured, call, device)
         for repeat in range(-1, repeats):
             for rows, x in inputs.items():
@@ -133,10 +135,10 @@ def _measure_times(
     span = Span(0, rows)
 
     def timed(layer: int, kind: Kind, work: Callable[[], Any]) -> Any:
-        _synchronize(device)
+        synchronize(device)
         begun = time.perf_counter()
         result = work()
-        _synchronize(device)
+        synchronize(device)
         if count:
             measured[layer].times[kind].setdefault(rows, []).append(time.perf_counter() - begun)
         return result
@@ -161,18 +163,20 @@ def _measure_times(
             timed(number, Kind.B, partial(autograd.backward, records, False))
 
 
-def _measure_saved(layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer) -> None:
+def _measure_saved(
+    layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer, entered: bool
+) -> None:
     """What every layer saves for backward, and hands on."""
     weights = {storage_of(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
-    counted = set(weights)
+    counted = weights | {storage_of(t) for t in tensors_in(x)} if entered else set(weights)
     alive: list[Any] = []  # all that was saved: else a later storage may come to lie where an earlier one was
     flags: autograd.Flags = ()
     for layer, seen in zip(layers, measured, strict=True):
-        entered = {storage_of(t) for t in tensors_in(x)}
+        given = {storage_of(t) for t in tensors_in(x)}
         saved = Saved(Span(0, rows), None)
         with saved_for_backward() as found:
             x, flags = autograd.leave(call(layer, autograd.enter(x, flags, saved) if flags else x), saved)
-        seen.keeps_input = bool(entered & found.keys() & (counted - weights))
+        seen.keeps_input = bool(given & found.keys() & (counted - weights))
         seen.saved[rows] = sum(size for _, size in found.keys() - counted)
         seen.output[rows] = sum(t.nbytes for t in tensors_in(x))
         counted |= found.keys()
@@ -213,10 +217,10 @@ def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -
     own.param_groups = [{**optimizer.param_groups[0], "params": copies}]
     own.state = defaultdict(dict)
     own.step()
-    _synchronize(device)
+    synchronize(device)
     begun = time.perf_counter()
     own.step()
-    _synchronize(device)
+    synchronize(device)
     state = (t for values in own.state.values() for t in values.values() if isinstance(t, torch.Tensor))
     return time.perf_counter() - begun, sum(t.nbytes for t in state)
 
@@ -239,6 +243,7 @@ def _unchanged(layers: Iterable[nn.Module]) -> Iterator[None]:
                 b.copy_(before)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits for what a GPU has to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

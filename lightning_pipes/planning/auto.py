@@ -132,7 +132,7 @@ def choose(
         PlanError: nothing fits; says what the closest one lacks.
     """
     place = deployed(cluster or Cluster((Device(),) * ranks))
-    numbers = [m for m in dict.fromkeys(microbatches or _numbers(ranks, rows)) if m <= rows]
+    numbers = [m for m in dict.fromkeys(microbatches or numbers_to_try(ranks, rows)) if m <= rows]
     given = list(schedules) if schedules is not None else None
     with _without_garbage_collection():
         every = _options(profile, ranks, rows, place, given, numbers, recompute)
@@ -233,7 +233,8 @@ def installed_variants(ranks: int, microbatches: int) -> Iterator[Schedule | Pol
             yield factory()
 
 
-def _numbers(ranks: int, rows: int) -> list[int]:
+def numbers_to_try(ranks: int, rows: int) -> list[int]:
+    """Numbers of micro-batches: from about the number of ranks up, doubling, to one for each sample."""
     found = [1]
     while found[-1] < rows:
         found.append(found[-1] * 2)

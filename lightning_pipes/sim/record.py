@@ -30,6 +30,7 @@ class RunRecord:
         memory: bytes of every rank's device; None where nobody asked; empty for all of them.
         between: seconds from the end of one step of the pipeline to the start of the next; None if unknown.
         facts: whatever else there is to tell people, by name.
+        choice: why this schedule was chosen, or this cut; lines of a table among them.
     """
 
     predicted: Timeline
@@ -41,6 +42,7 @@ class RunRecord:
     memory: tuple[int | None, ...] = ()
     between: float | None = None
     facts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    choice: str = ""
 
     @property
     def plan(self) -> Plan:
@@ -65,7 +67,7 @@ class RunRecord:
             "costs": costs_data(self.costs),
             "profile": None if self.profile is None else self.profile.data(),
         }
-        data |= {name: getattr(self, name) for name in ("schedule", "memory", "between", "facts")}
+        data |= {name: getattr(self, name) for name in ("schedule", "memory", "between", "facts", "choice")}
         settings = {name: value if _is_plain(value) else repr(value) for name, value in self.settings.items()}
         write_json({**data, "settings": settings}, path)
 

@@ -32,8 +32,15 @@ def describe_run(strategy: PipelineStrategy) -> About:
         "replicas": str(strategy.grid.replicas) if strategy.grid.replicas > 1 else "",
         "finished": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
     }
-    schedule = strategy.schedule
-    return About(schedule.name, schedule_settings(schedule), facts={k: v for k, v in facts.items() if v})
+    schedule, decision = strategy.schedule, strategy.decision
+    return About(
+        schedule.name,
+        schedule_settings(schedule),
+        profile=decision.profile,
+        facts={k: v for k, v in facts.items() if v},
+        choice="\n".join(filter(None, [decision.table, decision.why])) if decision.profile else "",
+        foretold=decision.seconds,
+    )
 
 
 def gather_run(

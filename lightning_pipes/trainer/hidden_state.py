@@ -32,7 +32,7 @@ _WAY_OUT = (
     "in a pipeline each process has its own copy of it. Pass the tensor along: let layers take and return tuples or "
     "dicts"
 )
-_CONTAINERS = (list, tuple, dict, set, deque)
+CONTAINERS = (list, tuple, dict, set, deque)
 _SKIPPED = {*sys.stdlib_module_names, "torch", "numpy", "lightning", "torchmetrics"}
 _OWN = set(vars(pl.LightningModule()))
 """What nn.Module and LightningModule keep for themselves."""
@@ -186,10 +186,10 @@ class HiddenState:
         having: dict[int, list[int]] = defaultdict(list)
         layers = module.get_submodule(self._path)
         for number, (name, layer) in enumerate(layers._modules.items()):
-            for where, thing in _reachable(layer, f"self.{self._path}.{name}"):
+            for where, thing in reachable(layer, f"self.{self._path}.{name}"):
                 things.setdefault(id(thing), (where, thing))
                 having[id(thing)].append(number)
-        outside = {id(thing) for _, thing in _reachable(module, "self", skip=layers)}
+        outside = {id(thing) for _, thing in reachable(module, "self", skip=layers)}
         shared = []
         for key, (name, thing) in things.items():
             if key in outside or len({self._stages[n] for n in having[key]}) > 1:
@@ -208,7 +208,7 @@ def _changes(shared: _Shared) -> dict[str, _Change]:
     return found
 
 
-def _reachable(root: nn.Module | None, name: str, skip: nn.Module | None = None) -> list[tuple[str, Any]]:
+def reachable(root: nn.Module | None, name: str, skip: nn.Module | None = None) -> list[tuple[str, Any]]:
     """Objects that can change and that `root` has, each once, with how the user would write them."""
     found: list[tuple[str, Any]] = []
     seen = {id(skip)}
@@ -220,18 +220,18 @@ def _reachable(root: nn.Module | None, name: str, skip: nn.Module | None = None)
         seen.add(id(thing))
         if not isinstance(thing, tuple):
             found.append((where, thing))
-        queue.extend((f"{where}{place}", entry, depth + 1) for place, entry in _entries(thing))
+        queue.extend((f"{where}{place}", entry, depth + 1) for place, entry in entries(thing))
     return found
 
 
 def _can_change(thing: Any) -> bool:
-    if isinstance(thing, (nn.Module, *_CONTAINERS, SimpleNamespace)):
+    if isinstance(thing, (nn.Module, *CONTAINERS, SimpleNamespace)):
         return True
     package = type(thing).__module__.partition(".")[0]
     return hasattr(thing, "__dict__") and not isinstance(thing, (type, torch.Tensor)) and package not in _SKIPPED
 
 
-def _entries(thing: Any) -> list[tuple[str, Any]]:
+def entries(thing: Any) -> list[tuple[str, Any]]:
     """What an object holds directly, with how to get there."""
     if isinstance(thing, nn.Module):
         parts = [*thing._modules.items(), *thing._buffers.items()]
@@ -239,7 +239,7 @@ def _entries(thing: Any) -> list[tuple[str, Any]]:
         return [(f".{name}", value) for name, value in (*parts, *own)]
     if isinstance(thing, Mapping):
         return [(f"[{key!r}]", value) for key, value in list(thing.items())]
-    if isinstance(thing, _CONTAINERS):
+    if isinstance(thing, CONTAINERS):
         return [(f"[{number}]", value) for number, value in enumerate(thing)]
     return [(f".{name}", value) for name, value in list(vars(thing).items())]
 
@@ -248,10 +248,10 @@ def _tensors(thing: Any, depth: int = 3) -> dict[str, torch.Tensor]:
     """The tensors in an object and in containers in it, by their place; modules and objects in it count by
     themselves."""
     found: dict[str, torch.Tensor] = {}
-    for place, entry in _entries(thing):
+    for place, entry in entries(thing):
         if isinstance(entry, torch.Tensor):
             if not entry.is_meta:  # of a layer of another rank
                 found[place] = entry
-        elif depth and isinstance(entry, _CONTAINERS):
+        elif depth and isinstance(entry, CONTAINERS):
             found.update({f"{place}{more}": t for more, t in _tensors(entry, depth - 1).items()})
     return found

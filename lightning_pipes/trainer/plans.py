@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Plan, Policy, Program, Schedule, Span, placement, prepared, verify
+from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, placement, prepared, verify
 from lightning_pipes.planning.partition import even_partition, partition_at
 from lightning_pipes.sim import simulate
 
@@ -39,6 +40,7 @@ class Plans:
         # The last stage runs the user's whole step, which should log and count once.
         self._recompute = tuple(recompute and s < len(ranks) - 1 for s in range(len(ranks))) if recompute else ()
         self._made: dict[int, tuple[Plan, Program | Policy]] = {}
+        self._given: dict[int, tuple[Plan, Program | Policy]] = {}
 
     def for_rows(self, rows: int) -> tuple[Plan, Program | Policy]:
         """The plan for a batch of `rows` samples and its verified order.
@@ -50,6 +52,8 @@ class Plans:
             PlanError: the schedule can't order it.
             DeadlockError: the policy gets stuck.
         """
+        if rows in self._given:
+            return self._given[rows]
         if rows not in self._made:
             if len(self._made) >= _KEPT:
                 self._made.pop(next(iter(self._made)))
@@ -57,16 +61,49 @@ class Plans:
             plan = Plan.even(
                 n, self.microbatches, rows, ranks=self._ranks, layers=self._layers, recompute=self._recompute
             )
-            plan = prepared(plan, self.schedule)
-            order: Program | Policy
-            if isinstance(self.schedule, Schedule):
-                order = self.schedule.program(plan)
-                verify(order, plan)
-            else:
-                order = self.schedule
-                simulate(order, plan, CostModel.uniform(n, forward=1.0, backward=2.0))
-            self._made[rows] = (plan, order)
+            self._made[rows] = self._ordered(plan)
         return self._made[rows]
+
+    def other(self, schedule: Schedule | Policy, microbatches: int | None = None, given: Plan | None = None) -> Plans:
+        """Plans by another schedule for the same layers on the same ranks.
+
+        Args:
+            microbatches: by default as many as now.
+            given: the plan for batches of its size, as with other spans on every stage; those of another size are cut
+                evenly. Its layers and recomputation are those of the run.
+
+        Raises:
+            PlanError: the schedule moves stages to other ranks, does not flush between batches, or can't order it.
+        """
+        ranks = max(self._ranks) + 1
+        wanted = placement(schedule, ranks) if given is None else given.ranks
+        if wanted != self._ranks:
+            raise PlanError(
+                f"{schedule.name} has stages on ranks {wanted}, and the run has them on {self._ranks}: layers would "
+                "have to move, which they can't while training goes on. Choose a schedule with the same placement, or "
+                "start another run with it"
+            )
+        made = Plans(schedule, self._ranks, self._layers, microbatches or self.microbatches, False)
+        made._recompute = self._recompute
+        if given is not None:
+            plan = replace(given, layers=self._layers, recompute=self._recompute)
+            made._given = {plan.jobs[0].rows: made._ordered(plan)}
+        tried = [made.for_rows(made.microbatches), *made._given.values()]
+        if any(isinstance(order, Program) and order.endless for _, order in tried):
+            raise PlanError(
+                f"{schedule.name} does not flush between batches, which can't begin in the middle of a run; start "
+                "another run with it"
+            )
+        return made
+
+    def _ordered(self, plan: Plan) -> tuple[Plan, Program | Policy]:
+        plan = prepared(plan, self.schedule)
+        if isinstance(self.schedule, Schedule):
+            order = self.schedule.program(plan)
+            verify(order, plan)
+            return plan, order
+        simulate(self.schedule, plan, CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0))
+        return plan, self.schedule
 
 
 def stage_layers(partition: str | Sequence[int], sizes: Sequence[int], stages: int) -> tuple[Span, ...]:

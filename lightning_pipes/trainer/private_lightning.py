@@ -24,11 +24,13 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp,
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
@@ -186,6 +188,43 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
     """The loaders of the training data, in the order of their dict or list; none before Lightning has set them up."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+def training_data(trainer: pl.Trainer) -> Any:
+    """What train_dataloader returns. If Lightning has not asked for it yet it will get the same object when it does,
+    once, so that the hook is not called again; `forget_training_data` takes that back."""
+    fit = trainer.fit_loop
+    if fit._combined_loader is not None:
+        return fit._combined_loader.iterables
+    source = fit._data_source
+    data = _request_dataloader(source)
+
+    def given() -> Any:
+        forget_training_data(trainer)
+        return data
+
+    source.__dict__["dataloader"] = given
+    return data
+
+
+def training_data_come_later(trainer: pl.Trainer) -> bool:
+    """Whether a hook makes the training data, and the counters that it may look at are not yet those of the checkpoint
+    to resume from, or the batch size is still to be found."""
+    fit = trainer.fit_loop
+    changing = trainer.ckpt_path is not None or any(isinstance(c, BatchSizeFinder) for c in callbacks(trainer))
+    return changing and fit._combined_loader is None and fit._data_source.is_module()
+
+
+def forget_training_data(trainer: pl.Trainer) -> None:
+    """From now on train_dataloader is called when Lightning asks for its data."""
+    trainer.fit_loop._data_source.__dict__.pop("dataloader", None)
+
+
+def on_device(trainer: pl.Trainer, batch: Any) -> Any:
+    """A training batch as training_step gets it: converted, and through the module's hooks around the transfer."""
+    module = trainer.lightning_module
+    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+    return trainer.strategy.batch_to_device(batch)
 
 
 def training_passes(trainer: pl.Trainer) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Names for `Trainer(strategy="pipeline_...")`: one for every installed schedule, and that of the class."""
+"""Names for `Trainer(strategy="pipeline_...")`: one for every installed schedule, "auto", and that of the class."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pipes.ir.registry import installed_schedules
+from lightning_pipes.trainer.settings import AUTO
 from lightning_pipes.trainer.strategy import PipelineStrategy
 
 CLASS_NAMES = ("PipelineStrategy", "lightning_pipes.PipelineStrategy")
@@ -16,6 +17,7 @@ CLASS_NAMES = ("PipelineStrategy", "lightning_pipes.PipelineStrategy")
 def register_names() -> None:
     """Registers the names with Lightning, in lower case because the Trainer lowers what it is given."""
     settings: dict[str, dict[str, Any]] = {f"pipeline_{name}": {"schedule": name} for name in installed_schedules()}
+    settings[f"pipeline_{AUTO}"] = {"schedule": AUTO}
     settings.update({name: {} for name in CLASS_NAMES})
     for name, given in settings.items():
         if name.lower() not in StrategyRegistry:

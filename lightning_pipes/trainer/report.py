@@ -16,6 +16,7 @@ from lightning_pipes.ir import Plan, PlanError, Policy, Program
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.record import FILE, RunRecord
 from lightning_pipes.sim.timeline import Event, Timeline
+from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer.stage_bytes import StageBytes, with_bytes
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class About:
         memory: bytes of every rank's device, None where there is no limit.
         profile: of the layers, where it is known.
         facts: for people, by name.
+        choice: why it is this schedule, or this cut, for people; empty where nothing was chosen.
+        foretold: seconds of a step, by the profile that they were chosen by.
     """
 
     schedule: str = ""
@@ -52,6 +55,8 @@ class About:
     memory: tuple[int | None, ...] = ()
     profile: ModelProfile | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
+    choice: str = ""
+    foretold: float | None = None
 
 
 class Saved(NamedTuple):
@@ -102,6 +107,7 @@ class PipelineReport:
             about.memory,
             _between(windows[0]),
             about.facts,
+            _choice(about, measured),
         )
         return cls(record)
 
@@ -154,7 +160,15 @@ class PipelineReport:
     def __str__(self) -> str:
         from lightning_pipes.sim import compare
 
-        return str(compare(self.predicted, self.measured))
+        return "\n\n".join(filter(None, [self.record.choice, str(compare(self.predicted, self.measured))]))
+
+
+def _choice(about: About, measured: Timeline) -> str:
+    """What was chosen and why, and whether it came true."""
+    if about.foretold is None:
+        return about.choice
+    foretold = f"A step: {seconds_text(1e9 * about.foretold)} foretold when it was chosen, "
+    return f"{about.choice}\n{foretold}{seconds_text(measured.makespan)} measured"
 
 
 def _between(windows: Sequence[Window]) -> float | None:

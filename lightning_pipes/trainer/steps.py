@@ -202,7 +202,7 @@ class Steps:
                 part = copied(part)
             with recorded(self._module) as logged:
                 out = self._interceptor.supply(self._module.training_step, answer, part, *data.arguments)
-        loss, extras = _loss_of(out)
+        loss, extras = loss_of(out)
         data.outcomes[span] = Outcome(loss.detach(), extras, logged)
         scaled = loss * (span.rows / item.rows / data.divisor)
         scaler = getattr(self._precision, "scaler", None)
@@ -213,7 +213,7 @@ class Steps:
         seed_all(seed, self._device, everything=True)
 
 
-def _loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     """The loss and all else in what a training step returned.
 
     Raises:

@@ -26,24 +26,19 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch, PeerFailure
-from lightning_pipes.engine.heartbeat import BEAT_SECONDS
 from lightning_pipes.engine.rendezvous import own_store, store_host
-from lightning_pipes.engine.rng import replica_seed
-from lightning_pipes.engine.transport import KINDS
-from lightning_pipes.ir import PlanError, Policy, Program, Schedule, check_count
-from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_count
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.about import describe_run, gather_run
-from lightning_pipes.trainer.capture import Interceptor
-from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module, warn_about
+from lightning_pipes.trainer.adopting import adopt
+from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.data_state import KEY, TrainingData
+from lightning_pipes.trainer.decision import Decision, Wanted
 from lightning_pipes.trainer.deferred import (
-    DeferredWeights,
     check_optimizers,
-    check_same_cut,
     has_meta,
     load_mapped,
 )
@@ -51,20 +46,25 @@ from lightning_pipes.trainer.equal_starts import broadcast_random_state, broadca
 from lightning_pipes.trainer.files import AtomicCheckpointIO, existing, local_path
 from lightning_pipes.trainer.gradient_logs import GradientLogs
 from lightning_pipes.trainer.grid import Grid
-from lightning_pipes.trainer.hidden_state import HiddenState
 from lightning_pipes.trainer.hooks import HookWrappers
 from lightning_pipes.trainer.logs import metrics_gather_over
 from lightning_pipes.trainer.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.pipelined import CutModule, find_pipelined, layer_sizes
-from lightning_pipes.trainer.plans import Plans, stage_layers, stage_ranks
-from lightning_pipes.trainer.proxy import Layers
-from lightning_pipes.trainer.replicas import BufferSync, Replicas
+from lightning_pipes.trainer.replicas import Replicas
 from lightning_pipes.trainer.report import About, PipelineReport, Window
 from lightning_pipes.trainer.run import PipelineRun
 from lightning_pipes.trainer.saving import Saver
+from lightning_pipes.trainer.settings import (
+    AUTO,
+    known_form,
+    known_partition,
+    known_schedule,
+    known_transport,
+    long_enough,
+)
+from lightning_pipes.trainer.setup import PipelineSetup
 from lightning_pipes.trainer.sharded import ShardedCheckpoint
-from lightning_pipes.trainer.shared_parameters import SharedParameters, held_once, holders
-from lightning_pipes.trainer.steps import Context, Steps
+from lightning_pipes.trainer.steps import Context
 from lightning_pipes.trainer.stopping import StopAgreement
 from lightning_pipes.trainer.streaming import StreamingRun, check_streaming
 from lightning_pipes.trainer.summary import log_graphs, show_summaries
@@ -79,14 +79,16 @@ class PipelineStrategy(ParallelStrategy):
     The last stage sits on global rank 0, where loggers and the progress bar are.
 
     Args:
-        schedule: the name of an installed schedule, or a Schedule or Policy of your own.
-        microbatches: pieces of a batch; by default two for every stage.
+        schedule: the name of an installed schedule, or a Schedule or Policy of your own; "auto" chooses one when `fit`
+            starts, with micro-batches, recomputation and cut, by simulating what the measured layers would take.
+        microbatches: pieces of a batch; by default two for every stage, or what is best with schedule="auto".
         data_parallel: replicas of the whole pipeline, each with its share of the data, as under DDP. The processes are
             shared out to them, consecutive ones to one pipeline.
         schedule_args: settings of the schedule, such as {"k": 2}.
         module: path of the nn.Sequential to cut; by default the module's child with the most parameters.
-        partition: "parameters" balances the stages by their number; a list names the layers at which stages 1, 2, ...
-            begin.
+        partition: "auto" measures the layers for a second or so when `fit` starts, and balances the stages by time,
+            within the devices' memory, where that saves 5 % of a step; else, and with "parameters", they have even
+            numbers of parameters. A list names the layers at which stages 1, 2, ... begin.
         recompute: keep only the input of each stage and run its forward again before backward; saves memory.
         seed: what dropout and all other random numbers inside a step start from.
         transport: how tensors travel between stages: "local" is shared memory on one host, "nccl" goes from GPU to
@@ -100,8 +102,9 @@ class PipelineStrategy(ParallelStrategy):
         process_group_backend: of the default process group; ours use gloo.
 
     Raises:
-        PlanError: no such schedule, transport or form of checkpoint, or the schedule does not take these settings; when
-            the run starts, a number of processes that can't be shared out.
+        PlanError: no such schedule, partition, transport or form of checkpoint, or the schedule does not take these
+            settings; when the run starts, a number of processes that can't be shared out, or with schedule="auto" none
+            that fits into memory.
     """
 
     strategy_name = "pipeline"
@@ -113,7 +116,7 @@ class PipelineStrategy(ParallelStrategy):
         data_parallel: int = 1,
         schedule_args: dict[str, Any] | None = None,
         module: str | None = None,
-        partition: str | list[int] = "parameters",
+        partition: str | list[int] = AUTO,
         recompute: bool = False,
         seed: int = 0,
         transport: str = "auto",
@@ -130,19 +133,23 @@ class PipelineStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.num_nodes = 1
-        self.schedule = _known_schedule(schedule, schedule_args or {})
-        self._microbatches = None if microbatches is None else check_count("microbatches", microbatches)
+        self.schedule = known_schedule(schedule, schedule_args or {})
+        self._wanted = Wanted(
+            self.schedule,
+            None if microbatches is None else check_count("microbatches", microbatches),
+            recompute,
+            known_partition(partition, schedule),
+            chooses=schedule == AUTO,
+        )
         self._data_parallel = check_count("data_parallel", data_parallel)
         self._path = module
-        self._partition = _known_partition(partition)
-        self._recompute = recompute
         self._seed = seed
-        self._transport = _known_transport(transport)
-        self._sharded = _known_form(checkpoint) == "sharded"
+        self._transport = known_transport(transport)
+        self._sharded = known_form(checkpoint) == "sharded"
         self._async = async_checkpoint
         self.checkpoint_io = checkpoint_io
         self._timeout = timeout
-        self._heartbeat_timeout = _long_enough(heartbeat_timeout)
+        self._heartbeat_timeout = long_enough(heartbeat_timeout)
         self._backend = process_group_backend
         self._watch: FailureWatch | None = None
         self._control: Control | None = None
@@ -161,6 +168,7 @@ class PipelineStrategy(ParallelStrategy):
         self._streams = False
         self._failed = False
         self._undo: list[Callable[[], None]] = []
+        self._decision: Decision | None = None
         self._reported: tuple[Sequence[Sequence[Window]], About] = ((), About())
 
     # ---- processes and devices
@@ -269,22 +277,8 @@ class PipelineStrategy(ParallelStrategy):
             if self._async:
                 check_async(private.callbacks(trainer))
         path = find_pipelined(module, self._path)
-        full = module.get_submodule(path)
-        assert isinstance(full, Layers)
-        warn_about(module, full)
-        deferred = DeferredWeights(module, path)
-
-        grid = self.grid
-        ranks = stage_ranks(self.schedule, grid.length)
-        layers = stage_layers(self._partition, layer_sizes(full), len(ranks))
-        plans = Plans(self.schedule, ranks, layers, self._microbatches, self._recompute)
-        plan, order = plans.for_rows(plans.microbatches)  # what can't be ordered fails here
-        self._streams = fitting and isinstance(order, Program) and order.endless
-        places = [(ranks[-1] - r) % grid.length for r in range(grid.length)]  # of the pipeline's ranks: the last first
-        global_ranks = [grid.pipeline[place] for place in places]
-        self.control.watch.stages = {
-            pipeline[place]: plan.stages[r] for pipeline in grid.pipelines for r, place in enumerate(places)
-        }
+        made = PipelineSetup(trainer, module, path, self.grid, self.control, self.pipeline, self.root_device)
+        plain = self._wanted.unmeasured(layer_sizes(made.full), self.grid.length)
         broadcast_weights(module, self.control)
 
         self._reset_optimizers_and_schedulers()
@@ -294,53 +288,28 @@ class PipelineStrategy(ParallelStrategy):
             refuse_unsuitable(self.optimizers)
             check_optimizers(self.optimizers)
             whole = parameter_names(module, self.optimizers)
+        self._decision = decision = made.decide(self._wanted, plain, self._transport) if fitting else plain
+        self.schedule = decision.schedule
 
-        stage_of_layer = [s for s, span in enumerate(layers) for _ in range(span.rows)]
-        place_of_layer = [places[ranks[s]] for s in stage_of_layer]
-        who = holders(module, path, place_of_layer, range(grid.length))
+        made.lay_out(decision)
+        self._streams = fitting and made.endless
         if self._streams:
-            tied = [n for n, p in module.named_parameters() if p.requires_grad and len(who.get(id(p), ())) > 1]
-            check_streaming(trainer, self.schedule.name, grid, tied)
-        rank_of_layer = [grid.pipeline[place] for place in place_of_layer]
-        hidden = HiddenState(module, path, stage_of_layer, rank_of_layer, self.pipeline)
+            check_streaming(trainer, self.schedule.name, self.grid, made.tied())
         if fitting:
             self._undo.append(show_summaries(private.callbacks(trainer), trainer, module))
         self._undo.append(log_graphs(trainer, module))
-        interceptor = Interceptor(f"self.{path}", loop=isinstance(full, torch.nn.ModuleList))
-        local = [n for n, place in enumerate(place_of_layer) if place == grid.place]
-        check_same_cut(module, path, local, self.control)
-        self._cut = cut = CutModule(module, path, local, interceptor)
-        deferred.make(local, place_of_layer, self._seed, self.root_device, self.pipeline)
+        self._cut = cut = made.cut(self._seed)
         if self._loaded is not None:
             checkpoints.load_model(cut, *self._loaded)
             self._loaded = None
         self._layouts = [keep_local(o, w, cut.is_foreign) for o, w in zip(self.optimizers, whole, strict=True)]
         self.model_to_device()
-        rank = places.index(grid.place)
-        stages = {s: [full[n] for n in range(*layers[s])] for s in plan.stages[rank]}
-        alone = held_once(stages.values(), who)
-        shared = SharedParameters([p for p in module.parameters() if id(p) not in alone], who, grid, self.control)
-        seed = replica_seed(self._seed, grid.replica)
-        steps = Steps(module, self.precision_plugin, interceptor, plan, rank, seed, self.root_device)
-        self._run = run = (StreamingRun if self._streams else PipelineRun)(
-            trainer,
-            cut,
-            plans,
-            steps,
-            self.pipeline,
-            shared,
-            self.replicas.reducer(stages, alone),
-            BufferSync(module, self.replicas),
-            hidden,
-            global_ranks,
-            self.root_device,
-            seed,
-            self._transport,
-        )
+        kind = StreamingRun if self._streams else PipelineRun
+        self._run = run = made.start(kind, self.replicas, self.precision_plugin, self._seed, self._transport)
 
         self.setup_precision_plugin()
         private.optimizers_to_device(self.optimizers, self.root_device)
-        agreement = GradientAgreement(self.precision_plugin, shared, self.pipeline, self.root_device)
+        agreement = GradientAgreement(self.precision_plugin, run.shared, self.pipeline, self.root_device)
         self._stops = stops = StopAgreement(trainer, self.control, self.writing_at_once)
         hooks = HookWrappers(
             module, self.pipeline, run.replay, run.last_rank, run.last, run.agreement(stops), self._start_epoch
@@ -351,6 +320,7 @@ class PipelineStrategy(ParallelStrategy):
         self._undo += [hooks.remove, stops.remove, agreement.remove]
         self._undo.append(metrics_gather_over(module, self.replicas.group))
         self._undo.append(self._data.forget)
+        self._undo.append(partial(private.forget_training_data, trainer))
 
     def teardown(self) -> None:
         module, cut, run = self.lightning_module, self._cut, self._run
@@ -464,6 +434,41 @@ class PipelineStrategy(ParallelStrategy):
     def flushes(self) -> bool:
         """Whether all stages end a batch before the next one begins."""
         return getattr(self.schedule, "versions", None) is None
+
+    def adopt(
+        self, schedule: str | Schedule | Policy, microbatches: int | None = None, plan: Plan | None = None
+    ) -> None:
+        """From the next training batch on, another schedule or number of micro-batches, as a callback may find better.
+
+        Collective: all ranks call it with the same arguments, at the same batch. Layers stay where they are, so what
+        is trained does not change.
+
+        Args:
+            schedule: the name of an installed schedule, or one of your own with its settings.
+            microbatches: of a batch; by default as many as now.
+            plan: how batches of its size are cut, where they are not to be cut evenly; those of other sizes still are.
+
+        Raises:
+            PlanError: layers would have to move, a schedule that does not flush takes part, or nothing is trained; all
+                stays as it is.
+            PipelineError: the ranks do not agree.
+        """
+        run = self._run
+        if run is None or not run.fitting:
+            raise PlanError("a schedule can be adopted while trainer.fit runs only")
+        adopt(run, self.control, schedule, microbatches, plan)
+        self.schedule = run.plans.schedule
+
+    @property
+    def decision(self) -> Decision:
+        """What the last run is, or was: schedule, micro-batches, recomputation and cut, and why.
+
+        Raises:
+            PlanError: nothing has run yet.
+        """
+        if self._decision is None:
+            raise PlanError("nothing is decided before the strategy has run: call trainer.fit first")
+        return self._decision
 
     def last_timing(self) -> Timing | None:
         """Where the time of the last window went, on every rank; None before the first one has ended. Collective: all
@@ -680,41 +685,3 @@ def _leave() -> None:
 def _batch_and_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     values = (*args, *kwargs.values())
     return values[0], values[1:]
-
-
-def _known_schedule(schedule: str | Schedule | Policy, settings: dict[str, Any]) -> Schedule | Policy:
-    if isinstance(schedule, str):
-        return make_schedule(schedule, **settings)
-    if isinstance(schedule, type) or not isinstance(schedule, (Schedule, Policy)):
-        raise PlanError(f"schedule must be the name of one, or an object as in KFKB(k=2), got {schedule!r}")
-    if settings:
-        raise PlanError(f"schedule_args={settings} belong to a schedule's name; {schedule!r} has its settings already")
-    return schedule
-
-
-def _long_enough(heartbeat_timeout: float) -> float:
-    if not heartbeat_timeout >= 2 * BEAT_SECONDS:
-        raise PlanError(
-            f"heartbeat_timeout must be at least {2 * BEAT_SECONDS:g} seconds, got {heartbeat_timeout}; signs of life "
-            f"are given every {BEAT_SECONDS:g} s"
-        )
-    return heartbeat_timeout
-
-
-def _known_transport(transport: str) -> str:
-    if transport not in KINDS:
-        *others, last = map(repr, KINDS)
-        raise PlanError(f"no transport is called {transport!r}; choose {', '.join(others)} or {last}")
-    return transport
-
-
-def _known_form(checkpoint: str) -> str:
-    if checkpoint not in ("full", "sharded"):
-        raise PlanError(f"checkpoint must be 'full' or 'sharded', got {checkpoint!r}")
-    return checkpoint
-
-
-def _known_partition(partition: str | list[int]) -> str | list[int]:
-    if isinstance(partition, str) and partition != "parameters":
-        raise PlanError(f"partition must be 'parameters' or a list of layer numbers, got {partition!r}")
-    return partition

@@ -79,13 +79,21 @@ class PipeDream2BWSettings(ScheduleSettings):
 
 
 @dataclass
+class AutoSettings(ScheduleSettings):
+    """No schedule: the strategy chooses one."""
+
+    _target_: str = "lightning_pipes.trainer.settings.chosen_later"
+    name: str = "auto"
+
+
+@dataclass
 class PipelineSettings:
     """What PipelineStrategy takes besides the schedule."""
 
     microbatches: int | None = None
     data_parallel: int = 1
     module: str | None = None
-    partition: Any = "parameters"  # or a list: where the stages 1, 2, ... begin
+    partition: Any = "auto"  # or parameters, or a list: where the stages 1, 2, ... begin
     recompute: bool = False
     seed: int = 0
     transport: str = "auto"  # or local, gloo, nccl
@@ -278,6 +286,7 @@ SCHEMAS: dict[str, type] = {
     "simulate": SimulateSettings,
     "profile": ProfileSettings,
     "cluster": ClusterSettings,
+    "schedule/auto": AutoSettings,
     "schedule/gpipe": GPipeSettings,
     "schedule/1f1b": OneFOneBSettings,
     "schedule/interleaved": InterleavedSettings,

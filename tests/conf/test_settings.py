@@ -24,7 +24,7 @@ from lightning_pipes.tune import schema
 from lightning_pipes.tune.messages import explain, plain_errors
 
 ROOT = Path(__file__).parents[2]
-SCHEDULES = sorted(path.stem for path in (ROOT / "conf" / "schedule").glob("*.yaml"))
+SCHEDULES = sorted(path.stem for path in (ROOT / "conf" / "schedule").glob("*.yaml") if path.stem != "auto")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,9 @@ def composed(*overrides: str) -> DictConfig:
 def test_every_installed_schedule_of_ours_has_settings() -> None:
     ours = {name for name, entry in installed_schedules().items() if entry.value.startswith("lightning_pipes.")}
     assert ours == set(SCHEDULES)
-    assert {f"schedule/{name}" for name in SCHEDULES} == {key for key in schema.SCHEMAS if key.startswith("schedule/")}
+    assert {f"schedule/{name}" for name in (*SCHEDULES, "auto")} == {
+        key for key in schema.SCHEMAS if key.startswith("schedule/")
+    }
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -58,6 +60,16 @@ def test_schedule_is_made_from_its_settings(name: str) -> None:
     cfg = composed(f"schedule={name}")
     assert instantiate(cfg.schedule).name == name
     assert isinstance(OmegaConf.to_object(cfg), schema.TrainSettings)
+
+
+def test_auto_is_left_to_the_strategy() -> None:
+    from lightning_pipes import PipelineStrategy
+
+    cfg = composed("schedule=auto", "pipeline.microbatches=null")
+    assert isinstance(OmegaConf.to_object(cfg), schema.TrainSettings)
+    strategy = PipelineStrategy(instantiate(cfg.schedule), **OmegaConf.to_container(cfg.pipeline))
+    assert strategy._wanted.chooses
+    assert strategy._wanted.partition == "auto"
 
 
 def test_a_setting_arrives() -> None:
@@ -115,7 +127,7 @@ def test_model_and_data_settings_are_arguments_of_the_examples(kind: str, monkey
         ("schedule.k=0", "schedule: kfkb: k must be at least 1, got 0; k=1 is 1F1B"),
         (
             "schedule=kfbk",
-            "schedule=kfbk: there is no such schedule. Did you mean 'kfkb'? There is: 1f1b, gpipe, hanayo,",
+            "schedule=kfbk: there is no such schedule. Did you mean 'kfkb'? There is: 1f1b, auto, gpipe, hanayo,",
         ),
         ("scheduel=gpipe", "scheduel: the configuration has no 'scheduel'. Did you mean 'schedule'?"),
         ("trainer.devces=2", "trainer.devces: trainer has no 'devces'. Did you mean 'devices'?"),

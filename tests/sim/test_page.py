@@ -77,6 +77,7 @@ def test_names_can_hold_anything():
     record = replace(
         RECORD,
         facts={evil: evil},
+        choice=evil,
         profile=replace(RECORD.profile, layers=tuple(replace(x, name=evil) for x in RECORD.profile.layers)),
     )
     elements = Elements(page(record, Advice(evil, notes=(evil,))))
@@ -84,6 +85,11 @@ def test_names_can_hold_anything():
     assert "img" not in {tag for tag, _ in elements.found}
     measured = replace(RECORD.measured, name=evil)
     assert Elements(page(replace(RECORD, measured=measured), NOTHING)).open == []
+
+
+def test_why_it_was_chosen():
+    assert "<pre>gpipe 3 ms\nkfkb 4 ms</pre>" in page(replace(RECORD, choice="gpipe 3 ms\nkfkb 4 ms"), NOTHING)
+    assert "<pre>" not in page(RECORD, NOTHING)
 
 
 def test_a_plan_has_one_panel_and_says_that_nothing_ran():

@@ -81,7 +81,7 @@ def on_a_rank(rank: int, folder: str) -> dict[str, Any]:
         trainer = main([*COMMON, "--trainer.devices=2", *files, *given]).trainer
         strategy: Any = trainer.strategy
         weights = plain_values(dict(trainer.lightning_module.state_dict()))
-        found[name] = (repr(strategy.schedule), strategy._microbatches), weights
+        found[name] = (repr(strategy.schedule), strategy._wanted.microbatches), weights
     return found
 
 

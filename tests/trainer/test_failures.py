@@ -227,7 +227,7 @@ def test_settings_are_checked_at_once():
         PipelineStrategy(KFKB)
     with pytest.raises(PlanError, match=r"KFKB\(k=1\) has its settings already"):
         PipelineStrategy(KFKB(), schedule_args={"k": 2})
-    with pytest.raises(PlanError, match="partition must be 'parameters' or a list"):
+    with pytest.raises(PlanError, match="partition must be 'auto', 'parameters' or a list"):
         PipelineStrategy(partition="seconds")
     with pytest.raises(PlanError, match="no transport is called 'smoke'; choose 'auto', 'local', 'gloo' or 'nccl'"):
         PipelineStrategy(transport="smoke")

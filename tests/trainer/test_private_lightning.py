@@ -76,6 +76,60 @@ def test_broadcast_sigterm_tensor():
     assert "_broadcast_sigterm_tensor" not in vars(t.fit_loop.epoch_loop)
 
 
+class _WithData(pl.LightningModule):
+    """Counts the calls of its hook."""
+
+    calls = 0
+
+    def train_dataloader(self) -> Any:
+        self.calls += 1
+        return DataLoader(range(8), batch_size=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch * 2
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch + 1
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def test_data_source_and_request_dataloader():
+    """Asked for ahead, the hook is called once; Lightning gets the same loader, with what its arguments were."""
+    t, module = trainer(), _WithData()
+    t.strategy.connect(module)
+    module.trainer = t
+    t._data_connector.attach_data(module)
+    ahead = private.training_data(t)
+    assert module.calls == 1
+    assert not private.training_data_come_later(t)
+    t.fit_loop.setup_data()
+    assert module.calls == 1
+    assert t.fit_loop._combined_loader.iterables.dataset is ahead.dataset
+    assert private.training_data(t) is t.fit_loop._combined_loader.iterables
+    t.fit_loop._combined_loader = None
+    t.fit_loop.setup_data()
+    assert module.calls == 2
+    t.fit_loop._combined_loader = None
+    private.training_data(t)
+    private.forget_training_data(t)
+    assert "dataloader" not in vars(t.fit_loop._data_source)
+    t.ckpt_path = "somewhere"
+    assert private.training_data_come_later(t)
+
+
+def test_batch_transfer_hooks():
+    t, module = trainer(), _WithData()
+    t.strategy.connect(module)
+    module.trainer = t
+    t._data_connector.attach_data(module)
+    assert private.on_device(t, torch.ones(2)).tolist() == [3.0, 3.0]
+
+
 def test_init_optimizers_and_lr_schedulers():
     assert arguments(private.init_optimizers) == ["model"]
 

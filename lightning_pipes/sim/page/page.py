@@ -135,6 +135,8 @@ def _sections(record: RunRecord, finding: Finding) -> Iterable[str]:
         yield _section(
             "Notes", '<ul class="notes">' + "".join(f"<li>{escape(n)}</li>" for n in finding.notes) + "</ul>"
         )
+    if record.choice:
+        yield _section("Why this schedule and this cut", f"<pre>{escape(record.choice)}</pre>")
     if record.facts:
         pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in record.facts.items())
         yield _section("Settings", f"<dl>{pairs}</dl>")

@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from lightning_pipes.cost import Cluster, CostModel, ModelProfile, Table
 from lightning_pipes.cost.units import as_bytes
-from lightning_pipes.ir import Kind, Plan, Policy, Program, Schedule, verify
+from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Program, Schedule, verify
 from lightning_pipes.planning.fit import evaluated, fit_layers, ordered
 from lightning_pipes.planning.partition import partition_at
 from lightning_pipes.planning.plans import even_plan
@@ -22,11 +21,13 @@ from lightning_pipes.sim.record import RunRecord
 from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
-from lightning_pipes.tune.cli.sources import by_name, cluster_of, durations, measure, numbers, profile_of
+from lightning_pipes.tune.cli.sources import by_name, cluster_of, durations, measure, numbers, profile_of, schedule_of
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
-    schedule = instantiate(cfg.schedule)
+    schedule = schedule_of(cfg)
+    if schedule is None:
+        raise PlanError("simulate shows one schedule, as in schedule=1f1b; lightning-pipes plan chooses one")
     cluster, profile = cluster_of(cfg, cfg.ranks), profile_of(cfg)
     order, plan, costs = _given(cfg, schedule) if profile is None else _profiled(cfg, schedule, profile, cluster)
     costs = replace(costs, links={(a, b): cluster.link(a, b) for a, b, _ in plan.links})

@@ -78,7 +78,7 @@ def cluster_of(cfg: DictConfig, devices: int) -> Cluster:
 
 def schedule_of(cfg: DictConfig) -> Schedule | Policy | None:
     """The schedule of the settings; None for schedule=auto."""
-    return None if cfg.schedule is None else instantiate(cfg.schedule)
+    return None if cfg.schedule is None or cfg.schedule.name == "auto" else instantiate(cfg.schedule)
 
 
 def numbers(value: Any, name: str) -> list[int]:

@@ -1,0 +1,44 @@
+"""Another order while training goes on, for the same layers on the same ranks."""
+
+from __future__ import annotations
+
+from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_count
+from lightning_pipes.planning.wording import schedule_settings
+from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.run import PipelineRun
+from lightning_pipes.trainer.settings import AUTO, known_schedule
+from lightning_pipes.trainer.streaming import StreamingRun
+
+
+def adopt(
+    run: PipelineRun,
+    control: Control,
+    schedule: str | Schedule | Policy,
+    microbatches: int | None = None,
+    plan: Plan | None = None,
+) -> None:
+    """Has the batches after this one run by another schedule; what `PipelineStrategy.adopt` does. Collective.
+
+    Raises:
+        PlanError: layers would have to move, or a schedule does not flush between batches.
+        PipelineError: the ranks want different things.
+    """
+    if isinstance(run, StreamingRun):
+        raise PlanError(
+            f"{run.plans.schedule.name} never has all stages at one batch, so nothing else can be adopted; start "
+            "another run"
+        )
+    if schedule == AUTO:
+        raise PlanError("schedule='auto' is chosen when training starts; adopt a schedule by its name, or an object")
+    if microbatches is not None:
+        check_count("microbatches", microbatches)
+    schedule = known_schedule(schedule, {})
+    plans = run.plans.other(schedule, microbatches, plan)
+    mine = (schedule.name, schedule_settings(schedule), plans.microbatches, plan)
+    for rank, theirs in zip(control.ranks, control.all_gather(mine), strict=True):
+        if theirs != mine:
+            raise PipelineError(
+                f"this rank adopts {mine[:3]}, and rank {rank} {theirs[:3]}; all ranks must adopt the same, so decide "
+                "by what they have in common, such as strategy.last_timing()"
+            )
+    run.plans = plans

@@ -1,0 +1,122 @@
+"""From a whole module to its run in a pipeline, in the order of the methods."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import Precision
+from torch import nn
+
+from lightning_pipes.engine.rng import replica_seed
+from lightning_pipes.ir import Program
+from lightning_pipes.trainer.capture import Interceptor
+from lightning_pipes.trainer.checks import warn_about
+from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.deciding import Deciding
+from lightning_pipes.trainer.decision import Decision, Wanted
+from lightning_pipes.trainer.deferred import DeferredWeights, check_same_cut
+from lightning_pipes.trainer.grid import Grid
+from lightning_pipes.trainer.hidden_state import HiddenState
+from lightning_pipes.trainer.layout import Layout
+from lightning_pipes.trainer.pipelined import CutModule
+from lightning_pipes.trainer.proxy import Layers
+from lightning_pipes.trainer.replicas import BufferSync, Replicas
+from lightning_pipes.trainer.run import PipelineRun
+from lightning_pipes.trainer.shared_parameters import SharedParameters, held_once, holders
+from lightning_pipes.trainer.steps import Steps
+
+
+class PipelineSetup:
+    """Collective: all ranks make one, and the same calls of it.
+
+    Args:
+        path: the pipelined container in the module.
+        control: what all ranks tell each other.
+        pipeline: the same for those of this pipeline.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        path: str,
+        grid: Grid,
+        control: Control,
+        pipeline: Control,
+        device: torch.device,
+    ) -> None:
+        full = module.get_submodule(path)
+        assert isinstance(full, Layers)
+        self.path = path
+        self.full = full
+        self._trainer = trainer
+        self._module = module
+        self._grid = grid
+        self._control = control
+        self._pipeline = pipeline
+        self._device = device
+        warn_about(module, full)
+        self._deferred = DeferredWeights(module, path)
+
+    def decide(self, wanted: Wanted, plain: Decision, transport: str) -> Decision:
+        """What runs, by what layers take on these devices; `plain` where they are not measured."""
+        deciding = Deciding(
+            self._trainer, self.path, self._grid, self._control, self._pipeline, self._device, transport
+        )
+        return deciding.decide(wanted, plain)
+
+    def lay_out(self, decision: Decision) -> None:
+        """Looks at the whole module as it will be cut: who holds what."""
+        self._layout = layout = Layout(self._grid, decision.ranks, decision.layers)
+        self._plans = decision.plans()
+        self._plan, order = self._plans.for_rows(self._plans.microbatches)
+        self.endless = isinstance(order, Program) and order.endless
+        self._control.watch.stages = dict(layout.stages_of_processes())
+        self._who = holders(self._module, self.path, layout.place_of_layer, range(self._grid.length))
+        self._hidden = HiddenState(self._module, self.path, layout.stage_of_layer, layout.rank_of_layer, self._pipeline)
+
+    def tied(self) -> list[str]:
+        """Names of parameters that several ranks train."""
+        who = self._who
+        return [n for n, p in self._module.named_parameters() if p.requires_grad and len(who.get(id(p), ())) > 1]
+
+    def cut(self, seed: int) -> CutModule:
+        """The module with the layers of this rank alone; those made on `meta` get values, which depend on `seed`."""
+        local = self._layout.local
+        self._interceptor = Interceptor(f"self.{self.path}", loop=isinstance(self.full, nn.ModuleList))
+        check_same_cut(self._module, self.path, local, self._control)
+        self._cut = CutModule(self._module, self.path, local, self._interceptor)
+        self._deferred.make(local, self._layout.place_of_layer, seed, self._device, self._pipeline)
+        return self._cut
+
+    def start(
+        self,
+        kind: type[PipelineRun],
+        replicas: Replicas,
+        precision: Precision,
+        seed: int,
+        transport: str,
+    ) -> PipelineRun:
+        """The run of the cut module, whose weights are on the device by now."""
+        module, layout = self._module, self._layout
+        stages = {s: [self.full[n] for n in range(*layout.layers[s])] for s in self._plan.stages[layout.rank]}
+        alone = held_once(stages.values(), self._who)
+        outside = [p for p in module.parameters() if id(p) not in alone]
+        seed = replica_seed(seed, self._grid.replica)
+        steps = Steps(module, precision, self._interceptor, self._plan, layout.rank, seed, self._device)
+        return kind(
+            self._trainer,
+            self._cut,
+            self._plans,
+            steps,
+            self._pipeline,
+            SharedParameters(outside, self._who, self._grid, self._control),
+            replicas.reducer(stages, alone),
+            BufferSync(module, replicas),
+            self._hidden,
+            layout.global_ranks,
+            self._device,
+            seed,
+            transport,
+        )

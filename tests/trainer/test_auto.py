@@ -1,0 +1,572 @@
+"""partition='auto', schedule='auto' and strategy.adopt: what is decided, that all take the same decision, and that
+nobody notices the measuring."""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import cache, partial
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, ModelProfile
+from lightning_pipes.engine.rng import random_state
+from lightning_pipes.ir import Plan, PlanError
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.sim.units import seconds_text
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer import deciding, measuring
+from lightning_pipes.trainer.decision import LEAST_ROWS, Wanted
+from lightning_pipes.trainer.sample import NoSampleError, batch_rows, example_batch
+from lightning_pipes.trainer.unchanged import unchanged
+from tests.trainer.lit import WIDTH, Case, Lit, LitOutside, LitTied, data, differences, plain_values, quiet, train
+
+LAYERS = 9
+EVEN_CUT = 4
+"""Where the second of two stages of Lit begins by parameters."""
+
+
+class Decided(Callback):
+    """What the strategy has decided."""
+
+    found: Any = None
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.strategy = trainer.strategy
+        self.found = self.strategy.decision
+
+
+class LitNormed(LitOutside):
+    """Can't be run on one sample."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:
+            raise ValueError("more than one sample is needed")
+        return super().forward(x)
+
+
+class LitBefore(Lit):
+    """Everything that a measurement could leave a trace in, and hooks that count themselves."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(dropout=0.3, **kwargs)
+        self.inlet = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        self.model.insert(4, nn.BatchNorm1d(WIDTH))
+        self.steps = 0
+        self.history: list[int] = []
+        self.hooks: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        self.history.append(self.steps)
+        x, y = batch
+        noise = torch.rand(1).item() + random.random() + np.random.rand()
+        loss = F.cross_entropy(self.model(self.inlet(x * (1 + 0.01 * noise))), y, reduction="none")
+        self.mean(loss.detach())
+        self.log("train_metric", self.mean, on_step=True, on_epoch=True)
+        self.log("train_loss", loss.mean(), on_step=True)
+        return loss.mean()
+
+    def train_dataloader(self) -> Any:
+        self.hooks.append("train_dataloader")
+        g = torch.Generator().manual_seed(int(torch.randint(1000, ())))
+        return DataLoader(data(), batch_size=8, shuffle=True, generator=g, drop_last=True)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.model(self.inlet(batch[0])), batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+def faked(seconds: list[float]) -> Any:
+    """In place of a measurement: forwards of so many seconds, backwards of twice that, whatever the rows."""
+
+    def profile(self: Any, pieces: int | None, split: bool) -> ModelProfile:
+        return ModelProfile(
+            tuple(
+                LayerProfile(
+                    str(n),
+                    ((1, s),),
+                    ((1, 2 * s),),
+                    input_backward=((1, s),),
+                    weight_backward=((1, s),),
+                    saved=((1, 2.0**20),),
+                    output=((1, 64.0),),
+                )
+                for n, s in enumerate(seconds)
+            ),
+        )
+
+    return profile
+
+
+def constant(value: Any, *_: Any) -> Any:
+    return value
+
+
+def one_slow(at: int, factor: float = 10.0) -> list[float]:
+    return [0.1 * (factor if n == at else 1.0) for n in range(LAYERS)]
+
+
+def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: str) -> dict[str, Any]:
+    """Runs of `cases`, each with what functions of `deciding` return instead, on all ranks or on each."""
+    results = {}
+    for name, (case, replaced) in cases.items():
+        with pytest.MonkeyPatch.context() as patch:
+            deciding._profiles.clear()
+            for where, value in replaced.items():
+                patch.setattr(deciding, where, partial(constant, value[rank] if isinstance(value, tuple) else value))
+            if case.trainer.get("seconds"):
+                patch.setattr(measuring.Measuring, "profile", faked(case.trainer.pop("seconds")))
+            decided = Decided()
+            case.trainer["callbacks"] = [*case.trainer.get("callbacks", []), decided]
+            results[name] = train(case, 2, Path(folder) / name)
+            results[name]["decision"] = decided.found
+            report = decided.strategy.report
+            results[name]["report"] = str(report), report.record
+    return results
+
+
+MOVED = {"strategy": {"microbatches": 4}}
+SLOW_RANK = {"_device_name": ("one", "another"), "benchmark": (1.0, 3.0)}  # by global rank
+CASES: dict[str, tuple[Case, dict[str, Any]]] = {
+    "slow first": (Case(LitOutside, **MOVED, trainer={"seconds": one_slow(0)}), {}),
+    "slow last": (Case(Lit, **MOVED, trainer={"seconds": one_slow(8)}), {}),
+    "tied": (Case(LitTied, **MOVED, trainer={"seconds": [1.0, 0.1, 0.1, 0.1, 0.1]}), {}),
+    "little to gain": (Case(Lit, **MOVED, trainer={"seconds": [0.1] * 4 + [0.101] * 5}), {}),
+    "slow rank": (Case(Lit, **MOVED, trainer={"seconds": [0.1] * 9}), SLOW_RANK),
+    "memory": (Case(Lit, **MOVED, trainer={"seconds": one_slow(8)}), {"_device_memory": 25 * 2**20}),
+    "auto": (Case(LitOutside, strategy={"schedule": "auto"}, trainer={"seconds": one_slow(0)}), {}),
+    "auto recompute": (
+        Case(Lit, strategy={"schedule": "auto", "microbatches": 8}, trainer={"seconds": one_slow(0)}),
+        {"_device_memory": 5 * 2**20 + 2**18},
+    ),
+    "measured": (Case(LitOutside, strategy={"schedule": "auto"}), {}),
+    "not one row": (Case(LitNormed, strategy={"schedule": "auto"}), {}),
+    "tiny": (Case(Lit, **MOVED), {}),
+    "endless": (Case(Lit, strategy={"schedule": "pipedream", "microbatches": 4}), {}),
+    "parameters": (Case(Lit, strategy={"partition": "parameters"}), {}),
+}
+
+
+@cache
+def runs() -> list[dict[str, Any]]:
+    return run_ranks(trained, 2, CASES, mkdtemp(), timeout=90)
+
+
+@cache
+def decided(name: str) -> Any:
+    """The same on both ranks."""
+    first, second = (found[name]["decision"] for found in runs())
+    assert (first.layers, first.schedule, first.microbatches, first.why) == (
+        second.layers,
+        second.schedule,
+        second.microbatches,
+        second.why,
+    )
+    return first
+
+
+def cuts(name: str) -> list[int]:
+    return [span.start for span in decided(name).layers[1:]]
+
+
+def test_the_cut_moves_to_the_slow_layer() -> None:
+    assert cuts("parameters") == [EVEN_CUT] == cuts("tiny") == cuts("little to gain")
+    assert cuts("slow first") == [1]
+    assert cuts("slow last") == [8]
+    assert "instead of" in decided("slow first").why
+
+
+def test_a_slower_device_gets_fewer_layers() -> None:
+    """Global rank 0 has the last stage; it took a second for what took rank 1, which measured, three."""
+    (cut,) = cuts("slow rank")
+    assert 1 <= cut <= 3
+
+
+def test_the_cut_keeps_within_memory() -> None:
+    """Two micro-batches of two rows are held on the first stage: 4 MiB a layer, and there are 25."""
+    assert cuts("memory") == [6]
+
+
+def test_where_little_is_gained_nothing_is_said_to_be_won() -> None:
+    assert "evenly by parameters" in decided("little to gain").why
+    assert "too little to balance" in decided("tiny").why
+    assert decided("parameters").why == ""
+    assert "does not flush" in decided("endless").why
+
+
+def test_auto_takes_what_the_planner_takes() -> None:
+    made = decided("auto")
+    assert made.schedule.name not in ("pipedream", "pipedream_2bw")
+    assert made.seconds < math.inf
+    assert made.schedule.name in made.why
+    assert made.table.count("\n") > 5
+
+
+def test_auto_tries_numbers_of_microbatches_whose_size_can_be_run() -> None:
+    """Times go with rows, so that as many micro-batches as may be are best."""
+    wanted = Wanted(make_schedule("1f1b"), None, False, "auto", chooses=True)
+    layers = tuple(LayerProfile(str(n), ((0, 0.0), (1, 1.0)), ((0, 0.0), (1, 2.0))) for n in range(4))
+    place = Deployment(Cluster((Device(), Device())))
+    plain = wanted.unmeasured([1] * 4, 2)
+    assert wanted.measured(plain, ModelProfile(layers), 16, place).microbatches == 16
+    assert wanted.measured(plain, ModelProfile(layers, notes={LEAST_ROWS: 3}), 16, place).microbatches == 4
+
+
+def test_auto_keeps_to_sizes_that_can_be_run() -> None:
+    assert decided("not one row").profile is not None
+    assert decided("not one row").microbatches <= 2  # of batches of 8 rows, some of 6
+
+
+def test_the_report_says_what_was_foretold() -> None:
+    for found in runs():
+        text, record = found["auto"]["report"]
+        made = found["auto"]["decision"]
+        assert made.table in text
+        assert made.why in record.choice
+        assert f"A step: {seconds_text(1e9 * made.seconds)} foretold when it was chosen" in record.choice
+        assert record.profile == made.profile
+        _, record = found["parameters"]["report"]
+        assert (record.choice, record.profile) == ("", None)
+
+
+def test_auto_recomputes_where_memory_is_short() -> None:
+    assert decided("auto recompute").recompute
+    assert decided("auto recompute").microbatches == 8
+    assert not decided("auto").recompute
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"endless"}))
+def test_parity_with_one_process(name: str) -> None:
+    case, _ = CASES[name]
+    trainer = {key: value for key, value in case.trainer.items() if key not in ("callbacks", "seconds")}
+    alone = train(Case(case.module, case.settings, None, trainer), 1, Path(mkdtemp()))
+    for found in runs():
+        same = {"outputs", "metrics", "weights", "rates", "steps"}
+        assert differences({k: found[name][k] for k in same}, {k: alone[k] for k in same}) == []
+
+
+# ---- nobody notices
+
+
+def watched(rank: int, strategies: list[dict[str, Any]], folder: str) -> list[Any]:
+    """Runs of LitBefore that are measured however short they are."""
+    quiet()
+    found = []
+    same: list[bool] = []
+
+    def drawing_nothing(self: Any, *args: Any, measure: Any = measuring.Measuring.profile) -> Any:
+        cpu = torch.device("cpu")
+        before = plain_values(random_state(cpu))
+        profile = measure(self, *args)
+        same.append(differences(before, plain_values(random_state(cpu)), 0.0) == [])
+        return profile
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "WORTH_MEASURING", 0.0)
+        patch.setattr(measuring.Measuring, "profile", drawing_nothing)
+        for settings in strategies:
+            deciding._profiles.clear()
+            pl.seed_everything(3, verbose=False)
+            module = LitBefore().double()
+            decided = Decided()
+            trainer = pl.Trainer(
+                accelerator="cpu",
+                devices=2,
+                strategy=PipelineStrategy(microbatches=4, **settings),
+                max_epochs=2,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                callbacks=[decided],
+            )
+            trainer.fit(module, val_dataloaders=DataLoader(data(13), batch_size=5))
+            state = {name: value.numpy() for name, value in module.state_dict().items()}
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            counted = module.steps, module.history, module.hooks
+            found.append((state, metrics, counted, torch.rand(3).tolist(), decided.found.profile is not None))
+    assert same == [True] * rank  # rank 1 measures
+    return found
+
+
+def test_measuring_leaves_no_trace() -> None:
+    """Weights, running averages, metrics, counters, random numbers and calls of hooks, on every rank."""
+    settings: list[dict[str, Any]] = [{"partition": "parameters"}, {}]
+    for plain, measured in run_ranks(watched, 2, settings, mkdtemp(), timeout=60):
+        assert not plain[-1]
+        assert measured[-1]
+        assert differences(list(plain[:4]), list(measured[:4]), 0.0) == []
+        assert measured[2][2] == ["train_dataloader"]
+
+
+class Messy(nn.Module):
+    """Whatever a forward may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.count = 0
+        self.kept: list[torch.Tensor] = []
+        self.by_name = {"a": torch.zeros(2)}
+        self.other = self.by_name
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.kept.append(x)
+        self.by_name["a"] += 1
+        self.by_name["b"] = x
+        self.table = self.table + 1
+        self.new = x
+        with torch.no_grad():
+            self.norm.weight.mul_(2)
+        self.norm.bias.data = torch.ones(3)
+        return self.norm(x)
+
+
+def test_unchanged() -> None:
+    messy = Messy()
+    messy.norm.weight.grad = torch.full((3,), 7.0)
+    before = {name: t.clone() for name, t in (*messy.named_parameters(), *messy.named_buffers())}
+    objects = {name: id(t) for name, t in (*messy.named_parameters(), *messy.named_buffers())}
+    gradient = messy.norm.weight.grad
+    with unchanged(messy):
+        messy(torch.randn(4, 3)).sum().backward()
+        assert messy.count == 1
+    assert {name: id(t) for name, t in (*messy.named_parameters(), *messy.named_buffers())} == objects
+    for name, tensor in (*messy.named_parameters(), *messy.named_buffers()):
+        assert torch.equal(tensor, before[name]), name
+    assert (messy.count, messy.kept, hasattr(messy, "new")) == (0, [], False)
+    assert messy.by_name is messy.other
+    assert messy.by_name.keys() == {"a"}
+    assert messy.by_name["a"].sum() == 0
+    assert messy.norm.weight.grad is gradient
+    assert gradient.sum() == 21
+    assert messy.norm.bias.grad is None
+
+
+# ---- samples
+
+
+class Drawn(Dataset[torch.Tensor]):
+    """Samples with random numbers of generators that the dataset has."""
+
+    def __init__(self) -> None:
+        self.ours = {"torch": torch.Generator().manual_seed(1), "numpy": np.random.default_rng(1)}
+        self.python = random.Random(1)
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = torch.rand((), generator=self.ours["torch"]) + self.ours["numpy"].random() + self.python.random()
+        return torch.full((2,), index) + drawn
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        while True:
+            yield torch.zeros(2)
+
+
+class Never(torch.utils.data.Sampler[int]):
+    def __iter__(self) -> Any:
+        raise AssertionError("the sampler was asked")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_is_taken_unnoticed(workers: int) -> None:
+    loader = DataLoader(Drawn(), batch_size=4, sampler=Never(), num_workers=workers)
+    assert batch_rows(loader) == 4
+    first, again = example_batch(loader, 3), example_batch(loader, 3)
+    assert first.shape == (3, 2)
+    assert torch.equal(first, again)
+    assert batch_rows(DataLoader(Drawn(), batch_size=99)) == 5
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (DataLoader(Endless(), batch_size=4), "IterableDataset"),
+        (DataLoader(Drawn(), batch_size=None), "no batch_size"),
+        ({"a": DataLoader(Drawn())}, "dict"),
+        (DataLoader([], batch_size=4, sampler=Never()), "empty"),
+    ],
+)
+def test_no_sample(loader: Any, reason: str) -> None:
+    with pytest.raises(NoSampleError, match=reason):
+        batch_rows(loader)
+
+
+class LitFails(LitOutside):
+    """A step that can't be run before training starts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.trainer.fit_loop.epoch_loop.global_step and self.trainer.fit_loop.epoch_loop.batch_idx < 0:
+            raise RuntimeError("too early")
+        return super().training_step(batch, batch_idx)
+
+
+class LitMeta(pl.LightningModule):
+    """Made without weights."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            with torch.device("meta"):
+                self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(batch[0].float()).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def skipped(rank: int, folder: str) -> dict[str, str]:
+    quiet()
+
+    def why(module: Any, loader: Any, **settings: Any) -> str:
+        options = {"limit_train_batches": 2, "max_epochs": 1, **settings}
+        path = options.pop("ckpt_path", None)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=PipelineStrategy(),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,
+        )
+        trainer.fit(module, loader, ckpt_path=path)
+        trainer.save_checkpoint(f"{folder}/last.ckpt")
+        return str(trainer.strategy.decision.why)
+
+    def endless() -> Any:
+        class Rows(IterableDataset[Any]):
+            def __iter__(self) -> Any:
+                return iter(data())
+
+        return DataLoader(Rows(), batch_size=8)
+
+    class FromHook(LitBefore):
+        pass
+
+    return {
+        "iterable": why(Lit().double(), endless()),
+        "meta": why(LitMeta(), DataLoader(data(), batch_size=8)),
+        "raises": why(LitFails().double(), DataLoader(data(), batch_size=8), max_epochs=1),
+        "hook": why(FromHook().double(), None),
+        "resumed": why(FromHook().double(), None, max_epochs=2, ckpt_path=f"{folder}/last.ckpt"),
+    }
+
+
+def test_why_nothing_was_measured() -> None:
+    first, second = run_ranks(skipped, 2, mkdtemp(), timeout=60)
+    assert first == second
+    assert "IterableDataset" in first["iterable"]
+    assert "on meta" in first["meta"]
+    assert "too early" in first["raises"]
+    assert "too little" in first["hook"]
+    assert "resumed run" in first["resumed"]
+
+
+# ---- what is asked for
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"partition": "time"}, "'auto', 'parameters' or a list"),
+        ({"schedule": "auto", "partition": [1, 2]}, "leave it out, or name a schedule"),
+        ({"schedule": "auto", "partition": "parameters"}, "leave it out, or name a schedule"),
+        ({"schedule": "auto", "schedule_args": {"k": 2}}, "belong to one schedule"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        PipelineStrategy(**settings)
+
+
+def test_names() -> None:
+    assert PipelineStrategy()._wanted.partition == "auto"
+    assert pl.Trainer(strategy="pipeline_auto", accelerator="cpu").strategy._wanted.chooses
+
+
+# ---- adopting
+
+
+class Adopts(Callback):
+    """Another order after the first batch and after the second; then what can't be adopted."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        self.counts.append(len(strategy._running.windows[-1].plan.jobs[0].forward[0]))
+        if trainer.global_step == 1:
+            strategy.adopt("kfkb", 2)
+        elif trainer.global_step == 2:
+            strategy.adopt("gpipe", 4, Plan.even(2, 3, 6))
+        elif trainer.global_step == 3:
+            strategy.adopt("zero_bubble")
+        for schedule in ("interleaved", "pipedream", "auto", "no such"):
+            try:
+                strategy.adopt(schedule)
+            except PlanError as error:
+                self.errors.append(str(error))
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.counts.append(-1)
+
+
+class Disagrees(Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.strategy.adopt("1f1b", 1 + trainer.global_rank)
+
+
+def adopting(rank: int, folder: str) -> tuple[Any, Any, str]:
+    adopts = Adopts()
+    settings = {"partition": "parameters", "microbatches": 8}
+    case = Case(LitOutside, strategy=settings, trainer={"max_epochs": 2, "callbacks": [adopts]})
+    found = train(case, 2, folder)
+    try:
+        train(Case(Lit, strategy=settings, trainer={"callbacks": [Disagrees()]}), 2, f"{folder}/other")
+    except Exception as error:
+        return found, (adopts.counts, adopts.errors), str(error)
+    return found, (adopts.counts, adopts.errors), ""
+
+
+def test_another_schedule_from_the_next_batch_on() -> None:
+    alone = train(Case(LitOutside, trainer={"max_epochs": 2}), 1, Path(mkdtemp()))
+    for found, (counts, errors), disagreed in run_ranks(adopting, 2, mkdtemp(), timeout=60):
+        for key in ("outputs", "metrics", "weights", "rates", "steps"):
+            assert differences(found[key], alone[key]) == []
+        assert [n for n in counts if n > 0] == [8, 2, 3, 4, 4, 4]  # batches of 8, 8 and 6 rows
+        assert "layers would have to move" in errors[0]
+        assert "does not flush" in errors[1]
+        assert "when training starts" in errors[2]
+        assert "no schedule is called" in errors[3]
+        assert "must adopt the same" in disagreed
+
+
+def test_adopting_needs_a_run() -> None:
+    strategy = PipelineStrategy()
+    with pytest.raises(PlanError, match=r"trainer\.fit"):
+        strategy.adopt("gpipe")
