@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from lightning_pipes.strategies.jap.machine import Kernel, kernel_for
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 
@@ -16,8 +14,7 @@ def longest_job(problem: ArrayProblem) -> int:
 def busiest_stage(problem: ArrayProblem) -> int:
     """Nanoseconds of the worst stage's work, with the shortest ways to its first block and from its last one."""
     busy, head, tail = (a.reshape(problem.stages, -1) for a in (problem.busy, problem.heads, problem.tails))
-    after = np.maximum(tail - busy, 0)
-    return int((head.min(1) + busy.sum(1) + after.min(1)).max())
+    return int((head.min(1) + busy.sum(1) + (tail - busy).min(1)).max())
 
 
 def interrupted(problem: ArrayProblem, kernel: Kernel | None = None) -> int:
@@ -29,7 +26,7 @@ def interrupted(problem: ArrayProblem, kernel: Kernel | None = None) -> int:
     tables = [a.reshape(problem.stages, -1) for a in (problem.heads, problem.busy, problem.tails - problem.busy)]
     worst = 0
     for head, busy, after in zip(*tables, strict=True):
-        of = (by.copy(head), by.copy(busy), by.copy(np.maximum(after, 0)))
+        of = (by.copy(head), by.copy(busy), by.copy(after))
         worst = max(worst, by.run.one_machine(2 * problem.jobs, *of))
     return int(worst)
 

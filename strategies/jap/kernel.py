@@ -416,7 +416,7 @@ def outlook(jobs, n, busy, lag, tail, limit, step, ready, free, held, head, some
             if k >= step[o % jobs]:
                 some_head[count] = head[o]
                 some_busy[count] = busy[o]
-                some_tail[count] = max(0, tail[o] - busy[o])
+                some_tail[count] = tail[o] - busy[o]  # below 0 where its stage is busy when the job has ended
                 count += 1
         if count > 0:
             least = max(least, one_machine(count, some_head, some_busy, some_tail))

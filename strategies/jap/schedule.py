@@ -32,4 +32,5 @@ class JAP:
         stream = Stream(plan.n_stages, costs, len(plan.jobs), backward_first=True)
         for number, cut in enumerate(plan.jobs):
             stream.admit(Job(number, cut, plan.batches))
-        return Program(stream.advance().rows)
+        rows = stream.advance().rows
+        return Program(tuple(rows[stage] for (stage,) in plan.stages))

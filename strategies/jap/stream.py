@@ -10,7 +10,7 @@ What an engine does with it, on every rank alike:
     stream = Stream(stages, costs, resident)              # costs: equal numbers on all ranks
     stream.admit(Job(0, cut, batches=100, more=True))     # in one order on all ranks; waits if all places are taken
     while (piece := stream.advance()).asked is not None:
-        run(piece.rows[rank])                             # F, B and STEP in exactly this order; then
+        run(piece.rows[stage])                            # F, B and STEP in exactly this order; then
         ...                                               # the asked job's own code goes on until it parks or ends, and
         stream.extend(piece.asked, batches)               # promises so many batches more, or
         stream.leave(piece.asked)                         # has ended; siblings may be admitted before the next advance
@@ -18,8 +18,8 @@ What an engine does with it, on every rank alike:
 A piece ends where the order depends on what somebody does: when a job has run all the batches that it promised. At that
 point of virtual time its last update on stage 0 ends, so a rank that has run its row so far holds all that the job's
 code needs there, and does not wait for other ranks. A job which promises many batches (to the end of its epoch, say) is
-asked seldom; one which promises a single batch is asked after each of them, and the order is the same either way. The
-jobs asked at one instant are asked by their numbers. So who ends first, and who takes a free place, is the same in
+asked seldom; one which promises a single batch is asked after each of them, and the order is the same either way. So
+who ends first, and who takes a free place, is the same in
 every run; what a job logs or reports happens in the order in which jobs are asked.
 
 A job that ends before what it promised, because it failed or was stopped within a batch, is told by `cut_short` at any
@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from lightning_pipes.cost import Costs
@@ -78,7 +78,7 @@ class Piece(NamedTuple):
     """A part of the order.
 
     Attributes:
-        rows: what each rank runs, computations only.
+        rows: what each stage runs, computations only.
         asked: the job that has run all it promised, None where nobody is left to run.
         time: nanoseconds of virtual time at which it is asked.
     """
@@ -151,7 +151,6 @@ class Stream:
         self._touched: set[int] = set()
         self._idle = [True] * stages
         self._wires = [[0] * stages for _ in range(2)]  # until when each stage's link is used, each direction
-        self._to_ask: list[int] = []
         self._asked: int | None = None
         self._rows: list[list[Instruction]] = [[] for _ in range(stages)]
 
@@ -217,10 +216,6 @@ class Stream:
             if number not in self.waiting:
                 raise PlanError(f"job {number} neither runs nor waits; there are {[*self._running, *self.waiting]}")
             self._waiting = sorted(entry for entry in self._waiting if entry[1] != number)
-        elif number in self._to_ask:
-            self._to_ask.remove(number)
-            heapify(self._to_ask)
-            del self._running[number]
         elif number == self._asked:
             self.leave(number)
         else:
@@ -241,7 +236,7 @@ class Stream:
         """
         if self._asked is not None:
             raise PlanError(f"job {self._asked} was asked what it does next; extend it, or let it leave")
-        while not self._to_ask:
+        while self._asked is None:
             self._fill_places()
             for stage in self._touched:
                 if self._idle[stage] and self._ready[stage]:
@@ -250,7 +245,6 @@ class Stream:
             if not self._events:
                 break
             self._pass_on()
-        self._asked = heappop(self._to_ask) if self._to_ask else None
         rows = tuple(map(tuple, self._rows))
         for row in self._rows:
             row.clear()
@@ -293,7 +287,7 @@ class Stream:
             elif self._running[number].left:
                 self._begin(self._running[number])
             elif self._running[number].job.more:
-                heappush(self._to_ask, number)
+                self._asked = number  # the only one: stage 0 ends one block at a time
             else:
                 del self._running[number]
 

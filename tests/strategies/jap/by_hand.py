@@ -7,17 +7,17 @@ import numpy as np
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 
 
-def random_problem(seed, jobs, stages, most=9, equal=False):
-    """Small whole numbers; updates and switches are often longer than what follows."""
+def random_problem(seed, jobs, stages, most=9, equal=False, late=9):
+    """Small whole numbers; updates and switches, up to `late`, may be longer than what follows."""
     rng = np.random.default_rng(seed)
 
-    def times(least):
+    def times(least, most=most):
         table = rng.integers(least, most, (jobs, stages))
-        if equal:  # the first half of the jobs
-            table[: (jobs + 1) // 2] = table[0]
+        if equal:  # the first half of the jobs, and one more
+            table[: jobs // 2 + 1] = table[0]
         return table
 
-    return ArrayProblem(times(1), times(1), times(0), times(0), times(0), times(0), times(0))
+    return ArrayProblem(times(1), times(1), times(0), times(0, late), times(0, late), times(0), times(0))
 
 
 def rows_of_a_stage(jobs):

@@ -10,7 +10,7 @@ from lightning_pipes.strategies.jap import Effort, solved
 from lightning_pipes.strategies.jap.bounds import busiest_stage, interrupted, longest_job, lower_bound
 from lightning_pipes.strategies.jap.branch import branched
 from lightning_pipes.strategies.jap.generator import random_array
-from lightning_pipes.strategies.jap.genetic import Genetic, _crossed, decoded, evolved
+from lightning_pipes.strategies.jap.genetic import Genetic, _crossed, _filled, decoded, evolved
 from lightning_pipes.strategies.jap.greedy import as_printed
 from lightning_pipes.strategies.jap.machine import PYTHON, numba_kernel
 from lightning_pipes.strategies.jap.problem import ArrayProblem
@@ -50,6 +50,15 @@ def test_branch_and_bound_finds_what_brute_force_finds(optimum, size, seed):
     assert lower_bound(problem) <= best <= solved(problem, "search", Effort(2_000), seed).makespan
     chosen = solved(problem, effort=Effort(100_000))
     assert (chosen.makespan, chosen.gap) == (best, 0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_stages_may_be_held_for_a_block_that_is_not_there_yet(seed):
+    """After a long update a job's next block can be there before what is ready could end."""
+    problem = random_problem(seed, 2, 2, most=4, equal=seed % 2 == 0, late=40)
+    best = best_of_all(problem)
+    assert lower_bound(problem) <= best
+    assert branched(problem, Effort(100_000), by_rule(problem, "forward first")).makespan == best
 
 
 def test_bounds_by_hand():
@@ -169,21 +178,22 @@ def test_genes_are_blocks_in_the_order_of_their_jobs():
 
 
 def test_crossover_keeps_the_places_of_some_jobs_and_the_order_of_the_others():
+    one, two = np.array([[0, 1, 2, 0, 2, 1]]), np.array([[2, 2, 1, 0, 1, 0]])
+    assert _filled(one, one == 0, two, two == 0).tolist() == [[0, 2, 2, 0, 1, 1]]
+    assert _filled(two, two != 1, one, one != 1).tolist() == two.tolist()
     rng = np.random.default_rng(1)
     one, two = (rng.permuted(np.tile(np.repeat(np.arange(4), 6), (30, 1)), axis=1) for _ in range(2))
-    for first, second, parents in zip(*_crossed(one, two, 4, rng), zip(one, two, strict=True), strict=True):
-        for child, (keeps, gives) in ((first, parents), (second, parents[::-1])):
-            assert sorted(child) == sorted(keeps)
-            stays = [j for j in range(4) if ((child == j) == (keeps == j)).all()]
-            others = [j for j in range(4) if j not in stays]
-            assert [j for j in child if j in others] == [j for j in gives if j in others]
+    children = np.concatenate(_crossed(one, two, 4, rng))
+    assert (np.sort(children, axis=1) == np.sort(one[0])).all()
+    assert (children != np.concatenate([one, two])).any(1).mean() > 0.5  # not where a single job does not stay
 
 
-def test_evolution_keeps_the_best():
+@pytest.mark.parametrize("seed", range(3))
+def test_evolution_keeps_the_best(seed):
     problem = random_array(5, 3, seed=1)
-    spans = [evolved(problem, Effort(10**6), 1, Genetic(20, generations=g)).makespan for g in (0, 5, 40)]
-    assert spans[0] >= spans[1] >= spans[2]
-    assert spans[0] > spans[2]
+    spans = [evolved(problem, Effort(10**6), seed, Genetic(20, generations=g)).makespan for g in range(15)]
+    assert spans == sorted(spans, reverse=True)
+    assert spans[0] > spans[-1]
 
 
 def test_search_beats_the_paper():
