@@ -33,7 +33,7 @@ def test_a_slot_alone_switches_nothing():
 
 
 def test_states_move_while_the_shortest_block_runs():
-    """Two stages on one host: 3 GB at 1 GB/s; the shortest is the forward of the smaller job, 4 s less 1 s of message."""
+    """Two stages on one host: 3 GB at 1 GB/s, while a forward of 4 s less 1 s of message runs."""
     seconds = {(Kind.F, s): ((1, 4.0), (2, 8.0)) for s in range(2)} | {(Kind.B, s): ((1, 9.0),) for s in range(2)}
     costs = CostModel(seconds | {(Kind.SF, 0): ((1, 1.0),), (Kind.SB, 1): ((1, 1.0),)})
     plan = Plan((0, 1), (Cut.even(1, 1, 2), Cut.even(2, 1, 2)))
