@@ -82,25 +82,30 @@ def rows_of_costs() -> Callable[..., None]:
 
 @cache
 def numba_machine() -> Machine | None:
-    """The compiled kernel; None where numba is not installed.
+    """The compiled kernel; None where numba is not installed."""
+    made = compiled(kernel.leave, kernel.pick, kernel.fixed, kernel.every, kernel.chosen)
+    return None if made is None else Machine("numba", made["fixed"], made["chosen"], made["every"], arrays=True)
 
-    A function is compiled when it is first called, all of them in a few seconds, and kept in `cache_folder()`.
+
+def compiled(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]] | None:
+    """The functions by name as machine code, each calling those listed before it; None where numba is not installed.
+
+    A function is compiled when it is first called, a kernel in a few seconds, and kept in `cache_folder()`.
     """
     if find_spec("numba") is None:
         return None
     try:
         import numba
     except ImportError as error:
-        warnings.warn(f"numba is installed and can't be used ({error}); simulating without it is slower", stacklevel=2)
+        warnings.warn(f"numba is installed and can't be used ({error}); going on without it is slower", stacklevel=2)
         return None
     folder = cache_folder()
+    made: dict[str, Callable[..., Any]] = {}
     with _caching_in(numba.config, folder):
         jit = numba.njit(cache=folder is not None)
-        names = {name: jit(getattr(kernel, name)) for name in ("leave", "pick")}
-        fixed = jit(bound(kernel.fixed, **names))
-        every = jit(bound(kernel.every, fixed=fixed))
-        chosen = jit(bound(kernel.chosen, **names))
-    return Machine("numba", fixed, chosen, every, arrays=True)
+        for function in functions:
+            made[function.__name__] = jit(bound(function, **made))
+    return made
 
 
 def cache_folder() -> Path | None:

@@ -87,6 +87,11 @@ class AutoSettings(ScheduleSettings):
 
 
 @dataclass
+class JAPSettings(ScheduleSettings):
+    name: str = "jap"
+
+
+@dataclass
 class PipelineSettings:
     """What PipelineStrategy takes besides the schedule."""
 
@@ -296,6 +301,7 @@ SCHEMAS: dict[str, type] = {
     "schedule/ready": ReadySettings,
     "schedule/pipedream": PipeDreamSettings,
     "schedule/pipedream_2bw": PipeDream2BWSettings,
+    "schedule/jap": JAPSettings,
     "model/gpt": GPTSettings,
     "model/mlp": MLPSettings,
     "model/resnet_digits": ResNetDigitsSettings,

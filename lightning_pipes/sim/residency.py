@@ -1,0 +1,304 @@
+"""Which states a device holds: what is loaded early, what makes room for it, and what that costs.
+
+A state has a key and a size: a job's weights and optimizer on a stage, a layer, a version of weights. What does not fit
+into the device's budget lies on the host. Decisions are made here, and nothing is moved: a `Copier` does that, on
+streams, on threads, or on a virtual clock. So engine and simulator decide alike.
+
+    residency.expect(keys)                # the keys of the leases to come, in order, as a Program has them
+    residency.lease(key, write=True)      # there, and stays there
+    ...                                   # compute
+    residency.release(key)                # may go; written back first if it was written
+    residency.prefetch()                  # as far ahead as the budget allows
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from lightning_pipes.ir import PlanError
+
+Key = TypeVar("Key")
+NEVER = 1 << 62
+"""After all leases that are known."""
+
+
+class Copier(Protocol):
+    """Moves states between host and device. A ticket stands for one copy; copies of one direction are made in turn."""
+
+    def load(self, key: object, size: int, after: int | None) -> int:
+        """Starts to copy a state to the device, once the copy `after` has ended; returns its ticket."""
+
+    def store(self, key: object, size: int) -> int:
+        """Starts to copy a state to the host."""
+
+    def done(self, ticket: int) -> bool:
+        """Whether the copy has ended."""
+
+    def wait(self, ticket: int) -> int:
+        """Returns when the copy has ended: the nanoseconds that took."""
+
+
+class VirtualCopier:
+    """A link in each direction, on a clock that whoever simulates puts forward.
+
+    Args:
+        bandwidth: bytes per second, each direction.
+        latency: seconds of each copy besides.
+    """
+
+    def __init__(self, bandwidth: float, latency: float = 0.0) -> None:
+        self.now = 0
+        """Nanoseconds."""
+        self._rate, self._latency = bandwidth, round(latency * 1e9)
+        self._free = {"in": 0, "out": 0}
+        self._ends: list[int] = []
+
+    def load(self, key: object, size: int, after: int | None) -> int:
+        return self._copy("in", size, 0 if after is None else self._ends[after])
+
+    def store(self, key: object, size: int) -> int:
+        return self._copy("out", size, 0)
+
+    def _copy(self, way: str, size: int, earliest: int) -> int:
+        takes = 0 if math.isinf(self._rate) else round(size / self._rate * 1e9)
+        self._free[way] = max(self.now, self._free[way], earliest) + takes + self._latency
+        self._ends.append(self._free[way])
+        return len(self._ends) - 1
+
+    def done(self, ticket: int) -> bool:
+        return self._ends[ticket] <= self.now
+
+    def wait(self, ticket: int) -> int:
+        waited = max(0, self._ends[ticket] - self.now)
+        self.now += waited
+        return waited
+
+
+@dataclass
+class Statistics:
+    """What leases met. `hits`: the state was there; `late`: on its way; `misses`: it was not asked for before.
+
+    `refused` are prefetches for which there was no room, `wasted` those that went before anybody used them.
+    """
+
+    hits: int = 0
+    late: int = 0
+    misses: int = 0
+    stall_ns: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    prefetched: int = 0
+    refused: int = 0
+    wasted: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the leases, how many met their state; 1 where there was none."""
+        leases = self.hits + self.late + self.misses
+        return self.hits / leases if leases else 1.0
+
+
+@dataclass
+class _Held:
+    """A state on the device."""
+
+    ticket: int
+    used: int  # number of its last lease, or of its loading
+    leased: int = 0
+    dirty: bool = False
+    fresh: bool = True  # not leased since it was loaded
+
+
+class Residency(Generic[Key]):
+    """The states of one device.
+
+    With `expect` the leases to come are known: then what is needed latest makes room (Belady), and never for a state
+    that is needed later than itself. Without it what was used longest ago does, unless `predict` protects it.
+
+    Args:
+        budget: bytes of the device for states.
+        sizes: bytes of every state.
+        copier: moves them; all lie on the host at first.
+
+    Raises:
+        PlanError: a state alone is larger than the budget.
+    """
+
+    def __init__(self, budget: int, sizes: Mapping[Key, int], copier: Copier) -> None:
+        largest = max(sizes, key=lambda key: sizes[key], default=None)
+        if largest is not None and sizes[largest] > budget:
+            raise PlanError(
+                f"state {largest} has {sizes[largest]} bytes, the device's budget is {budget}; raise the budget, or "
+                "cut the model into more stages"
+            )
+        self.statistics = Statistics()
+        self._budget, self._sizes, self._copier = budget, dict(sizes), copier
+        self._held: dict[Key, _Held] = {}
+        self._used = 0
+        self._turn = 0
+        self._coming: deque[Key] = deque()
+        self._uses: dict[Key, deque[int]] = {}
+        self._at = 0
+        self._protected: tuple[Key, ...] = ()
+        self._leaving: dict[Key, int] = {}  # tickets of what is written back
+
+    @property
+    def resident(self) -> frozenset[Key]:
+        """What is on the device, or on its way to it."""
+        return frozenset(self._held)
+
+    def add(self, key: Key, size: int) -> None:
+        """One more state, on the host; a job that joins."""
+        self._sizes[key] = size
+
+    def expect(self, keys: Iterable[Key]) -> None:
+        """These leases follow those that were expected before."""
+        for key in keys:
+            self._uses.setdefault(key, deque()).append(self._at + len(self._coming))
+            self._coming.append(key)
+
+    def predict(self, keys: Iterable[Key]) -> None:
+        """These will probably be leased next, the first one first; nobody is held to it."""
+        self._protected = tuple(keys)
+
+    def lease(self, key: Key, write: bool = False) -> int:
+        """The nanoseconds that were waited until the state is there. It stays until it is released.
+
+        Args:
+            write: it is changed meanwhile, and written back before its place is taken.
+
+        Raises:
+            PlanError: another lease was expected, or all that is there is leased.
+        """
+        if self._coming:
+            if self._coming[0] != key:
+                raise PlanError(f"state {key} is leased, expected was {self._coming[0]}")
+            self._coming.popleft()
+            self._uses[key].popleft()
+            self._at += 1
+        held = self._held.get(key)
+        if held is None:
+            self.statistics.misses += 1
+            if not self._make_room(self._sizes[key], must=True):
+                leased = [each for each, other in self._held.items() if other.leased]
+                raise PlanError(
+                    f"no room for state {key} of {self._sizes[key]} bytes: {leased} are leased, of a budget of "
+                    f"{self._budget}; release one before, or raise the budget"
+                )
+            held = self._load(key)
+        elif self._copier.done(held.ticket):
+            self.statistics.hits += 1
+        else:
+            self.statistics.late += 1
+        waited = self._copier.wait(held.ticket)
+        self.statistics.stall_ns += waited
+        self._turn += 1
+        held.used, held.fresh = self._turn, False
+        held.leased += 1
+        held.dirty |= write
+        return waited
+
+    def release(self, key: Key) -> None:
+        """The lease is over.
+
+        Raises:
+            PlanError: there was none.
+        """
+        held = self._held.get(key)
+        if held is None or not held.leased:
+            raise PlanError(f"state {key} is released and was not leased")
+        held.leased -= 1
+
+    def prefetch(self) -> int:
+        """Starts to load what is needed next and not there, in that order, until there is no room; returns how many.
+
+        So the look-ahead follows from the budget: a fixed one would load what makes the next state leave.
+        """
+        begun = 0
+        for key in dict.fromkeys(self._coming) if self._coming else self._protected:
+            if key in self._held:
+                continue
+            if not self._make_room(self._sizes[key], needed=self._next_use(key)):
+                self.statistics.refused += 1
+                break
+            self._load(key)
+            self.statistics.prefetched += 1
+            begun += 1
+        return begun
+
+    def drop(self, key: Key) -> None:
+        """The state is not needed any more, as that of a job that left; its bytes are free at once.
+
+        Raises:
+            PlanError: it is leased.
+        """
+        held = self._held.get(key)
+        if held is not None:
+            if held.leased:
+                raise PlanError(f"state {key} is leased and can't be dropped")
+            del self._held[key]
+            self._used -= self._sizes[key]
+        del self._sizes[key]
+        self._leaving.pop(key, None)
+
+    def flush(self) -> None:
+        """Everything that was changed is on the host when this returns, and still on the device."""
+        for key, held in self._held.items():
+            if held.dirty:
+                self._copier.wait(self._store(key))
+                held.dirty = False
+
+    def _next_use(self, key: Key) -> int:
+        uses = self._uses.get(key)
+        return uses[0] if uses else NEVER
+
+    def _make_room(self, size: int, needed: int = -1, must: bool = False) -> bool:
+        """Whether `size` bytes are free now; others leave for it, none that is needed before `needed`."""
+        leaves: list[Key] = []
+        free = self._budget - self._used
+        for key in self._victims(must):
+            if free >= size:
+                break
+            if self._next_use(key) <= needed:
+                return False
+            leaves.append(key)
+            free += self._sizes[key]
+        if free < size:
+            return False
+        for key in leaves:
+            self._evict(key)
+        return True
+
+    def _victims(self, must: bool) -> list[Key]:
+        """What may leave, the first one first."""
+        free = [key for key, held in self._held.items() if not held.leased]
+        if self._coming:
+            return sorted(free, key=lambda key: (-self._next_use(key), self._held[key].used))
+        by_use = sorted(free, key=lambda key: self._held[key].used)
+        others = [key for key in by_use if key not in self._protected]
+        return [*others, *(key for key in by_use if key in self._protected)] if must else others
+
+    def _evict(self, key: Key) -> None:
+        held = self._held.pop(key)
+        self.statistics.wasted += held.fresh
+        self._used -= self._sizes[key]
+        if held.dirty:
+            self._leaving[key] = self._store(key)
+
+    def _store(self, key: Key) -> int:
+        self.statistics.bytes_out += self._sizes[key]
+        return self._copier.store(key, self._sizes[key])
+
+    def _load(self, key: Key) -> _Held:
+        """The place is taken from what left: nothing is loaded before that is on the host."""
+        after = max(self._leaving.values(), default=None)
+        self._turn += 1
+        self._used += self._sizes[key]
+        self.statistics.bytes_in += self._sizes[key]
+        held = self._held[key] = _Held(self._copier.load(key, self._sizes[key], after), self._turn)
+        self._leaving = {each: ticket for each, ticket in self._leaving.items() if not self._copier.done(ticket)}
+        return held

@@ -1,0 +1,27 @@
+"""ArrayPipe: the jobs of an array share one pipeline.
+
+`Stream` is the order of blocks without rounds, which an engine runs; `ArrayProblem` and `solved` are the paper's
+iteration and everything that orders it.
+"""
+
+from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
+from lightning_pipes.strategies.jap.schedule import JAP
+from lightning_pipes.strategies.jap.search import Effort
+from lightning_pipes.strategies.jap.solution import Solution
+from lightning_pipes.strategies.jap.solve import solved
+from lightning_pipes.strategies.jap.stream import Job, Piece, Stream
+from lightning_pipes.strategies.jap.tuning import Setup, tuned
+
+__all__ = [
+    "JAP",
+    "ArrayProblem",
+    "Effort",
+    "Job",
+    "Piece",
+    "Setup",
+    "Solution",
+    "Stream",
+    "problem_of",
+    "solved",
+    "tuned",
+]

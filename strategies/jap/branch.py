@@ -1,0 +1,61 @@
+"""Branch and bound that does return: the best order of a small array, or how far from it one may be."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_pipes.strategies.jap.bounds import lower_bound
+from lightning_pipes.strategies.jap.machine import PYTHON, numba_kernel
+from lightning_pipes.strategies.jap.problem import ArrayProblem
+from lightning_pipes.strategies.jap.search import Effort
+from lightning_pipes.strategies.jap.solution import Solution
+
+CHUNK = 500
+"""Nodes that are expanded between two looks at the clock."""
+
+
+def branched(problem: ArrayProblem, effort: Effort, incumbent: Solution) -> Solution:
+    """The best order there is, given the nodes of `effort`; else the best found, with the least bound of what is open.
+
+    See `kernel.branched` for what it branches on. A node's bound is that of its stages with interrupted blocks.
+    """
+    n, jobs, stages = problem.blocks, problem.jobs, problem.stages
+    by = numba_kernel() or PYTHON if effort.orders > CHUNK else PYTHON
+    bound = lower_bound(problem)
+    levels = n + stages * jobs + 2  # a stage may be held before each block
+    tables = [by.fill(levels * size) for size in (jobs, jobs, stages, stages, 1, 1, 2 * jobs, 2 * jobs)]
+    steps, readies, frees, holds, lows, counts, children, promises = tables
+    for at in range(stages):
+        holds[at] = -1
+    starts = by.fill(n)
+    best, best_starts = by.copy([incumbent.makespan]), by.copy(incumbent.starts)
+    depth, spent = 0, 0
+    head = by.fill(n)
+    some = [by.fill(2 * jobs) for _ in range(3)]
+    root = (jobs, n, by.copy(problem.busy), by.copy(problem.lag), by.copy(problem.tails), by.copy(_before(problem)))
+    for job in range(jobs):  # the first stage begins with some forward
+        if _before(problem)[job] < 0:
+            children[counts[0]], promises[counts[0]] = job, bound
+            counts[0] += 1
+    while depth >= 0 and best[0] > bound and effort.left:
+        depth = by.run.branched(
+            *root, depth, CHUNK, best, best_starts, starts,
+            steps, readies, frees, holds, lows, counts, children, promises, head, *some,
+        )  # fmt: skip
+        effort.spent += CHUNK
+        spent += CHUNK
+    makespan = int(best[0])
+    open_ = [promises[d * 2 * jobs + c] for d in range(depth + 1) for c in range(counts[d])]
+    least = min([makespan, *map(int, open_)], default=makespan)
+    found = np.array(best_starts, np.int64)
+    return Solution(problem, found, makespan, max(bound, least), "branch and bound", incumbent.tried + spent)
+
+
+def _before(problem: ArrayProblem) -> np.ndarray:
+    """By job, the one before it with equal times; -1 for none."""
+    last: dict[int, int] = {}
+    out = np.full(problem.jobs, -1, np.int64)
+    for job, kind in enumerate(problem.same.tolist()):
+        out[job] = last.get(kind, -1)
+        last[kind] = job
+    return out

@@ -1,0 +1,73 @@
+"""An array's problem as a plan and a program, for the simulator and for drawing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_pipes.cost import FREE, Link
+from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, Program
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayCosts:
+    """What an array's blocks cost the simulator, `cost.Costs`.
+
+    A transfer is latency: it occupies no link, as in the paper. A backward contains its recomputation, a STEP is update
+    and switch. After a forward the switch takes the stage too, while the message is on its way already.
+
+    Attributes:
+        problem: the times; jobs are cut into one span each.
+    """
+
+    problem: ArrayProblem
+    overhead_ns: int = 0
+
+    def duration(self, i: Instruction, plan: Plan) -> int:
+        """Nanoseconds of a computation."""
+        p, at = self.problem, (i.job, i.stage)
+        if i.kind is Kind.F:
+            return int(p.forward[at] + p.switch[at])
+        if i.kind is Kind.B:
+            return int(p.recompute[at] + p.backward[at])
+        return int(p.update[at] + p.switch[at])
+
+    def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+        """Nothing, and nanoseconds until a message is there; counted from the end of the switch after a forward."""
+        p, at = self.problem, (i.job, i.stage)
+        return 0, int(p.transfer[at] - p.switch[at]) if i.kind is Kind.SF else int(p.transfer_back[at])
+
+    def between(self, source: int, target: int) -> Link:
+        """A link without limits of its own."""
+        return FREE
+
+    def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+        """Bytes are not counted."""
+        return 0, 0
+
+    def resident(self, rank: int, plan: Plan) -> int:
+        """Bytes are not counted."""
+        return 0
+
+
+def plan_of(problem: ArrayProblem) -> Plan:
+    """The problem's jobs, a sample each."""
+    return Plan(tuple(range(problem.stages)), (Cut.even(1, 1, problem.stages),) * problem.jobs)
+
+
+def program_of(order: Array, plan: Plan) -> Program:
+    """One batch of each job of `plan`, in one micro-batch each, in an order of block numbers as `Solution.order` is; a
+    STEP follows each backward."""
+    jobs = len(plan.jobs)
+    rows = []
+    for stage, blocks in enumerate(order.tolist()):
+        row: list[Instruction] = []
+        for block in blocks:
+            job = block % jobs
+            span = plan.spans(Kind.F, stage, job)[0]
+            if block % (2 * jobs) < jobs:
+                row.append(F(stage, span, job))
+            else:
+                row += [B(stage, span, job), STEP(stage, job)]
+        rows.append(tuple(row))
+    return Program(tuple(rows))

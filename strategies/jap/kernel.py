@@ -1,0 +1,610 @@
+"""The inner loops of the solvers, on whole nanoseconds and plain sequences.
+
+They are written once and run by Python on lists, or compiled by numba on int64 arrays, with the same integers: so
+random numbers and the readiness to accept something worse are whole numbers too. `strategies.jap.machine` chooses.
+
+There are n blocks: o = 2 jobs s + j is the forward of job j on stage s, with `jobs` more it is its backward. `busy[o]`
+is how long it takes its stage, `lag[o]` how long after its start the job's next block may start, `ready[o]` when it may
+start as far as its job is concerned, NEVER while the block before it has not begun.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+NEVER = 1 << 60
+"""After any time that matters."""
+SCALE = 1024
+"""Of `luck`: minus the logarithms of numbers from 0 to 1, as whole numbers."""
+
+
+def draw(rng, below):
+    """A random number from 0 to `below` - 1 (Park and Miller 1988)."""
+    rng[0] = rng[0] * 48271 % 2147483647
+    return rng[0] % below
+
+
+def follower(o, jobs, n):
+    """The job's next block; -1 after its last one."""
+    s = o // (2 * jobs)
+    if o % (2 * jobs) < jobs:
+        if (s + 1) * 2 * jobs < n:
+            return o + 2 * jobs
+        return o + jobs
+    if s > 0:
+        return o - 2 * jobs
+    return -1
+
+
+def listed(jobs, n, busy, lag, first, second, window, active, k, limit, ready, free, soon, known, count, starts):
+    """Fills `starts` for the jobs `active[:k]` and returns when they end; NEVER if that is after `limit`.
+
+    Whenever a stage is free, it takes that block which has the smallest number among those ready within `window`:
+    `first[j]` is the number of a job's forwards, `second[j]` of its backwards, all different. It may so wait for a
+    better one. `soon` (s) is when a stage can begin its next block; the first `count[s]` of `known[2 jobs s:]` are its
+    blocks whose `ready` is known.
+    """
+    stages = n // (2 * jobs)
+    for s in range(stages):
+        free[s] = 0
+        soon[s] = NEVER
+        count[s] = 0
+    for i in range(k):
+        ready[active[i]] = 0
+        known[i] = active[i]
+    soon[0] = 0
+    count[0] = k
+    last = 0
+    for _ in range(2 * stages * k):
+        s = 0
+        t = soon[0]
+        for x in range(1, stages):
+            if soon[x] < t:
+                t = soon[x]
+                s = x
+        if t > limit:
+            return NEVER
+        base = 2 * jobs * s
+        until = t + window
+        best = NEVER
+        at = 0
+        for c in range(base, base + count[s]):
+            o = known[c]
+            if ready[o] <= until:
+                number = first[o - base] if o < base + jobs else second[o - base - jobs]
+                if number < best:
+                    best = number
+                    at = c
+        o = known[at]
+        count[s] -= 1
+        known[at] = known[base + count[s]]
+        if ready[o] > t:
+            t = ready[o]
+        starts[o] = t
+        free[s] = t + busy[o]
+        f = follower(o, jobs, n)
+        if f < 0:
+            last = max(last, free[s])
+        else:
+            ready[f] = t + lag[o]
+            x = f // (2 * jobs)
+            known[2 * jobs * x + count[x]] = f
+            count[x] += 1
+            if x != s:
+                t = ready[f] if ready[f] > free[x] else free[x]
+                if t < soon[x]:
+                    soon[x] = t
+        t = NEVER
+        for c in range(base, base + count[s]):
+            if ready[known[c]] < t:
+                t = ready[known[c]]
+        soon[s] = t if t > free[s] else free[s]
+    return last
+
+
+def timed(jobs, n, busy, lag, sequence, place, starts, cause, queue, unmet):
+    """Fills `starts` for stages that run their part of `sequence` in order, and `cause` with the block that each had to
+    wait for, -1 for none; returns when they end, -1 if they wait for each other. `place[sequence[i]]` is i."""
+    width = 2 * jobs
+    low = 0
+    high = 0
+    for o in range(n):
+        starts[o] = 0
+        cause[o] = -1
+        unmet[o] = (o >= jobs) + (place[o] % width > 0)  # all but the first forwards follow a block of their job
+        if unmet[o] == 0:
+            queue[high] = o
+            high += 1
+    last = 0
+    while low < high:
+        o = queue[low]
+        low += 1
+        f = follower(o, jobs, n)
+        if f < 0:
+            last = max(last, starts[o] + busy[o])
+        else:
+            t = starts[o] + lag[o]
+            if t > starts[f]:
+                starts[f] = t
+                cause[f] = o
+            unmet[f] -= 1
+            if unmet[f] == 0:
+                queue[high] = f
+                high += 1
+        p = place[o]
+        if p % width + 1 < width:
+            f = sequence[p + 1]
+            t = starts[o] + busy[o]
+            if t > starts[f]:
+                starts[f] = t
+                cause[f] = o
+            unmet[f] -= 1
+            if unmet[f] == 0:
+                queue[high] = f
+                high += 1
+    return last if high == n else -1
+
+
+def inserted(
+    jobs, n, busy, lag, ahead, order, k, row, first, second, limit, active, ready, free, soon, known, count, starts
+):
+    """Puts job `order[k]` where it does least harm among the k jobs of `row`, and returns when these then end.
+
+    `ahead` is added to the numbers of forwards: 4 jobs lets backwards go first.
+    """
+    best = NEVER
+    at = 0
+    for i in range(k + 1):
+        active[i] = order[i]
+    for p in range(k + 1):
+        for i in range(k):
+            second[row[i]] = 2 * (i + (i >= p))
+            first[row[i]] = second[row[i]] + 1 + ahead
+        second[order[k]] = 2 * p
+        first[order[k]] = 2 * p + 1 + ahead
+        t = listed(
+            jobs,
+            n,
+            busy,
+            lag,
+            first,
+            second,
+            0,
+            active,
+            k + 1,
+            min(limit, best),
+            ready,
+            free,
+            soon,
+            known,
+            count,
+            starts,
+        )
+        if t < best:
+            best = t
+            at = p
+    for i in range(k, at, -1):
+        row[i] = row[i - 1]
+    row[at] = order[k]
+    return best
+
+
+def moved(places, a, to):
+    """Job a comes to place `to`; those between move up or down by one."""
+    old = places[a]
+    for j in range(len(places)):
+        if old < places[j] <= to:
+            places[j] -= 1
+        elif to <= places[j] < old:
+            places[j] += 1
+    places[a] = to
+
+
+def annealed(
+    jobs, n, busy, lag, mean, target, luck, heat, begin, end, total, rng,
+    there, back, style, there_old, back_old, there_best, back_best, best_style,
+    first, second, active, ready, free, soon, known, count, starts,
+):  # fmt: skip
+    """Evaluations `begin` to `end` of `total`: changes the places of jobs in the order of forwards (`there`) and of
+    backwards (`back`), and `style`: [what goes first, window, value]; keeps the best.
+
+    What goes first: 0 backwards, 1 forwards, 2 whoever has the smaller place.
+    """
+    for j in range(jobs):
+        active[j] = j
+    for e in range(begin, end):
+        if best_style[2] <= target:
+            return
+        rule = style[0]
+        window = style[1]
+        for j in range(jobs):
+            there_old[j] = there[j]
+            back_old[j] = back[j]
+        r = draw(rng, 100)
+        a = draw(rng, jobs)
+        b = draw(rng, jobs)
+        if r < 55:
+            there[a], there[b] = there[b], there[a]
+        if r < 30 or 55 <= r < 75:
+            back[a], back[b] = back[b], back[a]
+        if 75 <= r < 85:
+            moved(there, a, there[b])
+        if 75 <= r < 93:
+            moved(back, a, back[b])
+        if 93 <= r < 96:
+            rule = draw(rng, 3)
+        if r >= 96:
+            window = 0 if draw(rng, 10) < 4 else draw(rng, mean)
+        for j in range(jobs):
+            first[j] = 2 * there[j] + 1 + (4 * jobs if rule == 0 else 0)
+            second[j] = 2 * back[j] + (4 * jobs if rule == 1 else 0)
+        warm = style[2] // heat * (total - e) // total
+        slack = warm * luck[draw(rng, len(luck))] // SCALE
+        v = listed(
+            jobs,
+            n,
+            busy,
+            lag,
+            first,
+            second,
+            window,
+            active,
+            jobs,
+            style[2] + slack,
+            ready,
+            free,
+            soon,
+            known,
+            count,
+            starts,
+        )
+        if v <= style[2] + slack:
+            style[0] = rule
+            style[1] = window
+            style[2] = v
+            if v < best_style[2]:
+                for j in range(jobs):
+                    there_best[j] = there[j]
+                    back_best[j] = back[j]
+                for i in range(3):
+                    best_style[i] = style[i]
+        else:
+            for j in range(jobs):
+                there[j] = there_old[j]
+                back[j] = back_old[j]
+
+
+def shifted(sequence, place, source, to):
+    """The block at `source` comes to `to`; those between make room."""
+    o = sequence[source]
+    step = 1 if to > source else -1
+    for i in range(source, to, step):
+        sequence[i] = sequence[i + step]
+        place[sequence[i]] = i
+    sequence[to] = o
+    place[o] = to
+
+
+def polished(
+    jobs, n, busy, lag, target, luck, heat, begin, end, total, rng,
+    sequence, place, value, best_sequence, starts, cause, starts_new, cause_new, queue, unmet,
+):  # fmt: skip
+    """Evaluations `begin` to `end` of `total`: moves blocks that follow each other on the longest path and on a stage;
+    keeps the best. `value` is [now, best]."""
+    width = 2 * jobs
+    if begin == 0:
+        value[0] = timed(jobs, n, busy, lag, sequence, place, starts, cause, queue, unmet)
+        value[1] = value[0]
+        for i in range(n):
+            best_sequence[i] = sequence[i]
+    for e in range(begin, end):
+        if value[1] <= target:
+            return
+        o = -1
+        for i in range(width):
+            x = sequence[i]
+            if x >= jobs and starts[x] + busy[x] == value[0]:
+                o = x
+        chosen = -1
+        seen = 0
+        while o >= 0:  # one of the longest path's arcs on a stage, each equally likely
+            p = cause[o]
+            if p >= 0 and place[p] + 1 == place[o] and follower(p, jobs, n) != o:
+                seen += 1
+                if draw(rng, seen) == 0:
+                    chosen = p
+            o = p
+        if chosen < 0:
+            return
+        source = place[chosen]
+        to = source + 1
+        row = source - source % width
+        r = draw(rng, 10)
+        if r >= 9:
+            to = min(row + width - 1, source + 1 + draw(rng, 4))
+        elif r >= 7:
+            to = max(row, source - draw(rng, 4))
+            source += 1
+        shifted(sequence, place, source, to)
+        v = timed(jobs, n, busy, lag, sequence, place, starts_new, cause_new, queue, unmet)
+        warm = value[1] // heat * (total - e) // total
+        if v >= 0 and v <= value[0] + warm * luck[draw(rng, len(luck))] // SCALE:
+            value[0] = v
+            for i in range(n):
+                starts[i] = starts_new[i]
+                cause[i] = cause_new[i]
+            if v < value[1]:
+                value[1] = v
+                for i in range(n):
+                    best_sequence[i] = sequence[i]
+        else:
+            shifted(sequence, place, to, source)
+
+
+def one_machine(count, head, busy, tail):
+    """When blocks end that a stage may interrupt: block i can begin at head[i], and has tail[i] to go after it."""
+    coming = [(0, 0)]
+    coming.pop()
+    for i in range(count):
+        heappush(coming, (head[i], i))
+    here = [(0, 0, 0)]
+    here.pop()
+    t = 0
+    last = 0
+    while len(coming) > 0 or len(here) > 0:
+        if len(here) == 0:
+            t = max(t, coming[0][0])
+        while len(coming) > 0 and coming[0][0] <= t:
+            _, i = heappop(coming)
+            heappush(here, (-tail[i], i, busy[i]))
+        q, i, left = heappop(here)
+        if len(coming) > 0 and coming[0][0] < t + left:
+            heappush(here, (q, i, left - (coming[0][0] - t)))
+            t = coming[0][0]
+        else:
+            t += left
+            last = max(last, t - q)
+    return last
+
+
+def block_of(j, k, jobs, n):
+    """Step k of job j, counted from 0."""
+    stages = n // (2 * jobs)
+    if k < stages:
+        return 2 * jobs * k + j
+    return 2 * jobs * (2 * stages - 1 - k) + jobs + j
+
+
+def outlook(jobs, n, busy, lag, tail, limit, step, ready, free, held, head, some_head, some_busy, some_tail):
+    """The least time in which what is begun can end; fills `head` of the blocks that have not begun.
+
+    Job j has begun its first `step[j]` blocks, and its next can start at `ready[j]`; stage s is free at `free[s]`, and
+    held for the block `held[s]` if that is not -1. NEVER where it would be after `limit`, as when stages are held for
+    each other's blocks.
+    """
+    stages = n // (2 * jobs)
+    for j in range(jobs):
+        for k in range(step[j], 2 * stages):
+            head[block_of(j, k, jobs, n)] = 0
+    least = 0
+    again = True
+    while again:
+        again = False
+        for j in range(jobs):
+            t = ready[j]
+            for k in range(step[j], 2 * stages):
+                o = block_of(j, k, jobs, n)
+                s = o // (2 * jobs)
+                t = max(t, free[s])
+                if held[s] >= 0 and held[s] != o:
+                    t = max(t, head[held[s]] + busy[held[s]])
+                if t > head[o]:
+                    head[o] = t
+                    if held[s] == o:
+                        again = True
+                least = max(least, t + tail[o])
+                if least > limit:
+                    return NEVER
+                t += lag[o]
+    for s in range(stages):
+        count = 0
+        for i in range(2 * jobs):
+            o = 2 * jobs * s + i
+            k = s if i < jobs else 2 * stages - 1 - s
+            if k >= step[o % jobs]:
+                some_head[count] = head[o]
+                some_busy[count] = busy[o]
+                some_tail[count] = tail[o] - busy[o]  # below 0 where its stage is busy when the job has ended
+                count += 1
+        if count > 0:
+            least = max(least, one_machine(count, some_head, some_busy, some_tail))
+    return least
+
+
+def constructed(
+    jobs, n, busy, lag, tail, step, ready, free, held, head, some_head, some_busy, some_tail, starts,
+):  # fmt: skip
+    """Algorithm 1 as printed: fills `starts` block by block with the one that promises most, the last of equals."""
+    stages = n // (2 * jobs)
+    last = 0
+    for _ in range(n):
+        t = NEVER
+        s = -1
+        for j in range(jobs):
+            if step[j] < 2 * stages:
+                o = block_of(j, step[j], jobs, n)
+                x = o // (2 * jobs)
+                if max(ready[j], free[x]) + busy[o] < t:
+                    t = max(ready[j], free[x]) + busy[o]
+                    s = x
+        best = NEVER
+        chosen = -1
+        for j in range(jobs):
+            if step[j] == 2 * stages:
+                continue
+            o = block_of(j, step[j], jobs, n)
+            start = max(ready[j], free[s])
+            if o // (2 * jobs) != s or start >= t:
+                continue
+            old = ready[j]
+            before = free[s]
+            ready[j] = start + lag[o]
+            free[s] = start + busy[o]
+            step[j] += 1
+            least = outlook(
+                jobs, n, busy, lag, tail, NEVER, step, ready, free, held, head, some_head, some_busy, some_tail
+            )
+            step[j] -= 1
+            ready[j] = old
+            free[s] = before
+            if max(last, least) <= best:
+                best = max(last, least)
+                chosen = j
+        o = block_of(chosen, step[chosen], jobs, n)
+        start = max(ready[chosen], free[s])
+        starts[o] = start
+        step[chosen] += 1
+        ready[chosen] = start + lag[o]
+        free[s] = start + busy[o]
+        last = max(last, start + tail[o])
+    return last
+
+
+def branched(
+    jobs, n, busy, lag, tail, same, depth, nodes, best, best_starts, starts,
+    steps, readies, frees, holds, lows, counts, children, promises,
+    head, some_head, some_busy, some_tail,
+):  # fmt: skip
+    """Depth first, the most promising first: expands up to `nodes` nodes from `depth` on, and returns at which depth it
+    stopped, -1 when all is searched. `best` is [makespan], with its `best_starts`.
+
+    A node has decided how the row of each stage begins. Its children are all the blocks that can come next on one stage
+    in a schedule where no block can be moved ahead of others without delaying them (Giffler and Thompson 1960). Updates
+    and switches do not hold up a job, so a block may come next whose predecessor has not begun: then the stage is held
+    for it. Of equal jobs the one with the smaller number goes first everywhere.
+
+    By depth, rows of: `steps`, `readies` (j), `frees`, `holds` (s), see `outlook`; `lows`, when what has begun ends at
+    the earliest; `counts`, how many `children` are left, with their `promises`, the best last.
+    """
+    stages = n // (2 * jobs)
+    while depth >= 0 and nodes > 0:
+        c = counts[depth]
+        if c == 0:
+            depth -= 1
+            continue
+        counts[depth] = c - 1
+        o = children[depth * 2 * jobs + c - 1]
+        if promises[depth * 2 * jobs + c - 1] >= best[0]:
+            continue
+        nodes -= 1
+        d = depth + 1
+        step = steps[d * jobs : (d + 1) * jobs]
+        ready = readies[d * jobs : (d + 1) * jobs]
+        free = frees[d * stages : (d + 1) * stages]
+        held = holds[d * stages : (d + 1) * stages]
+        for j in range(jobs):
+            step[j] = steps[depth * jobs + j]
+            ready[j] = readies[depth * jobs + j]
+        for s in range(stages):
+            free[s] = frees[depth * stages + s]
+            held[s] = holds[depth * stages + s]
+        low = lows[depth]
+        s = o // (2 * jobs)
+        j = o % jobs
+        if block_of(j, step[j], jobs, n) == o:
+            start = max(ready[j], free[s])
+            starts[o] = start
+            step[j] += 1
+            ready[j] = start + lag[o]
+            free[s] = start + busy[o]
+            held[s] = -1
+            low = max(low, start + tail[o])
+        else:
+            held[s] = o
+        for i in range(jobs):
+            steps[d * jobs + i] = step[i]
+            readies[d * jobs + i] = ready[i]
+        for i in range(stages):
+            frees[d * stages + i] = free[i]
+            holds[d * stages + i] = held[i]
+        lows[d] = low
+        left = 0
+        for i in range(jobs):
+            left += 2 * stages - step[i]
+        if left == 0:
+            if low < best[0]:
+                best[0] = low
+                for i in range(n):
+                    best_starts[i] = starts[i]
+            continue
+        counts[d] = 0
+        if (
+            outlook(jobs, n, busy, lag, tail, best[0], step, ready, free, held, head, some_head, some_busy, some_tail)
+            >= best[0]
+        ):
+            continue
+        s = -1
+        t = NEVER
+        forced = -1
+        for j in range(jobs):
+            if step[j] == 2 * stages:
+                continue
+            o = block_of(j, step[j], jobs, n)
+            x = o // (2 * jobs)
+            if held[x] == o:
+                forced = o
+            elif held[x] < 0 and max(ready[j], free[x]) + busy[o] < t:
+                t = max(ready[j], free[x]) + busy[o]
+                s = x
+        count = 0
+        if forced >= 0:
+            children[d * 2 * jobs] = forced
+            promises[d * 2 * jobs] = low
+            count = 1
+        elif s >= 0:
+            for i in range(2 * jobs):
+                o = 2 * jobs * s + i
+                j = i % jobs
+                k = s if i < jobs else 2 * stages - 1 - s
+                if k < step[j] or (i >= jobs and step[j] <= s) or (same[j] >= 0 and step[same[j]] <= k):
+                    continue
+                if head[o] >= t:
+                    continue
+                old = ready[j]
+                before = free[s]
+                if step[j] == k:
+                    start = max(ready[j], free[s])
+                    ready[j] = start + lag[o]
+                    free[s] = start + busy[o]
+                    step[j] += 1
+                else:
+                    held[s] = o
+                keep = [head[2 * jobs * s + x] for x in range(2 * jobs)]
+                least = outlook(
+                    jobs, n, busy, lag, tail, best[0], step, ready, free, held, head, some_head, some_busy, some_tail
+                )
+                for x in range(2 * jobs):
+                    head[2 * jobs * s + x] = keep[x]
+                held[s] = -1
+                if step[j] > k:
+                    step[j] = k
+                ready[j] = old
+                free[s] = before
+                if step[j] == k:
+                    least = max(least, max(ready[j], free[s]) + tail[o])
+                least = max(low, least)
+                if least >= best[0]:
+                    continue
+                p = d * 2 * jobs + count
+                while p > d * 2 * jobs and promises[p - 1] < least:
+                    promises[p] = promises[p - 1]
+                    children[p] = children[p - 1]
+                    p -= 1
+                promises[p] = least
+                children[p] = o
+                count += 1
+        counts[d] = count
+        depth = d
+    return depth

@@ -1,0 +1,36 @@
+"""One batch of each of some jobs: the paper's iteration, as a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Plan, PlanError, Program, check_one_stage_a_rank
+from lightning_pipes.strategies.jap.stream import Job, Stream
+
+
+@dataclass(frozen=True)
+class JAP:
+    """Jobs that share a pipeline without rounds (ArrayPipe, without its barrier): the plan's batches of all its jobs,
+    those of a job one after another, in the order of a `Stream` where all jobs are resident.
+
+    Blocks are taken to last as long as they have rows, backwards twice as long: who knows more makes a `Stream`. For
+    one job with equal micro-batches this is 1F1B without a limit on what a stage holds.
+
+    Raises:
+        PlanError: a rank has several stages, spans differ between stages or directions, or backward is split.
+    """
+
+    name: ClassVar[str] = "jap"
+
+    def program(self, plan: Plan) -> Program:
+        check_one_stage_a_rank(plan, self.name)
+        if plan.split_backward:
+            raise PlanError(f"{self.name} orders full backwards (B); the plan has split_backward=True")
+        costs = CostModel.uniform(plan.n_stages, 1e-3, 2e-3, rows=1)
+        stream = Stream(plan.n_stages, costs, len(plan.jobs), backward_first=True)
+        for number, cut in enumerate(plan.jobs):
+            stream.admit(Job(number, cut, plan.batches))
+        rows = stream.advance().rows
+        return Program(tuple(rows[stage] for (stage,) in plan.stages))

@@ -1,0 +1,167 @@
+"""Decisions about states, beside the least that any decision could load, and by hand."""
+
+import random
+from functools import cache
+
+import pytest
+
+from lightning_pipes.ir import PlanError
+from lightning_pipes.sim.residency import Residency, VirtualCopier
+
+SECOND = 10**9
+
+
+def fewest_loads(keys, places):
+    """By trying everything: loads on demand of states that are equally large."""
+
+    @cache
+    def of(at, held):
+        if at == len(keys):
+            return 0
+        key = keys[at]
+        if key in held:
+            return of(at + 1, held)
+        if len(held) < places:
+            return 1 + of(at + 1, held | {key})
+        return 1 + min(of(at + 1, held - {gone} | {key}) for gone in held)
+
+    return of(0, frozenset())
+
+
+def misses_of_lru(keys, places):
+    """A list, the last used last."""
+    held, misses = [], 0
+    for key in keys:
+        if key in held:
+            held.remove(key)
+        else:
+            misses += 1
+            del held[: max(0, len(held) + 1 - places)]
+        held.append(key)
+    return misses
+
+
+def sequence(seed, states=5, length=14):
+    rng = random.Random(seed)
+    return tuple(rng.randrange(states) for _ in range(length))
+
+
+def on(places, copier=None, states=5):
+    return Residency(10 * places, dict.fromkeys(range(states), 10), copier or VirtualCopier(float("inf")))
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_loads_least_where_the_leases_are_known(seed, places):
+    keys = sequence(seed)
+    residency = on(places)
+    residency.expect(keys)
+    for key in keys:
+        residency.lease(key)
+        residency.release(key)
+    assert residency.statistics.misses == fewest_loads(keys, places)
+
+
+@pytest.mark.parametrize("places", [2, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_with_prefetching_only_the_first_is_waited_for(seed, places):
+    """With time enough everything but the first state is there, and nothing is loaded in vain. More is loaded than on
+    demand: the state in use keeps its place while others come."""
+    keys = sequence(seed)
+    copier = VirtualCopier(100.0)  # a state takes 0.1 s
+    residency = on(places, copier)
+    residency.expect(keys)
+    for number, key in enumerate(keys):
+        waited = residency.lease(key)
+        assert (waited > 0) == (number == 0)
+        residency.prefetch()
+        copier.now += SECOND
+        residency.release(key)
+    assert fewest_loads(keys, places) <= residency.statistics.bytes_in / 10
+    assert residency.statistics.wasted == 0
+
+
+@pytest.mark.parametrize("places", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_was_used_longest_ago_leaves_where_nothing_is_known(seed, places):
+    keys = sequence(seed)
+    residency = on(places)
+    for key in keys:
+        residency.lease(key)
+        residency.release(key)
+    assert residency.statistics.misses == misses_of_lru(keys, places)
+
+
+def test_predictions_are_protected_from_each_other_but_not_from_a_lease():
+    residency = on(2)
+    residency.predict([0, 1, 2])
+    assert residency.prefetch() == 2
+    assert residency.resident == {0, 1}
+    assert residency.statistics.refused == 1
+    residency.lease(3)
+    assert residency.resident == {1, 3}
+    assert residency.statistics.wasted == 1
+
+
+def test_times():
+    """A hit waits for nothing, a late one for the rest, a miss for all; a changed state goes to the host first."""
+    copier = VirtualCopier(10.0, latency=0.25)  # a state takes 1.25 s
+    residency = on(2, copier)
+    residency.expect([0, 1, 0, 2, 1])
+    assert residency.lease(0, write=True) == 1.25 * SECOND
+    residency.release(0)
+    assert residency.prefetch() == 1  # 1, from 1.25 to 2.5
+    copier.now += SECOND // 4
+    assert residency.lease(1) == SECOND
+    assert residency.lease(0) == 0
+    residency.release(0)
+    residency.prefetch()  # 2 takes the place of 0, which goes out from 2.5 to 3.75
+    assert residency.resident == {1, 2}
+    assert residency.lease(2) == 2.5 * SECOND
+    found = residency.statistics
+    assert (found.hits, found.late, found.misses) == (1, 2, 1)
+    assert (found.bytes_in, found.bytes_out, found.stall_ns) == (30, 10, 4.75 * SECOND)
+    assert found.hit_rate == 0.25
+
+
+def test_what_is_read_back_has_been_written():
+    copier = VirtualCopier(10.0)
+    residency = on(1, copier)
+    residency.lease(0, write=True)
+    residency.release(0)
+    residency.lease(1)  # after 0 is out, at 2; there at 3
+    residency.release(1)
+    assert copier.now == 3 * SECOND
+    residency.lease(1, write=True)
+    residency.flush()
+    assert copier.now == 4 * SECOND
+    residency.release(1)
+    residency.flush()  # is clean
+    assert residency.statistics.bytes_out == 20
+
+
+def test_jobs_come_and_go():
+    residency = on(1, states=1)
+    residency.lease(0)
+    with pytest.raises(PlanError, match="can't be dropped"):
+        residency.drop(0)
+    residency.release(0)
+    residency.drop(0)
+    assert residency.resident == frozenset()
+    residency.add("new", 10)
+    residency.expect(["new"])
+    assert residency.prefetch() == 1
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        (lambda r: Residency(9, {0: 10}, VirtualCopier(1.0)), "more stages"),
+        (lambda r: (r.expect([1]), r.lease(0)), "expected was 1"),
+        (lambda r: r.release(0), "was not leased"),
+        (lambda r: [r.lease(key) for key in range(3)], "are leased"),
+    ],
+)
+def test_refused(mistake, says):
+    with pytest.raises(PlanError, match=says):
+        mistake(on(2))

@@ -1,0 +1,66 @@
+"""Orders of small arrays by brute force: nothing here is shared with the solvers."""
+
+from itertools import permutations, product
+
+import numpy as np
+
+from lightning_pipes.strategies.jap.problem import ArrayProblem
+
+
+def random_problem(seed, jobs, stages, most=9, equal=False, late=9):
+    """Small whole numbers; updates and switches, up to `late`, may be longer than what follows."""
+    rng = np.random.default_rng(seed)
+
+    def times(least, most=most):
+        table = rng.integers(least, most, (jobs, stages))
+        if equal:  # the first half of the jobs, and one more
+            table[: jobs // 2 + 1] = table[0]
+        return table
+
+    return ArrayProblem(times(1), times(1), times(0), times(0, late), times(0, late), times(0), times(0))
+
+
+def rows_of_a_stage(jobs):
+    """Every order of (job, "F" or "B") with each job's F before its B."""
+    blocks = [(j, d) for j in range(jobs) for d in "FB"]
+    return [row for row in permutations(blocks) if all(row.index((j, "F")) < row.index((j, "B")) for j in range(jobs))]
+
+
+def timed(problem, rows):
+    """Starts by (job, "F" or "B", stage) of the order `rows`, by waiting until nothing changes; None for a deadlock."""
+    jobs, stages = problem.forward.shape
+    start = {(j, d, s): 0 for j in range(jobs) for d in "FB" for s in range(stages)}
+
+    def taken(j, d, s):
+        p = problem
+        own = p.forward[j, s] if d == "F" else p.recompute[j, s] + p.backward[j, s] + p.update[j, s]
+        return own + p.switch[j, s]
+
+    def arrival(j, d, s):
+        """When the block before has sent what this one needs."""
+        p = problem
+        if d == "F":
+            return start[j, "F", s - 1] + p.forward[j, s - 1] + p.transfer[j, s - 1] if s else 0
+        if s == stages - 1:
+            return start[j, "F", s] + p.forward[j, s] + p.switch[j, s]
+        return start[j, "B", s + 1] + p.recompute[j, s + 1] + p.backward[j, s + 1] + p.transfer_back[j, s + 1]
+
+    for _ in range(4 * jobs * stages + 2):
+        changed = False
+        for s, row in enumerate(rows):
+            free = 0
+            for j, d in row:
+                t = max(free, arrival(j, d, s))
+                changed |= t != start[j, d, s]
+                start[j, d, s] = t
+                free = t + taken(j, d, s)
+        if not changed:
+            return start, max(start[j, "B", 0] + taken(j, "B", 0) for j in range(jobs))
+    return None
+
+
+def best_of_all(problem):
+    """The least makespan over all orders."""
+    jobs, stages = problem.forward.shape
+    each = [found[1] for rows in product(rows_of_a_stage(jobs), repeat=stages) if (found := timed(problem, rows))]
+    return min(each)

@@ -1,0 +1,118 @@
+"""The problem's times, beside the simulator, which knows programs and nothing of blocks."""
+
+import numpy as np
+import pytest
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Cut, DeadlockError, Kind, Plan, PlanError, verify
+from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.jap import rules
+from lightning_pipes.strategies.jap.costs import ArrayCosts, plan_of, program_of
+from lightning_pipes.strategies.jap.generator import batch_sizes, random_array, random_costs
+from lightning_pipes.strategies.jap.machine import PYTHON
+from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
+from tests.strategies.jap.by_hand import random_problem, rows_of_a_stage, timed
+
+
+def random_order(problem, seed):
+    """Some order that holds: the list schedule of random places."""
+    rng = np.random.default_rng(seed)
+    places = [rng.permutation(problem.jobs) for _ in range(2)]
+    return problem.order_of(rules.listed(problem, *places, int(rng.integers(3)), 5, PYTHON))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_simulator_gives_the_same_times(seed):
+    problem = random_problem(seed, jobs=1 + seed % 5, stages=1 + seed // 3)
+    order = random_order(problem, seed)
+    plan = plan_of(problem)
+    program = program_of(order, plan)
+    verify(program, plan)
+    timeline = simulate(program, plan, ArrayCosts(problem))
+    starts = problem.starts(order)
+    problem.check(starts)
+    for event in timeline.events:
+        i = event.instruction
+        if i.kind in (Kind.F, Kind.B):
+            block = 2 * problem.jobs * i.stage + i.job + (problem.jobs if i.kind is Kind.B else 0)
+            assert event.start == starts[block], i
+    assert timeline.makespan >= problem.makespan(starts)
+    assert problem.makespan(starts) == max(e.end for e in timeline.events if e.rank == 0)
+
+
+def test_brute_force_gives_the_same_times():
+    """All orders of two jobs on two stages, deadlocks included."""
+    problem = random_problem(3, 2, 2)
+    deadlocks = 0
+    for first in rows_of_a_stage(2):
+        for second in rows_of_a_stage(2):
+            rows = (first, second)
+            numbers = np.array([[4 * s + j + 2 * (d == "B") for j, d in row] for s, row in enumerate(rows)])
+            found = timed(problem, rows)
+            if found is None:
+                deadlocks += 1
+                with pytest.raises(DeadlockError, match="wait for each other"):
+                    problem.starts(numbers)
+            else:
+                starts = problem.starts(numbers)
+                assert problem.makespan(starts) == found[1]
+                assert all(starts[4 * s + j + 2 * (d == "B")] == t for (j, d, s), t in found[0].items())
+    assert deadlocks
+
+
+def test_a_job_alone_takes_head_and_tail():
+    problem = random_problem(1, 3, 4)
+    for job in range(3):
+        one = problem.chosen([job])
+        starts = one.starts(np.arange(8).reshape(4, 2))
+        mine = np.arange(8) * 3 + job
+        assert (problem.heads[mine] == starts).all()
+        assert (problem.heads[mine] + problem.tails[mine] == one.makespan(starts)).all()
+
+
+def test_made_from_costs():
+    """Whole batches, a recomputation in the backward, and both directions of a link."""
+    seconds = {(Kind.F, 0): ((1, 1.0), (2, 3.0)), (Kind.F, 1): ((1, 2.0),), (Kind.B, 0): ((1, 5.0),)}
+    seconds |= {(Kind.B, 1): ((1, 7.0),), (Kind.STEP, 1): ((0, 0.5),)}
+    seconds |= {(Kind.SF, 0): ((1, 0.1),), (Kind.SB, 1): ((1, 0.2),)}
+    plan = Plan((0, 1), (Cut.even(1, 1, 2), Cut.even(2, 2, 2)), recompute=(False, True))
+    problem = problem_of(plan, CostModel(seconds), switch=0.25)
+    each = {name: (getattr(problem, name) / 1e9).tolist() for name in ("forward", "backward", "update", "switch")}
+    assert each["forward"] == [[1, 2], [3, 2]]
+    assert each["backward"] == [[5, 9], [5, 9]]
+    assert each["update"] == [[0, 0.5], [0, 0.5]]
+    assert each["switch"] == [[0.25] * 2] * 2
+    assert (problem.transfer / 1e9).tolist() == [[0.1, 0], [0.1, 0]]
+    assert (problem.transfer_back / 1e9).tolist() == [[0, 0.2], [0, 0.2]]
+
+
+def test_generator():
+    """A seed gives an array, and equal batch sizes equal jobs."""
+    one, two = random_array(8, 4, seed=3), random_array(8, 4, seed=3)
+    assert (one.busy == two.busy).all()
+    assert (one.busy != random_array(8, 4, seed=4).busy).any()
+    assert one.same.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert (one.busy % 10_000 == 0).all()
+    assert sorted(batch_sizes(64).tolist()) == sorted([8, 16, 24, 32] * 16)
+    wide = random_array(4, 8, imbalance=0.4)
+    assert wide.forward[0].max() > 1.2 * wide.forward[0].min()
+    free = random_costs(2, overhead=0)
+    assert free.time(Kind.F, 0, 32) == pytest.approx(2 * free.time(Kind.F, 0, 16))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda f: ArrayProblem(f[0], f), "shape"),
+        (lambda f: ArrayProblem(f, f[:1]), "backward"),
+        (lambda f: ArrayProblem(f, f, switch=-f), "switch"),
+        (lambda f: ArrayProblem(f, f / 2), "whole nanoseconds"),
+        (lambda f: ArrayProblem(0 * f, f), "at least a nanosecond"),
+        (lambda f: ArrayProblem(f, f).starts(np.arange(12).reshape(3, 4)[:, ::-1][:, [0, 0, 2, 3]]), "once"),
+        (lambda f: ArrayProblem(f, f).check(np.zeros(12, np.int64)), "start before"),
+        (lambda f: ArrayProblem(f, f).check(ArrayProblem(f, f).heads), "two blocks at once"),
+    ],
+)
+def test_refused(change, says):
+    with pytest.raises(PlanError, match=says):
+        change(np.ones((2, 3), np.int64))

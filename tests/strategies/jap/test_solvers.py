@@ -1,0 +1,204 @@
+"""Solvers beside brute force, CP-SAT and each other."""
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from lightning_pipes.ir import PlanError
+from lightning_pipes.strategies.jap import Effort, solved
+from lightning_pipes.strategies.jap.bounds import busiest_stage, interrupted, longest_job, lower_bound
+from lightning_pipes.strategies.jap.branch import branched
+from lightning_pipes.strategies.jap.generator import random_array
+from lightning_pipes.strategies.jap.genetic import Genetic, _crossed, _filled, decoded, evolved
+from lightning_pipes.strategies.jap.greedy import as_printed
+from lightning_pipes.strategies.jap.machine import PYTHON, numba_kernel
+from lightning_pipes.strategies.jap.problem import ArrayProblem
+from lightning_pipes.strategies.jap.rules import RULES, by_rule, pyramid
+from lightning_pipes.strategies.jap.search import searched
+from lightning_pipes.strategies.jap.solve import METHODS
+from tests.strategies.jap.by_hand import best_of_all, random_problem
+
+SMALL = [(jobs, stages) for jobs in (1, 2, 3) for stages in (1, 2, 3) if jobs * stages <= 6]
+
+
+@pytest.fixture(scope="module")
+def optimum():
+    """Brute force, once for each problem."""
+    known = {}
+
+    def of(seed, jobs, stages):
+        key = (seed, jobs, stages)
+        if key not in known:
+            problem = random_problem(seed, jobs, stages, equal=seed % 3 == 0)
+            known[key] = problem, best_of_all(problem)
+        return known[key]
+
+    return of
+
+
+@pytest.mark.parametrize("size", SMALL, ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_branch_and_bound_finds_what_brute_force_finds(optimum, size, seed):
+    if size == (3, 2) and seed > 2:
+        seed = 2  # 8100 orders each
+    problem, best = optimum(seed, *size)
+    found = branched(problem, Effort(100_000), by_rule(problem, "forward first"))
+    problem.check(found.starts)
+    assert (found.makespan, found.bound) == (best, best)
+    assert problem.makespan(problem.starts(found.order)) == best
+    assert lower_bound(problem) <= best <= solved(problem, "search", Effort(2_000), seed).makespan
+    chosen = solved(problem, effort=Effort(100_000))
+    assert (chosen.makespan, chosen.gap) == (best, 0)
+
+
+@pytest.mark.parametrize(("seed", "stages"), [*((n, 2) for n in range(20)), *((n, 3) for n in (5, 7, 29, 44, 56))])
+def test_stages_may_be_held_for_a_block_that_is_not_there_yet(seed, stages):
+    """After a long update a job's next block can be there before what is ready could end."""
+    problem = random_problem(seed, 2, stages, most=4, equal=stages == 2 and seed % 2 == 0, late=40)
+    best = best_of_all(problem)
+    assert lower_bound(problem) <= best
+    assert branched(problem, Effort(100_000), by_rule(problem, "forward first")).makespan == best
+
+
+def test_bounds_by_hand():
+    """Two jobs of f = 2, b = 3 on two stages, a nanosecond between them."""
+    two, three, one = (np.full((2, 2), n) for n in (2, 3, 1))
+    problem = ArrayProblem(two, three, transfer=one, transfer_back=one)
+    assert longest_job(problem) == 2 + 1 + 2 + 3 + 1 + 3
+    assert busiest_stage(problem) == (2 + 1) + 2 * (2 + 3) + (1 + 3)
+    assert interrupted(problem) == 17
+    assert solved(problem).makespan == 17
+
+
+def test_interrupted_is_the_best_of_them():
+    for seed in range(20):
+        problem = random_problem(seed, 1 + seed % 4, 1 + seed % 3)
+        assert interrupted(problem) >= max(busiest_stage(problem), longest_job(problem))
+
+
+@pytest.mark.parametrize("method", ["auto", *METHODS, *RULES])
+def test_all_give_an_order_that_holds(method):
+    problem = random_array(6, 4, imbalance=0.3, seed=5)
+    found = solved(problem, method, Effort(3000), seed=1)
+    problem.check(found.starts)
+    assert found.makespan == problem.makespan(found.starts) == problem.makespan(problem.starts(found.order))
+    assert found.bound <= found.makespan
+    assert found.gap == found.makespan / found.bound - 1
+    again = solved(problem, method, Effort(3000), seed=1)
+    assert (again.starts == found.starts).all()
+
+
+def test_auto_proves_small_arrays_and_searches_large_ones():
+    assert solved(random_array(3, 4), effort=Effort(50_000)).gap == 0
+    large = solved(random_array(6, 4), effort=Effort(2000))
+    assert large.method == "search"
+    assert solved(random_array(6, 4), effort=Effort(2000), threshold=30).method == "branch and bound"
+    with pytest.raises(PlanError, match="no solver called 'magic'"):
+        solved(random_array(2, 2), "magic")
+
+
+def test_the_clock_ends_a_search():
+    looks = iter(range(10**6))
+    found = searched(random_array(12, 4), Effort(10**9, lambda: next(looks) > 20))
+    assert 0 < found.tried < 10_000
+
+
+@pytest.mark.skipif(numba_kernel() is None, reason="numba is not installed")
+def test_the_same_with_and_without_numba(monkeypatch):
+    problem = random_array(9, 5, imbalance=0.3, seed=2)
+    small = random_array(4, 3, seed=1)
+    tried = []
+    for kernel in (PYTHON, numba_kernel()):
+        for module in ("search", "greedy", "rules", "bounds"):
+            monkeypatch.setattr(f"lightning_pipes.strategies.jap.{module}.kernel_for", lambda blocks, k=kernel: k)
+        monkeypatch.setattr("lightning_pipes.strategies.jap.branch.numba_kernel", lambda k=kernel: k)
+        found = [searched(problem, Effort(10_000), 3), as_printed(problem)]
+        found.append(branched(small, Effort(2_000), by_rule(small, "pyramid")))
+        tried.append([(f.makespan, f.bound, f.starts.tolist()) for f in found])
+    assert tried[0] == tried[1]
+
+
+@pytest.mark.skipif(
+    find_spec("ortools") is None, reason="OR-Tools is not installed: pip install lightning-pipes[proof]"
+)
+@pytest.mark.parametrize(("jobs", "stages"), [(3, 4), (4, 4), (3, 8), (4, 8)])
+def test_search_equals_what_cp_sat_proves(jobs, stages):
+    from lightning_pipes.strategies.jap.proof import proven
+
+    for seed in range(2):
+        problem = random_array(jobs, stages, imbalance=0.3, seed=seed)
+        proof = proven(problem, 10, by_rule(problem, "pyramid"))
+        problem.check(proof.starts)
+        found = solved(problem, effort=Effort(40_000))
+        assert proof.bound <= found.makespan
+        if proof.gap == 0:
+            assert found.makespan == proof.makespan
+
+
+@pytest.mark.skipif(find_spec("ortools") is not None, reason="OR-Tools is installed")
+def test_cp_sat_says_what_to_install():
+    from lightning_pipes.strategies.jap.proof import proven
+
+    problem = random_array(2, 2)
+    with pytest.raises(PlanError, match=r"lightning-pipes\[proof\]"):
+        proven(problem, 1, by_rule(problem, "pyramid"))
+
+
+def test_algorithm_1_commits_to_the_last_of_equals():
+    """Two equal jobs on one stage: the print's <= lets job 1 go first, and what it begins it ends."""
+    ones = np.ones((2, 1), np.int64)
+    assert as_printed(ArrayProblem(ones, 2 * ones)).order.tolist() == [[1, 3, 0, 2]]
+
+
+def test_rules():
+    problem = random_array(4, 2)  # ascending batch sizes
+    assert pyramid(problem).tolist() == [0, 3, 1, 2]
+    assert by_rule(problem, "longest first").order[0, 0] == 3
+    assert by_rule(problem, "backward first").order[0, 0] == 0
+
+
+def test_genes_are_blocks_in_the_order_of_their_jobs():
+    """Every chromosome beside a decoder that does one gene at a time."""
+    problem = random_problem(4, 3, 3)
+    rng = np.random.default_rng(0)
+    people = rng.permuted(np.tile(np.repeat(np.arange(3), 6), (20, 1)), axis=1)
+    spans, starts = decoded(problem, people)
+    for genes, span, begun in zip(people, spans, starts, strict=True):
+        step, ready, free = [0] * 3, [0] * 3, [0] * 3
+        for j in genes.tolist():
+            k = step[j]
+            s = k if k < 3 else 5 - k
+            block = 6 * s + j + (0 if k < 3 else 3)
+            t = max(ready[j], free[s])
+            assert begun[block] == t
+            ready[j], free[s], step[j] = t + problem.lag[block], t + problem.busy[block], k + 1
+        assert span == max(ready)
+        problem.check(begun)
+
+
+def test_crossover_keeps_the_places_of_some_jobs_and_the_order_of_the_others():
+    one, two = np.array([[0, 1, 2, 0, 2, 1]]), np.array([[2, 2, 1, 0, 1, 0]])
+    assert _filled(one, one == 0, two, two == 0).tolist() == [[0, 2, 2, 0, 1, 1]]
+    assert _filled(two, two != 1, one, one != 1).tolist() == two.tolist()
+    rng = np.random.default_rng(1)
+    one, two = (rng.permuted(np.tile(np.repeat(np.arange(4), 6), (30, 1)), axis=1) for _ in range(2))
+    children = np.concatenate(_crossed(one, two, 4, rng))
+    assert (np.sort(children, axis=1) == np.sort(one[0])).all()
+    assert (children != np.concatenate([one, two])).any(1).mean() > 0.5  # not where a single job does not stay
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_evolution_keeps_the_best(seed):
+    problem = random_array(5, 3, seed=1)
+    spans = [evolved(problem, Effort(10**6), seed, Genetic(20, generations=g)).makespan for g in range(15)]
+    assert spans == sorted(spans, reverse=True)
+    assert spans[0] > spans[-1]
+
+
+def test_search_beats_the_paper():
+    """A small effort, which Python spends in seconds; see benchmarks/jap.py for a second of machine code."""
+    problem = random_array(16, 8)
+    found = searched(problem, Effort(1500))
+    assert found.makespan < 0.95 * as_printed(problem).makespan
+    assert found.makespan < 0.90 * evolved(problem, Effort(3000)).makespan
