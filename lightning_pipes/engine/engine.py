@@ -223,7 +223,7 @@ class Engine:
         return None if window is None else window.order.next(self._transport.mailbox, window.executor.window)
 
     def advance(self) -> None:
-        """Runs what comes next, to the end of one computation with what it sends. Random numbers of the caller change."""
+        """Runs what comes next, to the end of one computation and its sends. The caller's random state changes."""
         window, computed = self._window, False
         assert window is not None, "nothing was injected"
         while (i := self.upcoming()) is not None and not (computed and i.kind not in SENDS):

@@ -1,14 +1,14 @@
 """Job arrays: sibling jobs share one pipeline, so that no stage waits while any of them has work for it.
 
-Siblings are the user's ordinary functions, each with a Trainer and a PipelineStrategy of its own. Every rank runs all of
-them, one thread each, and one thread at a time. A sibling has its turn until it has handed a batch to the pipeline; it
-gets the next one when the pipeline is through with that batch here, and turns come in the order in which batches were
-handed in. So all ranks give the same turns in the same order, whatever takes how long, and everything that siblings
-say to their like on other ranks in their turns finds its partner. Between turns, and while a sibling waits for another
-rank in its own, a rank computes whatever batch of whichever sibling can be computed.
+Siblings are the user's ordinary functions, each with a Trainer and a PipelineStrategy of its own. Every rank runs all
+of them, one thread each, and one thread at a time. A sibling has its turn until it has handed a batch to the pipeline;
+it gets the next one when the pipeline is through with that batch here, and turns come in the order in which batches
+were handed in. So all ranks give the same turns in the same order, whatever takes how long, and everything that
+siblings say to their like on other ranks in their turns finds its partner. Between turns, and while a sibling waits for
+another rank in its own, a rank computes whatever batch of whichever sibling can be computed.
 
-Definition 1 and section III-A of ArrayPipe, without its barrier after each iteration: nothing makes one sibling wait for
-the batch of another.
+Definition 1 and section III-A of ArrayPipe, without its barrier after each iteration: nothing makes one sibling wait
+for the batch of another.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Sibling(Generic[T]):
         self._runner.go()
 
     def doom(self, turn: int, error: BaseException) -> None:
-        """It gets `error` in turn number `turn`: at its start, or in its middle where it is waiting there already. Where
+        """It gets `error` in turn number `turn`: at its start, or in its middle where it waits there already. Where
         that turn is over it is the next one, and the other ranks hear of it."""
         if self._fate is None:
             self._fate = turn, error
@@ -349,10 +349,6 @@ class JobArray(Generic[T]):
             self.shared.transport = make()
         return _Kept(self.shared.transport)
 
-    def agreed(self, name: str, value: T) -> T:
-        """What the first sibling gave under this name."""
-        return self.shared.facts.setdefault(name, value)
-
     def tell_failure(self, sibling: Sibling[T], text: str) -> None:
         """Lets the other ranks know by which turn `sibling` fails here, and why."""
         shared = self.shared
@@ -400,7 +396,7 @@ class JobArray(Generic[T]):
             if rank != shared.rank:
                 ended, late = f"ended/{index}/{rank}", f"late/{index}/{rank}"
                 self._work_until(_Told(shared.board, ended, late))
-                later |= shared.board.check([late])
+                later |= bool(shared.board.check([late]))
         return later
 
     # ---- work
@@ -414,7 +410,7 @@ class JobArray(Generic[T]):
                 self._sleep()
 
     def _work(self) -> bool:
-        """Runs one computation, and what has to be sent for it: backwards first, then the sibling whose turn is next."""
+        """Runs one computation with what it sends: backwards first, then for the sibling whose turn comes first."""
         chosen = None
         for sibling in self._queue:
             if sibling is None or sibling.engine is None or sibling.doomed:
@@ -501,4 +497,4 @@ class _Told:
 
     @property
     def ready(self) -> bool:
-        return self.board.check([self.one]) or self.board.check([self.other])
+        return any(self.board.check([key]) for key in (self.one, self.other))

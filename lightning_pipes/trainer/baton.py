@@ -70,6 +70,6 @@ def set_own_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _device() -> torch.device:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

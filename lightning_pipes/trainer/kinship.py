@@ -37,14 +37,15 @@ def decide_alike(
     facts = sibling.array.shared.facts
     if "structure" not in facts:
         facts["structure"], facts["decision"] = (sibling.index, own), decide()
-        return facts["decision"]
     first, structure = facts["structure"]
     decision: Decision = facts["decision"]
+    if first == sibling.index:
+        return decision
     different = _difference(structure, own, first)
     if different:
         raise PlanError(
-            f"sibling {sibling.index} of the array {different}; siblings share one pipeline, so they must have the same "
-            "layers and may differ in everything else. Run it in an array of its own"
+            f"sibling {sibling.index} of the array {different}; siblings share one pipeline, so they must have the "
+            "same layers and may differ in everything else. Run it in an array of its own"
         )
     if plain.ranks != decision.ranks:
         raise PlanError(

@@ -301,7 +301,10 @@ class PipelineStrategy(ParallelStrategy):
             refuse_unsuitable(self.optimizers)
             check_optimizers(self.optimizers)
             whole = parameter_names(module, self.optimizers)
-        decide = partial(made.decide, wanted, plain, self._transport) if fitting else lambda: plain
+
+        def decide() -> Decision:
+            return made.decide(wanted, plain, self._transport) if fitting else plain
+
         decision = decide() if sibling is None else decide_alike(sibling, module, plain, decide)
         self._decision = decision
         self.schedule = decision.schedule
