@@ -34,7 +34,7 @@ from lightning_pipes.trainer.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.shared_parameters import SharedParameters
 from lightning_pipes.trainer.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.steps import Context, EvaluationBatch, Steps, TrainingBatch
-from lightning_pipes.trainer.stopping import StopAgreement
+from lightning_pipes.trainer.stopping import SiblingAgreement, StopAgreement
 from lightning_pipes.trainer.tape import TapedLayer
 
 CHECKED_BATCHES = 2
@@ -176,7 +176,7 @@ class PipelineRun:
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
         """What has the ranks agree on stopping after a batch; they all are at the same one."""
-        return stops.agree
+        return stops.agree if current_sibling() is None else SiblingAgreement(self._trainer, stops, self._control).agree
 
     def _batch_complete(self, item: Item) -> None:
         """Called when a stage's gradients of a batch are complete; Lightning steps when those of all are."""
