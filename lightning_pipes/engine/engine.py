@@ -63,6 +63,7 @@ class _Window:
 
     order: Order
     executor: Executor
+    training: bool = True
 
 
 class Engine:
@@ -207,7 +208,8 @@ class Engine:
             raise PlanError("evaluation needs the weights between two windows; drain first")
         item = replace(item, training=False)
         micro_batches = len(self.plan.spans(Kind.F, 0, item.job))
-        self._window = window = self._open(*_forward_only(self.plan, item.job, item.rows, micro_batches))
+        forward = self._open(*_forward_only(self.plan, item.job, item.rows, micro_batches))
+        self._window = window = replace(forward, training=False)
         try:
             with torch.no_grad():
                 self.inject(item)
@@ -216,6 +218,16 @@ class Engine:
         finally:
             self._discard()
         return window.executor.outputs
+
+    @property
+    def training(self) -> bool:
+        """Whether the open window has backwards."""
+        return self._window is not None and self._window.training
+
+    @property
+    def under_way(self) -> list[Event]:
+        """What this rank did in the open window so far; `events` once it is drained."""
+        return [] if self._window is None else list(self._window.executor.events)
 
     def upcoming(self) -> Instruction | None:
         """What can be run now; None if nothing can."""

@@ -14,8 +14,10 @@ for the batch of another.
 from __future__ import annotations
 
 import contextvars
+import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -24,11 +26,17 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
+import lightning.pytorch as pl
+
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
 from lightning_pipes.ir import Kind, PipelineError, PlanError, check_count
+from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.trainer.array_display import ArrayDisplay
+from lightning_pipes.trainer.array_record import ArrayRecord
 from lightning_pipes.trainer.baton import Runner, own_random_state, set_own_random_state
+from lightning_pipes.trainer.control import Control
 
 T = TypeVar("T")
 
@@ -38,6 +46,8 @@ _NOTICE_SECONDS = 0.05
 """How often a rank with nothing to do looks whether a sibling has failed elsewhere."""
 _LOOK_SECONDS = 0.001
 """How often it looks whether something has come about that does not come as a message."""
+_PROMPT_SECONDS = 0.002
+"""How soon other ranks answer that have nothing else to do."""
 _PATIENCE = 100
 """How often a sibling that was told to end may go on waiting for something before it is left alone."""
 _BACKWARD = {Kind.RB, Kind.B, Kind.I, Kind.W, Kind.SB, Kind.STEP}
@@ -79,6 +89,7 @@ class Shared:
 
     watch: FailureWatch | None = None
     transport: Transport | None = None
+    controls: list[Control] = field(default_factory=list)
     board: Any = None
     rank: int = 0
     ranks: int = 1
@@ -94,6 +105,7 @@ class Sibling(Generic[T]):
         in_turn: whether it is in one: it runs, or waits for other ranks.
         outcome: how it ended; None before.
         engine: whose window is being worked on between its turns.
+        trainer: the one that it has given its model last.
     """
 
     def __init__(self, index: int, fn: Callable[[], T], array: JobArray[T], state: Mapping[str, Any]) -> None:
@@ -103,6 +115,7 @@ class Sibling(Generic[T]):
         self.in_turn = False
         self.outcome: Outcome[T] | None = None
         self.engine: Engine | None = None
+        self.trainer: pl.Trainer | None = None
         self._fn = fn
         self._windows = 0
         self._failed = False
@@ -125,6 +138,7 @@ class Sibling(Generic[T]):
             self._pause(lambda: engine.satisfied)
         finally:
             self.engine = None
+        self.array.keep(self.index, engine)
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Returns when `ready()`; its turn goes on, and meanwhile this rank computes for others."""
@@ -256,6 +270,13 @@ class _Kept:
         pass
 
 
+def wait_in_turn(ready: Callable[[], bool]) -> None:
+    """Returns when `ready()`, or at once where no sibling is running; meanwhile others' batches are computed."""
+    sibling = current_sibling()
+    if sibling is not None:
+        sibling.wait_until(ready)
+
+
 def current_sibling() -> Sibling[Any] | None:
     """The sibling whose function is running; None outside of arrays."""
     return _current.get()
@@ -269,13 +290,22 @@ class JobArray(Generic[T]):
     Args:
         size: how many siblings are under way at a time. As many as there are stages keep all stages busy; with fewer,
             each batch is cut into more micro-batches.
+        progress: whether to show on rank 0 how far the siblings are; by default where standard error is a terminal.
+
+    Attributes:
+        timeline: when each rank computed for which sibling, on all ranks, once `run` has come to its end; the numbers
+            of its batches count those of a sibling. None before, after a failure, and where nothing was trained.
 
     Raises:
         PlanError: `size` is no positive number.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, progress: bool | None = None) -> None:
         self.size = check_count("size", size)
+        self.timeline: Timeline | None = None
+        self._progress = sys.stderr.isatty() if progress is None else progress
+        self._display: ArrayDisplay | None = None
+        self._record = ArrayRecord()
         self.shared = Shared()
         self._queue: deque[Sibling[T] | None] = deque()
         """Who has a turn next; None where a sibling has ended one turn earlier than on other ranks."""
@@ -299,6 +329,7 @@ class JobArray(Generic[T]):
         if current_sibling() is not None:
             raise PlanError("a sibling of an array can't run an array itself; give the outer one all the jobs")
         source, self._home = iter(jobs), own_random_state()
+        self._display = ArrayDisplay(self.size, self._progress and os.environ.get("LOCAL_RANK", "0") == "0")
         restore = self._note_interrupts()
         end: BaseException = ArrayCancelledError("the array was closed before this sibling had ended")
         try:
@@ -315,6 +346,7 @@ class JobArray(Generic[T]):
                     self._begun += 1
                     yield from self._have_turn(sibling)
                 if not self._queue:
+                    self._gather_timeline()
                     return
                 head = self._queue[0]
                 if head is not None:
@@ -334,6 +366,10 @@ class JobArray(Generic[T]):
 
     # ---- what its siblings ask for
 
+    def keep(self, index: int, engine: Engine) -> None:
+        """Writes down what was computed for a batch of sibling number `index`."""
+        self._record.add(index, engine)
+
     def watch(self, make: Callable[[], FailureWatch], rank: int, ranks: int) -> FailureWatch:
         """The watch of all siblings; the first one makes it."""
         shared = self.shared
@@ -342,6 +378,14 @@ class JobArray(Generic[T]):
             if ranks > 1:
                 shared.board = shared.watch.store()
         return shared.watch
+
+    def control(self, make: Callable[[], Control]) -> Control:
+        """Connections for one sibling, made unless one that has ended left its own. Collective."""
+        return self.shared.controls.pop(0) if self.shared.controls else make()
+
+    def take_back(self, control: Control) -> None:
+        """A sibling has no use for its connections any more. Collective: all calls on them were made by all ranks."""
+        self.shared.controls.append(control)
 
     def transport(self, make: Callable[[], Transport]) -> Transport:
         """The transport of all siblings, which `close` leaves open; the first one makes it."""
@@ -373,7 +417,8 @@ class JobArray(Generic[T]):
     def _have_turn(self, sibling: Sibling[T]) -> Iterator[Outcome[T]]:
         sibling.begin_turn()
         while not sibling.go_on():
-            self._work_until(sibling)
+            self._wait_for(sibling)
+        self._show(sibling)
         if sibling.outcome is None:
             self._queue.append(sibling)
             return
@@ -382,6 +427,13 @@ class JobArray(Generic[T]):
             self._queue.append(None)
         set_own_random_state(self._home)
         yield sibling.outcome
+
+    def _show(self, sibling: Sibling[T]) -> None:
+        assert self._display is not None
+        if sibling.outcome is None:
+            self._display.after_turn(sibling.index, sibling.trainer)
+        else:
+            self._display.ended(sibling.index)
 
     def _ends_later_elsewhere(self, index: int, outcome: Outcome[T]) -> bool:
         """Whether a sibling that has ended here goes on to its next turn on other ranks, so that its place is taken
@@ -401,6 +453,14 @@ class JobArray(Generic[T]):
 
     # ---- work
 
+    def _wait_for(self, sibling: Sibling[T]) -> None:
+        """Computes for others while `sibling` waits for other ranks in its turn; not at once, for where they are at the
+        same point, as when it starts, it is to go on without a computation in between."""
+        until = time.monotonic() + _PROMPT_SECONDS
+        while not sibling.ready and time.monotonic() < until:
+            time.sleep(_PROMPT_SECONDS / 20)
+        self._work_until(sibling)
+
     def _work_until(self, awaited: _Awaited) -> None:
         """Computes for siblings between their turns until `awaited.ready`; sleeps where there is nothing to do."""
         while not awaited.ready:
@@ -417,13 +477,17 @@ class JobArray(Generic[T]):
                 continue
             i = sibling.engine.upcoming()
             if i is not None and i.kind in _BACKWARD:
-                sibling.compute()
-                return True
+                chosen = sibling
+                break
             if i is not None and chosen is None:
                 chosen = sibling
-        if chosen is not None:
-            chosen.compute()
-        return chosen is not None
+        if chosen is None:
+            return False
+        started = time.monotonic()
+        chosen.compute()
+        assert self._display is not None
+        self._display.computed(time.monotonic() - started)
+        return True
 
     def _sleep(self) -> None:
         shared = self.shared
@@ -444,6 +508,15 @@ class JobArray(Generic[T]):
 
     # ---- ends
 
+    def _gather_timeline(self) -> None:
+        shared = self.shared
+        rows = [self._record.events]
+        if shared.ranks > 1:
+            if not shared.controls:
+                return
+            rows = shared.controls[0].all_gather(self._record.events)
+        self.timeline = self._record.timeline(rows)
+
     def _cancel(self, error: BaseException) -> None:
         """Ends all siblings that are left, none of which may count on other ranks any more."""
         watch = self.shared.watch
@@ -457,6 +530,10 @@ class JobArray(Generic[T]):
 
     def _close(self) -> None:
         shared, self.shared = self.shared, Shared()
+        if self._display is not None:
+            self._display.close()
+        for control in shared.controls:
+            control.close()
         if shared.transport is not None:
             shared.transport.close()
         if shared.watch is not None:

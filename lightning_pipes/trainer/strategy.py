@@ -32,7 +32,7 @@ from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.about import describe_run, gather_run
 from lightning_pipes.trainer.adopting import adopt
-from lightning_pipes.trainer.array import Sibling, current_sibling
+from lightning_pipes.trainer.array import Sibling, current_sibling, wait_in_turn
 from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.control import Control
@@ -248,15 +248,16 @@ class PipelineStrategy(ParallelStrategy):
         if started:
             atexit.register(_leave)
         self._failed = False
-        if self._control is not None:
+        if self._control is not None and self._sibling is None:
             self._control.close()  # made again since the last teardown, as by Trainer.save_checkpoint
         self._sibling = sibling = current_sibling()
         if sibling is None:
             self._watch = self._make_watch()
-            self._control = Control(range(self.world_size), self._watch, self._timeout)
+            self._control = self._make_control()
         else:
             self._watch = sibling.array.watch(self._make_watch, self.global_rank, self.world_size)
-            self._control = Control(range(self.world_size), self._watch, self._timeout, idle=sibling.wait_until)
+            self._control = sibling.array.control(self._make_control)
+            sibling.trainer = self._trainer
             private.remove_progress_bars(self._trainer)
         self._pipeline = self._control.split(grid.pipelines)
         self._replicas = Replicas(grid, self._control, device)
@@ -268,6 +269,11 @@ class PipelineStrategy(ParallelStrategy):
     def _make_watch(self) -> FailureWatch:
         store = private.default_store() if self.world_size > 1 else None
         return FailureWatch(store, self.global_rank, self.world_size, self._heartbeat_timeout, store_host=store_host())
+
+    def _make_control(self) -> Control:
+        assert self._watch is not None
+        idle = None if self._sibling is None else wait_in_turn
+        return Control(range(self.world_size), self._watch, self._timeout, idle=idle)
 
     # ---- setup and teardown of a run
 
@@ -360,8 +366,10 @@ class PipelineStrategy(ParallelStrategy):
                     about = describe_run(self)
                     self._reported = gather_run(run, self.pipeline, self.optimizers, self.root_device, about)
             run.close()
-        if self._control is not None:
+        if self._control is not None and self._sibling is None:
             self._control.close()
+        elif self._control is not None and self._sibling is not None and not self._down:
+            self._sibling.array.take_back(self._control)
         if self._watch is not None and self._sibling is None:
             self._watch.close()  # nobody waits for anybody any more: others may be gone before the rest is done
         if module is not None and not has_meta(module):
