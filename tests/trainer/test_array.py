@@ -67,6 +67,7 @@ class Job:
     width: int = 6
     clip: float | None = None
     patience: int | None = None
+    schedule: str = "jap"
 
     def __call__(self) -> Any:
         warnings.filterwarnings("ignore")
@@ -85,7 +86,7 @@ class Job:
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=int(os.environ.get("WORLD_SIZE", "1")),
-            strategy=PipelineStrategy("1f1b", microbatches=2, seed=self.number),
+            strategy=PipelineStrategy(self.schedule, microbatches=2, seed=self.number),
             max_epochs=self.epochs,
             callbacks=callbacks,
             gradient_clip_val=self.clip,
@@ -239,7 +240,8 @@ def test_ctrl_c_tells_every_sibling() -> None:
     error, told = by_rank[1]
     assert "PeerFailure" in error
     assert "KeyboardInterrupt" in error
-    assert told == [ArrayCancelledError.__name__] * 3
+    assert told[1:] == [ArrayCancelledError.__name__] * 2
+    assert told[0] in (ArrayCancelledError.__name__, "PeerFailure")  # whose turn it is may notice by itself
 
 
 def test_a_dead_rank_ends_the_array() -> None:
