@@ -6,20 +6,55 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lightning_pipes.engine.executor import Executor
-from lightning_pipes.engine.failure import FailureWatch, PeerFailure
+from lightning_pipes.engine.failure import PeerFailure
 from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.mailbox import Transport
 from lightning_pipes.engine.order import Order, ReadyOrder, StaticOrder
 from lightning_pipes.engine.rng import forked_rng
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.weights import WeightVersions
-from lightning_pipes.ir import Cut, F, Instruction, Kind, Plan, PlanError, Policy, Program, Span, lower
+from lightning_pipes.ir import (
+    RECEIVES,
+    SENDS,
+    Cut,
+    F,
+    Instruction,
+    Kind,
+    Plan,
+    PlanError,
+    Policy,
+    Program,
+    Span,
+    lower,
+)
 from lightning_pipes.sim.timeline import Event
+
+
+class Watch(Protocol):
+    """Where an engine tells of failures and hears of them."""
+
+    doing: object | None
+
+    def check(self) -> None:
+        """Raises PeerFailure if any rank has failed."""
+
+    def fail(self, error: BaseException, where: str = "") -> None:
+        """Tells the other ranks."""
+
+
+class Turns(Protocol):
+    """Shares a rank among engines."""
+
+    def window(self) -> int:
+        """The number of a new window, the same on all ranks and no other engine's."""
+
+    def finish(self, engine: Engine) -> None:
+        """Returns when the open window of `engine` is through on this rank, by `advance`."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +63,7 @@ class _Window:
 
     order: Order
     executor: Executor
+    training: bool = True
 
 
 class Engine:
@@ -44,6 +80,7 @@ class Engine:
         device: where its tensors are.
         seed: what all random streams start from.
         watch: told of failures; wakes this rank when another fails.
+        turns: whose engine this is, where several share the rank; it decides when a window is worked on.
 
     Raises:
         PlanError: `stages` are not those that the plan gives to this rank.
@@ -59,7 +96,8 @@ class Engine:
         rank: int = 0,
         device: torch.device | None = None,
         seed: int = 0,
-        watch: FailureWatch | None = None,
+        watch: Watch | None = None,
+        turns: Turns | None = None,
     ) -> None:
         wanted = {(number, job) for number in plan.stages[rank] for job in range(len(plan.jobs))}
         if {(stage.number, stage.job) for stage in stages} != wanted:
@@ -72,6 +110,7 @@ class Engine:
         self._rank = rank
         self._device = device or torch.device("cpu")
         self._watch = watch
+        self._turns = turns
         self._windows = 0
         self._window: _Window | None = None
         self._batches: Counter[int] = Counter()
@@ -148,7 +187,7 @@ class Engine:
         if self._window is None:
             return
         self.end_window()
-        self.progress()
+        self._finish()
         self.events = list(self._window.executor.events)
         self._discard()
 
@@ -169,19 +208,49 @@ class Engine:
             raise PlanError("evaluation needs the weights between two windows; drain first")
         item = replace(item, training=False)
         micro_batches = len(self.plan.spans(Kind.F, 0, item.job))
-        self._window = window = self._open(*_forward_only(self.plan, item.job, item.rows, micro_batches))
+        forward = self._open(*_forward_only(self.plan, item.job, item.rows, micro_batches))
+        self._window = window = replace(forward, training=False)
         try:
             with torch.no_grad():
                 self.inject(item)
                 self.end_window()
-                self.progress()
+                self._finish()
         finally:
             self._discard()
         return window.executor.outputs
 
+    @property
+    def training(self) -> bool:
+        """Whether the open window has backwards."""
+        return self._window is not None and self._window.training
+
+    @property
+    def under_way(self) -> list[Event]:
+        """What this rank did in the open window so far; `events` once it is drained."""
+        return [] if self._window is None else list(self._window.executor.events)
+
+    def upcoming(self) -> Instruction | None:
+        """What can be run now; None if nothing can."""
+        window = self._window
+        return None if window is None else window.order.next(self._transport.mailbox, window.executor.window)
+
+    def advance(self) -> None:
+        """Runs what comes next, to the end of one computation and its sends. The caller's random state changes."""
+        window, computed = self._window, False
+        assert window is not None, "nothing was injected"
+        while (i := self.upcoming()) is not None and not (computed and i.kind not in SENDS):
+            computed = computed or i.kind not in SENDS | RECEIVES
+            self._run(window, i)
+
     def close(self) -> None:
         """Ends the transport; all ranks must call it."""
         self._transport.close()
+
+    def _finish(self) -> None:
+        if self._turns is None:
+            self.progress()
+        else:
+            self._turns.finish(self)
 
     def _progress(self, window: _Window, wait: bool) -> bool:
         ran = False
@@ -200,7 +269,7 @@ class Engine:
                 self._watch.doing = None
 
     def _open(self, plan: Plan, order: Program | Policy) -> _Window:
-        self._windows += 1
+        self._windows = self._windows + 1 if self._turns is None else self._turns.window()
         return _Window(
             StaticOrder(order, self._rank) if isinstance(order, Program) else ReadyOrder(order, plan, self._rank),
             Executor(plan, self._stages, self._transport, self._rank, self._windows),

@@ -77,6 +77,10 @@ class LocalMailbox(Mailbox):
         self.fetch()
         return super().fresh()
 
+    def wait_some(self, seconds: float) -> None:
+        self.check()
+        self.fetch(seconds)
+
     def wait(self, key: Key | None = None) -> list[Key]:
         while not (super().holds(key) if key is not None else self._unseen):
             self.check()

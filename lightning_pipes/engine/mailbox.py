@@ -54,6 +54,17 @@ class Mailbox:
             del self._unseen[key]
         return keys
 
+    def wait_some(self, seconds: float) -> None:
+        """Returns when anything has arrived, or after that time.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+        if self._error is not None:
+            raise self._error
+        with suppress(Empty):
+            self._bell.get(timeout=seconds)
+
     def wait(self, key: Key | None = None) -> list[Key]:
         """Waits until `key`, or without a key anything new, has arrived; returns what is fresh.
 

@@ -34,6 +34,7 @@ class Control:
 
     Args:
         ranks: the global ranks; all of the job, but for a part that `split` makes.
+        idle: called with a condition to wait for, where there may be something else to do meanwhile.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class Control:
         watch: FailureWatch,
         timeout: timedelta,
         connect: Callable[[str], Any] | None = None,
+        idle: Callable[[Callable[[], bool]], None] | None = None,
     ) -> None:
         self.ranks = tuple(ranks)
         self.watch = watch
         self._connect = connect or (lambda purpose: self.subgroup(self.ranks, purpose))
         self._timeout = timeout
+        self._idle = idle
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._part: Control | None = None
         self._waiting = False
@@ -89,7 +92,7 @@ class Control:
             groups = [self.subgroup(part, purpose) for part in parts]
             return groups[parts.index(mine)]
 
-        self._part = Control(mine, self.watch, self._timeout, connect)
+        self._part = Control(mine, self.watch, self._timeout, connect, self._idle)
         return self._part
 
     def ended(self, position: int) -> bool:
@@ -244,6 +247,8 @@ class Control:
         assert work is not None, "this process is not among the ranks"
         self._waiting = True
         self.watch.doing = f"a collective call of {self.size} ranks"
+        if self._idle is not None:
+            self._idle(work.is_completed)
         while True:
             try:
                 work.wait(_SLICE)

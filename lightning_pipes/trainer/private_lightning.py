@@ -24,7 +24,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp,
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, ProgressBar
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.plugins import Precision
@@ -72,6 +72,11 @@ def callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     """The Trainer's callbacks; public, but set from another class, where no type checker sees it."""
     found: list[pl.Callback] = vars(trainer)["callbacks"]
     return found
+
+
+def remove_progress_bars(trainer: pl.Trainer) -> None:
+    """Takes the progress bars from the Trainer's callbacks."""
+    vars(trainer)["callbacks"] = [c for c in callbacks(trainer) if not isinstance(c, ProgressBar)]
 
 
 def replace_signal_handlers(trainer: pl.Trainer, sigterm: SignalHandler, requeue: SignalHandler) -> SignalHandler:

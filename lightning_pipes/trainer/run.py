@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.reducer import Reducer
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.transport import make_transport
+from lightning_pipes.trainer.array import SiblingWatch, current_sibling
 from lightning_pipes.trainer.batches import check_same, fingerprint, rows_of
 from lightning_pipes.trainer.checks import warn_about_small_batch
 from lightning_pipes.trainer.control import Control
@@ -32,7 +34,7 @@ from lightning_pipes.trainer.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.shared_parameters import SharedParameters
 from lightning_pipes.trainer.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.steps import Context, EvaluationBatch, Steps, TrainingBatch
-from lightning_pipes.trainer.stopping import StopAgreement
+from lightning_pipes.trainer.stopping import SiblingAgreement, StopAgreement
 from lightning_pipes.trainer.tape import TapedLayer
 
 CHECKED_BATCHES = 2
@@ -115,9 +117,18 @@ class PipelineRun:
             )
             for number in plan.stages[rank]
         ]
-        channels = make_transport(plan, rank, global_ranks, device, control.watch, transport)
+        connect = partial(make_transport, plan, rank, global_ranks, device, control.watch, transport)
+        sibling = current_sibling()
         self.engine = Engine(
-            plan, order, self._stages, channels, rank=rank, device=device, seed=seed, watch=control.watch
+            plan,
+            order,
+            self._stages,
+            connect() if sibling is None else sibling.array.transport(connect),
+            rank=rank,
+            device=device,
+            seed=seed,
+            watch=control.watch if sibling is None else SiblingWatch(sibling, control.watch),
+            turns=sibling,
         )
 
     def train(
@@ -165,7 +176,7 @@ class PipelineRun:
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
         """What has the ranks agree on stopping after a batch; they all are at the same one."""
-        return stops.agree
+        return stops.agree if current_sibling() is None else SiblingAgreement(self._trainer, stops, self._control).agree
 
     def _batch_complete(self, item: Item) -> None:
         """Called when a stage's gradients of a batch are complete; Lightning steps when those of all are."""

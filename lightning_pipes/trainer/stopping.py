@@ -94,6 +94,46 @@ class StopAgreement:
         self._requeue = (signum, frame)
 
 
+class SiblingAgreement:
+    """Has ranks agree without waiting for each other where they have nothing to stop for, as siblings of an array do:
+    a wait of one would keep the turns of all.
+
+    Stops that all ranks want after the same batch, as callbacks do that look at metrics, come at once. What one of them
+    wants alone can't be had: the others have gone on.
+    """
+
+    def __init__(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> None:
+        self._trainer = trainer
+        self._stops = stops
+        self._control = control
+        self._asked: tuple[int, Callable[[], list[bool]]] | None = None
+
+    def agree(self) -> None:
+        """After this call every rank stops, or none.
+
+        Raises:
+            PipelineError: only some ranks wanted to stop after this batch or the one before, or the epoch has ended
+                there on some only.
+        """
+        flags = self._stops.flags()
+        batch = self._trainer.fit_loop.batch_idx
+        before, self._asked = self._asked, (batch, self._control.start_any(*flags, not flags[0]))
+        if before is not None:
+            self._settle(*before)
+        if flags[0] or self._trainer.is_last_batch:
+            asked, self._asked = self._asked, None
+            self._settle(*asked)
+
+    def _settle(self, batch: int, answer: Callable[[], list[bool]]) -> None:
+        *found, some_go_on = answer()
+        if found[0] and some_go_on:
+            raise PipelineError(
+                f"trainer.should_stop was set on some ranks only after batch {batch}; in a job array every rank must "
+                "want it, so decide by what all have, such as logged metrics, or by trainer.strategy.broadcast"
+            )
+        self._stops.settle(found, batch)
+
+
 class LateAgreement:
     """Has ranks agree where they are not at the same batch: what they ask for after a batch is answered some batches
     later, when all have come that far, so that nobody waits. After a flush they agree at once.

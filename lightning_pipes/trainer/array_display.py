@@ -1,0 +1,77 @@
+"""One progress display for all siblings of an array: a line each, and what comes of it all."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from tqdm import tqdm
+
+_REDRAW_SECONDS = 0.2
+
+
+class ArrayDisplay:
+    """A line a place of the array: epoch, batches, time left, and what the sibling shows in its progress bar. In front
+    of them how many siblings have ended, and which part of the time this rank computed.
+
+    Args:
+        places: siblings that are under way at a time.
+        shown: whether there is anybody to look.
+    """
+
+    def __init__(self, places: int, shown: bool) -> None:
+        self._free = list(range(1, places + 1))
+        self._bars: dict[int, Any] = {}
+        self._places: dict[int, int] = {}
+        self._started = self._drawn = time.monotonic()
+        self._computed = 0.0
+        self._ended = 0
+        self._whole = tqdm(bar_format="{desc}", file=sys.stderr, leave=True, disable=not shown)
+        self._shown = shown
+
+    def computed(self, seconds: float) -> None:
+        """This rank has computed for that long."""
+        self._computed += seconds
+
+    def after_turn(self, index: int, trainer: pl.Trainer | None) -> None:
+        """A sibling has had a turn."""
+        if not self._shown or trainer is None:
+            return
+        if index not in self._bars:
+            total = trainer.num_training_batches * (trainer.max_epochs or 0)
+            place = self._places[index] = self._free.pop(0)
+            finite = 0 < total < float("inf")
+            self._bars[index] = tqdm(
+                total=int(total) if finite else None, position=place, leave=False, file=sys.stderr, unit="batch"
+            )
+        bar, now = self._bars[index], time.monotonic()
+        bar.n = trainer.fit_loop.total_batch_idx + 1
+        if now > self._drawn + _REDRAW_SECONDS:
+            self._drawn = now
+            bar.set_description(f"sibling {index}, epoch {trainer.current_epoch}", refresh=False)
+            bar.set_postfix(trainer.progress_bar_metrics, refresh=False)
+            bar.refresh()
+            self._draw()
+
+    def ended(self, index: int) -> None:
+        """A sibling has ended."""
+        self._ended += 1
+        bar = self._bars.pop(index, None)
+        if bar is not None:
+            self._free.append(self._places.pop(index))
+            bar.close()
+        self._draw()
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        for bar in self._bars.values():
+            bar.close()
+        self._whole.close()
+
+    def _draw(self) -> None:
+        share = self._computed / max(time.monotonic() - self._started, 1e-9)
+        self._whole.set_description_str(
+            f"job array: {self._ended} ended, {len(self._bars)} under way, {share:.0%} busy"
+        )

@@ -1,0 +1,71 @@
+"""Siblings of an array share one pipeline, so they have one structure and one cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import lightning.pytorch as pl
+
+from lightning_pipes.ir import PlanError
+from lightning_pipes.trainer.array import Sibling
+from lightning_pipes.trainer.decision import Decision, Wanted
+from lightning_pipes.trainer.plans import stage_ranks
+
+Structure = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and type of every parameter, by name."""
+
+
+def microbatches_among(wanted: Wanted, sibling: Sibling[object], ranks: int) -> Wanted:
+    """What a sibling wants where it does not say: as many micro-batches as it takes, times the siblings that are under
+    way at a time, to give every stage something to do."""
+    if wanted.microbatches is not None or wanted.chooses:
+        return wanted
+    stages = len(stage_ranks(wanted.schedule, ranks))
+    return replace(wanted, microbatches=-(-stages // sibling.array.size))
+
+
+def decide_alike(
+    sibling: Sibling[object], module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]
+) -> Decision:
+    """The decision for a sibling: the first one's cut, with the sibling's own schedule and micro-batches.
+
+    Raises:
+        PlanError: its parameters or its stages are not those of the first.
+    """
+    own: Structure = {n: (tuple(p.shape), str(p.dtype)) for n, p in module.named_parameters()}
+    facts = sibling.array.shared.facts
+    if "structure" not in facts:
+        facts["structure"], facts["decision"] = (sibling.index, own), decide()
+    first, structure = facts["structure"]
+    decision: Decision = facts["decision"]
+    if first == sibling.index:
+        return decision
+    different = _difference(structure, own, first)
+    if different:
+        raise PlanError(
+            f"sibling {sibling.index} of the array {different}; siblings share one pipeline, so they must have the "
+            "same layers and may differ in everything else. Run it in an array of its own"
+        )
+    if plain.ranks != decision.ranks:
+        raise PlanError(
+            f"sibling {sibling.index} of the array has stages on ranks {plain.ranks} with schedule "
+            f"{plain.schedule.name!r}, sibling {first} on {decision.ranks}; give them the same schedule"
+        )
+    return replace(
+        decision, schedule=plain.schedule, microbatches=plain.microbatches, recompute=plain.recompute, seconds=None
+    )
+
+
+def _difference(first: Structure, own: Structure, index: int) -> str:
+    for name in {**first, **own}:
+        if name not in own:
+            return f"has no parameter {name}, which sibling {index} has"
+        if name not in first:
+            return f"has a parameter {name}, which sibling {index} has not"
+        if first[name] != own[name]:
+            return (
+                f"has {name} of shape {own[name][0]} and {own[name][1]}, sibling {index} has {first[name][0]} and "
+                + (first[name][1])
+            )
+    return ""

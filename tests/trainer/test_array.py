@@ -1,0 +1,268 @@
+"""Siblings that share one pipeline are what they are alone, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.trainer.array import ArrayCancelledError, JobArray, SiblingFailure, current_sibling
+
+LAST = 0
+"""The global rank of the last stage."""
+
+
+class Net(pl.LightningModule):
+    def __init__(self, lr: float, width: int = 6) -> None:
+        super().__init__()
+        self.lr = lr
+        self.harmful = False
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.Dropout(0.3), nn.Tanh()) for _ in range(6)]
+        self.layers = nn.Sequential(*blocks, nn.Linear(width, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        noise = torch.rand(()) + np.random.rand()
+        out = self.layers(x)
+        if self.harmful:  # on the last stage only: the others do not come this far
+            raise ValueError(f"loss of shape {tuple(out.shape)}")
+        loss = nn.functional.mse_loss(out, y) * noise
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self.layers(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sibling's settings."""
+
+    number: int
+    folder: str = ""
+    epochs: int = 2
+    batch: int = 8
+    harm: str = ""
+    width: int = 6
+    clip: float | None = None
+    patience: int | None = None
+    schedule: str = "jap"
+
+    def __call__(self) -> Any:
+        warnings.filterwarnings("ignore")
+        pl.seed_everything(self.number, verbose=False)
+        g = torch.Generator().manual_seed(7)
+        x = torch.randn(40, self.width, generator=g)
+        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), self.batch, shuffle=True)
+        module = Net(0.01 * (1 + self.number), self.width)
+        seen = Seen(self.harm)
+        callbacks: list[Callback] = [seen]
+        if self.folder:
+            folder = f"{self.folder}/{self.number}"
+            callbacks.append(ModelCheckpoint(folder, "best", "val_loss", enable_version_counter=False))
+        if self.patience is not None:
+            callbacks.append(EarlyStopping("val_loss", patience=self.patience, min_delta=1e9))
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=int(os.environ.get("WORLD_SIZE", "1")),
+            strategy=PipelineStrategy(self.schedule, microbatches=2, seed=self.number),
+            max_epochs=self.epochs,
+            callbacks=callbacks,
+            gradient_clip_val=self.clip,
+            logger=False,
+            enable_checkpointing=bool(self.folder),
+            enable_model_summary=False,
+        )
+        trainer.fit(module, loader, DataLoader(loader.dataset, 16))
+        if self.harm == "after fit" and trainer.global_rank == LAST:
+            raise ValueError("after fit")
+        weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+        return seen.losses, float(trainer.callback_metrics["val_loss"]), trainer.global_step, weights
+
+
+class Seen(Callback):
+    """Keeps losses; does harm in the third batch."""
+
+    def __init__(self, harm: str) -> None:
+        self.losses: list[float] = []
+        self.harm = harm
+        self.exceptions: list[BaseException] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if len(self.losses) == 2:
+            if self.harm == "everywhere" or (self.harm == "one rank" and trainer.global_rank == LAST):
+                raise ValueError(self.harm)
+            if self.harm == "loss":
+                module.harmful = True
+            if self.harm == "rank dies" and trainer.global_rank == LAST:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.harm == "Ctrl-C" and trainer.global_rank == LAST:
+                signal.raise_signal(signal.SIGINT)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if len(self.losses) == 3 and self.harm == "hook on one rank" and trainer.global_rank == LAST:
+            raise ValueError(self.harm)
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        EXCEPTIONS.append(type(exception).__name__)
+
+
+EXCEPTIONS: list[str] = []
+"""What siblings of this process were told at their ends."""
+
+
+def quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def array_and_alone(rank: int, jobs: list[Job], size: int) -> tuple[list[Any], list[Any]]:
+    """What becomes of jobs in one array, in the order of their ends, and of each in an array of its own."""
+    quiet()
+    together = [(o.index, o.value, _text(o.error)) for o in JobArray(size).run(jobs)]
+    alone = [outcome.value for job in jobs if not job.harm for outcome in JobArray(size).run([job])]
+    return together, alone
+
+
+def _text(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    assert a[:3] == b[:3]
+    assert all(torch.equal(a[3][name], b[3][name]) for name in b[3])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_siblings_are_what_they_are_alone(ranks: int, tmp_path: Path) -> None:
+    """Dropout, shuffling, other batch sizes, epochs, clipping; two stop early, one fails in its loss, one is late."""
+    jobs = [
+        Job(0, str(tmp_path)),
+        Job(1, batch=16),
+        Job(2, patience=0, epochs=4),
+        Job(3, harm="loss"),
+        Job(4, batch=5, clip=0.1),
+        Job(5, patience=0, epochs=4),
+        Job(6, epochs=3),
+        Job(7, str(tmp_path), batch=40),
+    ]
+    for together, alone in run_ranks(array_and_alone, ranks, jobs, 7, timeout=90):
+        assert sorted(index for index, _, _ in together) == list(range(8))
+        values = {index: value for index, value, error in together if not error}
+        errors = {index: error for index, _, error in together if error}
+        assert list(errors) == [3]
+        assert "loss of shape" in errors[3]
+        for index, expected in zip(sorted(values), alone, strict=True):
+            assert_equal(values[index], expected)
+        assert values[2][2] < 4 * 5, "it was to stop early"
+    assert (tmp_path / "0" / "best.ckpt").exists()
+    assert (tmp_path / "7" / "best.ckpt").exists()
+
+
+HARMS = ["everywhere", "one rank", "hook on one rank", "after fit", "loss"]
+
+
+def harmed(rank: int, size: int) -> list[Any]:
+    """Siblings of which every other one comes to harm."""
+    quiet()
+    jobs = [job for n, harm in enumerate(HARMS) for job in (Job(2 * n, harm=harm), Job(2 * n + 1))]
+    return [(o.index, o.value, _text(o.error)) for o in JobArray(size).run(jobs)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_failure_ends_one_sibling_only(size: int) -> None:
+    results = run_ranks(harmed, 2, size, timeout=90)
+    for rank, result in enumerate(results):
+        errors = {index: error for index, _, error in result}
+        for n, harm in enumerate(HARMS):
+            assert not errors[2 * n + 1], errors
+            if harm != "after fit" or rank == LAST:
+                assert errors[2 * n], harm
+        assert "SiblingFailure: sibling 2 failed on rank 0: ValueError: one rank" in errors[2] or rank == LAST
+    values = [{index: value for index, value, error in r if not error} for r in results]
+    for index in values[1].keys() & values[0].keys():
+        assert values[0][index][0] == values[1][index][0]
+
+
+def misfits(rank: int) -> list[str]:
+    quiet()
+    found = [
+        _text(o.error) for o in JobArray(2).run([Job(0), Job(1, width=5), lambda: 7, lambda: [*JobArray(1).run([])]])
+    ]
+    with pytest.raises(PlanError, match="size must be"):
+        JobArray(0)
+    assert current_sibling() is None
+    return found
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for found in run_ranks(misfits, 2, timeout=60):
+        assert sorted(found)[:2] == ["", ""]
+        assert any("layers.0.0.weight of shape (5, 5)" in text and "sibling 0 has (6, 6)" in text for text in found)
+        assert any("can't run an array itself" in text for text in found)
+
+
+def ended(rank: int, harm: str) -> tuple[str, list[str]]:
+    quiet()
+    EXCEPTIONS.clear()
+    try:
+        list(JobArray(3).run([Job(0), Job(1, harm=harm), Job(2)]))
+    except BaseException as error:
+        return _text(error), EXCEPTIONS
+    return "", EXCEPTIONS
+
+
+def test_ctrl_c_tells_every_sibling() -> None:
+    by_rank = run_ranks(ended, 2, "Ctrl-C", timeout=60)
+    assert by_rank[LAST] == ("KeyboardInterrupt: ", [ArrayCancelledError.__name__] * 3)
+    error, told = by_rank[1]
+    assert "PeerFailure" in error
+    assert "KeyboardInterrupt" in error
+    assert told[1:] == [ArrayCancelledError.__name__] * 2
+    assert told[0] in (ArrayCancelledError.__name__, "PeerFailure")  # whose turn it is may notice by itself
+
+
+def test_a_dead_rank_ends_the_array() -> None:
+    dead, other = watch_ranks(ended, 2, "rank dies", timeout=60)
+    assert dead.exitcode == -signal.SIGKILL
+    assert other.seconds < 30
+    assert "PeerFailure" in other.value[0]
+    assert other.value[1][1:] == [ArrayCancelledError.__name__] * 2  # the first one had its turn, and noticed itself
+
+
+def closed_early(rank: int) -> int:
+    quiet()
+    array: JobArray[Any] = JobArray(2)
+    with closing(array.run([Job(0, epochs=1), Job(1, epochs=9), Job(2)])) as outcomes:
+        return next(outcomes).index
+
+
+def test_a_caller_that_has_enough() -> None:
+    assert run_ranks(closed_early, 2, timeout=60) == [0, 0]
+
+
+def test_errors_are_of_one_family() -> None:
+    assert issubclass(SiblingFailure, PipelineError)
+    assert issubclass(ArrayCancelledError, PipelineError)
