@@ -61,6 +61,18 @@ class HanayoSettings(ScheduleSettings):
 
 
 @dataclass
+class DeepSettings(ScheduleSettings):
+    name: str = "deep"
+    slack: int = 2
+
+
+@dataclass
+class PerLinkSettings(ScheduleSettings):
+    name: str = "per_link"
+    extra: tuple[int, ...] = ()
+
+
+@dataclass
 class ReadySettings(ScheduleSettings):
     name: str = "ready"
     slack: int = 2
@@ -298,6 +310,8 @@ SCHEMAS: dict[str, type] = {
     "schedule/kfkb": KFKBSettings,
     "schedule/zero_bubble": ZeroBubbleSettings,
     "schedule/hanayo": HanayoSettings,
+    "schedule/deep": DeepSettings,
+    "schedule/per_link": PerLinkSettings,
     "schedule/ready": ReadySettings,
     "schedule/pipedream": PipeDreamSettings,
     "schedule/pipedream_2bw": PipeDream2BWSettings,
