@@ -46,7 +46,7 @@ class InterleavedSettings(ScheduleSettings):
 @dataclass
 class KFKBSettings(ScheduleSettings):
     name: str = "kfkb"
-    k: int = 1
+    k: int | str = 1  # or auto
 
 
 @dataclass
