@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipes.after_lightning import load_trainer_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_pipes.trainer import PipelineStrategy, TimelineLogger
+    from lightning_pipes.trainer import PipelineStrategy, ScheduleTuner, TimelineLogger
     from lightning_pipes.trainer.sharded import consolidate
 
 _WHERE = {
     "PipelineStrategy": "lightning_pipes.trainer",
+    "ScheduleTuner": "lightning_pipes.trainer",
     "TimelineLogger": "lightning_pipes.trainer",
     "consolidate": "lightning_pipes.trainer.sharded",
 }
 
-__all__ = ["PipelineStrategy", "TimelineLogger", "consolidate"]
+__all__ = ["PipelineStrategy", "ScheduleTuner", "TimelineLogger", "consolidate"]
 __version__ = "0.1.0"
 
 

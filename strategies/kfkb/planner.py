@@ -68,8 +68,8 @@ def memory_curve(
 def all_candidates(
     plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = (), prune: str = "per_k"
 ) -> tuple[Candidate, ...]:
-    """The memory curve, and for each of its sizes what else has more micro-batches under way: `deep`, `per_link` with
-    what these costs ask for, and `ready` with all that fits.
+    """The memory curve; k = 1 with every size that fits; and for each size what else has more micro-batches under way:
+    `deep`, `per_link` with what these costs ask for, and `ready` with what fits.
 
     Args:
         sizes: samples of a micro-batch to choose from; by default the plan's own.
@@ -79,9 +79,8 @@ def all_candidates(
     """
     sizes = sizes or (max(span.rows for span in plan.spans(Kind.F, 0)),)
     curve = memory_curve(plan, costs, memory_limit, sizes, prune)
-    cuts = {c.microbatches: c.plan for c in curve}
-    others = [c for m, cut in cuts.items() for c in _others(cut, m, costs, memory_limit) if c is not None]
-    return (*curve, *dict.fromkeys(others))
+    others = [c for size in sizes for c in _others(cut_into(plan, size), costs, memory_limit) if c is not None]
+    return tuple(dict.fromkeys((*curve, *others)))
 
 
 def _largest(
@@ -104,9 +103,12 @@ def _held(k: int, stages: int) -> tuple[int, ...]:
     return tuple(k * (stages - s) for s in range(stages))
 
 
-def _others(plan: Plan, m: int, costs: Costs, memory_limit: Limit) -> Iterator[Candidate | None]:
-    p = plan.n_stages
-    if p == 1:
+def _others(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[Candidate | None]:
+    p, spans = plan.n_stages, plan.spans(Kind.F, 0)
+    m, rows = len(spans), max(span.rows for span in spans)
+    least = candidate(KFKB(1), plan, costs, memory_limit, _held(1, p))
+    yield least
+    if p == 1 or least is None:
         return
     slacks = [n * (p - 1) // 2 for n in range(1, 2 * DEEPEST + 1) if p + n * (p - 1) // 2 <= m]
     for slack in dict.fromkeys(slacks):
@@ -116,7 +118,6 @@ def _others(plan: Plan, m: int, costs: Costs, memory_limit: Limit) -> Iterator[C
         if max(extra) > min(extra):
             held = [p - s + sum(extra[s:]) for s in range(p)]
             yield candidate(PerLink(extra), plan, costs, memory_limit, held)
-    rows = max(span.rows for span in plan.spans(Kind.F, 0))
     may = [most // rows for most in limits_for(plan, costs, memory_limit)]
     for slack in (p - 1, DEEPEST * (p - 1)):
         held = [min(most, a) for most, a in zip(tapered(p, slack), may, strict=True)]
