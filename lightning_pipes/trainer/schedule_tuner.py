@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from operator import le
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 
-from lightning_pipes.cost import CostModel
+from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.cost.units import as_bytes
-from lightning_pipes.ir import PipelineError, Plan, Policy, Program, Schedule
+from lightning_pipes.ir import SENDS, Kind, PipelineError, Plan, Policy, Program, Schedule
 from lightning_pipes.planning.candidates import Candidate, Tunable
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, Decision
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 OVERHEAD = 0.005
 """The share of the time that deciding may take: where it takes more, it is done more rarely."""
+PROBED, PROBES = (2**12, 2**17), 5
+"""Bytes of the messages that probe links, and how many of each count."""
 RARER = 20
 """How many times more rarely at most; the first decision sets things up."""
 
@@ -35,20 +38,24 @@ _log = logging.getLogger(__name__)
 
 
 class _Report(NamedTuple):
-    """What a rank tells rank 0: its last steps, its stages' bytes, its place in the pipeline, bytes of its device."""
+    """What a rank tells rank 0: its last steps, its stages' bytes, its place in the pipeline, bytes of its device, and
+    its links, if they were probed."""
 
     steps: list[StepSample]
     stages: dict[int, StageBytes]
     place: int
     memory: int | None
+    links: dict[tuple[int, int], Link]
 
 
 class _Order(NamedTuple):
-    """What rank 0 tells all ranks: what runs from the next batch on, and how many batches later it decides again."""
+    """What rank 0 tells all ranks: what runs from the next batch on, how many batches later it decides again, and
+    whether clocks have jumped."""
 
     schedule: Schedule | Policy | None
     microbatches: int
     wait: int
+    set_clocks: bool
     metrics: dict[str, float]
 
 
@@ -145,6 +152,7 @@ class ScheduleTuner(pl.Callback):
         self._batches, self._read = 0, 0
         self._next = self.window + 1  # the first step includes what is done once
         self.decisions.clear()
+        strategy.running.engine.set_clocks()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._batches += 1
@@ -153,6 +161,8 @@ class ScheduleTuner(pl.Callback):
         strategy: PipelineStrategy = trainer.strategy  # type: ignore[assignment]
         order = self._decide(strategy)
         self._next = self._batches + order.wait
+        if order.set_clocks:
+            strategy.running.engine.set_clocks()
         if order.schedule is not None:
             strategy.adopt(order.schedule, order.microbatches)
         for logger in trainer.loggers:  # silent everywhere but on rank 0
@@ -165,17 +175,15 @@ class ScheduleTuner(pl.Callback):
         windows = list(run.windows)
         fresh = min(len(windows) - 1, self._batches - self._read, self.window)
         self._read = self._batches
-        steps = [
-            _sample(before, window) for before, window in zip(windows[-fresh - 1 :], windows[-fresh:], strict=False)
-        ]
+        steps = [_sample(*pair) for pair in pairwise(windows[-fresh - 1 :])]
+        links = run.engine.probe_links(PROBED, PROBES) if self.probe else {}
         place = run.global_ranks.index(strategy.global_rank)
-        mine = _Report(steps, run.stage_bytes(strategy.optimizers), place, device_memory(strategy.root_device))
+        mine = _Report(steps, run.stage_bytes(strategy.optimizers), place, device_memory(strategy.root_device), links)
         reports = control.gather(mine, to=control.ranks[0])
         order = None
         if reports is not None:
-            plan = max(
-                (w.plan for w in reversed(windows)), key=lambda plan: plan.jobs[0].rows
-            )  # not a short last batch
+            latest = reversed(windows)  # the largest, which is not a short last batch
+            plan = max((w.plan for w in latest), key=lambda plan: plan.jobs[0].rows)
             order = self._order(reports, strategy.schedule, plan, _gap(windows), began)
         told: _Order = control.broadcast(order, control.ranks[0])
         return told
@@ -183,12 +191,12 @@ class ScheduleTuner(pl.Callback):
     def _order(
         self, reports: Sequence[_Report], schedule: Schedule | Policy, plan: Plan, step: float, began: float
     ) -> _Order:
+        links = {pair: link for report in reports for pair, link in report.links.items()}
+        stages = {number: size for report in reports for number, size in report.stages.items()}
         for samples in zip(*(report.steps for report in reports), strict=True):
-            self._averages.add(samples)
+            self._averages.add(_probed(s, links, stages, plan) for s in samples)
         limit = self._limit(reports, plan.n_ranks)
-        base = with_bytes(
-            CostModel(self._averages.costs().seconds), {n: b for r in reports for n, b in r.stages.items()}
-        )
+        base = with_bytes(CostModel(self._averages.costs().seconds), stages)
         candidates = self._source.candidates(plan, self._averages.costs(base), limit, self.sizes)
         current = self._running
         if current is None or current.schedule != schedule:
@@ -205,7 +213,8 @@ class ScheduleTuner(pl.Callback):
         _log.log(logging.INFO if decision.switches else logging.DEBUG, "batch %d: %s", self._batches, decision)
         then, changes = decision.chosen.candidate, decision.switches
         wait = self._wait(step, tuned)
-        return _Order(then.schedule if changes else None, then.microbatches, wait, _metrics(tuned))
+        jumped = self._averages.impossible > 0
+        return _Order(then.schedule if changes else None, then.microbatches, wait, jumped, _metrics(tuned))
 
     def _limit(self, reports: Sequence[_Report], ranks: int) -> list[int] | None:
         """Bytes that each rank of the pipeline may hold, the least of all replicas; None without a limit."""
@@ -227,6 +236,19 @@ class ScheduleTuner(pl.Callback):
 def _sample(before: Window, window: Window) -> StepSample:
     ended = max((e.end for e in before.events), default=0)
     return StepSample.of(window.events, window.plan, ended, chosen=not isinstance(window.order, Program))
+
+
+def _probed(
+    sample: StepSample, links: Mapping[tuple[int, int], Link], stages: Mapping[int, StageBytes], plan: Plan
+) -> StepSample:
+    """The sample with what its transfers would take over the links as they were probed, if they were."""
+    means = dict(sample.means)
+    for kind, stage, rows in sample.means if links else ():
+        if kind in SENDS:
+            edge, target = (stage, stage + 1) if kind is Kind.SF else (stage - 1, stage - 1)
+            link = links[plan.ranks[stage], plan.ranks[target]]
+            means[kind, stage, rows] = 1e9 * (link.latency + link.seconds(stages[edge].output * rows))
+    return sample._replace(means=means)
 
 
 def _gap(windows: Sequence[Window]) -> float:

@@ -106,12 +106,15 @@ def fit(folder: Path, schedule: Any, tuner: ScheduleTuner | None = None, **optio
 
 
 def tuned(rank: int, folder: str) -> dict[str, Any]:
+    original = schedule_tuner._sample
     schedule_tuner.OVERHEAD = 1e9  # batches of a millisecond: deciding would be rare
     schedule_tuner._sample = stamps(lambda n: 0.0 if n < 2 else 0.001)  # type: ignore[assignment]
     found = {"slow": fit(Path(folder, "slow"), KFKB("auto"), ScheduleTuner(3, "1GiB", window=1))}
     schedule_tuner._sample = stamps(lambda n: 0.0)  # type: ignore[assignment]
     found["fast"] = fit(Path(folder, "fast"), KFKB("auto"))
     found["other sizes"] = fit(Path(folder, "sizes"), KFKB(2), ScheduleTuner(2, window=1, sizes=(1, 2, 4)))
+    schedule_tuner._sample = original  # type: ignore[assignment]
+    found["probing"] = fit(Path(folder, "probing"), "kfkb", ScheduleTuner(4, window=2, probe=True))
     found["plain"] = fit(Path(folder, "plain"), "1f1b")
     return found
 
@@ -173,6 +176,12 @@ def test_other_sizes_are_tried(ranks):
     assert decisions[0].endswith("extrapolated")
     assert "4 micro-batches" in decisions[-1]
     assert "stays with" in decisions[-1]
+
+
+def test_links_can_be_probed(ranks):
+    assert ranks[0]["probing"]["at"] == [3, 7, 11]
+    for r in ranks:
+        assert all((r["probing"]["weights"][n] == v).all() for n, v in r["plain"]["weights"].items())
 
 
 def test_scalars(ranks, folder):
