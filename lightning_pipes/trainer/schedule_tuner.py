@@ -34,6 +34,10 @@ PROBED, PROBES = (2**12, 2**17), 5
 RARER = 20
 """How many times more rarely at most; the first decision sets things up."""
 
+FIRST = 2
+"""Batches before the first decision: the very first includes what is done once. The next decision has a whole window
+of steps."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -150,7 +154,7 @@ class ScheduleTuner(pl.Callback):
         self._running: Candidate | None = None
         self._averages = Averages(self.window)
         self._batches, self._read = 0, 0
-        self._next = self.window + 1  # the first step includes what is done once
+        self._next = FIRST
         self.decisions.clear()
         strategy.running.engine.set_clocks()
 
@@ -212,7 +216,7 @@ class ScheduleTuner(pl.Callback):
         self.decisions.append(tuned)
         _log.log(logging.INFO if decision.switches else logging.DEBUG, "batch %d: %s", self._batches, decision)
         then, changes = decision.chosen.candidate, decision.switches
-        wait = self._wait(step, tuned)
+        wait = self.window if self._batches == FIRST else self._wait(step, tuned)
         jumped = self._averages.impossible > 0
         return _Order(then.schedule if changes else None, then.microbatches, wait, jumped, _metrics(tuned))
 
