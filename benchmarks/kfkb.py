@@ -1,8 +1,9 @@
 """What more micro-batches under way gain on slow links, and what adapting to them gains.
 
-Four emulated stages, 24 micro-batches, a backward takes two forwards, and a message x forwards; links are steady, or
-switch between x = 0.25 and 3, or change from phase to phase. Foretold gains are the simulator's; traces are replayed
-event by event (`replay.py`), with the tuner's own code in the loop.
+Four emulated stages, 24 micro-batches, a backward takes two forwards, and a message x forwards. Steps over steady links
+are measured on really shaped ones (`kfkb_links.py`; needs root on Linux), plans in turn in the same processes. Links
+that switch between x = 0.25 and 3, or change from phase to phase, are replayed event by event (`replay.py`), with the
+tuner's own code in the loop.
 
     python benchmarks/kfkb.py [--quick] [--json]
 """
@@ -15,11 +16,12 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kfkb_links import AUTO, TORCH, Trial, measure
 from replay import Direction, Replay, Trace
 
 from lightning_pipes.cost import CostModel
@@ -29,6 +31,7 @@ from lightning_pipes.planning.candidates import Candidate, Tunable
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import Chooser, Decision
 from lightning_pipes.sim import makespan
+from lightning_pipes.testing.netlab import NetLab, why_not
 
 STAGES, MICROBATCHES = 4, 24
 FORWARD_MS, QUICK_MS = 20, 5
@@ -92,13 +95,46 @@ def ordered(schedule: Schedule | Policy, plan: Plan) -> Program | Rule:
 # Steady links
 
 
-def foretold_gains(case: Situation) -> dict[str, float]:
-    """1F1B's time over that of the best k, by the simulator."""
-    gains = {}
-    for x in (0.25, 0.5, 1.0):
-        best = min(case.makespan(make_schedule("kfkb", k=k), x) for k in (2, 3, 4))
-        gains[f"gain_x{str(x).replace('.', '').rstrip('0') or '1'}"] = case.makespan(make_schedule("1f1b"), x) / best
-    return gains
+def measured(quick: bool) -> Iterator[tuple[str, Any]]:
+    """Figures by name, and lines of a table by "": what steps take over links of several speeds."""
+    schedules: dict[str, Schedule | Policy] = {
+        "1f1b": make_schedule("1f1b"),
+        "kfkb 2": make_schedule("kfkb", k=2),
+        "deep 7": make_schedule("deep", slack=3),
+        "ready 8": make_schedule("ready", slack=4),
+    }
+    speeds: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
+    if not quick:
+        schedules |= {
+            "kfkb 3": make_schedule("kfkb", k=3),
+            "deep 12": make_schedule("deep", slack=8),
+            "ready 12": make_schedule("ready", slack=8),
+        }
+        speeds = (*speeds, 2.0, 3.0)
+    names = [*schedules, AUTO, TORCH]
+    yield "", "    x " + " ".join(f"{name:>10}" for name in names) + "  foretold  auto takes"
+    errors = []
+    with NetLab(STAGES) as lab:
+        for x in speeds:
+            forward = (QUICK_MS if quick else FORWARD_MS) / 1e3
+            size = 32 * 1024 if quick else 128 * 1024
+            trial = Trial(
+                schedules, STAGES, MICROBATCHES, forward, size, rounds=2 if quick else 4, steps=3, torch=x == 1
+            )
+            found = measure(lab, x, trial)
+            worst = max(found.errors().values(), key=abs)
+            errors += [worst] if x <= 2 else []
+            ms = [f"{1e3 * found.median(n):10.1f}" if n in found.by_rank[0].spans else f"{'':10}" for n in names]
+            yield "", f"{x:5} {' '.join(ms)} {worst:+9.1%}  {found.decision.chosen.candidate.label}"
+            one = found.median("1f1b")
+            if x == 0:
+                yield "free_link_loss", found.median(AUTO) / one - 1
+            elif x <= 1:
+                best = min(found.median(n) for n in schedules if n.startswith("kfkb"))
+                yield f"gain_x{'1' if x == 1 else str(x).replace('.', '')}", one / best
+            if x == 1:
+                yield "vs_torch_x1", found.median(TORCH) / found.median(AUTO)
+    yield "prediction_error", max(map(abs, errors))
 
 
 def steady_table(case: Situation) -> list[str]:
@@ -228,8 +264,17 @@ def main() -> None:
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
     )
 
-    results: dict[str, Any] = dict(foretold_gains(case))
-    print("\nMilliseconds of a step on steady links, simulated; held by the first stage")
+    results: dict[str, Any] = {}
+    if reason := why_not():
+        print(f"\nNothing can be measured here: {reason}")
+    else:
+        print(f"\nMilliseconds of a step on steady links, measured; emulated stages, F {case.forward} ms")
+        for name, found in measured(options.quick):
+            if name:
+                results[name] = found
+            else:
+                print(found, flush=True)
+    print("\nThe same simulated, without what the engine itself takes; held by the first stage")
     print("\n".join(steady_table(case)))
 
     gains = ready_gain(case, range(3 if options.quick else 16), 40 if options.quick else 100)
