@@ -196,9 +196,9 @@ def torch_step(trial: Trial, rank: int) -> Callable[[], None]:
     stage = PipelineStage(nn.Sequential(Emulated(layer)), rank, trial.stages, torch.device("cpu"))
     schedule = Schedule1F1B(stage, trial.microbatches, loss_fn=lambda out, target: out.mean())
     arguments = (x.requires_grad_(),) if rank == 0 else ()
-    last = {"target": torch.zeros(trial.microbatches)} if rank == trial.stages - 1 else {}
+    target = torch.zeros(trial.microbatches) if rank == trial.stages - 1 else None
 
     def step() -> None:
-        schedule.step(*arguments, **last)
+        schedule.step(*arguments, target=target)
 
     return step
