@@ -100,13 +100,13 @@ def measured(quick: bool) -> Iterator[tuple[str, Any]]:
     schedules: dict[str, Schedule | Policy] = {
         "1f1b": make_schedule("1f1b"),
         "kfkb 2": make_schedule("kfkb", k=2),
+        "kfkb 3": make_schedule("kfkb", k=3),
         "deep 7": make_schedule("deep", slack=3),
         "ready 8": make_schedule("ready", slack=4),
     }
     speeds: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
     if not quick:
         schedules |= {
-            "kfkb 3": make_schedule("kfkb", k=3),
             "deep 12": make_schedule("deep", slack=8),
             "ready 12": make_schedule("ready", slack=8),
         }
@@ -118,7 +118,7 @@ def measured(quick: bool) -> Iterator[tuple[str, Any]]:
         for x in speeds:
             forward = (QUICK_MS if quick else FORWARD_MS) / 1e3
             size = (48 if quick else 128) * 1024
-            trial = Trial(schedules, STAGES, MICROBATCHES, forward, size, rounds=2, steps=3, torch=x == 1)
+            trial = Trial(schedules, STAGES, MICROBATCHES, forward, size, rounds=3, steps=2, torch=x == 1)
             if x == 0:  # a difference of nothing wants more turns
                 trial = replace(trial, schedules={"1f1b": schedules["1f1b"]}, rounds=6)
             found = measure(lab, x, trial)
@@ -126,14 +126,13 @@ def measured(quick: bool) -> Iterator[tuple[str, Any]]:
             errors += [worst] if x <= 2 else []
             ms = [f"{1e3 * found.median(n):10.1f}" if n in found.by_rank[0].spans else f"{'':10}" for n in names]
             yield "", f"{x:5} {' '.join(ms)} {worst:+9.1%}  {found.decision.chosen.candidate.label}"
-            one = found.median("1f1b")
             if x == 0:
-                yield "free_link_loss", found.median(AUTO) / one - 1
+                yield "free_link_loss", found.ratio(AUTO, "1f1b") - 1
             elif x <= 1:
-                best = min(found.median(n) for n in schedules if n.startswith("kfkb"))
-                yield f"gain_x{'1' if x == 1 else str(x).replace('.', '')}", one / best
+                best = max(found.ratio("1f1b", name) for name in schedules if name.startswith("kfkb"))
+                yield f"gain_x{'1' if x == 1 else str(x).replace('.', '')}", best
             if x == 1:
-                yield "vs_torch_x1", found.median(TORCH) / found.median(AUTO)
+                yield "vs_torch_x1", found.ratio(TORCH, AUTO)
     yield "prediction_error", max(map(abs, errors))
 
 

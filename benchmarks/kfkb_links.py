@@ -89,6 +89,10 @@ class Measured:
         """Seconds of a step."""
         return statistics.median(self.seconds(name))
 
+    def ratio(self, name: str, other: str) -> float:
+        """The time of one over that of another, the median over steps of the same turns."""
+        return statistics.median(a / b for a, b in zip(self.seconds(name), self.seconds(other), strict=True))
+
     @property
     def decision(self) -> Decision:
         """What the tuner chose, on what it saw of the first schedule."""

@@ -33,7 +33,7 @@ class Trace:
     @classmethod
     def switching(cls, rng: random.Random, takes: Sequence[int], dwell: float, seconds: float) -> Trace:
         """One of `takes` at a time, each for `dwell` seconds on average, exponentially distributed."""
-        since, found, at = [], [], 0.0
+        since, found, at = list[int](), list[int](), 0.0
         while at < seconds:
             since.append(round(1e9 * at))
             found.append(rng.choice([t for t in takes if not found or t != found[-1]]))
