@@ -21,7 +21,7 @@ from lightning_pipes.planning.measured import StepSample
 from lightning_pipes.planning.memory import held_rows
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.ready import Ready
-from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer import schedule_tuner
 from tests.trainer.lit import quiet
 
@@ -182,6 +182,16 @@ def test_links_can_be_probed(ranks):
     assert ranks[0]["probing"]["at"] == [2, 4, 8, 12]
     for r in ranks:
         assert all((r["probing"]["weights"][n] == v).all() for n, v in r["plain"]["weights"].items())
+
+
+def too_small(rank: int, folder: str) -> None:
+    fit(Path(folder), KFKB("auto"), ScheduleTuner(memory_limit="1KiB"))
+
+
+def test_a_limit_that_1f1b_exceeds_ends_all_ranks_and_says_what_is_missing(tmp_path):
+    outcomes = watch_ranks(too_small, RANKS, str(tmp_path), timeout=40)
+    assert all("may have 1 KiB" in o.error for o in outcomes), [o.error for o in outcomes]
+    assert "are missing with 1F1B and micro-batches of 2 samples" in outcomes[0].error
 
 
 def test_scalars(ranks, folder):
