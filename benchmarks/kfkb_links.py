@@ -90,8 +90,10 @@ class Measured:
         return statistics.median(self.seconds(name))
 
     def ratio(self, name: str, other: str) -> float:
-        """The time of one over that of another, the median over steps of the same turns."""
-        return statistics.median(a / b for a, b in zip(self.seconds(name), self.seconds(other), strict=True))
+        """The time of one over that of another, the median over steps of the same turns; `AUTO` has none in the first
+        round."""
+        pairs = zip(reversed(self.seconds(name)), reversed(self.seconds(other)), strict=False)
+        return statistics.median(a / b for a, b in pairs)
 
     @property
     def decision(self) -> Decision:

@@ -19,7 +19,7 @@ MS = 1_000_000
 
 
 class Skewed:
-    """One end of a line: stamps by a clock that is ahead; a message takes so many nanoseconds, every third longer."""
+    """One end of a line: stamps by a clock that is ahead; a message takes so long, every third of rank 0 longer."""
 
     def __init__(self, boxes, rank, time, ahead, takes):
         self.mailbox, self.boxes, self.rank = boxes[rank], boxes, rank
@@ -27,7 +27,9 @@ class Skewed:
 
     def send(self, rank, key, tree, flags=()):
         sent = self.time[0] + self.ahead[self.rank]
-        self.time[0] += self.takes[self.rank] + (50 * MS if self.count % 3 == 0 else 0)  # held up now and then
+        self.time[0] += self.takes[self.rank] + (
+            50 * MS if self.rank == 0 and self.count % 3 == 0 else 0
+        )  # held up now and then
         self.count += 1
         wire, tensors = Encoder().encode(key, tree, flags, sent)
         wire.fill(tensors)
