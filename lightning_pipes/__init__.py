@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipes.after_lightning import load_trainer_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_pipes.trainer import PipelineStrategy, TimelineLogger
+    from lightning_pipes.trainer import PipelineStrategy, ScheduleTuner, TimelineLogger
     from lightning_pipes.trainer.array import JobArray
     from lightning_pipes.trainer.sharded import consolidate
 
 _WHERE = {
     "JobArray": "lightning_pipes.trainer.array",
     "PipelineStrategy": "lightning_pipes.trainer",
+    "ScheduleTuner": "lightning_pipes.trainer",
     "TimelineLogger": "lightning_pipes.trainer",
     "consolidate": "lightning_pipes.trainer.sharded",
 }
 
-__all__ = ["JobArray", "PipelineStrategy", "TimelineLogger", "consolidate"]
+__all__ = ["JobArray", "PipelineStrategy", "ScheduleTuner", "TimelineLogger", "consolidate"]
 __version__ = "0.1.0"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
@@ -162,10 +162,10 @@ class CostModel:
         base = base or cls({})
         seen: dict[tuple[Kind, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         recomputed: set[int] = set()
-        lags: list[int] = []
+        waited: list[int] = []
         for timeline in [timelines] if isinstance(timelines, Recorded) else timelines:
             recomputed |= {s for s, again in enumerate(timeline.plan.recompute) if again}
-            lags += _lags(timeline)
+            waited += lags(timeline)
             for _, i, start, end in timeline.events:
                 if i.kind in COMPUTE:
                     seen[i.kind, i.stage][i.span.rows].append(end - start)
@@ -186,7 +186,7 @@ class CostModel:
         if any(kind in SENDS for kind, _ in measured):
             links = {pair: replace(link, burst=0.0) for pair, link in base.links.items()}
             base = replace(base, link=replace(base.link, burst=0.0), links=links)
-        overhead = median(lags) / 1e9 if lags else base.overhead
+        overhead = median(waited) / 1e9 if waited else base.overhead
         return replace(base, seconds={**base.seconds, **measured}, overhead=overhead)
 
     def on(self, cluster: Cluster, ranks: tuple[int, ...]) -> CostModel:
@@ -298,18 +298,19 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _lags(timeline: Recorded) -> list[int]:
-    """Nanoseconds from the moment when a computation had its inputs and its rank was free until it started."""
+def lags(timeline: Recorded, of: Set[Kind] = COMPUTE) -> list[int]:
+    """Nanoseconds from the moment when a computation had its inputs and its rank was free until it started, for those
+    kinds of computations."""
     arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SENDS}
     free: dict[int, int] = {}
-    lags = []
+    found = []
     for rank, i, start, end in sorted(timeline.events, key=lambda e: e[2]):
         if i.kind in COMPUTE:
             inputs = [arrivals.get(send_of(n), 0) for n in needs(i, timeline.plan) if n.kind in RECEIVES]
-            if rank in free or inputs:
-                lags.append(max(0, start - max(free.get(rank, 0), *inputs, 0)))
+            if i.kind in of and (rank in free or inputs):
+                found.append(max(0, start - max(free.get(rank, 0), *inputs, 0)))
             free[rank] = end
-    return lags
+    return found
 
 
 def at_rows(table: Table, rows: int) -> float:

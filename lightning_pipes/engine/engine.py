@@ -10,9 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_pipes.cost import Link
+from lightning_pipes.engine.clocks import measure_offsets
 from lightning_pipes.engine.executor import Executor
 from lightning_pipes.engine.failure import PeerFailure
 from lightning_pipes.engine.item import Item
+from lightning_pipes.engine.links import measure_links
 from lightning_pipes.engine.mailbox import Transport
 from lightning_pipes.engine.order import Order, ReadyOrder, StaticOrder
 from lightning_pipes.engine.rng import forked_rng
@@ -111,6 +114,7 @@ class Engine:
         self._device = device or torch.device("cpu")
         self._watch = watch
         self._turns = turns
+        self._offsets: dict[int, int] = {}
         self._windows = 0
         self._window: _Window | None = None
         self._batches: Counter[int] = Counter()
@@ -242,6 +246,26 @@ class Engine:
             computed = computed or i.kind not in SENDS | RECEIVES
             self._run(window, i)
 
+    def set_clocks(self) -> None:
+        """Finds out how the clocks of neighbours differ, for the times of transfers; all ranks must call it.
+
+        Raises:
+            PlanError: a window is open.
+        """
+        if self._window is not None:
+            raise PlanError("clocks are compared between two windows; drain first")
+        self._offsets = measure_offsets(self.plan, self._rank, self._transport)
+
+    def probe_links(self, sizes: Sequence[int], repeats: int) -> dict[tuple[int, int], Link]:
+        """See `measure_links`, with the transport of this engine.
+
+        Raises:
+            PlanError: a window is open.
+        """
+        if self._window is not None:
+            raise PlanError("links are probed between two windows; drain first")
+        return measure_links(self.plan, self._rank, self._transport, sizes, repeats, self._device)
+
     def close(self) -> None:
         """Ends the transport; all ranks must call it."""
         self._transport.close()
@@ -272,7 +296,7 @@ class Engine:
         self._windows = self._windows + 1 if self._turns is None else self._turns.window()
         return _Window(
             StaticOrder(order, self._rank) if isinstance(order, Program) else ReadyOrder(order, plan, self._rank),
-            Executor(plan, self._stages, self._transport, self._rank, self._windows),
+            Executor(plan, self._stages, self._transport, self._rank, self._windows, self._offsets),
         )
 
     def _discard(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,7 +30,15 @@ KEPT_EVENTS = 100_000
 class Executor:
     """The state of one window on one rank: what was computed, received, and is still to be differentiated."""
 
-    def __init__(self, plan: Plan, stages: Sequence[Stage], transport: Transport, rank: int, window: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Sequence[Stage],
+        transport: Transport,
+        rank: int,
+        window: int,
+        offsets: Mapping[int, int] | None = None,
+    ) -> None:
         self.plan = plan
         self.rank = rank
         self.window = window
@@ -39,6 +47,7 @@ class Executor:
         """What the last stage returned in evaluation."""
         self._stages = {(stage.number, stage.job): stage for stage in stages}
         self._transport = transport
+        self._offsets = offsets or {}
         self._items: dict[tuple[int, int], Item] = {}
         self._shelves: dict[tuple[Kind, int, int, int], Shelf] = {}
         self._saved: dict[tuple[int, int, int], list[Saved]] = defaultdict(list)
@@ -196,7 +205,8 @@ class Executor:
         if message.arrived:
             send = send_of(i)
             source = self.plan.ranks[send.stage]
-            started = max(message.sent, message.posted, self._last_arrival.get((source, i.kind), 0))
+            sent = message.sent + self._offsets.get(source, 0)  # by this rank's clock
+            started = max(sent, message.posted, self._last_arrival.get((source, i.kind), 0))
             self._last_arrival[source, i.kind] = message.arrived
             self.events.append(Event(source, send, min(started, message.arrived), message.arrived))
 

@@ -120,7 +120,9 @@ def check_one_stage_a_rank(plan: Plan, name: str) -> None:
 
 def prepared(plan: Plan, schedule: Schedule | Policy) -> Plan:
     """`plan` with the backward and the weight versions that the schedule asks for."""
-    plan = replace(plan, split_backward=getattr(schedule, "splits_backward", False))
+    split = getattr(schedule, "splits_backward", False)
+    if split != plan.split_backward:
+        plan = replace(plan, split_backward=split)
     versions = getattr(schedule, "versions", None)
     return plan if versions is None else replace(plan, versions=tuple(versions(plan)))
 

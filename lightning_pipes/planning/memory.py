@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.cost import Cluster, CostModel, ModelProfile
-from lightning_pipes.ir import Kind, Plan, Program
+from lightning_pipes.cost import Cluster, CostModel, Costs, ModelProfile
+from lightning_pipes.ir import B, F, Kind, Plan, Program, Span
 from lightning_pipes.planning.partition import between
 
 Array = npt.NDArray[np.float64]
@@ -44,6 +45,21 @@ def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...
             now -= held[1]
         found.append(most)
     return tuple(found)
+
+
+def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
+    """The most bytes that the rank of `stage` needs, if it has no other, to keep so many micro-batches of the largest
+    size between F and the end of B, and to compute on one of them. What `peak_bytes` finds is never more."""
+    span = _largest(plan)[stage]
+    taken, working = costs.held(F(stage, span), plan)
+    backward, _ = costs.held(B(stage, span), plan)
+    return costs.resident(plan.ranks[stage], plan) + held * (taken - working) + max(working, backward)
+
+
+@lru_cache(maxsize=64)
+def _largest(plan: Plan) -> tuple[Span, ...]:
+    """The largest forward of each stage."""
+    return tuple(max(plan.spans(Kind.F, s), key=lambda span: span.rows) for s in range(plan.n_stages))
 
 
 def hopeless(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int]) -> bool:

@@ -3,12 +3,13 @@
 from lightning_pipes.sim.compare import Comparison, compare
 from lightning_pipes.sim.machine import load_kernel
 from lightning_pipes.sim.render import save_chrome_trace, save_png
-from lightning_pipes.sim.simulator import makespan, makespans, priced, simulate
+from lightning_pipes.sim.simulator import Rehearsal, makespan, makespans, priced, simulate
 from lightning_pipes.sim.timeline import Event, Timeline
 
 __all__ = [
     "Comparison",
     "Event",
+    "Rehearsal",
     "Timeline",
     "compare",
     "load_kernel",

@@ -15,6 +15,12 @@ from lightning_pipes.sim.operations import Operations
 Limit = int | Sequence[int] | None
 
 
+def limits_of(limit: Limit, ranks: int) -> list[int]:
+    """The bytes that each of `ranks` ranks may hold."""
+    every = PLENTY if limit is None else limit
+    return [every] * ranks if isinstance(every, int) else list(every)
+
+
 @dataclass(frozen=True, eq=False)
 class Bytes:
     """What ranks hold.
@@ -43,8 +49,7 @@ class Bytes:
             PlanError: the weights alone do not fit.
         """
         held = [costs.resident(rank, plan) for rank in range(plan.n_ranks)]
-        every = PLENTY if limit is None else limit
-        may = [every] * len(held) if isinstance(every, int) else list(every)
+        may = limits_of(limit, len(held))
         for rank, (needed, there) in enumerate(zip(held, may, strict=True)):
             if needed > there:
                 raise PlanError(f"rank {rank} has {there} bytes and needs {needed} for weights alone; use more ranks")

@@ -61,17 +61,36 @@ def makespan(order: Program | Policy, plan: Plan, costs: Costs, *, blocking_send
     """Nanoseconds that a finite program or a policy takes: `simulate(...).makespan` without its timeline, for searches.
 
     Keep the objects: what depends on order and plan is set up once for each pair, and the costs used last are
-    remembered. Where numba is installed and much is simulated, machine code does the rest; see `sim.machine`.
+    remembered. Where numba is installed and much is simulated, machine code does the rest; see `sim.machine`. Who goes
+    round many orders keeps a `Rehearsal` of each.
 
     Raises:
         DeadlockError: ranks wait for each other, or for a policy that picks nothing.
         PlanError: the costs do not know some stage.
     """
-    if isinstance(order, Program):
-        fixed = compiled(order, plan)
-        return run(fixed, fixed.prices(costs), blocking_sends).makespan
-    queues = opened(plan, plan.batches)
-    return dispatch(order, queues, costs, Bytes.uncounted(queues), blocking_sends).timed.makespan
+    return Rehearsal(order, plan).makespan(costs, blocking_sends=blocking_sends)
+
+
+class Rehearsal:
+    """A finite program or a policy, set up to be simulated again and again under other costs.
+
+    Raises:
+        ProgramError: the program has not as many rows as the plan has ranks.
+        DeadlockError: ranks wait for each other.
+    """
+
+    def __init__(self, order: Program | Policy, plan: Plan) -> None:
+        self._policy = None if isinstance(order, Program) else order
+        self._fixed = compiled(order, plan) if isinstance(order, Program) else None
+        self._open = opened(plan, plan.batches) if self._fixed is None else None
+
+    def makespan(self, costs: Costs, *, blocking_sends: bool = False) -> int:
+        """See the function of this name."""
+        if self._fixed is not None:
+            return run(self._fixed, self._fixed.prices(costs), blocking_sends).makespan
+        assert self._open is not None
+        assert self._policy is not None
+        return dispatch(self._policy, self._open, costs, Bytes.uncounted(self._open), blocking_sends).timed.makespan
 
 
 def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, blocking_sends: bool = False) -> Array:

@@ -170,7 +170,7 @@ class Deciding:
         length, grid = self._grid.length, self._grid
         order = places(plain.ranks, length)
         speeds = self._speeds()
-        memory = self._control.all_gather(_device_memory(self._device))
+        memory = self._control.all_gather(device_memory(self._device))
         devices = []
         for at in order:
             same = [pipeline[at] for pipeline in grid.pipelines]
@@ -222,7 +222,8 @@ def benchmark(device: torch.device) -> float:
     return best
 
 
-def _device_memory(device: torch.device) -> int | None:
+def device_memory(device: torch.device) -> int | None:
+    """Bytes that stages may take of a GPU; None on CPU, where nobody counts."""
     return int(USABLE * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 

@@ -88,7 +88,8 @@ class Plans:
         if given is not None:
             plan = replace(given, layers=self._layers, recompute=self._recompute)
             made._given = {plan.jobs[0].rows: made._ordered(plan)}
-        tried = [made.for_rows(made.microbatches), *made._given.values()]
+        largest = max(self._made, default=made.microbatches)  # the next batch is most likely of that size
+        tried = [made.for_rows(largest), *made._given.values()]
         if any(isinstance(order, Program) and order.endless for _, order in tried):
             raise PlanError(
                 f"{schedule.name} does not flush between batches, which can't begin in the middle of a run; start "

@@ -56,6 +56,7 @@ from lightning_pipes.trainer.replicas import Replicas
 from lightning_pipes.trainer.report import About, PipelineReport, Window
 from lightning_pipes.trainer.run import PipelineRun
 from lightning_pipes.trainer.saving import Saver
+from lightning_pipes.trainer.schedule_tuner import with_tuner
 from lightning_pipes.trainer.settings import (
     AUTO,
     known_form,
@@ -315,6 +316,8 @@ class PipelineStrategy(ParallelStrategy):
         self._decision = decision
         self.schedule = decision.schedule
 
+        if fitting:
+            with_tuner(trainer, self.schedule)
         made.lay_out(decision)
         self._streams = fitting and made.endless
         if self._streams:
@@ -511,6 +514,11 @@ class PipelineStrategy(ParallelStrategy):
     def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+    @property
+    def running(self) -> PipelineRun:
+        """The run under way, for callbacks of ours."""
+        return self._running
 
     @property
     def _running(self) -> PipelineRun:

@@ -46,7 +46,7 @@ class InterleavedSettings(ScheduleSettings):
 @dataclass
 class KFKBSettings(ScheduleSettings):
     name: str = "kfkb"
-    k: int = 1
+    k: int | str = 1  # or auto
 
 
 @dataclass
@@ -58,6 +58,18 @@ class ZeroBubbleSettings(ScheduleSettings):
 class HanayoSettings(ScheduleSettings):
     name: str = "hanayo"
     waves: int = 1
+
+
+@dataclass
+class DeepSettings(ScheduleSettings):
+    name: str = "deep"
+    slack: int = 2
+
+
+@dataclass
+class PerLinkSettings(ScheduleSettings):
+    name: str = "per_link"
+    extra: tuple[int, ...] = ()
 
 
 @dataclass
@@ -298,6 +310,8 @@ SCHEMAS: dict[str, type] = {
     "schedule/kfkb": KFKBSettings,
     "schedule/zero_bubble": ZeroBubbleSettings,
     "schedule/hanayo": HanayoSettings,
+    "schedule/deep": DeepSettings,
+    "schedule/per_link": PerLinkSettings,
     "schedule/ready": ReadySettings,
     "schedule/pipedream": PipeDreamSettings,
     "schedule/pipedream_2bw": PipeDream2BWSettings,

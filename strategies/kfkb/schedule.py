@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
+from lightning_pipes.cost import Costs
 from lightning_pipes.ir import (
     STEP,
     B,
@@ -18,6 +20,10 @@ from lightning_pipes.ir import (
     check_one_batch,
     check_one_stage_a_rank,
 )
+from lightning_pipes.planning.candidates import Candidate
+from lightning_pipes.sim.memory import Limit
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -27,21 +33,38 @@ class KFKB:
     k = 1 is 1F1B; k >= m, the number of micro-batches, is GPipe. A larger k hides slower links and holds more
     activations: stage s of p keeps at most min(k * (p - s), m) micro-batches. The last group may be incomplete.
 
+    With k = "auto" a run begins as 1F1B, and changes while it goes on to whatever is fastest by simulation on what it
+    measures, of `candidates`: other k, and other schedules that do the same with less memory.
+
     Raises:
         PlanError: k is no whole number from 1 on, a rank has several stages, backward spans differ from forward spans,
             or there is more than one batch of one job to order.
     """
 
-    k: int = 1
+    k: int | str = 1
     name: ClassVar[str] = "kfkb"
 
     def __post_init__(self) -> None:
-        check_count(f"{self.name}: k", self.k, "; k=1 is 1F1B")
+        if not self.tunes:
+            check_count(f"{self.name}: k", self.k, "; k=1 is 1F1B, and k='auto' chooses while training")
+
+    @property
+    def tunes(self) -> bool:
+        """Whether a run shall change to what is fastest."""
+        return self.k == AUTO
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[KFKB]:
         """What a planner tries: k from 2, doubling; k = 1 is 1F1B and k = m is GPipe."""
         return [cls(2**power) for power in range(1, (microbatches - 1).bit_length())]
+
+    def candidates(
+        self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()
+    ) -> tuple[Candidate, ...]:
+        """See `planner.all_candidates`."""
+        from lightning_pipes.strategies.kfkb.planner import all_candidates  # which knows schedules that know this one
+
+        return all_candidates(plan, costs, memory_limit, sizes)
 
     def program(self, plan: Plan) -> Program:
         check_one_batch(plan, self.name)
@@ -50,7 +73,8 @@ class KFKB:
 
     def _order(self, plan: Plan, stage: int) -> tuple[Instruction, ...]:
         spans = plan.spans(Kind.F, stage)  # which samples each micro-batch holds
-        groups = [spans[i : i + self.k] for i in range(0, len(spans), self.k)]
+        k = 1 if isinstance(self.k, str) else self.k
+        groups = [spans[i : i + k] for i in range(0, len(spans), k)]
         forwards = [[F(stage, span) for span in group] for group in groups]
         backwards = [[B(stage, span) for span in group] for group in groups]
         warmup = min(plan.n_stages - 1 - stage, len(groups))  # groups sent on before the first B returns

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, RankView, Rule
+from lightning_pipes.strategies.deep import tapered
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ def _limits(plan: Plan, slack: int, given: tuple[int, ...]) -> tuple[int, ...]:
     stages = range(plan.n_stages)
     largest = [max(x.rows for cut in plan.jobs for x in cut.spans(Kind.F, s)) for s in stages]
     if not given:
-        later = [plan.n_stages - 1 - s for s in stages]
-        steps = max(1, plan.n_stages - 1)
-        return tuple(rows * (n + 1 + -(-slack * n // steps)) for rows, n in zip(largest, later, strict=True))
+        return tuple(rows * most for rows, most in zip(largest, tapered(plan.n_stages, slack), strict=True))
     if len(given) != plan.n_stages:
         raise PlanError(f"ready: limits {given} are for {len(given)} stages, the plan has {plan.n_stages}")
     for s in stages:

@@ -121,13 +121,13 @@ def test_model_and_data_settings_are_arguments_of_the_examples(kind: str, monkey
     ("override", "said"),
     [
         ("schedule.kk=2", "schedule.kk: schedule has no 'kk'. Did you mean 'k'? There is: name, k"),
-        ("schedule.k=abc", "schedule.k=abc: needs int, as in schedule.k=2"),
-        ("schedule.k=1.5", "schedule.k=1.5: needs int, as in schedule.k=2"),
-        ("schedule.k=null", "schedule.k=None: needs int, as in schedule.k=2"),
+        ("schedule.k=abc", "schedule: kfkb: k must be a whole number, got 'abc'; k=1 is 1F1B, and k='auto' chooses"),
+        ("schedule.k=1.5", "schedule.k=1.5: needs int | str, as in schedule.k=2"),
+        ("schedule.k=null", "schedule.k=None: needs int | str, as in schedule.k=2"),
         ("schedule.k=0", "schedule: kfkb: k must be at least 1, got 0; k=1 is 1F1B"),
         (
             "schedule=kfbk",
-            "schedule=kfbk: there is no such schedule. Did you mean 'kfkb'? There is: 1f1b, auto, gpipe, hanayo,",
+            "schedule=kfbk: there is no such schedule. Did you mean 'kfkb'? There is: 1f1b, auto, deep, gpipe, hanayo,",
         ),
         ("scheduel=gpipe", "scheduel: the configuration has no 'scheduel'. Did you mean 'schedule'?"),
         ("trainer.devces=2", "trainer.devces: trainer has no 'devces'. Did you mean 'devices'?"),
@@ -195,4 +195,4 @@ def test_another_app_gets_the_schemas_and_nothing_else(tmp_path: Path) -> None:
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
 
     assert run().stdout.strip() == "this app means something else | KFKB(k=3) | False"
-    assert "could not be converted to Integer" in run("pipe.k=x").stderr
+    assert "k must be a whole number" in run("pipe.k=x").stderr

@@ -83,7 +83,7 @@ def test_without_layer_times_it_says_what_equal_stages_would_bring():
 def test_a_slow_link_is_named():
     advice = advise(record_of([2] * 12, 4, 16, link=LATE))
     assert advice.sentence.startswith("Messages, most of all those from rank ")
-    assert advice.proposed.arguments["schedule"] == "kfkb"
+    assert advice.proposed.arguments["schedule"] == "deep"
 
 
 def test_a_large_bubble_asks_for_more_micro_batches():

@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
-from lightning_pipes.ir import B, F, Instruction, Plan, RankView, RulePolicy, verify
+from lightning_pipes.ir import B, F, Instruction, Plan, PlanError, RankView, RulePolicy, verify
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
-from lightning_pipes.strategies.ready import Ready
+from lightning_pipes.strategies.ready import Ready, limits_for
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import random_costs, tiny_plan, uniform
 
@@ -88,3 +90,48 @@ def test_slack_hides_links():
     times = [simulate(Ready(slack=n), plan, costs).makespan for n in (0, 2, 4, 8)]
     assert times == sorted(times, reverse=True)
     assert times[-1] < 0.8 * times[0]
+
+
+class TestLimitsForMemory:
+    def costs(self, **more):
+        plan, costs = uniform(4, 12, f=20, b=40, link=60, activation_bytes=100)
+        return plan, replace(costs, weight_bytes=(1000,) * 4, **more)
+
+    def test_all_that_fits(self):
+        plan, costs = self.costs()
+        assert limits_for(plan, costs, 1000 + 399) == (3, 3, 3, 3)
+        assert limits_for(plan, costs, [1100, 1200, 1300, 10**9]) == (1, 2, 3, 12)
+        assert limits_for(plan, costs, None) == (12,) * 4
+
+    @pytest.mark.parametrize("working", [0, 30])
+    def test_the_simulator_never_holds_more(self, working):
+        plan, costs = self.costs(working_bytes=(working,) * 4)
+        for limit in range(1200, 2500, 70):
+            policy = Ready(limits=limits_for(plan, costs, limit))
+            assert max(simulate(policy, plan, costs).peak_bytes) <= limit
+
+    def test_whole_micro_batches(self):
+        plan = Plan.even(4, 6, rows=18)
+        _, costs = self.costs()
+        assert limits_for(plan, costs, 1000 + 1000) == (9, 9, 9, 9)
+
+    def test_recomputing_stages_leave_room_for_one_full_set(self):
+        plan, costs = self.costs(forward_bytes=(10.0,) * 3)
+        plan = replace(plan, recompute=(True, True, True, False))
+        found = limits_for(plan, costs, 1000 + 150)
+        assert found == (12, 5, 5, 1)
+        assert max(simulate(Ready(limits=found), plan, costs).peak_bytes) <= 1150
+
+    def test_says_what_is_missing(self):
+        plan, costs = self.costs()
+        with pytest.raises(
+            PlanError, match=r"stage 2 has 1.06 KiB and needs 1.07 KiB for one micro-batch of 1 samples"
+        ):
+            limits_for(plan, costs, [2000, 2000, 1090, 2000])
+
+    def test_more_memory_is_never_slower(self):
+        plan, costs = self.costs()
+        times = [
+            simulate(Ready(limits=limits_for(plan, costs, b)), plan, costs).makespan for b in range(1400, 2300, 100)
+        ]
+        assert times == sorted(times, reverse=True)

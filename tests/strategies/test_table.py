@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,13 @@ from lightning_pipes.sim import simulate
 from lightning_pipes.testing.generators import uniform
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
-SETTINGS = {"kfkb": {"k": 2}, "interleaved": {"stages_per_rank": 3}, "hanayo": {"waves": 2}, "ready": {"slack": 0}}
+SETTINGS = {
+    "kfkb": {"k": 2},
+    "interleaved": {"stages_per_rank": 3},
+    "hanayo": {"waves": 2},
+    "ready": {"slack": 0},
+    "deep": {"slack": 2},
+}
 F, B_I, B_W = 12, 24, 12
 ENDLESS = {"pipedream", "pipedream_2bw"}
 
@@ -32,7 +39,7 @@ def value(cell, **names):
     formula = re.search(r"`([^`]+)`", cell)[1]
     formula = re.sub(r"(?<=\))\s*(?=\()|(?<=\b[a-z])\s+(?=\()|(?<=\d)\s+(?=\()", "*", formula)
     formula = re.sub(r"(?<=[\d)a-z])\s+(?=[a-z])", "*", formula)
-    return eval(formula, {"min": min, "max": max}, names)
+    return eval(formula, {"min": min, "max": max, "ceil": ceil}, names)
 
 
 def run(name, p, m, batches):
@@ -50,7 +57,8 @@ def run(name, p, m, batches):
 def names_of(name, p, m):
     chosen = SETTINGS.get(name, {})
     v, w, k = chosen.get("stages_per_rank"), chosen.get("waves"), chosen.get("k")
-    return {"p": p, "m": m, "f": F, "b": B_I + B_W, "b_I": B_I, "b_W": B_W, "v": v, "w": w, "k": k}
+    n = chosen.get("slack")
+    return {"p": p, "m": m, "f": F, "b": B_I + B_W, "b_I": B_I, "b_W": B_W, "v": v, "w": w, "k": k, "n": n}
 
 
 def test_has_every_schedule():

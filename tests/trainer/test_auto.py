@@ -147,11 +147,11 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "tied": (Case(LitTied, **MOVED, trainer={"seconds": [1.0, 0.1, 0.1, 0.1, 0.1]}), {}),
     "little to gain": (Case(Lit, **MOVED, trainer={"seconds": [0.1] * 4 + [0.101] * 5}), {}),
     "slow rank": (Case(Lit, **MOVED, trainer={"seconds": [0.1] * 9}), SLOW_RANK),
-    "memory": (Case(Lit, **MOVED, trainer={"seconds": one_slow(8)}), {"_device_memory": 25 * 2**20}),
+    "memory": (Case(Lit, **MOVED, trainer={"seconds": one_slow(8)}), {"device_memory": 25 * 2**20}),
     "auto": (Case(LitOutside, strategy={"schedule": "auto"}, trainer={"seconds": one_slow(0)}), {}),
     "auto recompute": (
         Case(Lit, strategy={"schedule": "auto", "microbatches": 8}, trainer={"seconds": one_slow(0)}),
-        {"_device_memory": 5 * 2**20 + 2**18},
+        {"device_memory": 5 * 2**20 + 2**18},
     ),
     "measured": (Case(LitOutside, strategy={"schedule": "auto"}), {}),
     "not one row": (Case(LitNormed, strategy={"schedule": "auto"}), {}),

@@ -1,0 +1,199 @@
+"""What a run is measured to cost while it goes on: moving averages of what every step records anyway."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from statistics import fmean, median, pstdev
+from typing import NamedTuple
+
+from lightning_pipes.cost import CostModel, Table
+from lightning_pipes.cost.model import lags
+from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Span
+
+Key = tuple[Kind, int, int]
+"""Kind, stage and rows."""
+WINDOW = 5
+"""Steps over which transfers are averaged (Ada-Grouper's W)."""
+DRIFT = 0.05
+"""A computation's time is reused until its average has moved by more than this."""
+
+
+class StepSample(NamedTuple):
+    """One rank's step in a few numbers.
+
+    Attributes:
+        means: nanoseconds of what it computed, and of the transfers that it received, by kind, stage and rows; of a
+            transfer, the kind and stage of its send.
+        spread: of transfers, their standard deviation over their mean.
+        lag: nanoseconds, the median of what passed before a computation although nothing was missing.
+        impossible: transfers left out, as their stamps contradict each other.
+        took: nanoseconds from its first event to its last.
+    """
+
+    means: dict[Key, float]
+    spread: dict[Key, float]
+    lag: float
+    impossible: int
+    took: int
+
+    @classmethod
+    def of(
+        cls, events: Sequence[tuple[int, Instruction, int, int]], plan: Plan, since: int = 0, chosen: bool = False
+    ) -> StepSample:
+        """What one rank recorded in one window; transfers with those who received them.
+
+        Sender and receiver stamp a message each by its own clock. If one of these jumps, a message arrives before it
+        was sent, or was sent before the window began: such transfers say nothing.
+
+        Args:
+            since: when the window before ended, by the same clock.
+            chosen: whether a policy orders, which may hold back a forward that has all it needs.
+        """
+        durations: dict[Key, list[int]] = defaultdict(list)
+        impossible = 0
+        for _, i, start, end in events:
+            if i.kind in SENDS and not since <= start < end:
+                impossible += 1
+            elif i.kind is not Kind.STEP:
+                durations[i.kind, i.stage, i.span.rows].append(end - start)
+        waited = lags(_Recorded(plan, events), COMPUTE - {Kind.F} if chosen else COMPUTE)
+        means = {key: fmean(found) for key, found in durations.items()}
+        return cls(
+            means,
+            {key: pstdev(found) / means[key] for key, found in durations.items() if key[0] in SENDS and means[key]},
+            median(waited) if waited else 0.0,
+            impossible,
+            max((e[3] for e in events), default=0) - min((e[2] for e in events if e[1].kind in COMPUTE), default=0),
+        )
+
+
+class _Recorded(NamedTuple):
+    plan: Plan
+    events: Sequence[tuple[int, Instruction, int, int]]
+
+
+@dataclass
+class Averages:
+    """Costs of a run from its latest steps.
+
+    Transfers are averaged over the last `window` steps in which there were any. Computations are not disturbed by the
+    network: they are averaged over their first `window` steps, without the very first, and that is reused until the
+    last `window` steps say something else by more than `drift`.
+
+    Attributes:
+        latency: seconds of messages without content, by (from stage, to stage), where somebody has measured them.
+    """
+
+    window: int = WINDOW
+    drift: float = DRIFT
+    latency: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    _recent: dict[Key, deque[float]] = field(default_factory=dict)
+    _known: dict[Key, float] = field(default_factory=dict)
+    _settled: set[Key] = field(default_factory=set)
+    _spread: dict[Key, float] = field(default_factory=dict)
+    _lag: deque[float] = field(default_factory=deque)
+    impossible: int = 0
+    """Transfers of the last step that were left out."""
+    drifted: tuple[Key, ...] = ()
+    """Computations whose times were measured anew in the last step."""
+
+    def add(self, step: Iterable[StepSample]) -> None:
+        """One more step: the samples of all ranks."""
+        self.drifted, self.impossible = (), 0
+        step_lags = []
+        for sample in step:
+            self.impossible += sample.impossible
+            self._spread |= sample.spread
+            step_lags.append(sample.lag)
+            for key, mean in sample.means.items():
+                self._add(key, mean)
+        self._lag.append(median(step_lags) if step_lags else 0.0)
+        if len(self._lag) > self.window:
+            self._lag.popleft()
+
+    @property
+    def lag(self) -> float:
+        """Seconds before a computation although nothing is missing, as all ranks have it."""
+        return median(self._lag) / 1e9 if self._lag else 0.0
+
+    @property
+    def unsteadiness(self) -> float:
+        """How much the transfers of one link differ within a step, at most: standard deviation over mean."""
+        return max(self._spread.values(), default=0.0)
+
+    def knows(self, plan: Plan) -> bool:
+        """Whether all micro-batches of `plan` have sizes that were measured; else costs are extrapolated."""
+        return all(
+            (kind, s, rows) in self._known
+            for s in range(plan.n_stages)
+            for kind in _kinds(plan, s)
+            for rows in _sizes(plan.spans(kind, s))
+        )
+
+    def costs(self, base: CostModel | None = None, overhead: bool = True) -> CostModel:
+        """The cost model of these averages; bytes are those of `base`.
+
+        What was seen with one size only is extrapolated to others: computations in proportion to samples, transfers as
+        latency and the rest in proportion. Between two sizes that were seen, and beyond them, the line through them.
+
+        Args:
+            overhead: whether the lag counts as overhead before each computation.
+        """
+        points: dict[tuple[Kind, int], dict[int, float]] = defaultdict(dict)
+        for (kind, stage, rows), mean in self._known.items():
+            points[kind, stage][rows] = mean / 1e9
+        for (kind, stage), known in points.items():
+            if len(known) == 1:
+                ((rows, seconds),) = known.items()
+                known[0] = min(self.latency.get(_edge(kind, stage), 0.0), seconds) if kind in SENDS else 0.0
+        tables: dict[tuple[Kind, int], Table] = {key: tuple(sorted(known.items())) for key, known in points.items()}
+        base = base or CostModel({})
+        steady = {pair: replace(link, burst=0.0, latency=0.0) for pair, link in base.links.items()}
+        return replace(
+            base,
+            seconds={**base.seconds, **tables},
+            overhead=self.lag if overhead else 0.0,
+            link=replace(base.link, burst=0.0, latency=0.0),
+            links=steady,
+        )
+
+    def _add(self, key: Key, mean: float) -> None:
+        recent = self._recent.get(key)
+        if recent is None:
+            recent = self._recent[key] = deque(maxlen=self.window)
+            if key[0] not in SENDS:  # the first time includes what is done once: memory, caches
+                self._known[key] = mean
+                return
+        recent.append(mean)
+        average = fmean(recent)
+        if key[0] in SENDS or key not in self._settled:
+            self._known[key] = average
+            if len(recent) == self.window:
+                self._settled.add(key)
+        elif abs(average - self._known[key]) > self.drift * self._known[key]:
+            self._known[key] = average
+            self._settled.discard(key)
+            recent.clear()
+            self.drifted = (*self.drifted, key)
+
+
+def _kinds(plan: Plan, stage: int) -> list[Kind]:
+    """What `stage` runs and sends."""
+    kinds = [Kind.F, *((Kind.I, Kind.W) if plan.split_backward else (Kind.B,))]
+    if stage + 1 < plan.n_stages and plan.crosses(stage):
+        kinds.append(Kind.SF)
+    if stage and plan.crosses(stage - 1):
+        kinds.append(Kind.SB)
+    return kinds
+
+
+@lru_cache(maxsize=64)
+def _sizes(spans: tuple[Span, ...]) -> frozenset[int]:
+    return frozenset(span.rows for span in spans)
+
+
+def _edge(kind: Kind, stage: int) -> tuple[int, int]:
+    return (stage, stage + 1) if kind is Kind.SF else (stage, stage - 1)

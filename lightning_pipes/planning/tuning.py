@@ -1,0 +1,196 @@
+"""Which candidate a run should change to: costs in, a ranking out. No clock, no chance: equal input, equal decision."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import B, F, Instruction, Kind, Plan, PlanError, Policy, Program, Schedule, verify
+from lightning_pipes.planning.candidates import Candidate
+from lightning_pipes.planning.measured import Averages
+from lightning_pipes.sim import Rehearsal
+
+HYSTERESIS = 0.01
+"""A change must promise more than this share of a step, twice as much where its costs are extrapolated."""
+TIE = 0.005
+"""Candidates whose steps differ by less are as fast."""
+UNDERSTATED = 0.05
+"""What averages at least understate of an order that is not fixed, where links are unsteady."""
+UNSTEADY = 0.3
+"""Standard deviation over mean of a link's transfers in one step, from which on averages do not tell the whole."""
+_KEPT = 128
+
+
+class Regime(StrEnum):
+    """What the links do to the pipeline; the best number of micro-batches under way differs."""
+
+    FREE = "free links"
+    """1F1B loses less than 3 % to them, and it holds least."""
+    LATENCY = "slow links"
+    """Messages take long, and more micro-batches under way hide that."""
+    BANDWIDTH = "busy links"
+    """A link works longer for a micro-batch than any stage does: nothing hides that, a few more under way suffice."""
+    BLOCKING = "blocking sends"
+    """Ranks do not compute while they send: next to nothing can be hidden, whatever is under way."""
+
+
+def regime_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> Regime:
+    """What the links of `plan` do, if every micro-batch is as its first one.
+
+    Args:
+        lag: seconds that ranks are held up before computations although nothing is missing. Where it is a good part of
+            what stages work, and of what messages take, sends block.
+    """
+    pace, busy, trips, sent = 0, 0, 0, []
+    for s in range(plan.n_stages):
+        span = plan.spans(Kind.F, s)[0]
+        pace = max(pace, costs.duration(F(s, span), plan) + costs.duration(B(s, span), plan))
+        for kind, edge in ((Kind.SF, s), (Kind.SB, s - 1)):
+            if 0 <= edge < plan.n_stages - 1 and plan.crosses(edge):
+                takes, latency = costs.transfer(Instruction(kind, s, span=plan.spans(kind, s)[0]), plan)
+                busy, trips = max(busy, takes), trips + takes + latency
+                sent.append(takes + latency)
+    if trips <= 0.03 * plan.n_stages * pace:  # what 1F1B waits for messages while p micro-batches pass
+        return Regime.FREE
+    if lag * 1e9 > max(sum(sent) / len(sent) / 2, pace / 20):
+        return Regime.BLOCKING
+    return Regime.BANDWIDTH if busy > pace else Regime.LATENCY
+
+
+class Ranked(NamedTuple):
+    """A candidate, seconds of its step, and whether its costs are extrapolated from other sizes of micro-batches."""
+
+    candidate: Candidate
+    seconds: float
+    extrapolated: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to run from the next step on.
+
+    Attributes:
+        ranked: all candidates, the fastest first.
+        current: what runs now, by its own costs.
+        chosen: what shall run.
+        regime: what the links do.
+        unsteadiness: standard deviation over mean of the transfers of the worst link.
+    """
+
+    ranked: tuple[Ranked, ...]
+    current: Ranked
+    chosen: Ranked
+    regime: Regime
+    unsteadiness: float = 0.0
+
+    @property
+    def switches(self) -> bool:
+        """Whether anything changes."""
+        return self.chosen.candidate.schedule != self.current.candidate.schedule or (
+            self.chosen.candidate.plan != self.current.candidate.plan
+        )
+
+    @property
+    def gain(self) -> float:
+        """The share by which the step is foretold to take less than it does now; 0 where nothing changes."""
+        return 1 - self.chosen.seconds / self.current.seconds if self.switches and self.current.seconds else 0.0
+
+    def __str__(self) -> str:
+        now, then = self.current, self.chosen
+        if not self.switches:
+            return f"{self.regime}: stays with {now.candidate.label}, {1e3 * now.seconds:.1f} ms a step"
+        note = ", extrapolated" if then.extrapolated else ""
+        return (
+            f"{self.regime}: {now.candidate.label} takes {1e3 * now.seconds:.1f} ms a step; changes to "
+            f"{then.candidate.label} with {1e3 * then.seconds:.1f} ms, {self.gain:.1%} less{note}"
+        )
+
+
+class Chooser:
+    """Ranks candidates by simulation. What it has set up for one is kept, so that asking again is cheap."""
+
+    def __init__(self, hysteresis: float = HYSTERESIS) -> None:
+        if not 0 <= hysteresis < 1:
+            raise PlanError(f"hysteresis is a share of a step, from 0 to less than 1, got {hysteresis}")
+        self.hysteresis = hysteresis
+        self._known: OrderedDict[tuple[Schedule | Policy, Plan], Rehearsal] = OrderedDict()
+
+    def decide(
+        self,
+        candidates: Sequence[Candidate],
+        current: Candidate,
+        measured: Averages,
+        base: CostModel | None = None,
+    ) -> Decision:
+        """The decision on what was measured.
+
+        What runs is left at once if it is not among the candidates. Of those that are as fast, the one that holds least
+        is taken. Where links are unsteady, averages do not show what an order gains that is not fixed: measured, 13 %
+        over kFkB with as much memory. So it goes first there if it is foretold to be slower by less than 5 %, with all
+        the memory it can have, and needs no foretold gain.
+
+        Args:
+            base: bytes of the stages.
+
+        Raises:
+            PlanError: there are no candidates.
+        """
+        if not candidates:
+            raise PlanError("there is nothing to choose from")
+        regime = regime_of(current.plan, measured.costs(base), measured.lag)
+        blocking = regime is Regime.BLOCKING
+        costs = measured.costs(base, overhead=not blocking)
+        sizes = {plan: measured.knows(plan) for plan in (*(c.plan for c in candidates), current.plan)}
+
+        def ranked(candidate: Candidate) -> Ranked:
+            known = self._rehearsal(candidate)
+            seconds = known.makespan(costs, blocking_sends=blocking) / 1e9
+            return Ranked(candidate, seconds, not sizes[candidate.plan])
+
+        every = sorted(map(ranked, candidates), key=lambda r: r.seconds)  # stable: what comes first goes first
+        same = (r for r in every if (r.candidate.schedule, r.candidate.plan) == (current.schedule, current.plan))
+        listed = next(same, None)
+        now = listed or ranked(current)
+        unsteady = measured.unsteadiness > UNSTEADY and regime is not Regime.FREE
+        best = self._best(every, unsteady)
+        least = self.hysteresis * (2 if best.extrapolated else 1)
+        worth_it = best.seconds < now.seconds * (1 - least)
+        better_order = unsteady and _is_policy(best) and not _is_policy(now)
+        chosen = best if worth_it or better_order or listed is None else now
+        return Decision(tuple(every), now, chosen, regime, measured.unsteadiness)
+
+    @staticmethod
+    def _best(every: Sequence[Ranked], unsteady: bool) -> Ranked:
+        close = [r for r in every if r.seconds <= every[0].seconds * (1 + TIE)]
+        policies = [r for r in every if _is_policy(r) and r.seconds <= every[0].seconds * (1 + UNDERSTATED)]
+        if unsteady and policies:
+            return max(policies, key=lambda r: sum(r.candidate.peak_bytes))
+        return min(close, key=lambda r: (sum(r.candidate.peak_bytes), r.seconds))
+
+    def _rehearsal(self, candidate: Candidate) -> Rehearsal:
+        key = candidate.schedule, candidate.plan
+        found = self._known.get(key)
+        if found is None:
+            found = Rehearsal(ordered(candidate), candidate.plan)
+            if len(self._known) >= _KEPT:
+                self._known.popitem(last=False)
+            self._known[key] = found
+        self._known.move_to_end(key)
+        return found
+
+
+def ordered(candidate: Candidate) -> Program | Policy:
+    """The verified program of a candidate, or its policy."""
+    if not isinstance(candidate.schedule, Schedule):
+        return candidate.schedule
+    program = candidate.schedule.program(candidate.plan)
+    verify(program, candidate.plan)
+    return program
+
+
+def _is_policy(ranked: Ranked) -> bool:
+    return not isinstance(ranked.candidate.schedule, Schedule)

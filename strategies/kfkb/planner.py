@@ -1,0 +1,125 @@
+"""Which k, with which micro-batches, fit the memory; and what else does what a larger k does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_pipes.cost import Costs
+from lightning_pipes.ir import Kind, Plan, PlanError
+from lightning_pipes.planning.candidates import Candidate, candidate, cut_into, nothing_fits
+from lightning_pipes.sim.memory import Limit
+from lightning_pipes.strategies.deep import Deep, tapered
+from lightning_pipes.strategies.kfkb.schedule import KFKB
+from lightning_pipes.strategies.per_link import PerLink, extra_for
+from lightning_pipes.strategies.ready import Ready, limits_for
+
+PRUNE = ("per_k", "pareto")
+LARGEST_K = 8
+"""k from which on no gain was ever seen: the last groups take longer than what they hide."""
+DEEPEST = 4
+"""Micro-batches more for each link from which on the same holds for a longer warm-up."""
+
+
+def memory_curve(
+    plan: Plan,
+    costs: Costs,
+    memory_limit: Limit = None,
+    sizes: Sequence[int] = (),
+    prune: str = "per_k",
+    largest_k: int = LARGEST_K,
+) -> tuple[Candidate, ...]:
+    """kFkB on the memory-limit curve: for k = 1, 2, ... the largest micro-batches that fit (sections 4.2 and 5.1).
+
+    Stage s of p holds k (p - s) micro-batches at most, so a larger k takes smaller ones; bytes are those of the memory
+    model, which counts activations from F to the end of B, weights, states and what computing takes. A size that does
+    not divide the batch makes micro-batches that differ by one sample at most, and the last group may be incomplete:
+    the paper's figure 6 has 6 / k samples for k = 4 and 5, which can only be rounded down.
+
+    Args:
+        plan: its batch is cut anew.
+        memory_limit: bytes of every rank, or of each.
+        sizes: samples of a micro-batch to choose from; by default any number.
+        prune: "per_k" keeps one candidate for each k; "pareto" drops those beside which a larger k with micro-batches
+            at least as large fits too, as the paper does. A larger k is not always faster, so k = 1 is always kept.
+
+    Raises:
+        PlanError: not even k = 1 with the smallest micro-batches fits; names the stage and what is missing. Or another
+            word for prune, or a size below 1.
+    """
+    if prune not in PRUNE:
+        raise PlanError(f"kfkb: prune must be 'per_k' or 'pareto', got {prune!r}")
+    every = sorted({*sizes} or range(1, plan.jobs[0].rows + 1))
+    found: list[tuple[int, int, Candidate]] = []
+    for k in range(1, largest_k + 1):
+        every = [size for size in every if -(-plan.jobs[0].rows // size) >= k]  # there are k micro-batches to group
+        best = _largest(k, plan, costs, memory_limit, every)
+        if best is None:
+            break
+        size, fits = best
+        every = every[: every.index(size) + 1]
+        found.append((k, size, fits))
+    if not found:
+        raise nothing_fits(cut_into(plan, every[0]), costs, memory_limit, _held(1, plan.n_stages))
+    if prune == "pareto":
+        found = [(k, b, c) for k, b, c in found if k == 1 or not any(j > k and a >= b for j, a, _ in found)]
+    return tuple(c for _, _, c in found)
+
+
+def all_candidates(
+    plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = (), prune: str = "per_k"
+) -> tuple[Candidate, ...]:
+    """The memory curve; k = 1 with every size that fits; and for each size what else has more micro-batches under way:
+    `deep`, `per_link` with what these costs ask for, and `ready` with what fits.
+
+    Args:
+        sizes: samples of a micro-batch to choose from; by default the plan's own.
+
+    Raises:
+        PlanError: see `memory_curve`.
+    """
+    sizes = sizes or (max(span.rows for span in plan.spans(Kind.F, 0)),)
+    curve = memory_curve(plan, costs, memory_limit, sizes, prune)
+    others = [c for size in sizes for c in _others(cut_into(plan, size), costs, memory_limit) if c is not None]
+    return tuple(dict.fromkeys((*curve, *others)))
+
+
+def _largest(
+    k: int, plan: Plan, costs: Costs, memory_limit: Limit, sizes: Sequence[int]
+) -> tuple[int, Candidate] | None:
+    """The largest of the ascending `sizes` with which k fits: bytes grow with it."""
+    held, best = _held(k, plan.n_stages), None
+    low, high = 0, len(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        fits = candidate(KFKB(k), cut_into(plan, sizes[middle]), costs, memory_limit, held)
+        if fits is None:
+            high = middle
+        else:
+            best, low = (sizes[middle], fits), middle + 1
+    return best
+
+
+def _held(k: int, stages: int) -> tuple[int, ...]:
+    return tuple(k * (stages - s) for s in range(stages))
+
+
+def _others(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[Candidate | None]:
+    p, spans = plan.n_stages, plan.spans(Kind.F, 0)
+    m, rows = len(spans), max(span.rows for span in spans)
+    least = candidate(KFKB(1), plan, costs, memory_limit, _held(1, p))
+    yield least
+    if p == 1 or least is None:
+        return
+    slacks = [n * (p - 1) // 2 for n in range(1, 2 * DEEPEST + 1) if p + n * (p - 1) // 2 <= m]
+    for slack in dict.fromkeys(slacks):
+        yield candidate(Deep(slack), plan, costs, memory_limit, tapered(p, slack))
+    for times in (1.0, 1.5, 2.0):
+        extra = extra_for(plan, costs, times)
+        if max(extra) > min(extra):
+            held = [p - s + sum(extra[s:]) for s in range(p)]
+            yield candidate(PerLink(extra), plan, costs, memory_limit, held)
+    may = [most // rows for most in limits_for(plan, costs, memory_limit)]
+    for slack in (p - 1, DEEPEST * (p - 1)):
+        held = [min(most, a) for most, a in zip(tapered(p, slack), may, strict=True)]
+        if all(h >= min(p - s, m) for s, h in enumerate(held)):
+            yield candidate(Ready(limits=tuple(h * rows for h in held)), plan, costs, memory_limit, held)

@@ -1,0 +1,6 @@
+"""1F1B with a longer warm-up where links are slow."""
+
+from lightning_pipes.strategies.per_link.planner import extra_for
+from lightning_pipes.strategies.per_link.schedule import PerLink, warmed_up
+
+__all__ = ["PerLink", "extra_for", "warmed_up"]

@@ -1,0 +1,77 @@
+"""1F1B with a longer warm-up where links are slow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_pipes.ir import (
+    STEP,
+    B,
+    F,
+    Instruction,
+    Kind,
+    Plan,
+    PlanError,
+    Program,
+    check_one_batch,
+    check_one_stage_a_rank,
+)
+
+
+@dataclass(frozen=True)
+class PerLink:
+    """1F1B that has more micro-batches under way over slow links: `extra[s]` more between the stages s and s + 1.
+
+    Stage s of p runs p - s forwards before its first backward, as 1F1B does, and as many more as all links after it
+    have extra; so many micro-batches it holds at most. A larger k of kFkB pays for every link alike, extra only for
+    those that need it: with one slow link in the middle the same step time takes about half the activations. Without
+    extra it is 1F1B.
+
+    Raises:
+        PlanError: extra is negative, or not one number for each link of the plan; a rank has several stages, backward
+            spans differ from forward spans, or there is more than one batch of one job to order.
+    """
+
+    extra: tuple[int, ...] = ()
+    name: ClassVar[str] = "per_link"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "extra", tuple(self.extra))
+        if min(self.extra, default=0) < 0:
+            raise PlanError(f"{self.name}: extra counts micro-batches from 0, got {self.extra}")
+
+    @classmethod
+    def variants(cls, n_ranks: int, microbatches: int) -> list[PerLink]:
+        """None: which links are slow is not known from numbers of ranks; see `extra_for`."""
+        return []
+
+    def program(self, plan: Plan) -> Program:
+        extra = self.extra or (0,) * (plan.n_stages - 1)
+        if len(extra) != plan.n_stages - 1:
+            raise PlanError(f"{self.name}: extra {extra} is for {len(extra)} links, the plan has {plan.n_stages - 1}")
+        return warmed_up(plan, self.name, [plan.n_stages - s + sum(extra[s:]) for s in range(plan.n_stages)])
+
+
+def warmed_up(plan: Plan, name: str, ahead: Sequence[int]) -> Program:
+    """One backward, one forward in turn after `ahead[s]` forwards on stage s, which holds that many at most.
+
+    A stage that has more ahead than the one before it would wait for what is not sent before its own backward: `ahead`
+    must not rise from stage to stage.
+
+    Raises:
+        PlanError: see `PerLink`.
+    """
+    check_one_batch(plan, name)
+    check_one_stage_a_rank(plan, name)
+    return Program(tuple(_order(plan, stage, ahead[stage]) for (stage,) in plan.stages))
+
+
+def _order(plan: Plan, stage: int, ahead: int) -> tuple[Instruction, ...]:
+    spans = plan.spans(Kind.F, stage)
+    row = [F(stage, span) for span in spans[:ahead]]
+    for n, span in enumerate(spans):
+        row.append(B(stage, span))
+        row += [F(stage, later) for later in spans[ahead + n : ahead + n + 1]]
+    return (*row, STEP(stage))

@@ -1,0 +1,162 @@
+"""Moving averages of what a run costs, on timelines that the simulator makes: virtual clocks only."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipes.ir import B, F, Instruction, Kind, Plan, Span
+from lightning_pipes.planning.measured import Averages, StepSample
+from lightning_pipes.sim import makespan, simulate
+from lightning_pipes.strategies.kfkb import KFKB
+from lightning_pipes.testing.generators import uniform
+
+MS = 1_000_000
+
+
+def step(schedule=KFKB(1), m=6, at=0, shift=None, **times):  # noqa: B008 - frozen
+    """Samples of three ranks: each has its computations, and the transfers that it received, as an engine records
+    them. `shift[rank]` is what the clock of a rank is ahead by when it stamps what it sends."""
+    given = {"f": 20 * MS, "b": 40 * MS, "link": 10 * MS, **times}
+    plan, costs = uniform(3, m, **given)
+    timeline = simulate(schedule.program(plan), plan, costs)
+    by_rank = [[], [], []]
+    for e in timeline.events:
+        receiver = timeline.target(e) if e.instruction.kind in (Kind.SF, Kind.SB) else e.rank
+        start = e.start + at
+        if receiver != e.rank and shift:
+            start = min(start + shift.get(e.rank, 0), e.end + at)  # as the engine does
+        by_rank[receiver].append(e._replace(start=start, end=e.end + at))
+    return [StepSample.of(events, plan, since=at) for events in by_rank], plan, costs
+
+
+def test_costs_of_a_run_foretell_its_steps():
+    averages = Averages()
+    for n in range(3):
+        samples, plan, costs = step(at=n * 10**10)
+        averages.add(samples)
+    found = averages.costs()
+    assert averages.knows(plan)
+    assert found.time(Kind.F, 1, 1) == pytest.approx(0.020)
+    assert found.time(Kind.SB, 2, 1) == pytest.approx(0.010)
+    for k in (1, 2, 3):
+        program = KFKB(k).program(plan)
+        assert makespan(program, plan, found) == makespan(program, plan, costs)
+
+
+def test_transfers_are_averaged_over_the_last_steps():
+    averages = Averages(window=3)
+    for link in (10, 10, 10, 40, 40):
+        averages.add(step(link=link * MS)[0])
+    assert averages.costs().time(Kind.SF, 0, 1) == pytest.approx((10 + 40 + 40) / 3e3)
+
+
+def test_computations_are_reused_until_they_drift():
+    averages = Averages(window=2)
+    for f in (90, 20, 20, 20):  # the first one includes what is done once
+        averages.add(step(f=f * MS)[0])
+    assert averages.costs().time(Kind.F, 0, 1) == pytest.approx(0.020)
+    averages.add(step(f=int(20.9 * MS))[0])
+    assert averages.drifted == ()
+    assert averages.costs().time(Kind.F, 0, 1) == pytest.approx(0.020)
+    averages.add(step(f=30 * MS)[0])
+    assert {(kind, s) for kind, s, _ in averages.drifted} == {(Kind.F, s) for s in range(3)}
+    for _ in range(2):
+        averages.add(step(f=30 * MS)[0])
+    assert averages.costs().time(Kind.F, 0, 1) == pytest.approx(0.030)
+
+
+@pytest.mark.parametrize("jump", [3600 * 1000 * MS, -3600 * 1000 * MS, 30 * MS, -10_000 * MS])
+def test_a_clock_that_jumps(jump):
+    """What rank 1 sends seems to arrive before it was sent, or to have been sent before the step: left out, and what
+    was known before stays."""
+    averages = Averages()
+    averages.add(step(at=10**9)[0])
+    before = averages.costs().seconds
+    averages.add(step(at=10**11, shift={1: jump})[0])
+    assert averages.impossible == 12
+    after = averages.costs().seconds
+    for key in before:
+        assert after[key][-1] == pytest.approx(before[key][-1])
+    averages.add(step(at=10**12, link=20 * MS)[0])
+    assert averages.impossible == 0
+
+
+def test_sizes_that_were_not_seen_are_extrapolated():
+    averages = Averages(latency={(0, 1): 0.004})
+    plan = Plan.even(2, 4, rows=8)
+    events = [
+        (0, F(0, Span(0, 2)), 0, 20 * MS),
+        (0, Instruction(Kind.SF, 0, span=Span(0, 2)), 20 * MS, 34 * MS),
+        (1, Instruction(Kind.SB, 1, span=Span(0, 2)), 20 * MS, 30 * MS),
+    ]
+    averages.add([StepSample.of(events, plan)])
+    found = averages.costs()
+    assert found.time(Kind.F, 0, 4) == pytest.approx(0.040)  # in proportion
+    assert found.time(Kind.SF, 0, 4) == pytest.approx(0.024)  # 4 ms whatever the size
+    assert found.time(Kind.SF, 0, 1) == pytest.approx(0.009)
+    assert found.time(Kind.SB, 1, 4) == pytest.approx(0.020)
+    assert not averages.knows(plan)
+    averages.add([StepSample.of([(0, F(0, Span(0, 4)), 0, 30 * MS)], plan)])
+    assert averages.costs().time(Kind.F, 0, 3) == pytest.approx(0.025)  # between two that were seen
+
+
+def test_what_is_known():
+    averages = Averages()
+    averages.add(step()[0])
+    assert averages.knows(Plan.even(3, 6))
+    assert averages.knows(Plan.even(3, 12))
+    assert not averages.knows(Plan.even(3, 6, rows=12))
+
+
+def test_a_rate_that_falls_to_nearly_nothing():
+    averages = Averages(window=1)
+    averages.add(step(link=10**15)[0])
+    plan, _ = uniform(3, 6, f=1, b=1)
+    assert makespan(KFKB(2).program(plan), plan, averages.costs()) > 6 * 10**15
+
+
+def test_lag_is_what_nothing_explains():
+    averages = Averages()
+    averages.add(step(overhead=3 * MS)[0])
+    assert averages.lag == pytest.approx(0.003)
+    assert averages.costs().overhead == pytest.approx(0.003)
+    assert averages.costs(overhead=False).overhead == 0
+
+
+def test_unsteady_links():
+    averages = Averages()
+    assert averages.unsteadiness == 0
+    samples, _, _ = step()
+    averages.add(samples)
+    assert averages.unsteadiness == 0
+    plan = Plan.even(2, 4)
+    events = [
+        (0, Instruction(Kind.SF, 0, span=s), 0, t * MS)
+        for s, t in zip(plan.spans(Kind.F, 0), (5, 60, 5, 60), strict=True)
+    ]
+    averages.add([StepSample.of(events, plan)])
+    assert averages.unsteadiness == pytest.approx(27.5 / 32.5)
+
+
+def test_nothing_recorded_is_nothing_known():
+    averages = Averages()
+    averages.add([StepSample.of([], Plan.even(2, 2))])
+    assert averages.costs().n_stages == 0
+    assert averages.lag == 0
+
+
+def test_bytes_are_those_of_the_base():
+    averages = Averages()
+    samples, _, costs = step()
+    averages.add(samples)
+    base = replace(costs, activation_bytes=(7,) * 3)
+    assert averages.costs(base).activation_bytes == (7,) * 3
+
+
+def test_policies_may_hold_back_forwards():
+    """Their forwards are left out of the lag: that they waited was a choice."""
+    plan = Plan.even(1, 2)
+    a, b = plan.spans(Kind.F, 0)
+    events = [(0, F(0, a), 0, 10), (0, B(0, a), 12, 20), (0, F(0, b), 100, 110), (0, B(0, b), 112, 120)]
+    assert StepSample.of(events[:3], plan, chosen=True).lag == 2
+    assert StepSample.of(events[:3], plan).lag == 41

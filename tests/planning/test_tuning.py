@@ -1,0 +1,201 @@
+"""Decisions from costs: against trying every candidate, and the rules for when to change."""
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipes.ir import Kind, PlanError, Schedule
+from lightning_pipes.planning.candidates import Candidate
+from lightning_pipes.planning.measured import Averages
+from lightning_pipes.planning.tuning import Chooser, Decision, Regime, regime_of
+from lightning_pipes.sim import load_kernel, simulate
+from lightning_pipes.strategies.deep import Deep
+from lightning_pipes.strategies.kfkb import KFKB
+from lightning_pipes.strategies.ready import Ready
+from lightning_pipes.testing.generators import uniform
+from tests.planning.test_measured import MS, step
+
+
+def given(costs, lag=0.0, unsteady=0.0, window=1):
+    """Averages that know exactly these costs."""
+    averages = Averages(window=window)
+    averages._known = {(k, s, rows): t * 1e9 for (k, s), table in costs.seconds.items() for rows, t in table}
+    averages._lag.append(lag * 1e9)
+    averages._spread = {(Kind.SF, 0, 1): unsteady}
+    return averages
+
+
+def case(link, stages=4, m=24, f=20 * MS, b=40 * MS, **more):
+    plan, costs = uniform(stages, m, f=f, b=b, link=link, activation_bytes=10)
+    return plan, costs, KFKB("auto").candidates(plan, costs, **more)
+
+
+def seconds(c, costs):
+    order = c.schedule.program(c.plan) if isinstance(c.schedule, Schedule) else c.schedule
+    return simulate(order, c.plan, costs).makespan / 1e9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_ranking_is_the_simulators(seed):
+    rng = random.Random(seed)
+    plan, costs = uniform(rng.choice([2, 4]), rng.choice([8, 24]), f=20 * MS, b=40 * MS, activation_bytes=10)
+    times = {
+        (kind, s): ((1, rng.choice([0, 5, 20, 60]) * 1e-3),)
+        for s in range(plan.n_stages)
+        for kind in (Kind.SF, Kind.SB)
+    }
+    costs = replace(costs, seconds={**costs.seconds, **times})
+    found = KFKB("auto").candidates(plan, costs, 10 * rng.choice([6, 12, 24]))
+    decision = Chooser().decide(found, found[0], given(costs))
+    assert [r.seconds for r in decision.ranked] == sorted(seconds(c, costs) for c in found)
+    best = decision.ranked[0].seconds
+    assert decision.chosen.seconds <= best * 1.0101 or decision.chosen == decision.current
+
+
+def test_a_free_link_stays_with_what_holds_least():
+    _, costs, found = case(link=0)
+    decision = Chooser().decide(found, found[0], given(costs))
+    assert not decision.switches
+    assert decision.gain == 0
+    assert decision.regime is Regime.FREE
+    deep = next(c for c in found if c.schedule == KFKB(4))
+    assert not Chooser().decide(found, deep, given(costs)).switches  # nothing to gain
+
+
+def test_a_slow_link():
+    _, costs, found = case(link=20 * MS)
+    decision = Chooser().decide(found, found[0], given(costs))
+    assert decision.regime is Regime.LATENCY
+    assert decision.chosen.candidate.schedule == Deep(3)  # as fast as any, and holds least
+    assert decision.gain == pytest.approx(1 - 1740 / 2420)
+    assert str(decision) == (
+        "slow links: kfkb k=1, 24 micro-batches takes 2420.0 ms a step; changes to deep slack=3, 24 micro-batches with "
+        "1740.0 ms, 28.1% less"
+    )
+
+
+@pytest.mark.parametrize(("gain", "switches"), [(0.02, True), (0.005, False)])
+def test_hysteresis(gain, switches):
+    _, costs, found = case(link=20 * MS)
+    best, second = found[0], found[1]
+
+    class Rigged(Chooser):
+        def _rehearsal(self, candidate):
+            class Known:
+                def makespan(self, costs, *, blocking_sends):
+                    return int(1e9 * ((1 - gain) if candidate is best else 1))
+
+            return Known()
+
+    assert Rigged().decide([best, second], second, given(costs)).switches is switches
+
+
+def test_extrapolated_gains_have_to_be_twice_as_large():
+    _, costs, found = case(link=20 * MS)
+    decision = Chooser(hysteresis=0.2).decide(found, found[0], given(costs))
+    assert decision.switches
+    averages = given(costs)
+    averages._known = {(k, s, 2): t for (k, s, _), t in averages._known.items()}  # measured with other sizes
+    unsure = Chooser(hysteresis=0.2).decide(found, found[0], averages)
+    assert unsure.ranked[0].extrapolated
+    assert not unsure.switches
+
+
+def test_unsteady_links_want_an_order_that_is_not_fixed():
+    _, costs, found = case(link=20 * MS)
+    two = next(c for c in found if c.schedule == KFKB(2))
+    assert not Chooser().decide(found, two, given(costs)).switches
+    decision = Chooser().decide(found, two, given(costs, unsteady=0.8))
+    assert isinstance(decision.chosen.candidate.schedule, Ready)
+    assert not Chooser().decide(found, decision.chosen.candidate, given(costs, unsteady=0.8)).switches
+    assert not Chooser().decide(found, decision.chosen.candidate, given(costs)).switches  # no way back for nothing
+
+
+@pytest.mark.parametrize(
+    ("link", "lag", "regime"),
+    [
+        (0, 0, Regime.FREE),
+        (0.2, 0, Regime.FREE),
+        (1.3, 0.001, Regime.LATENCY),  # an engine's own overhead is no sign of sends that block
+        (5, 0, Regime.LATENCY),
+        (59, 0, Regime.LATENCY),
+        (61, 0, Regime.BANDWIDTH),
+        (20, 0.011, Regime.BLOCKING),
+        (20, 0.009, Regime.LATENCY),
+    ],
+)
+def test_regimes(link, lag, regime):
+    plan, costs = uniform(4, 24, f=20 * MS, b=40 * MS, link=int(link * MS))
+    assert regime_of(plan, costs, lag) is regime
+
+
+def test_where_sends_block_little_is_gained():
+    plan, costs, found = case(link=20 * MS)
+    free = Chooser().decide(found, found[0], given(costs))
+    decision = Chooser().decide(found, found[0], given(costs, lag=0.02))
+    assert decision.regime is Regime.BLOCKING
+    assert 0 < decision.gain < 0.1 * free.gain
+    assert decision.chosen.candidate.schedule == Deep(1)  # one more under way is all that helps
+    for r in decision.ranked[:4]:
+        program = r.candidate.schedule.program(plan)
+        assert r.seconds == simulate(program, plan, costs, blocking_sends=True).makespan / 1e9
+
+
+def test_what_does_not_fit_any_more_is_left_at_once():
+    plan, costs, found = case(link=0)
+    gone = Candidate(KFKB(24), plan, (0,) * 4)
+    decision = Chooser().decide(found, gone, given(costs))
+    assert decision.chosen.candidate == found[0]
+    assert decision.switches
+
+
+def test_nothing_to_choose_from_and_no_hysteresis():
+    _, costs, found = case(link=0)
+    with pytest.raises(PlanError, match="nothing to choose from"):
+        Chooser().decide([], found[0], given(costs))
+    with pytest.raises(PlanError, match="hysteresis is a share"):
+        Chooser(hysteresis=1.0)
+
+
+def test_equal_input_equal_decision():
+    _, costs, found = case(link=33 * MS)
+    decisions: list[Decision] = [Chooser().decide(found, found[2], given(costs, unsteady=0.1)) for _ in range(2)]
+    assert decisions[0] == decisions[1]
+
+
+def test_a_closed_loop_follows_the_links():
+    """Steps of simulated runs go in, and what is decided runs next: on free links, slow ones, and free ones again."""
+    averages, chooser = Averages(window=2), Chooser()
+    plan, _ = uniform(3, 12, f=1, b=1)
+    current, ran = KFKB(1), []
+    for link in (0, 0, 0, 30, 30, 30, 0, 0, 0):
+        samples, _, _ = step(current, m=12, link=max(1, link * MS))
+        averages.add(samples)
+        found = KFKB("auto").candidates(plan, replace(averages.costs(), activation_bytes=(1,) * 3))
+        found = [c for c in found if isinstance(c.schedule, Schedule)]
+        now = next(c for c in found if c.schedule == current)
+        current = chooser.decide(found, now, averages).chosen.candidate.schedule
+        ran.append(current)
+    assert ran[:3] == [KFKB(1)] * 3
+    assert len(set(ran[4:])) == 1  # no way back where nothing is gained
+    assert isinstance(ran[-1], Deep)
+
+
+def test_planning_takes_less_than_ten_milliseconds():
+    """Twenty candidates on four stages with 24 micro-batches, or on eight with 32 where the kernel is compiled; of the
+    processor, so that others do not count."""
+    compiled = load_kernel() == "numba"
+    for stages, m in [(4, 24), (8, 32)] if compiled else [(4, 24)]:
+        plan, costs, found = case(20 * MS, stages, m)
+        chooser, averages = Chooser(), given(costs)
+        chooser.decide(found, found[0], averages)  # sets up
+        took = []
+        for n in range(9):
+            averages._known[Kind.SF, 0, 1] += n
+            started = time.process_time()
+            found = KFKB("auto").candidates(plan, averages.costs(costs))
+            chooser.decide(found, found[0], averages)
+            took.append(time.process_time() - started)
+        assert sorted(took)[4] < 0.010

@@ -1,0 +1,159 @@
+"""Candidates on the memory-limit curve, against counting by hand and against the simulator."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Kind, Plan, PlanError, Schedule
+from lightning_pipes.planning.candidates import Tunable, cut_into
+from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.deep import Deep
+from lightning_pipes.strategies.kfkb import KFKB
+from lightning_pipes.strategies.kfkb.planner import memory_curve
+from lightning_pipes.strategies.per_link import PerLink
+from lightning_pipes.strategies.ready import Ready
+from lightning_pipes.testing.generators import uniform
+
+
+def problem(stages=4, rows=24, activation=10, weights=100, **more):
+    costs = CostModel.uniform(stages, 2e-3, 4e-3, rows=1, activation_bytes=activation, weight_bytes=weights)
+    return Plan.even(stages, rows), replace(costs, **more)
+
+
+def points(found):
+    return [(c.schedule.k, max(s.rows for s in c.plan.spans(Kind.F, 0))) for c in found]
+
+
+def test_the_largest_micro_batches_that_fit():
+    """The first stage holds 4 k micro-batches of 10 bytes a sample: 4 k b <= 24 fits into 240 bytes beside weights."""
+    plan, costs = problem()
+    assert points(memory_curve(plan, costs, 100 + 240)) == [
+        (1, 24),
+        (2, 12),
+        (3, 8),
+        (4, 6),
+        (5, 4),
+        (6, 4),
+        (7, 3),
+        (8, 3),
+    ]
+    assert points(memory_curve(plan, costs, 100 + 120)) == [(1, 3), (2, 1), (3, 1)]
+
+
+def brute_force(plan, costs, limit, k):
+    """The largest b with which the simulator stays within the limit, whatever order of sizes."""
+    fits = []
+    for b in range(1, plan.jobs[0].rows + 1):
+        cut = cut_into(plan, b)
+        peak = simulate(KFKB(k).program(cut), cut, costs).peak_bytes
+        if max(peak) <= limit and k <= len(cut.spans(Kind.F, 0)):
+            fits.append(max(s.rows for s in cut.spans(Kind.F, 0)))
+    return max(fits, default=0)
+
+
+@pytest.mark.parametrize("limit", [150, 170, 220, 260, 300, 340, 500])
+def test_against_trying_all(limit):
+    plan, costs = problem(rows=12)
+    for k, b in points(memory_curve(plan, costs, limit)):
+        assert b <= brute_force(plan, costs, limit, k)
+        if all(len({s.rows for s in cut_into(plan, a).spans(Kind.F, 0)}) == 1 for a in (b, b + 1)):
+            assert b == brute_force(plan, costs, limit, k)
+
+
+@pytest.mark.parametrize("limit", [130, 200, 260, 340, 900])
+@pytest.mark.parametrize("more", [{}, {"working_bytes": (3.0,) * 4}, {"forward_bytes": (4.0,) * 3}])
+def test_never_more_than_the_limit_and_as_foretold(limit, more):
+    plan, costs = problem(**more)
+    if "forward_bytes" in more:
+        plan = replace(plan, recompute=(True, True, True, False))
+    try:
+        found = KFKB("auto").candidates(plan, costs, limit, sizes=(1, 2, 3, 4, 6, 12))
+    except PlanError:
+        assert limit == 130
+        return
+    assert found[0].schedule == KFKB(1)
+    for c in found:
+        order = c.schedule.program(c.plan) if isinstance(c.schedule, Schedule) else c.schedule
+        peak = simulate(order, c.plan, costs).peak_bytes
+        assert all(there <= said <= limit for there, said in zip(peak, c.peak_bytes, strict=True)), c.label
+        if isinstance(c.schedule, KFKB) and len({s.rows for s in c.plan.spans(Kind.F, 0)}) == 1 and not plan.recompute:
+            assert peak == c.peak_bytes, c.label
+
+
+def test_fractional_sizes_are_rounded_down():
+    """Figure 6: 192 samples, eight stages, 6 / k samples of a micro-batch: six micro-batches' worth for every k."""
+    plan, costs = problem(stages=8, rows=192)
+    found = memory_curve(plan, costs, 100 + 8 * 6 * 10, largest_k=6)
+    assert points(found) == [(1, 6), (2, 3), (3, 2), (4, 1), (5, 1), (6, 1)]
+    assert [c.microbatches for c in found] == [32, 64, 96, 192, 192, 192]
+    assert 192 % 5  # the last group is incomplete
+    for c in found:
+        simulate(c.schedule.program(c.plan), c.plan, costs)
+
+
+def test_sizes_that_do_not_divide_the_batch():
+    plan, _ = problem(rows=22)
+    cut = cut_into(plan, 4)
+    assert [s.rows for s in cut.spans(Kind.F, 0)] == [3, 4, 4, 3, 4, 4]
+    with pytest.raises(PlanError, match="micro-batches of 0 samples"):
+        cut_into(plan, 0)
+
+
+def test_pruning():
+    plan, costs = problem()
+    per_k = points(memory_curve(plan, costs, 100 + 240, sizes=(1, 3, 6)))
+    assert per_k == [(1, 6), (2, 6), (3, 6), (4, 6), (5, 3), (6, 3), (7, 3), (8, 3)]
+    assert points(memory_curve(plan, costs, 100 + 240, sizes=(1, 3, 6), prune="pareto")) == [(1, 6), (4, 6), (8, 3)]
+    with pytest.raises(PlanError, match="prune must be 'per_k' or 'pareto', got 'all'"):
+        memory_curve(plan, costs, prune="all")
+
+
+def test_says_what_is_missing():
+    plan, costs = problem()
+    costs = replace(costs, weight_bytes=(100, 100, 400, 100))
+    with pytest.raises(PlanError) as caught:
+        memory_curve(plan, costs, 410)
+    assert str(caught.value).startswith(
+        "stage 2 needs 420 bytes and may have 410 bytes: 10 bytes are missing with 1F1B and micro-batches of 1 sample "
+        "(weights and states 400 bytes, activations 20 bytes); use more stages"
+    )
+
+
+def test_k_ends_where_there_are_no_more_micro_batches():
+    plan, costs = problem()
+    assert points(memory_curve(plan, costs, None, sizes=(12,))) == [(1, 12), (2, 12)]
+
+
+def test_other_ways_for_the_same_memory():
+    plan, costs = uniform(4, 24, f=20, b=40, link=60, activation_bytes=10)
+    found = KFKB("auto").candidates(plan, costs, 90)
+    assert isinstance(KFKB(), Tunable)
+    assert {type(c.schedule) for c in found} == {KFKB, Deep, PerLink, Ready} - {PerLink}
+    assert [c.schedule for c in found if isinstance(c.schedule, KFKB)] == [KFKB(1), KFKB(2)]
+    assert [c.schedule for c in found if isinstance(c.schedule, Deep)] == [Deep(1), Deep(3), Deep(4)]
+    best = min(
+        found,
+        key=lambda c: (
+            simulate(c.schedule if isinstance(c.schedule, Ready) else c.schedule.program(plan), plan, costs).makespan
+        ),
+    )
+    assert not isinstance(best.schedule, KFKB)
+
+
+def test_extra_where_one_link_is_slow():
+    plan, costs = uniform(4, 24, f=20, b=40, activation_bytes=10)
+    slow = {(Kind.SF, 1): ((1, 60e-9),), (Kind.SB, 2): ((1, 60e-9),)}
+    found = KFKB("auto").candidates(plan, replace(costs, seconds={**costs.seconds, **slow}), 60)
+    assert [c.schedule.extra for c in found if isinstance(c.schedule, PerLink)] == [(0, 2, 0)]
+
+
+def test_one_stage_has_nothing_to_choose():
+    plan, costs = uniform(1, 8, f=1, b=2)
+    assert {type(c.schedule) for c in KFKB("auto").candidates(plan, costs)} == {KFKB}
+
+
+@pytest.mark.parametrize("k", ["Auto", "", "2", 1.5])
+def test_k_is_a_number_or_auto(k):
+    with pytest.raises(PlanError, match="k must be a whole number"):
+        KFKB(k)
