@@ -1,0 +1,260 @@
+"""Job arrays, executed: siblings by ordinary Trainers, over emulated stages whose times are those of a real layer.
+
+The same jobs run one after another with the best schedule and micro-batches of ours for each batch size, and step by
+step with torch.distributed.pipelining's best, in the same processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from lightning_pipes import JobArray, PipelineStrategy
+from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile
+from lightning_pipes.cost.model import Table
+from lightning_pipes.engine.profiler import profile_layers
+from lightning_pipes.ir import Cut, Kind, Schedule, Span
+from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.sim import makespan
+from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.strategies.gpipe import GPipe
+from lightning_pipes.strategies.jap import Job, Stream
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.testing.emulated import Emulated, steady
+from lightning_pipes.testing.ranks import run_ranks
+
+ROWS = (8, 16, 24, 32)
+"""Batch sizes of the siblings, in turn, as in the paper's language jobs."""
+MICROBATCHES = (1, 2, 4, 8)
+SCHEDULES: dict[str, Schedule] = {"gpipe": GPipe(), "1f1b": OneFOneB()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Siblings on emulated stages.
+
+    Attributes:
+        layer: a stage's times.
+        batches: of each sibling; so all take part to the end, and the steady state is what is compared.
+    """
+
+    stages: int
+    siblings: int
+    batches: int
+    layer: LayerProfile
+
+    def rows(self, sibling: int) -> int:
+        """Its batch size."""
+        return ROWS[sibling % len(ROWS)]
+
+    @property
+    def costs(self) -> CostModel:
+        """Of the stages."""
+        return ModelProfile((self.layer,) * self.stages).costs(tuple(Span(s, s + 1) for s in range(self.stages)))
+
+    def best_single(self, rows: int) -> tuple[str, int]:
+        """The schedule and number of micro-batches that take least time for one job's batch, simulated."""
+        options = [(name, m) for name in SCHEDULES for m in MICROBATCHES if m <= rows]
+
+        def step(option: tuple[str, int]) -> int:
+            plan = even_plan(SCHEDULES[option[0]], self.stages, option[1], rows)
+            return makespan(SCHEDULES[option[0]].program(plan), plan, self.costs)
+
+        return min(options, key=step)
+
+    @property
+    def work(self) -> float:
+        """Seconds that one stage computes for all of it."""
+        layer = ModelProfile((self.layer,))
+        return sum(
+            self.batches * sum(layer.seconds(kind, 0, self.rows(n)) for kind in (Kind.F, Kind.B))
+            for n in range(self.siblings)
+        )
+
+    @property
+    def simulated(self) -> float:
+        """Seconds of the array in virtual time, when nothing but blocks takes any."""
+        stream = Stream(self.stages, self.costs, self.siblings, backward_first=True)
+        for n in range(self.siblings):
+            stream.admit(Job(n, Cut.even(self.rows(n), 1, self.stages), self.batches))
+        return stream.advance().time / 1e9
+
+
+def real_layer(seconds: float) -> LayerProfile:
+    """The times of a transformer block on this machine by rows, stretched so that a batch of 16 takes `seconds`."""
+    torch.set_num_threads(1)
+    block = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
+    inputs = {rows: torch.randn(rows, 32, 128) for rows in (1, 2, 4, *ROWS)}
+    found = profile_layers([block], inputs, repeats=7).layers[0]
+    scale = seconds / sum(dict(table)[16] for table in (found.forward, found.backward))
+
+    def stretched(table: Table) -> Table:
+        return tuple((rows, value * scale) for rows, value in table)
+
+    return LayerProfile("block", stretched(found.forward), stretched(found.backward), output=((1, 256),))
+
+
+class Jobs(L.LightningModule):
+    """A stage a layer."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Emulated(case.layer) for _ in range(case.stages)))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(batch[0]).mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(case: Case, sibling: int, schedule: str, microbatches: int) -> None:
+    """An ordinary training."""
+    rows = case.rows(sibling)
+    data = torch.utils.data.TensorDataset(torch.ones(rows * case.batches, 64))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=case.stages,
+        strategy=PipelineStrategy(schedule, microbatches=microbatches, partition="parameters"),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Jobs(case), torch.utils.data.DataLoader(data, rows))
+
+
+def array(case: Case) -> tuple[float, float, float]:
+    """Seconds of all siblings together, how busy the slowest stage is once all are under way and before the first ends,
+    and the seconds between the first and the last computation."""
+    started = time.monotonic()
+    jobs: JobArray[None] = JobArray(case.siblings, progress=False)
+    for outcome in jobs.run(partial(fit, case, n, "jap", 1) for n in range(case.siblings)):
+        if outcome.error is not None:
+            raise outcome.error
+    assert jobs.timeline is not None
+    return time.monotonic() - started, utilisation(jobs.timeline), jobs.timeline.makespan / 1e9
+
+
+def utilisation(timeline: Timeline) -> float:
+    """Of the rank that is busy most, between the moment when all siblings have begun and the first is through."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for e in timeline.computations:
+        first.setdefault(e.instruction.job, e.start)
+        last[e.instruction.job] = e.end
+    start, stop = max(first.values()), min(last.values())
+    busy = [0] * len(timeline.busy)
+    for e in timeline.computations:
+        busy[e.rank] += max(0, min(e.end, stop) - max(e.start, start))
+    return max(busy) / (stop - start)
+
+
+def one_by_one(case: Case) -> float:
+    """Seconds of the same jobs one after another, by the same Trainer."""
+    started = time.monotonic()
+    for n in range(case.siblings):
+        fit(case, n, *case.best_single(case.rows(n)))
+    return time.monotonic() - started
+
+
+def by_torch(case: Case, rank: int) -> float:
+    """Seconds of the same batches by torch's schedules alone, without a Trainer: a few steps of each batch size and
+    number of micro-batches, the best of them times the batches."""
+    total, device = 0.0, torch.device("cpu")
+    for rows in ROWS:
+        best = float("inf")
+        for kind in (ScheduleGPipe, Schedule1F1B):
+            for m in MICROBATCHES:
+                if kind is Schedule1F1B and m < case.stages:
+                    continue  # it refuses fewer micro-batches than stages
+                stage = PipelineStage(Emulated(case.layer), rank, case.stages, device)
+                schedule = kind(stage, m, loss_fn=lambda out, target: out.mean())
+                x, times = torch.ones(rows, 64), []
+                for _ in range(3):
+                    dist.barrier()
+                    begun = time.monotonic()
+                    arguments = (x,) if rank == 0 else ()
+                    if stage.is_last:
+                        schedule.step(*arguments, target=x)
+                    else:
+                        schedule.step(*arguments)
+                    dist.barrier()
+                    times.append(time.monotonic() - begun)
+                best = min(best, statistics.median(times[1:]))
+        total += best * case.batches * sum(case.rows(n) == rows for n in range(case.siblings))
+    return total
+
+
+def rank_main(rank: int, cases: Sequence[Case], pairs: int) -> list[dict[str, Any]]:
+    """What one rank measures, by case."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    steady()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    found = []
+    for case in cases:
+        sides: dict[str, Callable[[Case], Any]] = {"array": array, "alone": one_by_one}
+        measured: dict[str, list[Any]] = {name: [] for name in sides}
+        for pair in range(pairs):
+            for name in list(sides)[:: 1 if pair % 2 else -1]:
+                dist.barrier()
+                measured[name].append(sides[name](case))
+        found.append({**measured, "torch": by_torch(case, rank)})
+    return found
+
+
+def executed(cases: Sequence[Case], pairs: int) -> tuple[list[str], dict[str, float]]:
+    """Lines, and the worst figures of all cases."""
+    lines = ["executed on emulated stages: ordinary Trainers, every stage as slow as a real transformer block by rows"]
+    lines.append(
+        f"{'stages':>7}{'siblings':>10}{'array s':>10}{'simulated':>11}{'one by one':>12}{'speed-up':>10}"
+        f"{'by torch s':>12}{'speed-up':>10}{'utilisation':>13}"
+    )
+    worst = {"speedup_vs_sequential": float("inf"), "utilisation": float("inf"), "simulation_error": 0.0}
+    for case in cases:
+        (found,) = run_ranks(rank_main, case.stages, [case], pairs, timeout=1200)[0]
+        whole = statistics.median(seconds for seconds, _, _ in found["array"])
+        busy = statistics.median(share for _, share, _ in found["array"])
+        computing = statistics.median(span for _, _, span in found["array"])
+        ratios = sorted(alone / ours[0] for alone, ours in zip(found["alone"], found["array"], strict=True))
+        speedup = statistics.median(ratios)
+        lines.append(
+            f"{case.stages:7}{case.siblings:10}{whole:10.2f}{case.simulated:11.2f}"
+            f"{statistics.median(found['alone']):12.2f}{speedup:10.2f}{found['torch']:12.2f}"
+            f"{found['torch'] / whole:10.2f}{busy:13.1%}"
+        )
+        error = computing / case.simulated - 1
+        lines.append(
+            f"        spread of the speed-up {ratios[0]:.2f} to {ratios[-1]:.2f}; from first to last computation "
+            f"{computing:.2f} s, {error:+.1%} of the simulation; one stage computes {case.work:.2f} s"
+        )
+        worst["speedup_vs_sequential"] = min(worst["speedup_vs_sequential"], speedup)
+        worst["utilisation"] = min(worst["utilisation"], busy)
+        worst["simulation_error"] = max(worst["simulation_error"], abs(error))
+    return lines, worst
+
+
+if __name__ == "__main__":
+    import sys
+
+    stages, batches, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    print("\n".join(executed([Case(stages, 16, batches, real_layer(seconds))], 1)[0]))
