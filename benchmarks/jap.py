@@ -1,9 +1,10 @@
-"""Job arrays: how good the orders of one iteration are, and how long an epoch of the paper's 64 jobs takes, simulated.
+"""Job arrays: how good the orders of one iteration are, how long an epoch of the paper's 64 jobs takes, simulated, and
+what siblings take together and one after another, executed.
 
-Nothing here runs on devices. Solvers get a time limit and are measured, so run it on an idle machine; all else is the
-same everywhere.
+Solvers get a time limit, and processes are measured, so run it on an idle machine; what is simulated is the same
+everywhere.
 
-    python benchmarks/jap.py [--quick] [--json]
+    python benchmarks/jap.py [--quick] [--json] [--simulated]
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 
+import jap_run
 import numpy as np
 
 from lightning_pipes.cost import Cluster, CostModel, Link
@@ -59,11 +61,14 @@ def within(seconds: float) -> Effort:
     return Effort(10**9, lambda: time.process_time() > end)
 
 
-def solver_rows(sizes: Sequence[int], seeds: int, seconds: float) -> dict[tuple[str, int], dict[str, float]]:
+def solver_rows(
+    sets: Sequence[str], sizes: Sequence[int], seeds: int, seconds: float
+) -> dict[tuple[str, int], dict[str, float]]:
     """Makespan over bound, means over `seeds`: of each set and number of jobs, by method."""
     warm_up()
     found: dict[tuple[str, int], dict[str, float]] = {}
-    for name, options in SETS.items():
+    for name in sets:
+        options = SETS[name]
         for jobs in sizes:
             problems = [random_array(jobs, STAGES, seed=seed, **options) for seed in range(seeds)]  # type: ignore[arg-type]
             ratios: dict[str, list[float]] = {}
@@ -264,21 +269,34 @@ def solver_table(rows: dict[tuple[str, int], dict[str, float]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer seeds, sizes and models; within 120 s")
+    parser.add_argument("--quick", action="store_true", help="fewer seeds, sets, models and siblings; within 120 s")
+    parser.add_argument("--simulated", action="store_true", help="leave out what runs on processes")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args()
     load_kernel()
     by = "numba" if numba_kernel() else "plain Python"
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {by}; simulated\n")
-    solvers = solver_rows((16, 30, 64), 1 if options.quick else 3, 1.0)
+    sets = ["language"] if options.quick else list(SETS)
+    solvers = solver_rows(sets, (16, 30, 64), 1 if options.quick else 3, 1.0)
     print("\n".join(solver_table(solvers)) + "\n", flush=True)
     epochs, a8 = epoch_table()
     print("\n".join(epochs) + "\n", flush=True)
     print("\n".join(overhead_table()) + "\n", flush=True)
-    print("\n".join(model_table(["VGG-19", "GPT-2-1.5B"] if options.quick else list(MODELS))))
+    print("\n".join(model_table(["GPT-2-1.5B"] if options.quick else list(MODELS))) + "\n", flush=True)
+    keys = {f"solver_j{jobs}": solvers["language", jobs]["search 1 s"] for jobs in (30, 64)}
+    keys["epoch_over_bottleneck_a8"] = a8
+    if not options.simulated:
+        layer = jap_run.real_layer(0.06 if options.quick else 0.12)
+        cases = [jap_run.Case(4, 16, 8, layer)]
+        if not options.quick:
+            cases = [jap_run.Case(stages, 16, 20, layer) for stages in (4, 8)]
+        lines, measured = jap_run.executed(cases, pairs=1 if options.quick else 3)
+        equal = jap_run.bit_equal(2 if options.quick else 4)
+        print("\n".join(lines))
+        print(f"losses and weights of siblings equal those of each alone, bit for bit: {equal}")
+        keys |= measured | {"bit_equal": float(equal)}
     if options.json:
-        keys = {f"solver_j{jobs}": solvers["language", jobs]["search 1 s"] for jobs in (30, 64)}
-        print(json.dumps({"epoch_over_bottleneck_a8": a8, **keys}))
+        print(json.dumps(keys))
 
 
 if __name__ == "__main__":

@@ -202,6 +202,69 @@ def by_torch(case: Case, rank: int) -> float:
     return total
 
 
+class Small(L.LightningModule):
+    """A real model with dropout, trained with a learning rate of its own."""
+
+    def __init__(self, sibling: int) -> None:
+        super().__init__()
+        torch.manual_seed(sibling)
+        blocks = [nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.2), nn.GELU()) for _ in range(8)]
+        self.layers = nn.Sequential(*blocks)
+        self.lr = 1e-3 * (1 + sibling)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(batch[0]), batch[0])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+def train_small(stages: int, sibling: int) -> tuple[list[float], list[torch.Tensor]]:
+    """Its losses and weights."""
+    L.seed_everything(sibling, verbose=False)
+    model = Small(sibling)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(96, 32)), ROWS[sibling % len(ROWS)], shuffle=True
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=stages,
+        strategy=PipelineStrategy("jap"),
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, loader)
+    return model.losses, [p.detach() for p in model.parameters()]
+
+
+def equal_rank(rank: int, stages: int) -> bool:
+    """Whether siblings in an array give what each gives in an array of its own."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    def run(siblings: Sequence[int]) -> dict[int, Any]:
+        jobs: JobArray[Any] = JobArray(4, progress=False)
+        outcomes = jobs.run(partial(train_small, stages, n) for n in siblings)
+        return {siblings[outcome.index]: outcome.value for outcome in outcomes}
+
+    together = run(range(8))
+    alone = {n: run([n])[n] for n in range(8)}
+    return all(together[n][0] == alone[n][0] and all(map(torch.equal, together[n][1], alone[n][1])) for n in range(8))
+
+
+def bit_equal(stages: int) -> bool:
+    """Whether eight siblings, four at a time, are what they are alone, on all ranks."""
+    return all(run_ranks(equal_rank, stages, stages, timeout=300))
+
+
 def rank_main(rank: int, cases: Sequence[Case], pairs: int) -> list[dict[str, Any]]:
     """What one rank measures, by case."""
     warnings.filterwarnings("ignore")
@@ -251,10 +314,3 @@ def executed(cases: Sequence[Case], pairs: int) -> tuple[list[str], dict[str, fl
         worst["utilisation"] = min(worst["utilisation"], busy)
         worst["simulation_error"] = max(worst["simulation_error"], abs(error))
     return lines, worst
-
-
-if __name__ == "__main__":
-    import sys
-
-    stages, batches, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    print("\n".join(executed([Case(stages, 16, batches, real_layer(seconds))], 1)[0]))
