@@ -31,7 +31,7 @@ import lightning.pytorch as pl
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
-from lightning_pipes.ir import Kind, PipelineError, PlanError, check_count
+from lightning_pipes.ir import PipelineError, PlanError, check_count
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.trainer.array_display import ArrayDisplay
 from lightning_pipes.trainer.array_record import ArrayRecord
@@ -50,8 +50,6 @@ _PROMPT_SECONDS = 0.002
 """How soon other ranks answer that have nothing else to do."""
 _PATIENCE = 100
 """How often a sibling that was told to end may go on waiting for something before it is left alone."""
-_BACKWARD = {Kind.RB, Kind.B, Kind.I, Kind.W, Kind.SB, Kind.STEP}
-
 _current: contextvars.ContextVar[Sibling[Any] | None] = contextvars.ContextVar("lightning_pipes_sibling", default=None)
 
 
@@ -309,6 +307,8 @@ class JobArray(Generic[T]):
         self.shared = Shared()
         self._queue: deque[Sibling[T] | None] = deque()
         """Who has a turn next; None where a sibling has ended one turn earlier than on other ranks."""
+        self._computable: deque[Sibling[T]] = deque()
+        """Siblings whose windows have something to compute, in the order in which it was seen."""
         self._living: dict[int, Sibling[T]] = {}
         self._begun = 0
         self._home: Mapping[str, Any] = {}
@@ -470,21 +470,19 @@ class JobArray(Generic[T]):
                 self._sleep()
 
     def _work(self) -> bool:
-        """Runs one computation with what it sends: backwards first, then for the sibling whose turn comes first."""
-        chosen = None
+        """Runs one computation with what it sends: that which could be run first. Backwards first would be worse: with
+        twice as many siblings as stages, a stage that is to compute all the time idles a fifth of it."""
         for sibling in self._queue:
-            if sibling is None or sibling.engine is None or sibling.doomed:
+            if sibling is None or sibling.engine is None or sibling.doomed or sibling in self._computable:
                 continue
-            i = sibling.engine.upcoming()
-            if i is not None and i.kind in _BACKWARD:
-                chosen = sibling
-                break
-            if i is not None and chosen is None:
-                chosen = sibling
-        if chosen is None:
+            if sibling.engine.upcoming() is not None:
+                self._computable.append(sibling)
+        if not self._computable:
             return False
+        chosen = self._computable.popleft()
         started = time.monotonic()
-        chosen.compute()
+        if not chosen.doomed:
+            chosen.compute()
         assert self._display is not None
         self._display.computed(time.monotonic() - started)
         return True
