@@ -233,12 +233,17 @@ class Control:
         packed.write(padded)
         return padded, lengths
 
-    def _raise_reason(self, error: RuntimeError) -> NoReturn:
-        """Raises why a collective broke: what the watch gets to know, else which process has ended."""
+    def learn_reason(self) -> None:
+        """Raises PeerFailure once the watch gets to know of a failure, of which something else was noticed; returns if it
+        does not, a second later."""
         until = time.monotonic() + _REASON_SECONDS
         while time.monotonic() < until:  # who fails tells the watch first, and closes connections then
             self.watch.check()
             time.sleep(POLL_SECONDS / 4)
+
+    def _raise_reason(self, error: RuntimeError) -> NoReturn:
+        """Raises why a collective broke: what the watch gets to know, else which process has ended."""
+        self.learn_reason()
         gone = [rank for rank, place in zip(self.ranks, self._places, strict=True) if has_ended(place)]
         who = ", ".join(map(self.watch.name, gone)) if gone else "another rank"
         raise PipelineError(f"{who} has ended without a word while this one waited for it: {error}") from error

@@ -38,21 +38,31 @@ def speed(competition: Competition, seconds: float = 0.4) -> float:
     return (competition.received - before) / (time.monotonic() - began)
 
 
+def assert_speed(competition: Competition, bandwidth: float) -> None:
+    """That many bytes per second come through, to 10 %, and never more; on a busy machine less for a while."""
+    for _ in range(8):
+        found = speed(competition)
+        assert found < 1.1 * bandwidth
+        if found > 0.9 * bandwidth:
+            return
+    raise AssertionError(f"{found:.3g} bytes a second come through of {bandwidth:.3g}")
+
+
 class TestShaping:
     def test_speeds_change_while_messages_are_on_their_way(self, lab: NetLab) -> None:
         with lab.compete(0, 1, flows=2) as traffic:
             for bandwidth in (4e6, 1e6, 1e7):
                 lab.shape(bandwidth, [(0, 1)])
-                assert speed(traffic) == pytest.approx(bandwidth, rel=0.1)
+                assert_speed(traffic, bandwidth)
 
     def test_each_direction_and_cable_has_its_own(self, lab: NetLab) -> None:
         lab.shape(2e6, [(0, 1)])
         lab.shape(6e6, [(1, 0)])
         lab.shape(4e6, [(2, 0)])  # the ring is closed
         with lab.compete(0, 1) as there, lab.compete(1, 0) as back, lab.compete(2, 0) as around:
-            assert speed(there) == pytest.approx(2e6, rel=0.1)
-            assert speed(back) == pytest.approx(6e6, rel=0.1)
-            assert speed(around) == pytest.approx(4e6, rel=0.1)
+            assert_speed(there, 2e6)
+            assert_speed(back, 6e6)
+            assert_speed(around, 4e6)
 
     def test_none_takes_the_limit_away(self, lab: NetLab) -> None:
         lab.shape(2e6)
@@ -64,7 +74,7 @@ class TestShaping:
     def test_set_times(self, lab: NetLab) -> None:
         lab.shape(8e6)
         with lab.play([(0.0, 2e6, [(0, 1)]), (60.0, 1e6, None)]), lab.compete(0, 1) as traffic:
-            assert speed(traffic) == pytest.approx(2e6, rel=0.1)
+            assert_speed(traffic, 2e6)
         assert lab.links[0, 1].bandwidth == 2e6  # what is set for later is not done any more
         assert lab.links[1, 0].bandwidth == 8e6
 
