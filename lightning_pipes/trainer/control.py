@@ -234,8 +234,8 @@ class Control:
         return padded, lengths
 
     def learn_reason(self) -> None:
-        """Raises PeerFailure once the watch gets to know of a failure, of which something else was noticed; returns if it
-        does not, a second later."""
+        """Raises PeerFailure once the watch gets to know of a failure, of which something else was noticed; returns if
+        it does not, a second later."""
         until = time.monotonic() + _REASON_SECONDS
         while time.monotonic() < until:  # who fails tells the watch first, and closes connections then
             self.watch.check()
