@@ -60,6 +60,10 @@ class Turns(Protocol):
         """Returns when the open window of `engine` is through on this rank, by `advance`."""
 
 
+_AFTER = SENDS | {Kind.STEP}
+"""What follows a computation at once."""
+
+
 @dataclass(frozen=True)
 class _Window:
     """The batches between two flushes, under way."""
@@ -242,7 +246,7 @@ class Engine:
         """Runs what comes next, to the end of one computation and its sends. The caller's random state changes."""
         window, computed = self._window, False
         assert window is not None, "nothing was injected"
-        while (i := self.upcoming()) is not None and not (computed and i.kind not in SENDS):
+        while (i := self.upcoming()) is not None and not (computed and i.kind not in _AFTER):
             computed = computed or i.kind not in SENDS | RECEIVES
             self._run(window, i)
 
