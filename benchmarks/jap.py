@@ -286,11 +286,12 @@ def main() -> None:
     keys = {f"solver_j{jobs}": solvers["language", jobs]["search 1 s"] for jobs in (30, 64)}
     keys["epoch_over_bottleneck_a8"] = a8
     if not options.simulated:
-        layer = jap_run.real_layer(0.06 if options.quick else 0.12)
-        cases = [jap_run.Case(4, 16, 8, layer)]
-        if not options.quick:
-            cases = [jap_run.Case(stages, 16, 20, layer) for stages in (4, 8)]
-        lines, measured = jap_run.executed(cases, pairs=1 if options.quick else 3)
+        if options.quick:
+            cases = [jap_run.Case(4, 8, 6, jap_run.slow_layers(4, 0.12))]
+        else:
+            cases = [jap_run.Case(stages, 16, 8, jap_run.slow_layers(stages, 0.24)) for stages in (4, 8)]
+            cases.append(jap_run.Case(2, 8, 12, jap_run.gpt_profile(2), real=True))
+        lines, measured = jap_run.executed(cases, pairs=1 if options.quick else 2)
         equal = jap_run.bit_equal(2 if options.quick else 4)
         print("\n".join(lines))
         print(f"losses and weights of siblings equal those of each alone, bit for bit: {equal}")

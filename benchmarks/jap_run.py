@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from engine import gpt_parts
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -26,7 +28,7 @@ from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile
 from lightning_pipes.cost.model import Table
 from lightning_pipes.engine.profiler import profile_layers
-from lightning_pipes.ir import Cut, Kind, Schedule, Span
+from lightning_pipes.ir import B, Cut, F, Plan, Schedule, Span
 from lightning_pipes.planning.plans import even_plan
 from lightning_pipes.sim import makespan
 from lightning_pipes.sim.timeline import Timeline
@@ -39,31 +41,42 @@ from lightning_pipes.testing.ranks import run_ranks
 ROWS = (8, 16, 24, 32)
 """Batch sizes of the siblings, in turn, as in the paper's language jobs."""
 MICROBATCHES = (1, 2, 4, 8)
+TOKENS = 96
 SCHEDULES: dict[str, Schedule] = {"gpipe": GPipe(), "1f1b": OneFOneB()}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Siblings on emulated stages.
+    """Siblings in one pipeline.
 
     Attributes:
-        layer: a stage's times.
+        profile: of the layers.
         batches: of each sibling; so all take part to the end, and the steady state is what is compared.
+        real: layers compute, those of `gpt_parts`, instead of sleeping.
     """
 
     stages: int
     siblings: int
     batches: int
-    layer: LayerProfile
+    profile: ModelProfile
+    real: bool = False
 
     def rows(self, sibling: int) -> int:
         """Its batch size."""
         return ROWS[sibling % len(ROWS)]
 
     @property
+    def layers(self) -> tuple[Span, ...]:
+        """Of the stages."""
+        if not self.real:
+            return tuple(Span(s, s + 1) for s in range(self.stages))
+        ends = list(accumulate(len(part) for part in gpt_parts(self.stages)))
+        return tuple(Span(start, stop) for start, stop in pairwise([0, *ends]))
+
+    @property
     def costs(self) -> CostModel:
         """Of the stages."""
-        return ModelProfile((self.layer,) * self.stages).costs(tuple(Span(s, s + 1) for s in range(self.stages)))
+        return self.profile.costs(self.layers)
 
     def best_single(self, rows: int) -> tuple[str, int]:
         """The schedule and number of micro-batches that take least time for one job's batch, simulated."""
@@ -78,23 +91,39 @@ class Case:
     @property
     def work(self) -> float:
         """Seconds that one stage computes for all of it."""
-        layer = ModelProfile((self.layer,))
-        return sum(
-            self.batches * sum(layer.seconds(kind, 0, self.rows(n)) for kind in (Kind.F, Kind.B))
-            for n in range(self.siblings)
-        )
+        plan = {rows: Plan.even(self.stages, 1, rows) for rows in ROWS}
+
+        def stage(s: int) -> float:
+            instructions = [(rows, kind(s, Span(0, rows))) for rows in ROWS for kind in (F, B)]
+            seconds = dict.fromkeys(ROWS, 0.0)
+            for rows, i in instructions:
+                seconds[rows] += self.costs.duration(i, plan[rows]) / 1e9
+            return sum(self.batches * seconds[self.rows(n)] for n in range(self.siblings))
+
+        return max(map(stage, range(self.stages)))
+
+    @property
+    def simulated_one_by_one(self) -> float:
+        """Seconds of the same jobs one after another, each with its best schedule."""
+        total = 0
+        for n in range(self.siblings):
+            name, m = self.best_single(self.rows(n))
+            plan = even_plan(SCHEDULES[name], self.stages, m, self.rows(n))
+            total += self.batches * makespan(SCHEDULES[name].program(plan), plan, self.costs)
+        return total / 1e9
 
     @property
     def simulated(self) -> float:
         """Seconds of the array in virtual time, when nothing but blocks takes any."""
-        stream = Stream(self.stages, self.costs, self.siblings, backward_first=True)
+        stream = Stream(self.stages, self.costs, self.siblings)
         for n in range(self.siblings):
             stream.admit(Job(n, Cut.even(self.rows(n), 1, self.stages), self.batches))
         return stream.advance().time / 1e9
 
 
-def real_layer(seconds: float) -> LayerProfile:
-    """The times of a transformer block on this machine by rows, stretched so that a batch of 16 takes `seconds`."""
+def slow_layers(stages: int, seconds: float) -> ModelProfile:
+    """Equal layers with the times of a transformer block on this machine by rows, stretched so that a batch of 16
+    takes `seconds`."""
     torch.set_num_threads(1)
     block = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
     inputs = {rows: torch.randn(rows, 32, 128) for rows in (1, 2, 4, *ROWS)}
@@ -104,18 +133,43 @@ def real_layer(seconds: float) -> LayerProfile:
     def stretched(table: Table) -> Table:
         return tuple((rows, value * scale) for rows, value in table)
 
-    return LayerProfile("block", stretched(found.forward), stretched(found.backward), output=((1, 256),))
+    layer = LayerProfile("block", stretched(found.forward), stretched(found.backward), output=((1, 256),))
+    return ModelProfile((layer,) * stages)
+
+
+def gpt_profile(stages: int) -> ModelProfile:
+    """What the layers of a small byte GPT take on this machine, with the loss after them."""
+    torch.set_num_threads(1)
+    layers = [layer for part in gpt_parts(stages) for layer in part]
+    sizes = sorted({-(-rows // m) for rows in ROWS for m in MICROBATCHES})
+    inputs = {rows: torch.randint(256, (rows, TOKENS)) for rows in sizes}
+    return profile_layers([*layers[:-1], _WithLoss(layers[-1])], inputs, repeats=5)
+
+
+class _WithLoss(nn.Module):
+    """The last layer and what follows it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x)
+        return nn.functional.cross_entropy(out, torch.zeros(len(out), out.shape[-1], dtype=torch.long))
 
 
 class Jobs(L.LightningModule):
-    """A stage a layer."""
+    """Layers that sleep, a stage each, or a small GPT."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(Emulated(case.layer) for _ in range(case.stages)))
+        self.real = case.real
+        layers = [layer for part in gpt_parts(case.stages) for layer in part] if case.real else []
+        self.layers = nn.Sequential(*(layers or map(Emulated, case.profile.layers)))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.layers(batch[0]).mean()
+        out = self.layers(batch[0])
+        loss: torch.Tensor = nn.functional.cross_entropy(out, batch[0]) if self.real else out.mean()
         self.log("loss", loss)
         return loss
 
@@ -126,11 +180,12 @@ class Jobs(L.LightningModule):
 def fit(case: Case, sibling: int, schedule: str, microbatches: int) -> None:
     """An ordinary training."""
     rows = case.rows(sibling)
-    data = torch.utils.data.TensorDataset(torch.ones(rows * case.batches, 64))
+    x = torch.randint(256, (rows * case.batches, TOKENS)) if case.real else torch.ones(rows * case.batches, 64)
+    data = torch.utils.data.TensorDataset(x)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=case.stages,
-        strategy=PipelineStrategy(schedule, microbatches=microbatches, partition="parameters"),
+        strategy=PipelineStrategy(schedule, microbatches=microbatches, partition=[s.start for s in case.layers[1:]]),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -184,7 +239,7 @@ def by_torch(case: Case, rank: int) -> float:
             for m in MICROBATCHES:
                 if kind is Schedule1F1B and m < case.stages:
                     continue  # it refuses fewer micro-batches than stages
-                stage = PipelineStage(Emulated(case.layer), rank, case.stages, device)
+                stage = PipelineStage(Emulated(case.profile.layers[rank]), rank, case.stages, device)
                 schedule = kind(stage, m, loss_fn=lambda out, target: out.mean())
                 x, times = torch.ones(rows, 64), []
                 for _ in range(3):
@@ -281,15 +336,16 @@ def rank_main(rank: int, cases: Sequence[Case], pairs: int) -> list[dict[str, An
             for name in list(sides)[:: 1 if pair % 2 else -1]:
                 dist.barrier()
                 measured[name].append(sides[name](case))
-        found.append({**measured, "torch": by_torch(case, rank)})
+        found.append({**measured, "torch": float("nan") if case.real else by_torch(case, rank)})
     return found
 
 
 def executed(cases: Sequence[Case], pairs: int) -> tuple[list[str], dict[str, float]]:
     """Lines, and the worst figures of all cases."""
-    lines = ["executed on emulated stages: ordinary Trainers, every stage as slow as a real transformer block by rows"]
+    lines = ["executed by ordinary Trainers: stages that sleep as long as a real transformer block of so many rows"]
+    lines[0] += " computes, and a real GPT"
     lines.append(
-        f"{'stages':>7}{'siblings':>10}{'array s':>10}{'simulated':>11}{'one by one':>12}{'speed-up':>10}"
+        f"{'layers':9}{'stages':>7}{'siblings':>10}{'array s':>10}{'simulated':>11}{'one by one':>12}{'speed-up':>10}"
         f"{'by torch s':>12}{'speed-up':>10}{'utilisation':>13}"
     )
     worst = {"speedup_vs_sequential": float("inf"), "utilisation": float("inf"), "simulation_error": 0.0}
@@ -301,15 +357,19 @@ def executed(cases: Sequence[Case], pairs: int) -> tuple[list[str], dict[str, fl
         ratios = sorted(alone / ours[0] for alone, ours in zip(found["alone"], found["array"], strict=True))
         speedup = statistics.median(ratios)
         lines.append(
-            f"{case.stages:7}{case.siblings:10}{whole:10.2f}{case.simulated:11.2f}"
+            f"{'real' if case.real else 'emulated':9}{case.stages:7}{case.siblings:10}{whole:10.2f}"
+            f"{case.simulated:11.2f}"
             f"{statistics.median(found['alone']):12.2f}{speedup:10.2f}{found['torch']:12.2f}"
             f"{found['torch'] / whole:10.2f}{busy:13.1%}"
         )
         error = computing / case.simulated - 1
         lines.append(
             f"        spread of the speed-up {ratios[0]:.2f} to {ratios[-1]:.2f}; from first to last computation "
-            f"{computing:.2f} s, {error:+.1%} of the simulation; one stage computes {case.work:.2f} s"
+            f"{computing:.2f} s, {error:+.1%} of the simulation; the busiest stage computes {case.work:.2f} s; "
+            f"simulated speed-up {case.simulated_one_by_one / case.simulated:.2f}"
         )
+        if case.real:
+            continue
         worst["speedup_vs_sequential"] = min(worst["speedup_vs_sequential"], speedup)
         worst["utilisation"] = min(worst["utilisation"], busy)
         worst["simulation_error"] = max(worst["simulation_error"], abs(error))
