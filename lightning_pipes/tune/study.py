@@ -75,13 +75,26 @@ def optimize_array(
     """
     if n_trials is not None and n_trials != 0:
         check_count("n_trials", n_trials)
+    return lead_or_follow(Board(), study, objective, lambda _: n_trials, array_size, timeout, catch, callbacks)
+
+
+def lead_or_follow(
+    board: Board,
+    study: Study | Callable[[], Study],
+    objective: Objective,
+    budget: Callable[[Study], int | None],
+    array_size: int,
+    timeout: float | None,
+    catch: type[Exception] | tuple[type[Exception], ...],
+    callbacks: Sequence[Callback],
+) -> Study:
+    """`optimize_array` on a board of the caller's, with a number of trials that depends on the study's."""
     array: JobArray[Any] = JobArray(array_size)
-    board = Board()
     if not board.leads:
         return _Follower(board, objective).run(array, study if isinstance(study, Study) else None)
-    leader = _Leader(board, objective, n_trials, timeout, catch, callbacks)
+    leader = _Leader(board, objective, timeout, catch, callbacks)
     try:
-        led = leader.run(array, study)
+        led = leader.run(array, study, budget)
     except BaseException as error:
         board.say("end", f"{type(error).__name__}: {error}")
         raise
@@ -97,14 +110,13 @@ class _Leader:
         self,
         board: Board,
         objective: Objective,
-        n_trials: int | None,
         timeout: float | None,
         catch: type[Exception] | tuple[type[Exception], ...],
         callbacks: Sequence[Callback],
     ) -> None:
         self._board = board
         self._objective = objective
-        self._left = n_trials
+        self._left: int | None = None
         self._until = None if timeout is None else time.monotonic() + timeout
         self._catch = catch
         self._callbacks = callbacks
@@ -112,12 +124,15 @@ class _Leader:
         self._error: BaseException | None = None
         self._over = False
 
-    def run(self, array: JobArray[Any], study: Study | Callable[[], Study]) -> Study:
+    def run(
+        self, array: JobArray[Any], study: Study | Callable[[], Study], budget: Callable[[Study], int | None]
+    ) -> Study:
         with storage_errors():
             self._study = study = study if isinstance(study, Study) else study()
             fail_dead_trials(study)
+            self._left = budget(study)
         study._stop_flag = False
-        with _in_loop(study):
+        with in_loop(study):
             try:
                 for outcome in array.run(self._jobs()):
                     self._board.say(f"ended/{outcome.index}", None)
@@ -138,7 +153,7 @@ class _Leader:
 
     def _job(self, index: int) -> Any:
         """One trial, in its sibling's thread; or nothing, if there is none to start any more."""
-        with _in_loop(self._study):
+        with in_loop(self._study):
             try:
                 with storage_errors():
                     trial = self._next()
@@ -157,9 +172,7 @@ class _Leader:
             return None
         if self._left is not None:
             self._left -= 1
-        trial = self._study.ask()
-        trial.set_user_attr(OWNER, _own_name())
-        return trial
+        return ask(self._study)
 
     def _shared(self, index: int, trial: Trial) -> ArrayTrial:
         return ArrayTrial(trial.number, self._study.directions, self._board, f"ended/{index}", trial)
@@ -172,16 +185,10 @@ class _Leader:
             raise error
         if trial is None:
             return
-        pruned = isinstance(error, optuna.TrialPruned)
-        state = None if error is None else TrialState.PRUNED if pruned else TrialState.FAIL
         with storage_errors():
-            frozen = self._study.tell(trial, outcome.value, state, skip_if_finished=True)
-        if error is None or pruned:
-            _log.info("trial %d %s: %s with %s", trial.number, frozen.state.name, frozen.values, frozen.params)
-        else:
-            _log.warning("trial %d FAIL with %s", trial.number, frozen.params, exc_info=error)
-            if not isinstance(error, self._catch):
-                self._error = self._error or error
+            frozen = tell(self._study, trial, outcome.value, error)
+        if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, self._catch):
+            self._error = self._error or error
         for callback in self._callbacks:
             callback(self._study, frozen)
 
@@ -224,6 +231,25 @@ def _try(objective: Objective, trial: ArrayTrial) -> Any:
         return objective(trial)
 
 
+def ask(study: Study) -> Trial:
+    """A new trial of this process."""
+    trial = study.ask()
+    trial.set_user_attr(OWNER, f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.2f}")
+    return trial
+
+
+def tell(study: Study, trial: Trial, value: Any, error: BaseException | None) -> FrozenTrial:
+    """Ends a trial by what its objective returned or raised; what is no number makes it fail."""
+    pruned = isinstance(error, optuna.TrialPruned)
+    state = None if error is None else TrialState.PRUNED if pruned else TrialState.FAIL
+    frozen = study.tell(trial, value if error is None else None, state, skip_if_finished=True)
+    if error is None or pruned:
+        _log.info("trial %d %s: %s with %s", trial.number, frozen.state.name, frozen.values, frozen.params)
+    else:
+        _log.warning("trial %d FAIL with %s", trial.number, frozen.params, exc_info=error)
+    return frozen
+
+
 def fail_dead_trials(study: Study) -> int:
     """How many trials were still running for processes of this host that have died; their parameters are queued again.
 
@@ -241,10 +267,6 @@ def fail_dead_trials(study: Study) -> int:
     return dead
 
 
-def _own_name() -> str:
-    return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.2f}"
-
-
 def _alive(owner: str) -> bool:
     """Whether the process of that name is running; one of another host may be."""
     host, pid, started = owner.rsplit(":", 2)
@@ -257,7 +279,7 @@ def _alive(owner: str) -> bool:
 
 
 @contextmanager
-def _in_loop(study: Study) -> Iterator[None]:
+def in_loop(study: Study) -> Iterator[None]:
     """In the block `study.stop()` is legal in this thread, for callbacks, samplers that have nothing left, and
     objectives."""
     local = study._thread_local
