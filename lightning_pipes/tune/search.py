@@ -209,18 +209,20 @@ class Search:
             yield trial, overrides
 
     def _launch(self, study: Study, batch: list[tuple[optuna.Trial, list[str]]]) -> None:
+        left = [trial for trial, _ in batch]
         try:
             jobs = [overrides for _, overrides in batch]
-            for (trial, _), returned in zip(batch, self._launcher.launch(jobs, batch[0][0].number), strict=True):
+            for returned in self._launcher.launch(jobs, left[0].number):
                 value, error = _outcome(returned)
                 if error is not None:
-                    self._errors[trial.number] = error
+                    self._errors[left[0].number] = error
                 with storage_errors():
-                    frozen = tell(study, trial, value, error)
+                    frozen = tell(study, left[0], value, error)
+                left.pop(0)
                 self._note(study, frozen)
         finally:
-            for trial, _ in batch:
-                study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+            for trial in left:
+                study.tell(trial, state=TrialState.FAIL)
 
 
 def _outcome(returned: JobReturn) -> tuple[Any, BaseException | None]:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,7 +36,14 @@ class Net(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
-def fit(lr: float, batch: int = 10, epochs: int = 3, width: int = 6, devices: int | None = None) -> float:
+def fit(
+    lr: float,
+    batch: int = 10,
+    epochs: int = 3,
+    width: int = 6,
+    devices: int | None = None,
+    callbacks: Sequence[pl.Callback] = (),
+) -> float:
     """The validation loss after training."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -48,7 +56,7 @@ def fit(lr: float, batch: int = 10, epochs: int = 3, width: int = 6, devices: in
         devices=devices or int(os.environ.get("WORLD_SIZE", "1")),
         strategy=PipelineStrategy("1f1b", microbatches=2),
         max_epochs=epochs,
-        callbacks=[OptunaPruning()],
+        callbacks=[OptunaPruning(), *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

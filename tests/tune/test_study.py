@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -13,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import optuna
 import pytest
+from lightning.pytorch.callbacks import Callback
 from optuna.pruners import HyperbandPruner, SuccessiveHalvingPruner
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -60,7 +61,7 @@ def test_trials_are_those_of_solo_runs_and_of_the_next_run(ranks: int) -> None:
         assert trials == results[0][0]
         assert [state for _, state, *_ in trials] == STATES
         finished = [values[0] for _, state, _, values, _ in trials if state == "COMPLETE"]
-        assert finished == alone if ranks == 1 else pytest.approx(alone)
+        assert finished == alone
     assert [called for *_, called in results] == ([8] + [0] * (ranks - 1)) * 2
 
 
@@ -91,7 +92,7 @@ def test_stop_and_maximal_trials() -> None:
         if trial.number == 3:
             study.stop()
 
-    assert len(optimize_array(new_study(), toy, None, 2, callbacks=[stop]).trials) == 5  # one was under way
+    assert len(optimize_array(new_study(), toy, None, 2, callbacks=[stop]).trials) == 4
     assert len(optimize_array(new_study(), toy, None, 1, callbacks=[MaxTrialsCallback(4, states=None)]).trials) == 4
     study = new_study()
 
@@ -196,29 +197,39 @@ def test_storage_that_vanishes(tmp_path: Path) -> None:
     assert states(kept)[:2] == ["COMPLETE"] * 2
 
 
+class Harm(Callback):
+    """What becomes of one rank in its second epoch."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1 and "killed" in self._kind:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.current_epoch == 1 and "fails" in self._kind:
+            raise KeyError("harm")
+
+
 def interrupted(rank: int, harm: str, storage: str) -> tuple[str, list[str]]:
     """Rank 0 owns a study, in which rank 0 or 1 comes to harm in trial 3."""
     logging.disable(logging.CRITICAL)
 
+    victim = rank == (0 if "rank 0" in harm else 1)
+
     def harmful(trial: BaseTrial) -> float:
         if trial.number == 3:
-            victim = 0 if "rank 0" in harm else 1
-            if rank == victim and "Ctrl-C" in harm:
+            if victim and "Ctrl-C" in harm:
                 signal.raise_signal(signal.SIGINT)
-            if rank == victim and "killed" in harm:
-                fit(0.01, epochs=1)
-                os.kill(os.getpid(), signal.SIGKILL)
-            if rank == victim and "fails" in harm:
-                raise KeyError("harm")
             if "differs" in harm:
                 trial.suggest_int(f"n{rank}", 0, 1)
+            return fit(0.01, callbacks=[Harm(harm)] if victim else [])
         return objective(trial)
 
     def make() -> optuna.Study:
         return new_study(storage=storage, study_name="s", load_if_exists=True)
 
     try:
-        optimize_array(make, harmful, 6, 3)
+        optimize_array(make, harmful, 6, 3, catch=ValueError)
     except BaseException as error:
         return f"{type(error).__name__}: {error}", []
     return "", []
@@ -240,8 +251,7 @@ def test_harm_leaves_a_study_to_go_on_with(harm: str, tmp_path: Path) -> None:
     elif "killed" in harm:
         assert "PeerFailure" in found["rank 0" in harm]
     elif harm == "differs":
-        assert "PlanError" in found[1] or "rank 0 calls 'suggest_int n0', rank 1 'suggest_int n1'" in found[0]
-        assert "suggest_int n1" in found[0] + found[1]
+        assert "rank 0 calls 'suggest_int n0', rank 1 'suggest_int n1'" in found[0]
     else:
         assert "SiblingFailure: sibling 3 failed on rank 1: KeyError" in found[0]
         assert found[1].startswith("StudyFailedError")
@@ -297,15 +307,19 @@ def script(folder: Path, *launcher: str) -> list[str]:
     return re.findall(r"pid \d+: (.*)", found.stdout)
 
 
-def test_every_launcher_gives_the_same_trials(tmp_path: Path) -> None:
-    said = []
-    for name, launcher in (("lightning", []), ("torchrun", ["torchrun", "--nproc-per-node=2"])):
-        (tmp_path / name).mkdir()
-        said += script(tmp_path / name, *launcher)
-        study = optuna.load_study(study_name="script", storage=f"sqlite:///{tmp_path}/{name}/study.db")
-        assert len(study.trials) == 6
-    assert len(said) == 4
-    assert all(a == b for a, b in itertools.pairwise(said))
+TORCHRUN = ["torchrun", "--nproc-per-node=2"]
+
+
+def six(rank: int) -> str:
+    return str(summary(optimize_array(new_study(), objective, 6, 3, catch=ValueError)))
+
+
+@pytest.mark.parametrize("launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_every_launcher_gives_the_same_trials(launcher: list[str], tmp_path: Path) -> None:
+    """Lightning starts the second process in the middle of the first trial; torchrun before."""
+    assert script(tmp_path, *launcher) == run_ranks(six, 2)
+    study = optuna.load_study(study_name="script", storage=f"sqlite:///{tmp_path}/study.db")
+    assert len(study.trials) == 6
 
 
 def test_private_names_of_optuna() -> None:
