@@ -4,6 +4,7 @@ which share one pipeline of two processes. Bad ones are pruned after an epoch or
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 
 import lightning as L
@@ -43,6 +44,7 @@ if __name__ == "__main__":  # each process runs this script
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--storage", help="such as sqlite:///study.db: to look at, and to go on with")
     arguments = parser.parse_args()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
 
     def make_study() -> optuna.Study:
         return optuna.create_study(

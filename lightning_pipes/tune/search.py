@@ -26,7 +26,7 @@ from lightning_pipes.ir import PlanError, check_count
 from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.space import distribution, suggest
 from lightning_pipes.tune.study import ask, fail_dead_trials, in_loop, lead_or_follow, tell
-from lightning_pipes.tune.trial import storage_errors
+from lightning_pipes.tune.trial import ArrayTrial, storage_errors, twin
 
 _log = logging.getLogger(__name__)
 
@@ -168,8 +168,12 @@ class Search:
 
     # ---- trials
 
-    def _job(self, array: Multirun, trial: BaseTrial) -> Any:
-        returned = array.job(trial.number, self._overrides(trial))
+    def _job(self, array: Multirun, trial: ArrayTrial) -> Any:
+        overrides = self._overrides(trial)
+        known = trial.twin() if self._settings["reuse"] else None
+        if known is not None:
+            return known.values
+        returned = array.job(trial.number, overrides)
         if trial.number in self._errors:
             raise self._errors[trial.number]
         return returned.return_value
@@ -206,7 +210,11 @@ class Search:
             with storage_errors():
                 trial = ask(study)
                 overrides = self._overrides(trial)
-            yield trial, overrides
+                known = twin(trial) if self._settings["reuse"] else None
+            if known is None:
+                yield trial, overrides
+            else:
+                self._note(study, tell(study, trial, known.values, None))
 
     def _launch(self, study: Study, batch: list[tuple[optuna.Trial, list[str]]]) -> None:
         left = [trial for trial, _ in batch]

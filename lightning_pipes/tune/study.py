@@ -16,7 +16,7 @@ import optuna
 import psutil
 from optuna import Study
 from optuna.storages import InMemoryStorage
-from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.trainer.array import JobArray, Outcome
@@ -30,7 +30,7 @@ OWNER = "lightning_pipes:owner"
 RETRY = "lightning_pipes:retry_of"
 """The user attribute of a trial that repeats one whose process has died: the number of that one."""
 
-Objective = Callable[[BaseTrial], Any]
+Objective = Callable[[ArrayTrial], Any]
 Callback = Callable[[Study, FrozenTrial], None]
 
 
@@ -135,7 +135,7 @@ class _Leader:
         with in_loop(study):
             try:
                 for outcome in array.run(self._jobs()):
-                    self._board.say(f"ended/{outcome.index}", None)
+                    self._board.say(_ended(outcome.index), None)
                     self._end(outcome)
             finally:
                 for trial in self._open.values():
@@ -175,7 +175,7 @@ class _Leader:
         return ask(self._study)
 
     def _shared(self, index: int, trial: Trial) -> ArrayTrial:
-        return ArrayTrial(trial.number, self._study.directions, self._board, f"ended/{index}", trial)
+        return ArrayTrial(trial.number, self._study.directions, self._board, _ended(index), trial)
 
     def _end(self, outcome: Outcome[Any]) -> None:
         """Tells the study how a trial has ended."""
@@ -194,7 +194,13 @@ class _Leader:
 
 
 class _Follower:
-    """Another rank: runs what rank 0 says."""
+    """Another rank: runs what rank 0 says.
+
+    Attributes:
+        patience: seconds for which rank 0 may go on with a trial that has failed here before the ranks had connections.
+    """
+
+    patience = 60.0
 
     def __init__(self, board: Board, objective: Objective) -> None:
         self._board = board
@@ -202,8 +208,9 @@ class _Follower:
         self._over = False
 
     def run(self, array: JobArray[Any], study: Study | None) -> Study:
-        for _ in array.run(self._jobs()):
-            pass  # what becomes of it is rank 0's business
+        for outcome in array.run(self._jobs()):  # what becomes of it is rank 0's business
+            if outcome.error is not None and array.shared.watch is None:
+                self._check_alike(outcome)
         end = self._board.hear("end")
         self._board.leave()
         if isinstance(end, str):
@@ -216,14 +223,27 @@ class _Follower:
                 return
             yield partial(self._job, index)
 
+    def _check_alike(self, outcome: Outcome[Any]) -> None:
+        """Raises the error of a trial that does not end on rank 0, which would wait for this rank for ever."""
+        assert outcome.error is not None
+        until = time.monotonic() + self.patience
+        self._board.hear(_ended(outcome.index), until=lambda: time.monotonic() > until)
+        if not self._board.said(_ended(outcome.index)):
+            raise outcome.error
+
     def _job(self, index: int) -> Any:
-        ended = f"ended/{index}"
+        ended = _ended(index)
         following = self._board.hear(f"next/{index}", until=lambda: self._board.said(ended))
         self._over = following is None
         if following is None:
             return None
         number, directions = following
         return _try(self._objective, ArrayTrial(number, directions, self._board, ended, None))
+
+
+def _ended(index: int) -> str:
+    """Where rank 0 says that a sibling has ended there."""
+    return f"ended/{index}"
 
 
 def _try(objective: Objective, trial: ArrayTrial) -> Any:

@@ -37,6 +37,7 @@ class OptunaSettings:
     n_trials: int = 20  # with those that have ended in an earlier run of the study
     timeout: float | None = None  # seconds after which no trial is started
     max_failure_rate: float = 0.0  # of the trials that have ended; above it no trial is started
+    reuse: bool = False  # a finished trial's values for one with the same parameters, which is not run then
     params: dict[str, Any] = field(default_factory=dict)  # sweeps; the command line has the last word
     custom_search_space: str | None = None  # a function (overrides, trial) that suggests more, by its dotted path
 

@@ -11,7 +11,7 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalChoiceType
 from optuna.exceptions import StorageInternalError
 from optuna.study import StudyDirection
-from optuna.trial import BaseTrial, Trial
+from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
 
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.array import SiblingFailure
@@ -101,6 +101,11 @@ class ArrayTrial(BaseTrial):
     def constraints(self) -> dict[str, float]:
         return dict(self._ask("constraints", lambda t: t.constraints))
 
+    def twin(self) -> FrozenTrial | None:
+        """A finished trial with the same parameters, or None; an objective may return its values."""
+        found: FrozenTrial | None = self._ask("twin", twin)
+        return found
+
     def _ask(self, what: str, ask: Callable[[Trial], Any]) -> Any:
         """The study's answer, or its exception; `what` is the same on all ranks."""
         self._calls += 1
@@ -121,6 +126,12 @@ class ArrayTrial(BaseTrial):
         if error is not None:
             raise error
         return answer
+
+
+def twin(trial: Trial) -> FrozenTrial | None:
+    """The first finished trial of the study that has the same parameters."""
+    done = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    return next((one for one in done if one.params == trial.params), None)
 
 
 def _answer(trial: Trial, ask: Callable[[Trial], Any]) -> tuple[Any, Exception | None]:

@@ -148,6 +148,14 @@ def test_a_failing_trial_ends_the_search_unless_told(tmp_path: Path) -> None:
     assert len([*(tmp_path / "out").glob("[0-9]*")]) == 6
 
 
+def test_what_is_known_is_not_run_again(tmp_path: Path) -> None:
+    arguments = [a for a in SEARCH if not a.startswith(("lr", "batch"))]
+    assert run_ranks(multirun, 2, str(tmp_path), *arguments, "lr=0.1,0.01", "hydra.sweeper.reuse=true") == ["", ""]
+    ran = losses(tmp_path / "out")
+    assert 2 <= len(ran) < 6
+    assert len(set(ran.values())) == 2
+
+
 def test_other_launchers_get_batches(tmp_path: Path) -> None:
     """Basic runs one job after another, in one process."""
     custom = ["hydra.sweeper.custom_search_space=tests.tune.app.custom"]

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer.array import current_sibling
 from lightning_pipes.tune.board import Board
-from lightning_pipes.tune.study import OWNER, RETRY, StudyFailedError
+from lightning_pipes.tune.study import OWNER, RETRY, StudyFailedError, _Follower
 from lightning_pipes.tune.trial import StorageLostError, current_trial
 from tests.launch.example import ROOT, environment
 from tests.tune.sweep import fit, new_study, objective, summary
@@ -222,6 +223,8 @@ def interrupted(rank: int, harm: str, storage: str) -> tuple[str, list[str]]:
                 signal.raise_signal(signal.SIGINT)
             if "differs" in harm:
                 trial.suggest_int(f"n{rank}", 0, 1)
+            if victim and "fails early" in harm:
+                raise KeyError("harm")
             return fit(0.01, callbacks=[Harm(harm)] if victim else [])
         return objective(trial)
 
@@ -236,7 +239,15 @@ def interrupted(rank: int, harm: str, storage: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "harm", ["Ctrl-C on rank 0", "rank 1 is killed", "rank 0 is killed", "rank 1 fails", "differs"]
+    "harm",
+    [
+        "Ctrl-C on rank 0",
+        "rank 1 is killed",
+        pytest.param("rank 0 is killed", marks=pytest.mark.slow),
+        pytest.param("rank 1 fails", marks=pytest.mark.slow),
+        "rank 1 fails early",
+        "differs",
+    ],
 )
 def test_harm_leaves_a_study_to_go_on_with(harm: str, tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path}/study.db"
@@ -260,6 +271,30 @@ def test_harm_leaves_a_study_to_go_on_with(harm: str, tmp_path: Path) -> None:
     resumed = optimize_array(study, toy_of_sweep, 3, 2)
     assert [t.number for t in resumed.trials if t.state == TrialState.RUNNING] == []
     assert len(resumed.get_trials(states=(TrialState.COMPLETE,))) >= len(finished)
+
+
+def apart(rank: int, flag: str) -> str:
+    """Trial 0 fails on rank 1 alone, before any rank trains."""
+
+    def one(trial: BaseTrial) -> float:
+        if rank:
+            Path(flag).touch()
+            raise KeyError("no such file")
+        while not Path(flag).exists():
+            time.sleep(0.01)
+        time.sleep(1.0)
+        return 1.0
+
+    _Follower.patience = 0.1
+    try:
+        optimize_array(new_study(), one, 1, 1)
+    except KeyError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_fails_alone_before_there_are_connections(tmp_path: Path) -> None:
+    assert run_ranks(apart, 2, str(tmp_path / "flag")) == ["", "'no such file'"]
 
 
 def toy_of_sweep(trial: BaseTrial) -> float:
