@@ -79,6 +79,7 @@ def test_minimal(tmp_path: Path) -> None:
     assert float(loss[1]) < 0.7  # 2.3 is chance
 
 
+@pytest.mark.slow
 def test_sweep(tmp_path: Path) -> None:
     """A search with pruning that goes on where it was, in the order of trials."""
     options = ["--trials", "6", "--epochs", "2", "--storage", "sqlite:///study.db"]
@@ -92,11 +93,13 @@ def test_sweep(tmp_path: Path) -> None:
     assert float(best[1]) < 1.0  # 2.3 is chance
 
 
-SWEEP = ["-m", "hydra/launcher=job_array", "hydra.launcher.array_size=2", "hydra.sweep.dir=sweep"]
+def sweep(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    array = ["hydra/launcher=job_array", "hydra.launcher.array_size=2", "hydra.sweep.dir=sweep"]
+    return run("train.py", cwd, "-m", "model=mlp", *SHORT["mlp"], *array, *overrides)
 
 
 def test_multirun(tmp_path: Path) -> None:
-    found = train(tmp_path, "mlp", *SWEEP, "optimizer.lr=1e-2,1e-3", "data.batch_size=16,32")
+    found = sweep(tmp_path, "optimizer.lr=1e-2,1e-3", "data.batch_size=16,32")
     assert found.returncode == 0, found.stdout + found.stderr
     assert {path.name for path in (tmp_path / "sweep").iterdir()} == {*"0123", "multirun.yaml"}
     assert found.stdout.count("\nloss ") == 4
@@ -110,7 +113,7 @@ def test_multirun(tmp_path: Path) -> None:
 def test_multirun_by_optuna(tmp_path: Path) -> None:
     search = ["hydra/sweeper=optuna", "hydra/sweeper/pruner=median", "hydra.sweeper.pruner.n_startup_trials=2"]
     space = ["hydra.sweeper.n_trials=6", "optimizer.lr=tag(log,interval(1e-4,1e-1))", "hydra.sweeper.sampler.seed=1"]
-    found = train(tmp_path, "mlp", *SWEEP, *search, *space, "trainer.max_epochs=2")
+    found = sweep(tmp_path, *search, *space, "trainer.max_epochs=2")
     assert found.returncode == 0, found.stdout + found.stderr
     assert "best_value" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
     assert found.stdout.count("PRUNED") >= 1

@@ -206,9 +206,8 @@ def script(folder: Path, launcher: list[str], arguments: list[str]) -> subproces
     )
 
 
-@pytest.mark.parametrize(
-    "launcher", [[sys.executable], pytest.param(["torchrun", "--nproc-per-node=2"], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[sys.executable], ["torchrun", "--nproc-per-node=2"]])
 def test_launchers(launcher: list[str], tmp_path: Path) -> None:
     """Processes that Lightning or torchrun starts join the one multirun, and make no directory of their own."""
     found = script(tmp_path, launcher, [a for a in SEARCH if a != "hydra.sweep.dir=out"])
