@@ -27,7 +27,7 @@ def objective(trial: optuna.trial.BaseTrial) -> float:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=PipelineStrategy("1f1b"),
+        strategy=PipelineStrategy("jap"),
         max_epochs=arguments.epochs,
         callbacks=[OptunaPruning("val_loss")],
         logger=False,
