@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -92,12 +93,12 @@ def new_study(**more: Any) -> optuna.Study:
 
 
 if __name__ == "__main__":
-    storage = sys.argv[1]
+    folder = Path(sys.argv[1])
     made = optimize_array(
-        lambda: new_study(storage=storage, study_name="script", load_if_exists=True),
+        lambda: new_study(storage=f"sqlite:///{folder}/study.db", study_name="script", load_if_exists=True),
         lambda trial: objective(trial, devices=2),
         n_trials=6,
         array_size=3,
         catch=ValueError,
     )
-    print(f"pid {os.getpid()}: {summary(made)}")
+    (folder / f"{os.getpid()}.said").write_text(str(summary(made)))
