@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from models import GPT, MLP, ResNetDigits
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_pipes import PipelineStrategy, TimelineLogger
+from lightning_pipes import OptunaPruning, PipelineStrategy, TimelineLogger
 from lightning_pipes.tune.messages import plain_errors
 
 MODELS: dict[str, type[L.LightningModule]] = {"gpt": GPT, "mlp": MLP, "resnet_digits": ResNetDigits}
@@ -60,10 +60,15 @@ def check(cfg: DictConfig) -> None:
         raise SystemExit(
             f"model={model} can't read data={data}: choose data={READS[model]}, or model={' or model='.join(others)}"
         )
-    if HydraConfig.get().mode == RunMode.MULTIRUN and cfg.trainer.devices != 1:
+    chosen = HydraConfig.get().runtime.choices
+    if (
+        HydraConfig.get().mode == RunMode.MULTIRUN
+        and chosen["hydra/launcher"] != "job_array"
+        and cfg.trainer.devices != 1
+    ):
         raise SystemExit(
             f"--multirun with trainer.devices={cfg.trainer.devices}: every process would start the whole sweep again; "
-            "set trainer.devices=1, or start the runs one by one"
+            "choose hydra/launcher=job_array, where the runs share one pipeline, or set trainer.devices=1"
         )
 
 
@@ -113,7 +118,7 @@ def main(cfg: DictConfig) -> float:
     trainer = L.Trainer(
         strategy=strategy,
         logger=CSVLogger(directory, name="metrics", version=attempt(directory / "metrics")),
-        callbacks=[checkpoint, speed, TimelineLogger(), *bar],
+        callbacks=[checkpoint, speed, TimelineLogger(), OptunaPruning("val_loss"), *bar],
         default_root_dir=directory,
         **cfg.trainer,
     )

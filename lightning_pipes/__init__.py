@@ -13,16 +13,28 @@ if TYPE_CHECKING:
     from lightning_pipes.trainer import PipelineStrategy, ScheduleTuner, TimelineLogger
     from lightning_pipes.trainer.array import JobArray
     from lightning_pipes.trainer.sharded import consolidate
+    from lightning_pipes.tune.pruning import OptunaPruning
+    from lightning_pipes.tune.study import optimize_array
 
 _WHERE = {
     "JobArray": "lightning_pipes.trainer.array",
+    "OptunaPruning": "lightning_pipes.tune.pruning",
     "PipelineStrategy": "lightning_pipes.trainer",
     "ScheduleTuner": "lightning_pipes.trainer",
     "TimelineLogger": "lightning_pipes.trainer",
     "consolidate": "lightning_pipes.trainer.sharded",
+    "optimize_array": "lightning_pipes.tune.study",
 }
 
-__all__ = ["JobArray", "PipelineStrategy", "ScheduleTuner", "TimelineLogger", "consolidate"]
+__all__ = [
+    "JobArray",
+    "OptunaPruning",
+    "PipelineStrategy",
+    "ScheduleTuner",
+    "TimelineLogger",
+    "consolidate",
+    "optimize_array",
+]
 __version__ = "0.1.0"
 
 

@@ -116,6 +116,7 @@ class Sibling(Generic[T]):
         self.trainer: pl.Trainer | None = None
         self._fn = fn
         self._windows = 0
+        self._meetings = 0
         self._failed = False
         self._ready: Callable[[], bool] = lambda: True
         self._task: Callable[[], None] | None = None
@@ -142,6 +143,16 @@ class Sibling(Generic[T]):
         """Returns when `ready()`; its turn goes on, and meanwhile this rank computes for others."""
         if self._runner.running and not ready():
             self._pause(ready)
+
+    def meet(self) -> None:
+        """Returns when all ranks have come here, so that calls that block find their like; a failure of this sibling
+        elsewhere ends it."""
+        board, shared = self.array.shared.board, self.array.shared
+        if board is not None:
+            self._meetings += 1
+            place = f"meetings/{self.index}/{self._meetings}"
+            board.set(f"{place}/{shared.rank}", "")
+            self.wait_until(lambda: bool(board.check([f"{place}/{rank}" for rank in range(shared.ranks)])))
 
     def fail(self, error: BaseException, where: str = "") -> None:
         """Tells the other ranks that it ends by `error`, unless they know."""

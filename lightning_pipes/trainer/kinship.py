@@ -16,6 +16,18 @@ Structure = dict[str, tuple[tuple[int, ...], str]]
 """Shape and type of every parameter, by name."""
 
 
+class KinshipError(PlanError):
+    """A sibling can't share the pipeline of the others.
+
+    Attributes:
+        first: the index of the sibling whose pipeline it is.
+    """
+
+    def __init__(self, text: str, first: int = 0) -> None:
+        super().__init__(text)
+        self.first = first
+
+
 def microbatches_among(wanted: Wanted, sibling: Sibling[object], ranks: int) -> Wanted:
     """What a sibling wants where it does not say: as many micro-batches as it takes, times the siblings that are under
     way at a time, to give every stage something to do."""
@@ -31,7 +43,7 @@ def decide_alike(
     """The decision for a sibling: the first one's cut, with the sibling's own schedule and micro-batches.
 
     Raises:
-        PlanError: its parameters or its stages are not those of the first.
+        KinshipError: its parameters or its stages are not those of the first.
     """
     own: Structure = {n: (tuple(p.shape), str(p.dtype)) for n, p in module.named_parameters()}
     facts = sibling.array.shared.facts
@@ -43,14 +55,16 @@ def decide_alike(
         return decision
     different = _difference(structure, own, first)
     if different:
-        raise PlanError(
+        raise KinshipError(
             f"sibling {sibling.index} of the array {different}; siblings share one pipeline, so they must have the "
-            "same layers and may differ in everything else. Run it in an array of its own"
+            "same layers and may differ in everything else. Run it in an array of its own",
+            first,
         )
     if plain.ranks != decision.ranks:
-        raise PlanError(
+        raise KinshipError(
             f"sibling {sibling.index} of the array has stages on ranks {plain.ranks} with schedule "
-            f"{plain.schedule.name!r}, sibling {first} on {decision.ranks}; give them the same schedule"
+            f"{plain.schedule.name!r}, sibling {first} on {decision.ranks}; give them the same schedule",
+            first,
         )
     return replace(
         decision, schedule=plain.schedule, microbatches=plain.microbatches, recompute=plain.recompute, seconds=None

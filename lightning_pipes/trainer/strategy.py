@@ -257,6 +257,7 @@ class PipelineStrategy(ParallelStrategy):
             self._control = self._make_control()
         else:
             self._watch = sibling.array.watch(self._make_watch, self.global_rank, self.world_size)
+            sibling.meet()
             self._control = sibling.array.control(self._make_control)
             sibling.trainer = self._trainer
             private.remove_progress_bars(self._trainer)

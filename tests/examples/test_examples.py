@@ -79,6 +79,46 @@ def test_minimal(tmp_path: Path) -> None:
     assert float(loss[1]) < 0.7  # 2.3 is chance
 
 
+@pytest.mark.slow
+def test_sweep(tmp_path: Path) -> None:
+    """A search with pruning that goes on where it was, in the order of trials."""
+    options = ["--trials", "6", "--epochs", "2", "--storage", "sqlite:///study.db"]
+    found = run("sweep.py", tmp_path, *options)
+    assert found.returncode == 0, found.stdout + found.stderr
+    states = re.findall(r"^ +(\d+) (COMPLETE|PRUNED) ", found.stdout, re.M)
+    assert [int(number) for number, _ in states] == list(range(6))
+    assert {state for _, state in states} == {"COMPLETE", "PRUNED"}
+    best = re.search(r"^best (\S+) with", found.stdout, re.M)
+    assert best is not None
+    assert float(best[1]) < 1.0  # 2.3 is chance
+
+
+def sweep(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    array = ["hydra/launcher=job_array", "hydra.launcher.array_size=2", "hydra.sweep.dir=sweep"]
+    return run("train.py", cwd, "-m", "model=mlp", *SHORT["mlp"], *array, *overrides)
+
+
+def test_multirun(tmp_path: Path) -> None:
+    found = sweep(tmp_path, "optimizer.lr=1e-2,1e-3", "data.batch_size=16,32")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert {path.name for path in (tmp_path / "sweep").iterdir()} == {*"0123", "multirun.yaml"}
+    assert found.stdout.count("\nloss ") == 4
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep"}
+    for job in "0123":
+        assert "val_loss" in (tmp_path / "sweep" / job / "metrics" / "metrics.csv").read_text()
+        assert len([*(tmp_path / "sweep" / job / "checkpoints").iterdir()]) == 2
+
+
+@pytest.mark.slow
+def test_multirun_by_optuna(tmp_path: Path) -> None:
+    search = ["hydra/sweeper=optuna", "hydra/sweeper/pruner=median", "hydra.sweeper.pruner.n_startup_trials=2"]
+    space = ["hydra.sweeper.n_trials=6", "optimizer.lr=tag(log,interval(1e-4,1e-1))", "hydra.sweeper.sampler.seed=1"]
+    found = sweep(tmp_path, *search, *space, "trainer.max_epochs=2")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "best_value" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
+    assert found.stdout.count("PRUNED") >= 1
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -87,7 +127,7 @@ def test_minimal(tmp_path: Path) -> None:
         (["data=digits"], "model=gpt can't read data=digits: choose data=stdlib, or model=mlp or model=resnet_digits"),
         pytest.param(
             ["-m", "seed=1,2"],
-            "--multirun with trainer.devices=2: every process would start the whole sweep again;",
+            "choose hydra/launcher=job_array, where the runs share one pipeline, or set trainer.devices=1",
             marks=SLOW,
         ),
     ],

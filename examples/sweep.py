@@ -1,0 +1,63 @@
+"""A search in plain Python: `python examples/sweep.py` tries sixteen settings on scikit-learn's digits, four at a time,
+which share one pipeline of two processes. Bad ones are pruned after an epoch or two."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+
+import lightning as L
+import optuna
+from data import Digits
+from models import ResNetDigits
+
+from lightning_pipes import OptunaPruning, PipelineStrategy, optimize_array
+
+
+def objective(trial: optuna.trial.BaseTrial) -> float:
+    """The validation loss; an ordinary objective, but for the strategy."""
+    L.seed_everything(0, verbose=False)
+    model = ResNetDigits(
+        channels=8,
+        lr=trial.suggest_float("lr", 1e-4, 1e-1, log=True),
+        weight_decay=trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True),
+    )
+    data = Digits(batch_size=trial.suggest_categorical("batch_size", [32, 64, 128]))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineStrategy("jap"),
+        max_epochs=arguments.epochs,
+        callbacks=[OptunaPruning("val_loss")],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, data)
+    return float(trainer.callback_metrics["val_loss"])
+
+
+if __name__ == "__main__":  # each process runs this script
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--storage", help="such as sqlite:///study.db: to look at, and to go on with")
+    arguments = parser.parse_args()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+
+    def make_study() -> optuna.Study:
+        return optuna.create_study(
+            study_name="digits",
+            storage=arguments.storage,
+            load_if_exists=True,
+            sampler=optuna.samplers.TPESampler(seed=0),
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=4),
+        )
+
+    study = optimize_array(make_study, objective, n_trials=arguments.trials, array_size=4)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for t in study.trials:
+            value = "" if t.value is None else f"{t.value:.3f}"
+            print(f"{t.number:3} {t.state.name:8} {value:6} {t.params}")
+        print(f"best {study.best_value:.3f} with {study.best_params}")

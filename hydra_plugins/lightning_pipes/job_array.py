@@ -1,0 +1,35 @@
+"""`hydra/launcher=job_array`: the jobs of a multirun share one pipeline.
+
+No `from __future__ import annotations` here: Hydra runs this module before it is in sys.modules.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from lightning_pipes.tune import sweep_settings
+
+sweep_settings.register_launcher()
+
+
+class JobArrayLauncher(Launcher):
+    """Attributes: multirun, from `setup` on, is what runs the jobs."""
+
+    def __init__(self, array_size: int) -> None:
+        self.array_size = array_size
+        self.multirun: Any = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from lightning_pipes.tune.multirun import (
+            Multirun,
+        )  # torch is imported here, and not when Hydra looks for plugins
+
+        self.multirun = Multirun(hydra_context, task_function, config, self.array_size)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        returns: Sequence[JobReturn] = self.multirun.launch(job_overrides, initial_job_idx)
+        return returns

@@ -1,0 +1,34 @@
+"""`hydra/sweeper=optuna`: Optuna says which jobs a multirun has.
+
+No `from __future__ import annotations` here: Hydra runs this module before it is in sys.modules.
+"""
+
+from typing import Any
+
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from lightning_pipes.tune import sweep_settings
+
+sweep_settings.register_sweeper()
+
+
+class OptunaSweeper(Sweeper):
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+        self._search: Any = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from hydra.core.plugins import Plugins
+
+        from lightning_pipes.tune.search import Search  # Optuna is imported here, and not when Hydra looks for plugins
+
+        self.hydra_context, self.config = hydra_context, config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+        self._search = Search(self._settings, hydra_context, config, self.launcher)
+
+    def sweep(self, arguments: list[str]) -> Any:
+        return self._search.run(arguments)

@@ -1,0 +1,180 @@
+"""The jobs of a Hydra multirun as the siblings of an array, on every rank."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra.core.utils import JobReturn, JobStatus, configure_log, env_override, filter_overrides, run_job, setup_globals
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from lightning_pipes.ir import PlanError
+from lightning_pipes.trainer.array import JobArray, current_sibling
+from lightning_pipes.trainer.kinship import KinshipError
+from lightning_pipes.tune.board import Board
+from lightning_pipes.tune.own_hydra import own_hydra, own_logging
+
+_log = logging.getLogger(__name__)
+
+
+class Multirun:
+    """What `hydra/launcher=job_array` does. Every rank makes one, and runs all jobs.
+
+    Rank 0 writes the sweep's directory; the others add a log file to a job's, if they log anything.
+
+    Args:
+        config: of the whole multirun; on other ranks than 0 its directory becomes a temporary one, for the sweeper.
+
+    Attributes:
+        errors: what jobs raised, by their number.
+
+    Raises:
+        PlanError: the configuration needs a process for each job.
+    """
+
+    def __init__(
+        self, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig, array_size: int
+    ) -> None:
+        self.array_size = array_size
+        self.config = config
+        self.errors: dict[int, BaseException] = {}
+        self._context = hydra_context
+        self._task = task_function
+        self._overrides: dict[int, list[str]] = {}  # of each sibling, by its index
+        setup_globals()
+        _check_process(config, config)
+        self.board = board = Board()
+        if board.leads:
+            board.say("sweep", (str(Path(config.hydra.sweep.dir).resolve()), str(config.hydra.job.name)))
+        self._folder, self._name = board.hear("sweep")
+        if not board.leads:
+            self._elsewhere = tempfile.TemporaryDirectory(prefix="lightning_pipes_")
+            with read_write(config), open_dict(config):
+                config.hydra.sweep.dir = self._elsewhere.name
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        """How the jobs ended, in their order; all failures are logged."""
+        numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
+        jobs = [partial(self.job, n, overrides) for n, overrides in zip(numbers, job_overrides, strict=True)]
+        returns: dict[int, JobReturn] = {}
+        with self.siblings():
+            self._say("%d jobs share a pipeline, %d at a time", len(jobs), self.array_size)
+            array: JobArray[JobReturn] = JobArray(self.array_size)
+            for outcome in array.run(jobs):
+                number = numbers[outcome.index]
+                returns[number] = outcome.value or _failed(
+                    self.note(number, outcome.error), job_overrides[outcome.index]
+                )
+        failed = [n for n in numbers if n in self.errors]
+        if failed:
+            lines = [f"#{n} {' '.join(job_overrides[n - initial_job_idx])}: {_text(self.errors[n])}" for n in failed]
+            self._say("%d of %d jobs failed:\n\t%s", len(failed), len(jobs), "\n\t".join(lines))
+        return [returns[n] for n in numbers]
+
+    @contextmanager
+    def siblings(self) -> Iterator[None]:
+        """Around an array whose siblings are jobs."""
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        if self.board.leads:
+            Path(self._folder).mkdir(parents=True, exist_ok=True)
+        with env_override(dict(self.config.hydra.job.env_set)), own_hydra():
+            yield
+
+    def job(self, number: int, overrides: Sequence[str]) -> JobReturn:
+        """Runs a job; called by its sibling. What it raises is in `errors`, and in what is returned."""
+        try:
+            return self._job(number, overrides)
+        except BaseException as error:
+            self.note(number, error)
+            raise
+
+    def note(self, number: int, error: BaseException | None) -> BaseException:
+        """Keeps the first error of a job, and returns it."""
+        assert error is not None
+        return self.errors.setdefault(number, error)
+
+    def _job(self, number: int, overrides: Sequence[str]) -> JobReturn:
+        sibling = current_sibling()
+        assert sibling is not None, "jobs are run by the siblings of an array"
+        self._overrides[sibling.index] = list(overrides)
+        config = self._context.config_loader.load_sweep_config(self.config, list(overrides))
+        _check_process(config, self.config)
+        with read_write(config), open_dict(config):
+            config.hydra.job.id = str(number)
+            config.hydra.job.num = number
+            config.hydra.job.name = self._name
+            config.hydra.job.env_set = {}
+            config.hydra.sweep.dir = self._folder
+            config.hydra.runtime.output_dir = str(Path(self._folder) / str(config.hydra.sweep.subdir))
+            if not self.board.leads:
+                config.hydra.output_subdir = None
+        self._say("\t#%d : %s", number, " ".join(filter_overrides(list(overrides))))
+        Path(config.hydra.runtime.output_dir).mkdir(parents=True, exist_ok=True)
+        with own_logging(config.hydra.job_logging, "" if self.board.leads else f".rank{self.board.rank}"):
+            return run_job(
+                hydra_context=self._context,
+                task_function=partial(self._run, number),
+                config=config,
+                job_dir_key="hydra.sweep.dir",
+                job_subdir_key="hydra.sweep.subdir",
+                configure_logging=False,
+            )
+
+    def _say(self, text: str, *values: object) -> None:
+        if self.board.leads:
+            _log.info(text, *values)
+
+    def _run(self, number: int, config: DictConfig) -> Any:
+        try:
+            return self._task(config)
+        except KinshipError as error:
+            sibling = current_sibling()
+            assert sibling is not None
+            own, first = self._overrides[sibling.index], self._overrides[error.first]
+            told = KinshipError(f"{error}. {_difference(own, first)}", error.first)
+            self.note(number, told)
+            raise told from error
+        except BaseException as error:
+            self.note(number, error)
+            raise
+
+
+def _check_process(config: DictConfig, outside: DictConfig) -> None:
+    """Raises PlanError where a job would change what its process has once."""
+    chdir = config.hydra.job.chdir
+    if chdir or (chdir is None and not version.base_at_least("1.2")):
+        raise PlanError(
+            "hydra/launcher=job_array runs jobs side by side in one process, which has one working directory: set "
+            "hydra.job.chdir=false, and use ${hydra:runtime.output_dir} for paths"
+        )
+    own, first = (OmegaConf.to_container(c.hydra.job.env_set, resolve=True) for c in (config, outside))
+    if own != first:
+        raise PlanError(
+            "hydra/launcher=job_array runs jobs side by side in one process, which has one environment, so "
+            f"hydra.job.env_set must be the same for all: one has {own}, the multirun {first}"
+        )
+
+
+def _difference(own: Sequence[str], first: Sequence[str]) -> str:
+    mine = [o for o in own if o not in first]
+    others = [o for o in first if o not in own]
+    return f"Its overrides differ by {' '.join(mine) or 'nothing'}, there {' '.join(others) or 'nothing'}"
+
+
+def _failed(error: BaseException, overrides: Sequence[str]) -> JobReturn:
+    """The return of a job whose error Hydra does not keep, as SystemExit."""
+    kept = error if isinstance(error, Exception) else RuntimeError(_text(error))
+    result = JobReturn(overrides=list(overrides), status=JobStatus.FAILED)
+    result.return_value = kept
+    return result
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

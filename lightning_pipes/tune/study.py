@@ -1,0 +1,335 @@
+"""Optuna studies whose trials are the siblings of a job array."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import optuna
+import psutil
+from optuna import Study
+from optuna.storages import InMemoryStorage
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from lightning_pipes.ir import PipelineError, check_count
+from lightning_pipes.trainer.array import JobArray, Outcome
+from lightning_pipes.tune.board import Board
+from lightning_pipes.tune.trial import ArrayTrial, StorageLostError, as_current, storage_errors
+
+_log = logging.getLogger(__name__)
+
+OWNER = "lightning_pipes:owner"
+"""The user attribute of a trial that says which process runs it."""
+RETRY = "lightning_pipes:retry_of"
+"""The user attribute of a trial that repeats one whose process has died: the number of that one."""
+
+Objective = Callable[[ArrayTrial], Any]
+Callback = Callable[[Study, FrozenTrial], None]
+
+
+class StudyFailedError(PipelineError):
+    """The study has ended on rank 0 by an error; the message says which."""
+
+
+def optimize_array(
+    study: Study | Callable[[], Study],
+    objective: Objective,
+    n_trials: int | None,
+    array_size: int,
+    timeout: float | None = None,
+    catch: type[Exception] | tuple[type[Exception], ...] = (),
+    callbacks: Sequence[Callback] = (),
+) -> Study:
+    """`study.optimize` with `array_size` trials at a time, which share one pipeline.
+
+    `objective` is an ordinary objective, with a `Trainer.fit` with a PipelineStrategy in it. All ranks call this, run
+    all trials, and get rank 0's parameters and decisions to prune. A trial that ends makes place for the next one at
+    once. Which one ends first follows the order of their batches and not the clock, so that a seeded sampler gives the
+    same trials again.
+
+    Trials that a process which has died left behind fail, and their parameters are tried again first.
+
+    Args:
+        study: rank 0's is used; nobody else writes to its storage. A function that makes it is called by rank 0 alone.
+        n_trials: to start, besides those that the study has; None for as many as there is time for, or until
+            `study.stop()`.
+        timeout: seconds after which no trial is started; those under way go on.
+        catch: errors of an objective after which the study goes on. After another one no trial is started, and it is
+            raised when those under way have ended. One on another rank than 0 is a SiblingFailure.
+        callbacks: called on rank 0 after each trial, in its order.
+
+    Returns:
+        The study, on every rank with all trials.
+
+    Raises:
+        PlanError: a count is not positive, or there is no way for the ranks to talk to each other before they train.
+        StorageLostError: the storage failed; trials that had ended are in it.
+        StudyFailedError: on the other ranks, what rank 0 raises.
+    """
+    if n_trials is not None and n_trials != 0:
+        check_count("n_trials", n_trials)
+    return lead_or_follow(Board(), study, objective, lambda _: n_trials, array_size, timeout, catch, callbacks)
+
+
+def lead_or_follow(
+    board: Board,
+    study: Study | Callable[[], Study],
+    objective: Objective,
+    budget: Callable[[Study], int | None],
+    array_size: int,
+    timeout: float | None,
+    catch: type[Exception] | tuple[type[Exception], ...],
+    callbacks: Sequence[Callback],
+) -> Study:
+    """`optimize_array` on a board of the caller's, with a number of trials that depends on the study's."""
+    array: JobArray[Any] = JobArray(array_size)
+    if not board.leads:
+        return _Follower(board, objective).run(array, study if isinstance(study, Study) else None)
+    leader = _Leader(board, objective, timeout, catch, callbacks)
+    try:
+        led = leader.run(array, study, budget)
+    except BaseException as error:
+        board.say("end", f"{type(error).__name__}: {error}")
+        raise
+    board.say("end", (led.study_name, led.directions, led.user_attrs, led.get_trials(deepcopy=False)))
+    board.leave()
+    return led
+
+
+class _Leader:
+    """Rank 0: owns the study, and says what is tried."""
+
+    def __init__(
+        self,
+        board: Board,
+        objective: Objective,
+        timeout: float | None,
+        catch: type[Exception] | tuple[type[Exception], ...],
+        callbacks: Sequence[Callback],
+    ) -> None:
+        self._board = board
+        self._objective = objective
+        self._left: int | None = None
+        self._until = None if timeout is None else time.monotonic() + timeout
+        self._catch = catch
+        self._callbacks = callbacks
+        self._open: dict[int, Trial] = {}
+        self._error: BaseException | None = None
+        self._over = False
+
+    def run(
+        self, array: JobArray[Any], study: Study | Callable[[], Study], budget: Callable[[Study], int | None]
+    ) -> Study:
+        with storage_errors():
+            self._study = study = study if isinstance(study, Study) else study()
+            fail_dead_trials(study)
+            self._left = budget(study)
+        study._stop_flag = False
+        with in_loop(study):
+            try:
+                for outcome in array.run(self._jobs()):
+                    self._board.say(_ended(outcome.index), None)
+                    self._end(outcome)
+            finally:
+                for trial in self._open.values():
+                    with suppress(StorageLostError), storage_errors():
+                        study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+        if self._error is not None:
+            raise self._error
+        return study
+
+    def _jobs(self) -> Iterator[Callable[[], Any]]:
+        for index in itertools.count():
+            if self._over:
+                return
+            yield partial(self._job, index)
+
+    def _job(self, index: int) -> Any:
+        """One trial, in its sibling's thread; or nothing, if there is none to start any more."""
+        with in_loop(self._study):
+            try:
+                with storage_errors():
+                    trial = self._next()
+                self._over = trial is None
+                self._board.say(f"next/{index}", None if trial is None else (trial.number, self._study.directions))
+                if trial is None:
+                    return None
+                self._open[index] = trial
+                return _try(self._objective, self._shared(index, trial))
+            finally:
+                self._study._storage.remove_session()  # of this thread
+
+    def _next(self) -> Trial | None:
+        late = self._until is not None and time.monotonic() >= self._until
+        if self._study._stop_flag or self._error is not None or self._left == 0 or late:
+            return None
+        if self._left is not None:
+            self._left -= 1
+        return ask(self._study)
+
+    def _shared(self, index: int, trial: Trial) -> ArrayTrial:
+        return ArrayTrial(trial.number, self._study.directions, self._board, _ended(index), trial)
+
+    def _end(self, outcome: Outcome[Any]) -> None:
+        """Tells the study how a trial has ended."""
+        trial = self._open.pop(outcome.index, None)
+        error = outcome.error
+        if isinstance(error, StorageLostError) or (trial is None and error is not None):
+            raise error
+        if trial is None:
+            return
+        with storage_errors():
+            frozen = tell(self._study, trial, outcome.value, error)
+        if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, self._catch):
+            self._error = self._error or error
+        for callback in self._callbacks:
+            callback(self._study, frozen)
+
+
+class _Follower:
+    """Another rank: runs what rank 0 says.
+
+    Attributes:
+        patience: seconds for which rank 0 may go on with a trial that has failed here before the ranks had connections.
+    """
+
+    patience = 60.0
+
+    def __init__(self, board: Board, objective: Objective) -> None:
+        self._board = board
+        self._objective = objective
+        self._over = False
+
+    def run(self, array: JobArray[Any], study: Study | None) -> Study:
+        for outcome in array.run(self._jobs()):  # what becomes of it is rank 0's business
+            if outcome.error is not None and array.shared.watch is None:
+                self._check_alike(outcome)
+        end = self._board.hear("end")
+        self._board.leave()
+        if isinstance(end, str):
+            raise StudyFailedError(f"the study has ended on rank 0: {end}")
+        return _with_trials(study, *end)
+
+    def _jobs(self) -> Iterator[Callable[[], Any]]:
+        for index in itertools.count():
+            if self._over:
+                return
+            yield partial(self._job, index)
+
+    def _check_alike(self, outcome: Outcome[Any]) -> None:
+        """Raises the error of a trial that does not end on rank 0, which would wait for this rank for ever."""
+        assert outcome.error is not None
+        until = time.monotonic() + self.patience
+        self._board.hear(_ended(outcome.index), until=lambda: time.monotonic() > until)
+        if not self._board.said(_ended(outcome.index)):
+            raise outcome.error
+
+    def _job(self, index: int) -> Any:
+        ended = _ended(index)
+        following = self._board.hear(f"next/{index}", until=lambda: self._board.said(ended))
+        self._over = following is None
+        if following is None:
+            return None
+        number, directions = following
+        return _try(self._objective, ArrayTrial(number, directions, self._board, ended, None))
+
+
+def _ended(index: int) -> str:
+    """Where rank 0 says that a sibling has ended there."""
+    return f"ended/{index}"
+
+
+def _try(objective: Objective, trial: ArrayTrial) -> Any:
+    with as_current(trial):
+        return objective(trial)
+
+
+def ask(study: Study) -> Trial:
+    """A new trial of this process."""
+    trial = study.ask()
+    trial.set_user_attr(OWNER, f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.2f}")
+    return trial
+
+
+def tell(study: Study, trial: Trial, value: Any, error: BaseException | None) -> FrozenTrial:
+    """Ends a trial by what its objective returned or raised; what is no number makes it fail."""
+    pruned = isinstance(error, optuna.TrialPruned)
+    state = None if error is None else TrialState.PRUNED if pruned else TrialState.FAIL
+    frozen = study.tell(trial, value if error is None else None, state, skip_if_finished=True)
+    if error is None or pruned:
+        _log.info("trial %d %s: %s with %s", trial.number, frozen.state.name, frozen.values, frozen.params)
+    else:
+        _log.warning("trial %d FAIL with %s", trial.number, frozen.params, exc_info=error)
+    return frozen
+
+
+def fail_dead_trials(study: Study) -> int:
+    """How many trials were still running for processes of this host that have died; their parameters are queued again.
+
+    They would also repel the sampler, and heartbeats, which Optuna has for this, need its own `optimize`.
+    """
+    dead = 0
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        if OWNER in trial.user_attrs and not _alive(trial.user_attrs[OWNER]):
+            study.tell(trial.number, state=TrialState.FAIL)
+            if trial.params:
+                study.enqueue_trial(trial.params, user_attrs={RETRY: trial.number})
+            dead += 1
+    if dead:
+        _log.info("%d trial(s) of a process that has died are tried again", dead)
+    return dead
+
+
+def _alive(owner: str) -> bool:
+    """Whether the process of that name is running; one of another host may be."""
+    host, pid, started = owner.rsplit(":", 2)
+    if host != socket.gethostname():
+        return True
+    try:
+        return abs(psutil.Process(int(pid)).create_time() - float(started)) < 1.0
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def in_loop(study: Study) -> Iterator[None]:
+    """In the block `study.stop()` is legal in this thread, for callbacks, samplers that have nothing left, and
+    objectives."""
+    local = study._thread_local
+    before, local.in_optimize_loop = local.in_optimize_loop, True
+    try:
+        yield
+    finally:
+        local.in_optimize_loop = before
+
+
+def _with_trials(study: Study | None, name: str, directions: Any, user_attrs: Any, trials: Any) -> Study:
+    """A study with rank 0's trials: `study` itself, unless it reads them in their storage."""
+    if study is not None and not isinstance(study._storage, InMemoryStorage):
+        return study
+    with _silent():
+        made = optuna.create_study(study_name=name, directions=directions)
+    made.add_trials(trials)
+    for key, value in user_attrs.items():
+        made.set_user_attr(key, value)
+    if study is None:
+        return made
+    study._storage, study._study_id = made._storage, made._study_id
+    return study
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)

@@ -1,0 +1,155 @@
+"""What `hydra/launcher=job_array` and `hydra/sweeper=optuna` can be told: a mistyped key or type stops before anything
+runs. Torch and Optuna are not imported: Hydra loads this at the start of every app in the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+_PLUGINS = "hydra_plugins.lightning_pipes"
+
+
+@dataclass
+class JobArraySettings:
+    """Jobs of a multirun as siblings that share one pipeline."""
+
+    _target_: str = f"{_PLUGINS}.job_array.JobArrayLauncher"
+    array_size: int = 4  # jobs at a time; as many as stages keep all stages busy
+
+
+@dataclass
+class OptunaSettings:
+    """A search by Optuna; what is searched is written as sweeps, as in `optimizer.lr=tag(log,interval(1e-4,1e-1))`."""
+
+    _target_: str = f"{_PLUGINS}.optuna_sweeper.OptunaSweeper"
+    _recursive_: bool = False
+    defaults: list[Any] = field(default_factory=lambda: ["_self_", {"sampler": "tpe"}, {"pruner": "none"}])
+    sampler: Any = MISSING
+    pruner: Any = MISSING
+    direction: Any = "minimize"  # or maximize, or a list, one for each value that the job returns
+    storage: str | None = (
+        None  # an URL such as sqlite:///study.db, or a journal file such as study.log; null: in memory
+    )
+    study_name: str | None = None
+    n_trials: int = 20  # with those that have ended in an earlier run of the study
+    timeout: float | None = None  # seconds after which no trial is started
+    max_failure_rate: float = 0.0  # of the trials that have ended; above it no trial is started
+    reuse: bool = False  # a finished trial's values for one with the same parameters, which is not run then
+    params: dict[str, Any] = field(default_factory=dict)  # sweeps; the command line has the last word
+    custom_search_space: str | None = None  # a function (overrides, trial) that suggests more, by its dotted path
+
+
+@dataclass
+class SamplerSettings:
+    """A sampler of Optuna's."""
+
+    _target_: str = MISSING
+    seed: int | None = None  # the same trials again; a study that goes on draws others
+
+
+@dataclass
+class TPESettings(SamplerSettings):
+    _target_: str = "optuna.samplers.TPESampler"
+    n_startup_trials: int = 10
+    multivariate: bool | None = None
+    group: bool = False
+    constant_liar: bool = True
+
+
+@dataclass
+class GPSettings(SamplerSettings):
+    _target_: str = "optuna.samplers.GPSampler"
+    n_startup_trials: int = 10
+    deterministic_objective: bool = False
+
+
+@dataclass
+class NSGAIISettings(SamplerSettings):
+    _target_: str = "optuna.samplers.NSGAIISampler"
+    population_size: int = 50
+
+
+@dataclass
+class RandomSettings(SamplerSettings):
+    _target_: str = "optuna.samplers.RandomSampler"
+
+
+@dataclass
+class QMCSettings(SamplerSettings):
+    _target_: str = "optuna.samplers.QMCSampler"
+    qmc_type: str = "sobol"  # or halton
+    scramble: bool = False
+
+
+@dataclass
+class BruteForceSettings(SamplerSettings):
+    """Every combination once."""
+
+    _target_: str = "optuna.samplers.BruteForceSampler"
+
+
+@dataclass
+class NoPrunerSettings:
+    _target_: str = "optuna.pruners.NopPruner"
+
+
+@dataclass
+class MedianSettings:
+    _target_: str = "optuna.pruners.MedianPruner"
+    n_startup_trials: int = 5
+    n_warmup_steps: int = 0
+    interval_steps: int = 1
+
+
+@dataclass
+class HyperbandSettings:
+    _target_: str = "optuna.pruners.HyperbandPruner"
+    min_resource: int = 1
+    max_resource: Any = "auto"
+    reduction_factor: int = 3
+
+
+@dataclass
+class SuccessiveHalvingSettings:
+    """ASHA."""
+
+    _target_: str = "optuna.pruners.SuccessiveHalvingPruner"
+    min_resource: Any = "auto"
+    reduction_factor: int = 4
+    min_early_stopping_rate: int = 0
+
+
+SAMPLERS: dict[str, type] = {
+    "tpe": TPESettings,
+    "gp": GPSettings,
+    "nsgaii": NSGAIISettings,
+    "random": RandomSettings,
+    "qmc": QMCSettings,
+    "brute_force": BruteForceSettings,
+}
+PRUNERS: dict[str, type] = {
+    "none": NoPrunerSettings,
+    "median": MedianSettings,
+    "hyperband": HyperbandSettings,
+    "asha": SuccessiveHalvingSettings,
+}
+
+
+def register_launcher() -> None:
+    """Adds `hydra/launcher=job_array`."""
+    _store("hydra/launcher", {"job_array": JobArraySettings})
+
+
+def register_sweeper() -> None:
+    """Adds `hydra/sweeper=optuna` with its samplers and pruners."""
+    _store("hydra/sweeper", {"optuna": OptunaSettings})
+    _store("hydra/sweeper/sampler", SAMPLERS)
+    _store("hydra/sweeper/pruner", PRUNERS)
+
+
+def _store(group: str, nodes: dict[str, type]) -> None:
+    for name, node in nodes.items():
+        ConfigStore.instance().store(group=group, name=name, node=node, provider="lightning_pipes")

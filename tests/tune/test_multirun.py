@@ -1,0 +1,293 @@
+"""A Hydra multirun as one array: the same losses as solo runs, one directory, nobody's failure is another's."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import yaml
+from hydra import compose, initialize
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.utils import get_class, instantiate
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+from lightning_pipes.ir import PlanError
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.tune import sweep_settings
+from lightning_pipes.tune.search import open_storage
+from lightning_pipes.tune.space import distribution
+from tests.launch.example import environment
+from tests.tune import app
+from tests.tune.sweep import fit
+
+ARRAY = ["hydra/launcher=job_array", "hydra.launcher.array_size=3", "hydra.sweep.dir=out"]
+SEARCH = [
+    *ARRAY,
+    "hydra/sweeper=optuna",
+    "hydra.sweeper.n_trials=6",
+    "hydra.sweeper.sampler.seed=1",
+    "hydra/sweeper/pruner=median",
+    "hydra.sweeper.pruner.n_startup_trials=2",
+    "hydra.sweeper.study_name=s",
+    "lr=tag(log,interval(1e-4,1e-1))",
+    "batch=5,10",
+]
+
+
+def multirun(rank: int, folder: str, *arguments: str) -> str:
+    """Runs the app; what it raises."""
+    os.chdir(folder)
+    sys.argv = ["app", "-m", f"devices={os.environ['WORLD_SIZE']}", *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    logging.getLogger("lightning_pipes.tune").setLevel(logging.CRITICAL if rank else logging.INFO)
+    try:
+        app.main()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def losses(folder: Path, log: str = "app.log") -> dict[int, float]:
+    """What jobs log at their end, from the directory of each."""
+    found = {}
+    for path in sorted(folder.glob(f"[0-9]*/{log}")):
+        said = re.findall(r"job (\d+) ends with (\S+)", path.read_text())
+        found.update({int(job): float(loss) for job, loss in said})
+        assert {job for job, _ in said} <= {path.parent.name}, "a line went to the log of another job"
+    return found
+
+
+def solo(rank: int, overrides: list[dict[str, Any]]) -> list[float]:
+    return [fit(**{"epochs": 2, **kwargs}) for kwargs in overrides]
+
+
+def overrides_of(folder: Path, job: int) -> dict[str, Any]:
+    given = yaml.safe_load((folder / str(job) / ".hydra" / "overrides.yaml").read_text())
+    pairs = dict(text.split("=") for text in given)
+    return {"lr": float(pairs["lr"]), "batch": int(pairs["batch"])}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_losses_of_solo_runs(ranks: int, tmp_path: Path) -> None:
+    said = run_ranks(multirun, ranks, str(tmp_path), *ARRAY, "lr=0.1,0.01", "batch=5,10", timeout=90)
+    assert said == [""] * ranks
+    out = tmp_path / "out"
+    found = losses(out)
+    alone = run_ranks(solo, ranks, [overrides_of(out, job) for job in range(4)])[0]
+    assert [found[job] for job in range(4)] == alone
+    assert losses(out, "app.rank1.log") == (found if ranks == 2 else {})
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+    assert {p.name for p in out.iterdir()} == {"0", "1", "2", "3", "multirun.yaml"}
+    assert yaml.safe_load((out / "2" / ".hydra" / "hydra.yaml").read_text())["hydra"]["job"]["num"] == 2
+
+
+def test_failures_are_told_and_their_own(tmp_path: Path) -> None:
+    """A job that raises, one that leaves and one with other layers: the others end as they would."""
+    said = run_ranks(multirun, 2, str(tmp_path), *ARRAY, "fail=value,exit,''", "width=6,7", timeout=90)
+    assert said == ["ValueError: job 0 fails"] * 2
+    assert sorted(losses(tmp_path / "out")) == [4]
+    (tmp_path / "again").mkdir()
+    zero, _ = run_ranks(multirun, 2, str(tmp_path / "again"), *ARRAY, "width=6,7", "lr=0.01,0.1", timeout=90)
+    assert "sibling 2 of the array has layers.0.0.weight of shape (7, 7)" in zero
+    assert "Its overrides differ by width=7, there width=6" in zero
+
+
+def search(rank: int, folder: str, *more: str) -> str:
+    return multirun(rank, folder, *SEARCH, *more)
+
+
+def test_a_search_and_its_next_run(tmp_path: Path) -> None:
+    """Streams trials into the array, prunes, gives the losses of solo runs, and can go on."""
+    storage = f"hydra.sweeper.storage=sqlite:///{tmp_path}/study.db"
+    assert run_ranks(search, 2, str(tmp_path), storage, timeout=90) == ["", ""]
+    study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/study.db")
+    states = [t.state.name for t in study.trials]
+    assert len(states) == 6
+    assert set(states) == {"COMPLETE", "PRUNED"}
+    out = tmp_path / "out"
+    done = [t for t in study.trials if t.state.name == "COMPLETE"]
+    assert [losses(out)[t.number] for t in done] == [t.value for t in done]
+    assert [t.value for t in done] == run_ranks(solo, 2, [t.params for t in done])[0]
+    result = yaml.safe_load((out / "optimization_results.yaml").read_text())
+    assert result["best_value"] == study.best_value
+    assert result["best_params"] == study.best_params
+    assert run_ranks(search, 2, str(tmp_path), storage, "hydra.sweeper.n_trials=8", timeout=90) == ["", ""]
+    assert [t.number for t in study.trials] == list(range(8))
+    assert len({str(t.params) for t in study.trials}) == 8, "a seed must not repeat what there is"
+    assert (out / "7" / "app.log").exists()
+
+
+def test_two_searches_with_one_seed(tmp_path: Path) -> None:
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        storage = f"hydra.sweeper.storage={tmp_path}/{name}/study.log"
+        assert run_ranks(search, 1, str(tmp_path / name), storage, timeout=90) == [""]
+        study = optuna.load_study(study_name="s", storage=open_storage(f"{tmp_path}/{name}/study.log"))
+        found.append([(t.params, t.values, t.state, t.intermediate_values) for t in study.trials])
+    assert found[0] == found[1]
+
+
+def test_a_failing_trial_ends_the_search_unless_told(tmp_path: Path) -> None:
+    (said,) = run_ranks(search, 1, str(tmp_path), "fail=value,no", timeout=90)
+    assert re.fullmatch(r"ValueError: job \d fails", said)
+    more = ["fail=value,no", "hydra.sweeper.max_failure_rate=1"]
+    assert run_ranks(search, 1, str(tmp_path), *more, timeout=90) == [""]
+    assert len([*(tmp_path / "out").glob("[0-9]*")]) == 6
+
+
+def test_what_is_known_is_not_run_again(tmp_path: Path) -> None:
+    arguments = [a for a in SEARCH if not a.startswith(("lr", "batch"))]
+    assert run_ranks(multirun, 2, str(tmp_path), *arguments, "lr=0.1,0.01", "hydra.sweeper.reuse=true") == ["", ""]
+    ran = losses(tmp_path / "out")
+    assert 2 <= len(ran) < 6
+    assert len(set(ran.values())) == 2
+
+
+def test_other_launchers_get_batches(tmp_path: Path) -> None:
+    """Basic runs one job after another, in one process."""
+    custom = ["hydra.sweeper.custom_search_space=tests.tune.app.custom"]
+    plain = [a for a in SEARCH if "launcher" not in a and "pruner" not in a]
+    assert run_ranks(alone, 1, str(tmp_path), *plain, *custom) == [""]
+    found = losses(tmp_path / "out")
+    assert sorted(found) == list(range(6))
+    given = [(tmp_path / "out" / str(job) / ".hydra" / "overrides.yaml").read_text() for job in range(6)]
+    assert all(("epochs=" in text) == ("batch=5" in text) for text in given)
+    assert any("batch=5" in text for text in given)
+    (said,) = run_ranks(multirun, 1, str(tmp_path), *plain)
+    assert "choose hydra/launcher=job_array" in said
+
+
+def alone(rank: int, folder: str, *more: str) -> str:
+    """As a plain script, without torchrun's environment."""
+    for name in [n for n in os.environ if n.startswith(("TORCHELASTIC", "MASTER")) or n in ("RANK", "LOCAL_RANK")]:
+        del os.environ[name]
+    return multirun(rank, folder, *more)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["lr=0.1"], "nothing to search"),
+        (["lr=interval(1e-3,1e-1)", "hydra.sweeper.direction=[minimize,maximize]"], "can't prune with several"),
+        (["hydra.sweeper.direction=down"], "there is minimize, maximize"),
+        (["hydra.sweeper.storage=study.txt"], "a journal file that ends in .log"),
+        (["hydra.sweeper.n_trials=-1"], "n_trials must be"),
+        (["hydra.job.chdir=true"], "set hydra.job.chdir=false"),
+    ],
+)
+def test_mistakes(more: list[str], said: str, tmp_path: Path) -> None:
+    arguments = [a for a in SEARCH if not a.startswith(("lr", "batch"))]
+    sweep = [] if "lr" in more[0] else ["lr=0.1,0.2"]
+    assert said in run_ranks(multirun, 1, str(tmp_path), *arguments, *sweep, *more)[0]
+
+
+def script(folder: Path, launcher: list[str], arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [*launcher, "-m", "tests.tune.app", "-m", *arguments],
+        cwd=folder,
+        env={**env, **environment("multirun")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[sys.executable], ["torchrun", "--nproc-per-node=2"]])
+def test_launchers(launcher: list[str], tmp_path: Path) -> None:
+    """Processes that Lightning or torchrun starts join the one multirun, and make no directory of their own."""
+    found = script(tmp_path, launcher, [a for a in SEARCH if a != "hydra.sweep.dir=out"])
+    assert found.returncode == 0, found.stderr
+    (folder,) = tmp_path.glob("multirun/*/*")
+    assert {p.name for p in tmp_path.iterdir()} == {"multirun"}
+    assert {p.name for p in folder.iterdir()} == {*"012345", "multirun.yaml", "optimization_results.yaml"}
+    assert losses(folder) == losses(folder, "app.rank1.log") != {}
+    assert found.stdout.count("job 3 starts") == 1  # other ranks leave the console to rank 0
+    assert yaml.safe_load((folder / "multirun.yaml").read_text())["hydra"]["job"]["name"] == "app"
+
+
+class TestSettings:
+    @pytest.fixture(autouse=True)
+    def hydra(self) -> Iterator[None]:
+        Plugins.instance()
+        with initialize(version_base="1.3", config_path=None):
+            yield
+
+    @pytest.mark.parametrize(
+        ("overrides", "said"),
+        [
+            (["hydra/launcher=job_array", "hydra.launcher.array_sizes=2"], "array_sizes"),
+            (["hydra/launcher=job_array", "hydra.launcher.array_size=two"], "Integer"),
+            (["hydra/sweeper=optuna", "hydra.sweeper.n_trial=2"], "n_trial"),
+            (["hydra/sweeper=optuna", "hydra.sweeper.n_trials=many"], "Integer"),
+            (["hydra/sweeper=optuna", "hydra.sweeper.sampler.sed=2"], "sed"),
+            (["hydra/sweeper=optuna", "hydra/sweeper/sampler=gp", "hydra.sweeper.sampler.seed=x"], "Integer"),
+            (["hydra/sweeper=optuna", "hydra/sweeper/pruner=medium"], "medium"),
+        ],
+    )
+    def test_mistakes_are_found_when_composed(self, overrides: list[str], said: str) -> None:
+        with pytest.raises(HydraException) as raised:
+            compose("app", overrides=overrides, return_hydra_config=True)
+        assert said in f"{raised.value} {raised.value.__cause__}"
+
+    @pytest.mark.parametrize("group", ["sampler", "pruner"])
+    def test_settings_are_those_of_optuna(self, group: str) -> None:
+        for name, node in {"sampler": sweep_settings.SAMPLERS, "pruner": sweep_settings.PRUNERS}[group].items():
+            cfg = compose(
+                "app", overrides=["hydra/sweeper=optuna", f"hydra/sweeper/{group}={name}"], return_hydra_config=True
+            )
+            settings = cfg.hydra.sweeper[group]
+            made = get_class(settings._target_)
+            taken = inspect.signature(made).parameters
+            assert isinstance(instantiate(settings), made)
+            for field in fields(node):
+                if not field.name.startswith("_"):
+                    assert taken[field.name].default == field.default, (name, field.name)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("x=interval(0,1)", FloatDistribution(0.0, 1.0)),
+        ("x=int(interval(1,10))", IntDistribution(1, 10)),
+        ("x=tag(log,interval(1e-3,1))", FloatDistribution(1e-3, 1.0, log=True)),
+        ("x=tag(log,int(interval(1,64)))", IntDistribution(1, 64, log=True)),
+        ("x=range(1,8,step=2)", IntDistribution(1, 7, step=2)),
+        ("x=range(0,1,step=0.25)", FloatDistribution(0.0, 0.75, step=0.25)),
+        ("x=choice(a,b)", CategoricalDistribution(["a", "b"])),
+        ("x=1,2.5,true", CategoricalDistribution([1, 2.5, True])),
+        ("x=3", None),
+        ("~x", None),
+    ],
+)
+def test_sweeps_as_distributions(text: str, found: Any) -> None:
+    assert distribution(OverridesParser.create().parse_override(text)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x=tag(lin,interval(0,1))", "unknown tag lin"),
+        ("x=tag(log,interval(0,1))", "starts above 0"),
+        ("x=tag(log,choice(1,2))", "goes with interval"),
+        ("x=interval(2,1)", "smaller number first"),
+        ("x=glob(*)", "can't search"),
+    ],
+)
+def test_sweeps_that_are_none(text: str, said: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(said)):
+        distribution(OverridesParser.create().parse_override(text))

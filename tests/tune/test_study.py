@@ -1,0 +1,377 @@
+"""Studies whose trials share one pipeline: the same trials again, on every rank, whatever goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import optuna
+import pytest
+from lightning.pytorch.callbacks import Callback
+from optuna.pruners import HyperbandPruner, SuccessiveHalvingPruner
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.study import MaxTrialsCallback
+from optuna.trial import BaseTrial, FrozenTrial, TrialState
+
+from lightning_pipes import OptunaPruning, optimize_array
+from lightning_pipes.ir import PlanError
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.trainer.array import current_sibling
+from lightning_pipes.tune.board import Board
+from lightning_pipes.tune.study import OWNER, RETRY, StudyFailedError, _Follower
+from lightning_pipes.tune.trial import StorageLostError, current_trial
+from tests.launch.example import ROOT, environment
+from tests.tune.sweep import fit, new_study, objective, summary
+
+STATES = ["COMPLETE", "COMPLETE", "COMPLETE", "PRUNED", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE"]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    logging.getLogger("lightning_pipes.tune").setLevel(logging.ERROR)
+    monkeypatch.setattr("os.environ", os.environ.copy())  # a board leaves its address there
+
+
+def study_and_alone(rank: int, size: int) -> tuple[list[Any], list[float], int]:
+    """What a study is after eight trials, the losses of its finished trials alone, and how often rank 0 is called."""
+    logging.getLogger("lightning_pipes.tune").setLevel(logging.ERROR)
+    called: list[int] = []
+    study = optimize_array(
+        new_study(), objective, 8, size, catch=ValueError, callbacks=[lambda s, t: called.append(t.number)]
+    )
+    done = study.get_trials(states=(TrialState.COMPLETE,))
+    assert all(t.user_attrs["twice"] == 2 * t.value for t in done)
+    return summary(study), [fit(**t.params) for t in done], len(called)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trials_are_those_of_solo_runs_and_of_the_next_run(ranks: int) -> None:
+    """With one seed all ranks and runs have the same trials; losses are those that `fit` gives alone."""
+    results = [*run_ranks(study_and_alone, ranks, 3, timeout=90), *run_ranks(study_and_alone, ranks, 3, timeout=90)]
+    for trials, alone, _ in results:
+        assert trials == results[0][0]
+        assert [state for _, state, *_ in trials] == STATES
+        finished = [values[0] for _, state, _, values, _ in trials if state == "COMPLETE"]
+        assert finished == alone
+    assert [called for *_, called in results] == ([8] + [0] * (ranks - 1)) * 2
+
+
+def toy(trial: BaseTrial) -> float:
+    """Without a Trainer: what does not need one is tested in this process."""
+    x = trial.suggest_float("x", -1.0, 1.0)
+    for step in range(3):
+        trial.report(abs(x) + step, step)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+    return x * x
+
+
+def states(study: optuna.Study) -> list[str]:
+    return [t.state.name for t in study.trials]
+
+
+def test_no_trials_and_bad_counts() -> None:
+    assert optimize_array(new_study(), toy, 0, 2).trials == []
+    assert optimize_array(new_study(), toy, 5, 2, timeout=0.0).trials == []
+    for n_trials, array_size in ((-1, 2), (3, 0)):
+        with pytest.raises(PlanError, match="must be"):
+            optimize_array(new_study(), toy, n_trials, array_size)
+
+
+def test_stop_and_maximal_trials() -> None:
+    def stop(study: optuna.Study, trial: FrozenTrial) -> None:
+        if trial.number == 3:
+            study.stop()
+
+    assert len(optimize_array(new_study(), toy, None, 2, callbacks=[stop]).trials) == 4
+    assert len(optimize_array(new_study(), toy, None, 1, callbacks=[MaxTrialsCallback(4, states=None)]).trials) == 4
+    study = new_study()
+
+    def stops_itself(trial: BaseTrial) -> float:
+        if trial.number == 2:
+            study.stop()
+        return 1.0
+
+    assert len(optimize_array(study, stops_itself, 9, 1).trials) == 3
+    grid = optuna.create_study(sampler=optuna.samplers.GridSampler({"x": [-1.0, 0.0, 1.0]}, seed=0))
+    assert sorted(t.params["x"] for t in optimize_array(grid, toy, None, 1).trials) == [-1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("pruner", [HyperbandPruner(1, 3, 3), SuccessiveHalvingPruner(1, 2)])
+def test_pruners(pruner: optuna.pruners.BasePruner) -> None:
+    def run() -> list[Any]:
+        sampler = optuna.samplers.TPESampler(seed=1)
+        study = optuna.create_study(study_name="pruned", sampler=sampler, pruner=pruner)
+        return summary(optimize_array(study, toy, 20, 4))
+
+    first = run()
+    assert {state for _, state, *_ in first} == {"COMPLETE", "PRUNED"}
+    assert run() == first
+
+
+def test_several_objectives() -> None:
+    def two(trial: BaseTrial) -> tuple[float, float]:
+        assert current_trial() is trial
+        x = trial.suggest_int("x", 0, 9)
+        if x == 0:
+            trial.report(1.0, 0)
+        if x == 1:
+            OptunaPruning("loss").setup(None, None, "fit")  # type: ignore[arg-type]
+        return x, 9 - x
+
+    study = optuna.create_study(directions=["minimize", "maximize"], sampler=optuna.samplers.RandomSampler(seed=0))
+    study.enqueue_trial({"x": 0})
+    study.enqueue_trial({"x": 1})
+    found = optimize_array(study, two, 6, 3, catch=(NotImplementedError, PlanError))
+    assert states(found) == ["FAIL", "FAIL", *["COMPLETE"] * 4]
+    assert all(sum(t.values) == 9 for t in found.trials[2:])
+
+
+def test_values_that_are_none() -> None:
+    values: Iterator[Any] = iter([None, float("nan"), "word", [1.0, 2.0], 3])
+    found = optimize_array(new_study(), lambda trial: next(values), 5, 1)
+    assert states(found) == ["FAIL"] * 4 + ["COMPLETE"]
+
+
+def test_an_error_ends_the_study_when_the_others_have_ended() -> None:
+    study, seen = new_study(), []
+
+    def fails(trial: BaseTrial) -> float:
+        seen.append(trial.number)
+        if trial.number == 1:
+            raise KeyError("missing")
+        return 1.0
+
+    with pytest.raises(KeyError, match="missing"):
+        optimize_array(study, fails, 5, 2)
+    assert states(study) == ["COMPLETE", "FAIL"]
+    assert seen == [0, 1]
+    assert states(optimize_array(study, fails, 2, 2))[2:] == ["COMPLETE"] * 2
+
+
+def storages(folder: Path) -> list[Any]:
+    return [f"sqlite:///{folder}/study.db", JournalStorage(JournalFileBackend(f"{folder}/study.log"))]
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_storages_and_resume(kind: int, tmp_path: Path) -> None:
+    """A process that dies leaves its trial running; the next one fails it, and tries its parameters first."""
+    storage = storages(tmp_path)[kind]
+    study = new_study(storage=storage, study_name="s")
+    optimize_array(study, toy, 3, 2)
+    for owner in ("dead", "elsewhere"):
+        trial = study.ask()
+        trial.suggest_float("x", -1.0, 1.0)
+        host = os.uname().nodename if owner == "dead" else "other"
+        trial.set_user_attr(OWNER, f"{host}:{os.getpid()}:1.00")  # this pid, but started at another time
+    again = new_study(storage=storage, study_name="s", load_if_exists=True)
+    trials = optimize_array(again, toy, 2, 2).trials
+    assert states(again)[3:5] == ["FAIL", "RUNNING"]
+    assert trials[5].params == trials[3].params
+    assert trials[5].user_attrs[RETRY] == 3
+    assert len(trials) == 7
+
+
+def test_storage_that_vanishes(tmp_path: Path) -> None:
+    path = tmp_path / "study.db"
+    study = new_study(storage=f"sqlite:///{path}", study_name="s")
+
+    def loses(trial: BaseTrial) -> float:
+        if trial.number == 3:
+            (tmp_path / "kept").write_bytes(path.read_bytes())
+            path.write_bytes(b"no database" * 1000)
+        return toy(trial)
+
+    with pytest.raises(StorageLostError, match="can't be used any more"):
+        optimize_array(study, loses, 6, 2, catch=Exception)
+    kept = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/kept")
+    assert states(kept)[:2] == ["COMPLETE"] * 2
+
+
+class Harm(Callback):
+    """What becomes of one rank in its second epoch."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1 and "killed" in self._kind:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.current_epoch == 1 and "fails" in self._kind:
+            raise KeyError("harm")
+
+
+def interrupted(rank: int, harm: str, storage: str) -> tuple[str, list[str]]:
+    """Rank 0 owns a study, in which rank 0 or 1 comes to harm in trial 3."""
+    logging.disable(logging.CRITICAL)
+
+    victim = rank == (0 if "rank 0" in harm else 1)
+
+    def harmful(trial: BaseTrial) -> float:
+        if trial.number == 3:
+            if victim and "Ctrl-C" in harm:
+                signal.raise_signal(signal.SIGINT)
+            if "differs" in harm:
+                trial.suggest_int(f"n{rank}", 0, 1)
+            if victim and "fails early" in harm:
+                raise KeyError("harm")
+            return fit(0.01, callbacks=[Harm(harm)] if victim else [])
+        return objective(trial)
+
+    def make() -> optuna.Study:
+        return new_study(storage=storage, study_name="s", load_if_exists=True)
+
+    try:
+        optimize_array(make, harmful, 6, 3, catch=ValueError)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", []
+    return "", []
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "Ctrl-C on rank 0",
+        "rank 1 is killed",
+        pytest.param("rank 0 is killed", marks=pytest.mark.slow),
+        pytest.param("rank 1 fails", marks=pytest.mark.slow),
+        "rank 1 fails early",
+        "differs",
+    ],
+)
+def test_harm_leaves_a_study_to_go_on_with(harm: str, tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path}/study.db"
+    outcomes = watch_ranks(interrupted, 2, harm, storage, timeout=60)
+    study = optuna.load_study(study_name="s", storage=storage)
+    finished = study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
+    assert finished
+    found = [o.value[0] if o.value else "" for o in outcomes]
+    if harm.startswith("Ctrl-C"):
+        assert found[0].startswith("KeyboardInterrupt")
+        assert "KeyboardInterrupt" in found[1]
+    elif "killed" in harm:
+        assert "PeerFailure" in found["rank 0" in harm]
+    elif harm == "differs":
+        assert "rank 0 calls 'suggest_int n0', rank 1 'suggest_int n1'" in found[0]
+    else:
+        assert "SiblingFailure: sibling 3 failed on rank 1: KeyError" in found[0]
+        assert found[1].startswith("StudyFailedError")
+    left = [t.number for t in study.trials if t.state == TrialState.RUNNING]
+    assert bool(left) == (harm == "rank 0 is killed")
+    resumed = optimize_array(study, toy_of_sweep, 3, 2)
+    assert [t.number for t in resumed.trials if t.state == TrialState.RUNNING] == []
+    assert len(resumed.get_trials(states=(TrialState.COMPLETE,))) >= len(finished)
+
+
+def apart(rank: int, flag: str) -> str:
+    """Trial 0 fails on rank 1 alone, before any rank trains."""
+
+    def one(trial: BaseTrial) -> float:
+        if rank:
+            Path(flag).touch()
+            raise KeyError("no such file")
+        while not Path(flag).exists():
+            time.sleep(0.01)
+        time.sleep(1.0)
+        return 1.0
+
+    _Follower.patience = 0.1
+    try:
+        optimize_array(new_study(), one, 1, 1)
+    except KeyError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_fails_alone_before_there_are_connections(tmp_path: Path) -> None:
+    assert run_ranks(apart, 2, str(tmp_path / "flag")) == ["", "'no such file'"]
+
+
+def toy_of_sweep(trial: BaseTrial) -> float:
+    return trial.suggest_float("lr", 1e-4, 1.0, log=True)
+
+
+def following(rank: int, storage: str) -> tuple[str, list[Any]]:
+    """A study of which rank 0 has another storage than the rest, which must not be touched."""
+    logging.disable(logging.CRITICAL)
+    study = optimize_array(new_study(storage=f"{storage}{rank}", study_name="s"), objective, 3, 2)
+    assert current_sibling() is None
+    second = optimize_array(new_study(), toy, 3, 2)  # another study in the same processes
+    return states(study)[0] if study.trials else "none", summary(second)
+
+
+def test_others_write_to_no_storage(tmp_path: Path) -> None:
+    zero, one = run_ranks(following, 2, f"sqlite:///{tmp_path}/study", timeout=60)
+    assert (zero[0], one[0]) == ("COMPLETE", "none")
+    assert zero[1] == one[1]
+    assert len(one[1]) == 3
+
+
+def lonely(rank: int) -> str:
+    try:
+        optimize_array(new_study(), toy, 3, 2)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_other_launchers_are_refused() -> None:
+    for env in ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, {}):
+        (said,) = run_ranks(lonely, 1, env={**env, "TORCHELASTIC_USE_AGENT_STORE": "", "WORLD_SIZE": "2"})
+        assert "srun torchrun" in said
+
+
+def script(folder: Path, *launcher: str) -> list[str]:
+    """What each process of the script in sweep.py says about its study."""
+    command = [*(launcher or (sys.executable,)), "-m", "tests.tune.sweep", str(folder)]
+    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
+    found = subprocess.run(
+        command, cwd=ROOT, env={**env, **environment("study")}, capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    return [path.read_text() for path in folder.glob("*.said")]
+
+
+TORCHRUN = ["torchrun", "--nproc-per-node=2"]
+
+
+def six(rank: int) -> str:
+    return str(summary(optimize_array(new_study(), objective, 6, 3, catch=ValueError)))
+
+
+@pytest.mark.parametrize("launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_every_launcher_gives_the_same_trials(launcher: list[str], tmp_path: Path) -> None:
+    """Lightning starts the second process in the middle of the first trial; torchrun before."""
+    said, expected = script(tmp_path, *launcher), run_ranks(six, 2)
+    assert len(said) == 2
+    for one in said:
+        assert one == expected[0]
+    study = optuna.load_study(study_name="script", storage=f"sqlite:///{tmp_path}/study.db")
+    assert len(study.trials) == 6
+
+
+def test_private_names_of_optuna() -> None:
+    """Those that the study module touches; a new version that renames one is noticed here."""
+    study = optuna.create_study()
+    assert study._stop_flag is False
+    assert study._thread_local.in_optimize_loop is False
+    assert isinstance(study._storage, optuna.storages.InMemoryStorage)
+    assert study._study_id == 0
+    with pytest.raises(RuntimeError):
+        study.stop()
+
+
+def test_a_board_of_one_process() -> None:
+    board = Board()
+    board.say("key", [1])
+    assert (board.leads, board.hear("key"), board.hear("other", until=lambda: True)) == (True, [1], None)
+    assert issubclass(StudyFailedError, Exception)
