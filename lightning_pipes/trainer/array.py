@@ -46,8 +46,6 @@ _NOTICE_SECONDS = 0.05
 """How often a rank with nothing to do looks whether a sibling has failed elsewhere."""
 _LOOK_SECONDS = 0.001
 """How often it looks whether something has come about that does not come as a message."""
-_PROMPT_SECONDS = 0.002
-"""How soon other ranks answer that have nothing else to do."""
 _PATIENCE = 100
 """How often a sibling that was told to end may go on waiting for something before it is left alone."""
 _current: contextvars.ContextVar[Sibling[Any] | None] = contextvars.ContextVar("lightning_pipes_sibling", default=None)
@@ -428,7 +426,7 @@ class JobArray(Generic[T]):
     def _have_turn(self, sibling: Sibling[T]) -> Iterator[Outcome[T]]:
         sibling.begin_turn()
         while not sibling.go_on():
-            self._wait_for(sibling)
+            self._work_until(sibling)
         self._show(sibling)
         if sibling.outcome is None:
             self._queue.append(sibling)
@@ -463,14 +461,6 @@ class JobArray(Generic[T]):
         return later
 
     # ---- work
-
-    def _wait_for(self, sibling: Sibling[T]) -> None:
-        """Computes for others while `sibling` waits for other ranks in its turn; not at once, for where they are at the
-        same point, as when it starts, it is to go on without a computation in between."""
-        until = time.monotonic() + _PROMPT_SECONDS
-        while not sibling.ready and time.monotonic() < until:
-            time.sleep(_PROMPT_SECONDS / 20)
-        self._work_until(sibling)
 
     def _work_until(self, awaited: _Awaited) -> None:
         """Computes for siblings between their turns until `awaited.ready`; sleeps where there is nothing to do."""

@@ -18,6 +18,8 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.packing import Packed, unpacked
 
 _SLICE = timedelta(milliseconds=200)
+_PROMPT = timedelta(milliseconds=2)
+"""How soon other ranks answer that have nothing else to do."""
 _FIRST = 4096
 """Bytes of the first message of a broadcast; a longer object takes a second one."""
 _LENGTH = 8
@@ -252,17 +254,18 @@ class Control:
         assert work is not None, "this process is not among the ranks"
         self._waiting = True
         self.watch.doing = f"a collective call of {self.size} ranks"
-        if self._idle is not None:
-            self._idle(work.is_completed)
+        patience = _SLICE if self._idle is None else _PROMPT
         while True:
             try:
-                work.wait(_SLICE)
+                work.wait(patience)
                 self._waiting, self.watch.doing = False, None
                 return
             except RuntimeError as error:
                 self.watch.check()
                 if work.is_completed() and _broke(work):  # it may have ended just after the slice
                     self._raise_reason(error)
+                if self._idle is not None:
+                    self._idle(work.is_completed)
 
 
 def _messages(thing: Any) -> list[torch.Tensor]:
