@@ -37,6 +37,7 @@ from lightning_pipes.strategies.jap import Job, Stream
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.emulated import Emulated, steady
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.run import CHECKED_BATCHES
 
 ROWS = (8, 16, 24, 32)
 """Batch sizes of the siblings, in turn, as in the paper's language jobs."""
@@ -196,8 +197,8 @@ def fit(case: Case, sibling: int, schedule: str, microbatches: int) -> None:
 
 
 def array(case: Case) -> tuple[float, float, float]:
-    """Seconds of all siblings together, how busy the slowest stage is once all are under way and before the first ends,
-    and the seconds between the first and the last computation."""
+    """Seconds of all siblings together, how busy the slowest stage is in the steady state, and the seconds between the
+    first and the last computation."""
     started = time.monotonic()
     jobs: JobArray[None] = JobArray(case.siblings, progress=False)
     for outcome in jobs.run(partial(fit, case, n, "jap", 1) for n in range(case.siblings)):
@@ -208,11 +209,13 @@ def array(case: Case) -> tuple[float, float, float]:
 
 
 def utilisation(timeline: Timeline) -> float:
-    """Of the rank that is busy most, between the moment when all siblings have begun and the first is through."""
+    """Of the rank that is busy most, once all siblings have had the batches that ranks compare with each other, and
+    before the first sibling is through."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for e in timeline.computations:
-        first.setdefault(e.instruction.job, e.start)
+        if e.instruction.batch >= CHECKED_BATCHES:
+            first.setdefault(e.instruction.job, e.start)
         last[e.instruction.job] = e.end
     start, stop = max(first.values()), min(last.values())
     busy = [0] * len(timeline.busy)
