@@ -287,7 +287,7 @@ def main() -> None:
     keys["epoch_over_bottleneck_a8"] = a8
     if not options.simulated:
         if options.quick:
-            cases = [jap_run.Case(4, 8, 6, jap_run.slow_layers(4, 0.12))]
+            cases = [jap_run.Case(4, 8, 6, jap_run.slow_layers(4, 0.1))]
         else:
             cases = [jap_run.Case(stages, 16, 8, jap_run.slow_layers(stages, 0.24)) for stages in (4, 8)]
             cases.append(jap_run.Case(2, 8, 12, jap_run.gpt_profile(2), real=True))
