@@ -2,10 +2,10 @@
 
 Four emulated stages, 24 micro-batches, a backward takes two forwards, and a message x forwards. Steps over steady links
 are measured on really shaped ones (`kfkb_links.py`; needs root on Linux), plans in turn in the same processes. Links
-that switch between x = 0.25 and 3, or change from phase to phase, are replayed event by event (`replay.py`), with the
-tuner's own code in the loop.
+that switch between x = 0.25 and 3, or change from phase to phase, are shaped so while steps run (`kfkb_changing.py`),
+and replayed event by event (`replay.py`) over more traces, with the tuner's own code in the loop.
 
-    python benchmarks/kfkb.py [--quick] [--json]
+    python benchmarks/kfkb.py [--quick] [--only PART...] [--speeds X...] [--json]
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from kfkb_links import AUTO, TORCH, Trial, measure
+from kfkb_changing import FIRST, INTERVAL, Course, run
+from kfkb_links import AUTO, TORCH, Measured, Trial, measure
 from replay import Direction, Replay, Trace
 
 from lightning_pipes.cost import CostModel
@@ -35,10 +37,12 @@ from lightning_pipes.testing.netlab import NetLab, why_not
 
 STAGES, MICROBATCHES = 4, 24
 FORWARD_MS, QUICK_MS = 20, 5
+MESSAGE, QUICK_MESSAGE = 128 * 1024, 48 * 1024
+"""Bytes: several times what a token bucket lets pass at once, and few enough for speeds that the laboratory holds."""
 LIMIT = 16
 """Micro-batches that a rank may hold, where a limit is given: four times those of 1F1B."""
-FIRST, INTERVAL = 2, 10
-"""Steps before the first decision, and between decisions; the second one comes after a window."""
+SPEEDS = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0)
+"""Messages in forwards."""
 PHASES = (0.15, 1.0, 0.15, 1.0, 0.5, 2.0)
 MS = 1_000_000
 
@@ -52,11 +56,13 @@ class Situation:
     """
 
     forward: int
+    stages: int = STAGES
+    microbatches: int = MICROBATCHES
 
     @property
     def plan(self) -> Plan:
         """One sample a micro-batch."""
-        return Plan.even(STAGES, MICROBATCHES)
+        return Plan.even(self.stages, self.microbatches)
 
     @property
     def times(self) -> dict[Kind, int]:
@@ -66,8 +72,8 @@ class Situation:
     def costs(self, x: float) -> CostModel:
         """On steady links; an activation is one byte."""
         times = {**self.times, Kind.SF: x * self.forward * MS, Kind.SB: x * self.forward * MS}
-        seconds = {(kind, s): ((1, t * 1e-9),) for kind, t in times.items() for s in range(STAGES)}
-        return CostModel(seconds, activation_bytes=(1,) * STAGES)
+        seconds = {(kind, s): ((1, t * 1e-9),) for kind, t in times.items() for s in range(self.stages)}
+        return CostModel(seconds, activation_bytes=(1,) * self.stages)
 
     def makespan(self, schedule: Schedule | Policy, x: float) -> int:
         """Nanoseconds of a step by the simulator."""
@@ -95,45 +101,80 @@ def ordered(schedule: Schedule | Policy, plan: Plan) -> Program | Rule:
 # Steady links
 
 
-def measured(quick: bool) -> Iterator[tuple[str, Any]]:
-    """Figures by name, and lines of a table by "": what steps take over links of several speeds."""
+def measured(
+    case: Situation, message: int, speeds: Sequence[float], rounds: int, wide: bool
+) -> Iterator[tuple[str, Any]]:
+    """Figures by name, and lines of a table by "": what steps take over links of several speeds.
+
+    Args:
+        message: bytes.
+        speeds: a message's time in forwards.
+        wide: more schedules, torch's at 1.
+    """
+    p = case.stages
     schedules: dict[str, Schedule | Policy] = {
         "1f1b": make_schedule("1f1b"),
         "kfkb 2": make_schedule("kfkb", k=2),
-        "kfkb 3": make_schedule("kfkb", k=3),
-        "deep 7": make_schedule("deep", slack=3),
-        "ready 8": make_schedule("ready", slack=4),
+        f"deep {2 * p - 1}": make_schedule("deep", slack=p - 1),
+        f"ready {2 * p}": make_schedule("ready", slack=p),
     }
-    speeds: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
-    if not quick:
-        schedules |= {
-            "deep 12": make_schedule("deep", slack=8),
-            "ready 12": make_schedule("ready", slack=8),
-        }
-        speeds = (*speeds, 2.0, 3.0)
+    if wide:
+        schedules |= {"kfkb 3": make_schedule("kfkb", k=3), f"deep {3 * p}": make_schedule("deep", slack=2 * p)}
     names = [*schedules, AUTO, TORCH]
-    yield "", "    x " + " ".join(f"{name:>10}" for name in names) + "  foretold  auto takes"
+    yield "", "    x " + " ".join(f"{name:>10}" for name in names) + "  message  foretold  auto takes"
     errors = []
-    with NetLab(STAGES) as lab:
+    with NetLab(p) as lab:
         for x in speeds:
-            forward = (QUICK_MS if quick else FORWARD_MS) / 1e3
-            size = (48 if quick else 128) * 1024
-            trial = Trial(schedules, STAGES, MICROBATCHES, forward, size, rounds=3, steps=2, torch=x == 1)
-            if x == 0:  # a difference of nothing wants more turns
-                trial = replace(trial, schedules={"1f1b": schedules["1f1b"]}, rounds=6)
+            some = schedules if x else {"1f1b": schedules["1f1b"]}
+            trial = Trial(some, p, case.microbatches, case.forward / 1e3, message, rounds, torch=x == 1)
+            if not x:  # a difference of nothing wants more turns
+                trial = replace(trial, rounds=3 * rounds)
             found = measure(lab, x, trial)
             worst = max(found.errors().values(), key=abs)
             errors += [worst] if x <= 2 else []
-            ms = [f"{1e3 * found.median(n):10.1f}" if n in found.by_rank[0].spans else f"{'':10}" for n in names]
-            yield "", f"{x:5} {' '.join(ms)} {worst:+9.1%}  {found.decision.chosen.candidate.label}"
+            yield "", row(f"{x:5}", found, names)
             if x == 0:
                 yield "free_link_loss", found.ratio(AUTO, "1f1b") - 1
             elif x <= 1:
-                best = max(found.ratio("1f1b", name) for name in schedules if name.startswith("kfkb"))
-                yield f"gain_x{'1' if x == 1 else str(x).replace('.', '')}", best
+                best = max((n for n in some if n.startswith("kfkb")), key=lambda n: found.ratio("1f1b", n))
+                gains = found.ratios("1f1b", best)
+                yield "", f"{'':5} 1f1b over {best}: {min(gains):.3f} to {max(gains):.3f}"
+                yield f"gain_x{'1' if x == 1 else str(x).replace('.', '')}", statistics.median(gains)
             if x == 1:
                 yield "vs_torch_x1", found.ratio(TORCH, AUTO)
-    yield "prediction_error", max(map(abs, errors))
+    if errors:
+        yield "prediction_error", max(map(abs, errors))
+
+
+def row(head: str, found: Measured, names: Sequence[str]) -> str:
+    """Of the table: medians, what messages took, the worst prediction, and what the tuner chose."""
+    ms = [f"{1e3 * found.median(n):10.1f}" if n in found.by_rank[0].spans else f"{'':10}" for n in names]
+    worst = max(found.errors().values(), key=abs)
+    return (
+        f"{head} {' '.join(ms)} {1e3 * found.transfer:5.2f} ms {worst:+9.1%}  {found.decision.chosen.candidate.label}"
+    )
+
+
+def competing(case: Situation) -> Iterator[tuple[str, Any]]:
+    """Figures by name, and lines of a table by "": connections of others that send as fast as they may, in each
+    direction of each link, or by turns for half a second on average."""
+    schedules: dict[str, Schedule | Policy] = {
+        "1f1b": make_schedule("1f1b"),
+        "kfkb 2": make_schedule("kfkb", k=2),
+        "deep 7": make_schedule("deep", slack=3),
+        "ready 8": make_schedule("ready", slack=4),
+    }
+    names = [*schedules, AUTO]
+    trial = Trial(schedules, STAGES, MICROBATCHES, case.forward / 1e3, MESSAGE, rounds=4)
+    yield "", "flows          " + " ".join(f"{name:>10}" for name in names) + "  message  foretold  auto takes"
+    with NetLab(STAGES, bandwidth=27.5e6, queue=2**18) as lab:
+        for name, flows, off in (("1", 1, 0.0), ("3", 3, 0.0), ("4, on and off", 4, 0.5)):
+            with ExitStack() as stack:
+                for n, (a, b) in enumerate(directions()):
+                    stack.enter_context(lab.compete(a, b, flows, 0.5 if off else float("inf"), off, seed=n))
+                found = measure(lab, None, trial)
+            yield "", row(f"{name:14}", found, names)
+            yield f"gain_flows_{flows}", found.ratio("1f1b", "kfkb 2")
 
 
 def steady_table(case: Situation) -> list[str]:
@@ -253,48 +294,100 @@ def ready_gain(case: Situation, seeds: Sequence[int], steps: int) -> list[float]
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter traces, forwards of 5 ms")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    options = parser.parse_args()
-    case = Situation(QUICK_MS if options.quick else FORWARD_MS)
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
-    )
+def executed(case: Situation) -> Iterator[tuple[str, Any]]:
+    """Figures by name, and lines by "": links that change, really shaped; every choice over the same traces."""
+    schedules: dict[str, Schedule | Policy] = {
+        "kfkb 2": make_schedule("kfkb", k=2),
+        "deep 8": make_schedule("deep", slack=4),
+        "ready 8": make_schedule("ready", slack=4),
+    }
+    trial = Trial(schedules, STAGES, MICROBATCHES, case.forward / 1e3, MESSAGE)
+    turn = 16 * 0.13 * case.forward
+    settings = {f"switching, seed {n}": (12, turn, switching(case, n, turn)) for n in range(2)}
+    each = 5 * 0.09 * case.forward
+    settings["phases"] = (30, 6.8 * each, phases(case, each, 1))
+    gains, worst = [], -1.0
+    with NetLab(STAGES) as lab:
+        for name, (steps, seconds, links) in settings.items():
+            ran = run(lab, Course(trial, steps, seconds, limit=8), links)
+            took = {n: t / steps for n, t in ran.seconds.items()}
+            line = ", ".join(f"{n} {1e3 * t:.0f}" for n, t in took.items())
+            yield "", f"{name}, ms a step: {line}; adopted {', '.join(ran.adopted)}"
+            if name != "phases":
+                gains.append(took["kfkb 2"] / took["ready 8"])
+            worst = max(worst, took[AUTO] / min(t for n, t in took.items() if n != AUTO) - 1)
+    yield "ready_gain_fluctuating", statistics.median(gains)
+    yield "adaptive_regret", worst
 
-    results: dict[str, Any] = {}
-    if reason := why_not():
-        print(f"\nNothing can be measured here: {reason}")
-    else:
-        print(f"\nMilliseconds of a step on steady links, measured; emulated stages, F {case.forward} ms")
-        for name, found in measured(options.quick):
-            if name:
-                results[name] = found
-            else:
-                print(found, flush=True)
-    print("\nThe same simulated, without what the engine itself takes; held by the first stage")
-    print("\n".join(steady_table(case)))
 
-    gains = ready_gain(case, range(3 if options.quick else 16), 40 if options.quick else 100)
-    results["ready_gain_fluctuating"] = statistics.median(gains)
-    print(
-        f"\nready over kfkb k=2, links switching: {statistics.median(gains):.3f} ({min(gains):.3f} to {max(gains):.3f})"
-    )
-
-    print("\nThe adaptive run, replayed")
+def replayed(case: Situation, quick: bool) -> Iterator[tuple[str, Any]]:
+    """The same without links, event by event."""
+    gains = ready_gain(case, range(3 if quick else 16), 40 if quick else 100)
+    yield "ready_gain_fluctuating", statistics.median(gains)
+    spread = f"{statistics.median(gains):.3f} ({min(gains):.3f} to {max(gains):.3f})"
+    yield "", f"ready over kfkb k=2, links switching: {spread}"
     worst = -1.0
     step = 0.087 * case.forward  # seconds of a typical one
-    steps = 300 if options.quick else 600
+    steps = 300 if quick else 600
     until = round(steps * step * 1e9)
-    traces = {f"switching, seed {n}": switching(case, n, 2 * steps * step) for n in range(1 if options.quick else 4)}
+    traces = {f"switching, seed {n}": switching(case, n, 2 * steps * step) for n in range(1 if quick else 4)}
     traces["phases"] = phases(case, step * steps / 12, 2)
     for name, links in traces.items():
         for limit in (8, LIMIT):
             worse, line = regret(case, links, until, limit)
             worst = max(worst, worse)
-            print(f"{name}, {limit} held at most: {line}")
-    results["adaptive_regret"] = worst
+            yield "", f"{name}, {limit} held at most: {line}"
+    yield "adaptive_regret", worst
+
+
+PARTS = ("steady", "eight", "flows", "executed", "replayed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="steady and replayed, shorter, forwards of 5 ms")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts")
+    parser.add_argument("--speeds", nargs="+", type=float, default=SPEEDS, help="messages in forwards, for steady")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    options = parser.parse_args()
+    quick = options.quick
+    case = Situation(QUICK_MS if quick else FORWARD_MS)
+    message = QUICK_MESSAGE if quick else MESSAGE
+    speeds = [x for x in options.speeds if x <= 1 or not quick]
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+    )
+    parts: dict[str, tuple[str, Callable[[], Iterator[tuple[str, Any]]]]] = {
+        "steady": (
+            f"Steady links, measured; ms of a step, emulated stages, F {case.forward} ms",
+            lambda: measured(case, message, speeds, 7 if quick else 5, wide=not quick),
+        ),
+        "eight": (
+            "The same with eight stages and 32 micro-batches",
+            lambda: measured(Situation(FORWARD_MS, 8, 32), message, (0.5, 1.0), 4, wide=False),
+        ),
+        "flows": ("Beside other TCP connections on each link, of 27.5 MB/s", lambda: competing(case)),
+        "executed": ("Links that change, measured", lambda: executed(Situation(FORWARD_MS // 2))),
+        "replayed": ("Links that change, replayed", lambda: replayed(case, quick)),
+    }
+    results: dict[str, Any] = {}
+    reason = why_not()
+    for part in options.only if not quick else [p for p in options.only if p in ("replayed", "steady")]:
+        if reason and part != "replayed":
+            print(f"\n{part} can't be measured here: {reason}")
+            continue
+        title, work = parts[part]
+        print(f"\n{title}")
+        for name, found in work():
+            if not name:
+                print(found, flush=True)
+            elif part == "eight":
+                results[f"eight_{name}"] = found
+            elif part != "replayed" or name not in results:
+                results[name] = found
+        if part == "steady":
+            print("\nThe same simulated, without what the engine itself takes; held by the first stage")
+            print("\n".join(steady_table(case)))
     if options.json:
         print(json.dumps({name: round(value, 4) for name, value in results.items()}))
 
