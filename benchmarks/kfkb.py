@@ -5,7 +5,7 @@ are measured on really shaped ones (`kfkb_links.py`; needs root on Linux), plans
 that switch between x = 0.25 and 3, or change from phase to phase, are shaped so while steps run (`kfkb_changing.py`),
 and replayed event by event (`replay.py`) over more traces, with the tuner's own code in the loop.
 
-    python benchmarks/kfkb.py [--quick] [--only PART...] [--speeds X...] [--json]
+    python benchmarks/kfkb.py [--quick] [--only PART...] [--speeds X...] [--seeds A B] [--json]
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from kfkb_changing import FIRST, INTERVAL, Course, run
-from kfkb_links import AUTO, TORCH, Measured, Trial, measure
+from kfkb_links import AUTO, TORCH, Measured, Trial, bandwidth, measure
 from replay import Direction, Replay, Trace
 
 from lightning_pipes.cost import CostModel
@@ -128,7 +128,7 @@ def measured(
             some = schedules if x else {"1f1b": schedules["1f1b"]}
             trial = Trial(some, p, case.microbatches, case.forward / 1e3, message, rounds, torch=x == 1)
             if not x:  # a difference of nothing wants more turns
-                trial = replace(trial, rounds=3 * rounds)
+                trial = replace(trial, rounds=2 * rounds)
             found = measure(lab, x, trial)
             worst = max(found.errors().values(), key=abs)
             errors += [worst] if x <= 2 else []
@@ -302,10 +302,10 @@ def executed(case: Situation) -> Iterator[tuple[str, Any]]:
         "ready 8": make_schedule("ready", slack=4),
     }
     trial = Trial(schedules, STAGES, MICROBATCHES, case.forward / 1e3, MESSAGE)
-    turn = 16 * 0.13 * case.forward
-    settings = {f"switching, seed {n}": (12, turn, switching(case, n, turn)) for n in range(2)}
-    each = 5 * 0.09 * case.forward
-    settings["phases"] = (30, 6.8 * each, phases(case, each, 1))
+    turn = 12 * 0.13 * case.forward
+    settings = {f"switching, seed {n}": (9, turn, switching(case, n, turn)) for n in range(2)}
+    each = 4 * 0.09 * case.forward
+    settings["phases"] = (24, 6.8 * each, phases(case, each, 1))
     gains, worst = [], -1.0
     with NetLab(STAGES) as lab:
         for name, (steps, seconds, links) in settings.items():
@@ -340,7 +340,32 @@ def replayed(case: Situation, quick: bool) -> Iterator[tuple[str, Any]]:
     yield "adaptive_regret", worst
 
 
-PARTS = ("steady", "eight", "flows", "executed", "replayed")
+def choices(case: Situation, seeds: Iterable[int]) -> Iterator[tuple[str, Any]]:
+    """How often the tuner's choice is the fastest, or slower by 2 % at most, of all kinds of schedules, each with the
+    settings that are foretold to be best: links of random speeds, each direction its own, and random memory."""
+    trial = Trial(
+        {"1f1b": make_schedule("1f1b")}, STAGES, MICROBATCHES, case.forward / 1e3, QUICK_MESSAGE, 4, rivals=True
+    )
+    right = []
+    with NetLab(STAGES) as lab:
+        for seed in seeds:
+            rng = random.Random(seed)
+            for direction in directions():
+                x = 0.1 * 20 ** rng.random()
+                lab.shape(bandwidth(x * trial.forward, trial.message), [direction])
+            found = measure(lab, None, replace(trial, limit=rng.randint(STAGES, 4 * STAGES)))
+            others = {n: found.ratio(AUTO, n) - 1 for n in found.by_rank[0].spans if n != AUTO}
+            worst = max(others, key=lambda n: others[n])
+            right.append(others[worst] <= 0.02)
+            label = found.decision.chosen.candidate.label
+            yield (
+                "",
+                f"seed {seed:2}: {label}, {others[worst]:+.1%} against {worst}, {others['1f1b']:+.1%} against 1f1b",
+            )
+    yield "choices_right", sum(right) / len(right)
+
+
+PARTS = ("steady", "eight", "flows", "executed", "choices", "replayed")
 
 
 def main() -> None:
@@ -348,6 +373,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="steady and replayed, shorter, forwards of 5 ms")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts")
     parser.add_argument("--speeds", nargs="+", type=float, default=SPEEDS, help="messages in forwards, for steady")
+    parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), help="first and last but one, for choices")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     quick = options.quick
@@ -360,7 +386,7 @@ def main() -> None:
     parts: dict[str, tuple[str, Callable[[], Iterator[tuple[str, Any]]]]] = {
         "steady": (
             f"Steady links, measured; ms of a step, emulated stages, F {case.forward} ms",
-            lambda: measured(case, message, speeds, 7 if quick else 5, wide=not quick),
+            lambda: measured(case, message, speeds, 5 if quick else 4, wide=not quick),
         ),
         "eight": (
             "The same with eight stages and 32 micro-batches",
@@ -368,6 +394,10 @@ def main() -> None:
         ),
         "flows": ("Beside other TCP connections on each link, of 27.5 MB/s", lambda: competing(case)),
         "executed": ("Links that change, measured", lambda: executed(Situation(FORWARD_MS // 2))),
+        "choices": (
+            "What the tuner chooses for links of random speeds, measured, F 5 ms",
+            lambda: choices(Situation(QUICK_MS), range(*options.seeds)),
+        ),
         "replayed": ("Links that change, replayed", lambda: replayed(case, quick)),
     }
     results: dict[str, Any] = {}

@@ -45,6 +45,8 @@ class Trial:
         rounds: how often each has its turn, after one that does not count.
         torch: whether torch's own 1F1B has turns too.
         tuned: whether the tuner's choice has turns too.
+        rivals: whether also the best of each kind of schedule has, as foretold.
+        limit: micro-batches that a rank may hold in what the tuner chooses; by default four times what 1F1B does.
         plans: by name of a schedule, where the batch is cut otherwise; else a sample a micro-batch.
         layer: of each stage, where it is not `sleeping`, whatever the samples.
     """
@@ -57,6 +59,8 @@ class Trial:
     rounds: int = 5
     torch: bool = False
     tuned: bool = True
+    rivals: bool = False
+    limit: int = 0
     plans: Mapping[str, Plan] = field(default_factory=dict)
     layer: LayerProfile | None = None
 
@@ -200,6 +204,8 @@ def rank_main(rank: int, trial: Trial) -> Seen:
         turn(first, initial, emulation.order)
     decision = agreed(rank, trial, samples[first]) if trial.tuned else None
     turns = dict(trial.schedules) if decision is None else {**trial.schedules, AUTO: decision.chosen.candidate.schedule}
+    if decision is not None and trial.rivals:
+        turns = {r.candidate.schedule.name: r.candidate.schedule for r in reversed(decision.ranked)} | turns
     orders = {name: ordered(schedule, trial.plan_of(name)) for name, schedule in turns.items()}
     by_torch = torch_step(trial, rank) if trial.torch else None
     for number in range(1 + trial.rounds):
@@ -215,7 +221,7 @@ def rank_main(rank: int, trial: Trial) -> Seen:
 
 
 def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> Decision:
-    """What rank 0 chooses, on all ranks: an activation is a byte, and a rank may hold four times what 1F1B does."""
+    """What rank 0 chooses, on all ranks; an activation is a byte."""
     every: list[Any] = [None] * trial.stages
     dist.all_gather_object(every, mine)
     told: list[Decision | None] = [None]
@@ -223,7 +229,7 @@ def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> Decision:
         found, source = averages(zip(*every, strict=True)), make_schedule("kfkb", k="auto")
         assert isinstance(source, Tunable)
         base = CostModel(found.costs().seconds, activation_bytes=(1,) * trial.stages)
-        candidates = source.candidates(trial.plan, found.costs(base), 4 * trial.stages)
+        candidates = source.candidates(trial.plan, found.costs(base), trial.limit or 4 * trial.stages)
         current = Candidate(make_schedule("kfkb", k=1), trial.plan, ())
         told = [Chooser().decide(candidates, current, found, base)]
     dist.broadcast_object_list(told)
