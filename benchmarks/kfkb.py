@@ -344,7 +344,7 @@ def choices(case: Situation, seeds: Iterable[int]) -> Iterator[tuple[str, Any]]:
     """How often the tuner's choice is the fastest, or slower by 2 % at most, of all kinds of schedules, each with the
     settings that are foretold to be best: links of random speeds, each direction its own, and random memory."""
     trial = Trial(
-        {"1f1b": make_schedule("1f1b")}, STAGES, MICROBATCHES, case.forward / 1e3, QUICK_MESSAGE, 4, rivals=True
+        {"1f1b": make_schedule("1f1b")}, STAGES, MICROBATCHES, case.forward / 1e3, QUICK_MESSAGE, 3, rivals=True
     )
     right = []
     with NetLab(STAGES) as lab:
