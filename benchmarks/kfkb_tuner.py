@@ -25,9 +25,11 @@ from torch import nn
 
 from lightning_pipes import PipelineStrategy, ScheduleTuner
 from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.measured import WINDOW
 from lightning_pipes.testing.emulated import Emulated, sleeping, steady
 from lightning_pipes.testing.netlab import NetLab, why_not
 from lightning_pipes.trainer.adopting import adopt_told
+from lightning_pipes.trainer.schedule_tuner import FIRST
 
 FORWARD, X = 0.005, 0.5
 EACH = 3
@@ -76,17 +78,6 @@ class Changes(L.Callback):
             self.took.append(time.perf_counter() - since)
 
 
-class Timed(ScheduleTuner):
-    """Knows what it took in all."""
-
-    took = 0.0
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        since = time.perf_counter()
-        super().on_train_batch_end(*args)
-        self.took += time.perf_counter() - since
-
-
 def fit(batches: int, *callbacks: L.Callback, **settings: Any) -> list[float]:
     """Seconds from the end of each batch to that of the next."""
     data = torch.utils.data.TensorDataset(torch.zeros(batches * MICROBATCHES, QUICK_MESSAGE // 4))
@@ -112,15 +103,14 @@ def rank_main(rank: int, batches: int) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    changes, tuner = Changes(), Timed(interval=10)
+    changes, tuner = Changes(), ScheduleTuner(interval=10)
     around = fit(batches, changes, k=2)
     tuned = fit(batches, tuner, k="auto")
     return {
         "changes": changes.took,
         "steps": around,
-        "tuner": tuner.took,
-        "whole": sum(tuned),
-        "decisions": [(t.seconds, str(t.decision)) for t in tuner.decisions],
+        "tuned": tuned,
+        "decisions": [(t.batch, t.seconds, str(t.decision)) for t in tuner.decisions],
     }
 
 
@@ -146,10 +136,16 @@ def main() -> None:
         f"a step {1e3 * step:.1f} ms; the first one after a change {1e3 * statistics.median(first):.1f} ms, {loss:+.2%}"
     )
     print(f"the change itself, slowest rank: {1e3 * statistics.median(call):.2f} ms, at most {1e3 * max(call):.2f} ms")
-    share = max(r["tuner"] / r["whole"] for r in ranks)
-    took = [1e3 * seconds for seconds, _ in ranks[0]["decisions"]]
-    print(f"the tuner: {len(took)} decisions of {', '.join(f'{t:.1f}' for t in took)} ms, {share:.2%} of the training")
-    for _, said in ranks[0]["decisions"]:
+    tuned, decisions = ranks[0]["tuned"], ranks[0]["decisions"]
+    print(f"decisions took {', '.join(f'{1e3 * seconds:.1f}' for _, seconds, _ in decisions)} ms")
+    at = {batch - 2 for batch, _, _ in decisions[1:]}  # tuned[n] is from the end of batch n + 1 to that of n + 2
+    usual = statistics.median(s for n, s in enumerate(tuned) if n > FIRST + WINDOW and n not in at and n - 1 not in at)
+    longer = [tuned[n] + tuned[n + 1] - 2 * usual for n in sorted(at) if n + 1 < len(tuned)]
+    share = sum(longer) / sum(tuned)
+    print(
+        f"and the batches around them {statistics.median(longer) * 1e3:.1f} ms more, in all {share:.2%} of the training"
+    )
+    for _, _, said in decisions:
         print(f"  {said}")
     if options.json:
         found = {"switch_loss": loss, "switch_share": statistics.median(call) / step, "tuning_share": share}

@@ -73,7 +73,7 @@ class Tuned:
         batch: how many batches had been trained.
         decision: the ranking, and what it changed to.
         measured: seconds of a step as it was, on average over the last steps.
-        seconds: what it took to ask all ranks and decide.
+        seconds: what it took to sum up the last steps and decide, without waiting for other ranks to end the batch.
     """
 
     batch: int
@@ -186,7 +186,9 @@ class ScheduleTuner(pl.Callback):
         links = run.engine.probe_links(PROBED, PROBES) if self.probe else {}
         place = run.global_ranks.index(strategy.global_rank)
         mine = _Report(steps, run.stage_bytes(strategy.optimizers), place, device_memory(strategy.root_device), links)
+        waited = time.perf_counter()
         reports = control.gather(mine, to=control.ranks[0])
+        began += time.perf_counter() - waited  # for the last rank, as all do after a batch anyway
         order = None
         if reports is not None:
             latest = reversed(windows)  # the largest, which is not a short last batch
