@@ -107,7 +107,7 @@ def f9() -> Figures:
 def f10() -> Figures:
     """A rate that changes: the run that adapts beside fixed k, and what it changed to."""
     case = Situation(10)
-    trial = Trial(named((1, 2, 3, 4)), case.stages, case.microbatches, 0.01, MESSAGE)
+    trial = Trial(named((1, 2, 3)), case.stages, case.microbatches, 0.01, MESSAGE)
     each = 5 * 0.9
     with NetLab(case.stages) as lab:
         ran = run(lab, Course(trial, 30, 8.5 * each, limit=12), phases(case, each, 1))
