@@ -129,14 +129,17 @@ class Measured:
         return self.by_rank[0].decision
 
     def errors(self) -> dict[str, float]:
-        """What each schedule was foretold to take, on what was measured with the first one, over what it took, less
-        1."""
+        """What each schedule was foretold to take, on what was measured with the first one, over what it took, less 1:
+        the median over windows of steps, so that something else on the machine in one of them does not count."""
         first = next(iter(self.trial.schedules))
-        costs = averages(zip(*(seen.samples[first] for seen in self.by_rank), strict=True)).costs()
+        steps = list(zip(*(seen.samples[first] for seen in self.by_rank), strict=True))
+        costs = [averages(steps[n : n + LOOKS]).costs() for n in range(len(steps) - LOOKS + 1)]
         foretold = {}
         for name, schedule in self.trial.schedules.items():
             plan = self.trial.plan_of(name)
-            foretold[name] = makespan(ordered(schedule, plan), plan, costs) / 1e9 / self.median(name) - 1
+            order = ordered(schedule, plan)
+            seconds = statistics.median(makespan(order, plan, each) for each in costs) / 1e9
+            foretold[name] = seconds / self.median(name) - 1
         return foretold
 
 
