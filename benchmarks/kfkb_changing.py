@@ -38,6 +38,8 @@ class Course:
         steps: of each.
         seconds: for each turn, more than the slowest one takes.
         limit: micro-batches that a rank may hold in the run that adapts.
+
+    The run that adapts has left 1F1B before its turn, as it has in all but the first seconds of a training.
     """
 
     trial: Trial
@@ -49,6 +51,10 @@ class Course:
     def names(self) -> list[str]:
         """Of all turns in order."""
         return [*self.trial.schedules, AUTO]
+
+    def begins(self, turn: int) -> float:
+        """Seconds after the first one."""
+        return turn * self.seconds + (self.seconds / 2 if self.names[turn] == AUTO else 0.0)
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ def run(lab: NetLab, course: Course, links: Mapping[Direction, Trace]) -> Ran:
         for direction, trace in links.items():
             for since, takes in zip(trace.since, trace.takes, strict=True):
                 if since / 1e9 < course.seconds:
-                    at = READY_SECONDS + turn * course.seconds + since / 1e9
+                    at = READY_SECONDS + course.begins(turn) + since / 1e9
                     changes.append((at, bandwidth(takes / 1e9, course.trial.message), [direction]))
     with lab.play(sorted(changes, key=lambda change: change[0])):
         found: list[tuple[dict[str, tuple[int, int]], list[str]]] = lab.run_ranks(rank_main, course, begin, timeout=600)
@@ -97,15 +103,16 @@ def rank_main(rank: int, course: Course, begin: float) -> tuple[dict[str, tuple[
 
     step(make_schedule("1f1b"))
     found: dict[str, tuple[int, int]] = {}
-    follower = Follower(course, rank)
+    follower, began = Follower(course, rank), 0
     gc.disable()
     gc.freeze()  # else each collection goes through all modules
     for turn, name in enumerate(course.names):
         running = trial.schedules.get(name, make_schedule("kfkb", k=1))
         engine.adopt(plan, ordered(running, plan))
-        time.sleep(max(0.0, begin + turn * course.seconds - time.monotonic()))
-        began = time.monotonic_ns()
-        for _ in range(course.steps):
+        for number in range(-FIRST if name == AUTO else 0, course.steps):
+            if number == 0:
+                time.sleep(max(0.0, begin + course.begins(turn) - time.monotonic()))
+                began = time.monotonic_ns()
             sample = step(running)
             if name == AUTO and (wanted := follower.after(sample)) is not None:
                 running = wanted
