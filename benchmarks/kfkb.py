@@ -165,7 +165,7 @@ def competing(case: Situation) -> Iterator[tuple[str, Any]]:
         "ready 8": make_schedule("ready", slack=4),
     }
     names = [*schedules, AUTO]
-    trial = Trial(schedules, STAGES, MICROBATCHES, case.forward / 1e3, MESSAGE, rounds=4)
+    trial = Trial(schedules, STAGES, MICROBATCHES, case.forward / 1e3, MESSAGE, rounds=2)
     yield "", "flows          " + " ".join(f"{name:>10}" for name in names) + "  message  foretold  auto takes"
     with NetLab(STAGES, bandwidth=27.5e6, queue=2**18) as lab:
         for name, flows, off in (("1", 1, 0.0), ("3", 3, 0.0), ("4, on and off", 4, 0.5)):
@@ -427,7 +427,7 @@ def main() -> None:
         ),
         "eight": (
             "The same with eight stages and 32 micro-batches",
-            lambda: measured(Situation(FORWARD_MS, 8, 32), message, (0.5, 1.0), 4, wide=False),
+            lambda: measured(Situation(FORWARD_MS, 8, 32), message, (0.5, 1.0), 2, wide=False),
         ),
         "flows": ("Beside other TCP connections on each link, of 27.5 MB/s", lambda: competing(case)),
         "executed": ("Links that change, measured", lambda: executed(Situation(FORWARD_MS // 2))),
