@@ -2,10 +2,10 @@
 
 Four emulated stages, 24 micro-batches, a backward takes two forwards, and a message x forwards. Steps over steady links
 are measured on really shaped ones (`kfkb_links.py`; needs root on Linux), plans in turn in the same processes. Links
-that switch between x = 0.25 and 3, or change from phase to phase, are replayed event by event (`replay.py`), with the
-tuner's own code in the loop.
+that switch between x = 0.25 and 3, or change from phase to phase, are shaped so while steps run (`kfkb_changing.py`),
+and replayed event by event (`replay.py`) over more traces, with the tuner's own code in the loop.
 
-    python benchmarks/kfkb.py [--quick] [--json]
+    python benchmarks/kfkb.py [--quick] [--only PART...] [--speeds X...] [--seeds A B] [--json]
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from kfkb_links import AUTO, TORCH, Trial, measure
+from kfkb_changing import FIRST, INTERVAL, Course, run
+from kfkb_links import AUTO, TORCH, Measured, Trial, bandwidth, measure
 from replay import Direction, Replay, Trace
 
 from lightning_pipes.cost import CostModel
@@ -35,10 +37,12 @@ from lightning_pipes.testing.netlab import NetLab, why_not
 
 STAGES, MICROBATCHES = 4, 24
 FORWARD_MS, QUICK_MS = 20, 5
+MESSAGE, QUICK_MESSAGE = 128 * 1024, 48 * 1024
+"""Bytes: several times what a token bucket lets pass at once, and few enough for speeds that the laboratory holds."""
 LIMIT = 16
 """Micro-batches that a rank may hold, where a limit is given: four times those of 1F1B."""
-FIRST, INTERVAL = 2, 10
-"""Steps before the first decision, and between decisions; the second one comes after a window."""
+SPEEDS = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0)
+"""Messages in forwards."""
 PHASES = (0.15, 1.0, 0.15, 1.0, 0.5, 2.0)
 MS = 1_000_000
 
@@ -52,11 +56,13 @@ class Situation:
     """
 
     forward: int
+    stages: int = STAGES
+    microbatches: int = MICROBATCHES
 
     @property
     def plan(self) -> Plan:
         """One sample a micro-batch."""
-        return Plan.even(STAGES, MICROBATCHES)
+        return Plan.even(self.stages, self.microbatches)
 
     @property
     def times(self) -> dict[Kind, int]:
@@ -66,8 +72,8 @@ class Situation:
     def costs(self, x: float) -> CostModel:
         """On steady links; an activation is one byte."""
         times = {**self.times, Kind.SF: x * self.forward * MS, Kind.SB: x * self.forward * MS}
-        seconds = {(kind, s): ((1, t * 1e-9),) for kind, t in times.items() for s in range(STAGES)}
-        return CostModel(seconds, activation_bytes=(1,) * STAGES)
+        seconds = {(kind, s): ((1, t * 1e-9),) for kind, t in times.items() for s in range(self.stages)}
+        return CostModel(seconds, activation_bytes=(1,) * self.stages)
 
     def makespan(self, schedule: Schedule | Policy, x: float) -> int:
         """Nanoseconds of a step by the simulator."""
@@ -79,9 +85,9 @@ class Situation:
         return round(x * self.forward * MS)
 
 
-def directions() -> list[Direction]:
+def directions(stages: int = STAGES) -> list[Direction]:
     """Of all links."""
-    return [d for s in range(STAGES - 1) for d in ((s, s + 1), (s + 1, s))]
+    return [d for s in range(stages - 1) for d in ((s, s + 1), (s + 1, s))]
 
 
 def ordered(schedule: Schedule | Policy, plan: Plan) -> Program | Rule:
@@ -95,45 +101,80 @@ def ordered(schedule: Schedule | Policy, plan: Plan) -> Program | Rule:
 # Steady links
 
 
-def measured(quick: bool) -> Iterator[tuple[str, Any]]:
-    """Figures by name, and lines of a table by "": what steps take over links of several speeds."""
+def measured(
+    case: Situation, message: int, speeds: Sequence[float], rounds: int, wide: bool
+) -> Iterator[tuple[str, Any]]:
+    """Figures by name, and lines of a table by "": what steps take over links of several speeds.
+
+    Args:
+        message: bytes.
+        speeds: a message's time in forwards.
+        wide: more schedules, torch's at 1.
+    """
+    p = case.stages
     schedules: dict[str, Schedule | Policy] = {
         "1f1b": make_schedule("1f1b"),
         "kfkb 2": make_schedule("kfkb", k=2),
-        "kfkb 3": make_schedule("kfkb", k=3),
-        "deep 7": make_schedule("deep", slack=3),
-        "ready 8": make_schedule("ready", slack=4),
+        f"deep {2 * p - 1}": make_schedule("deep", slack=p - 1),
+        f"ready {2 * p}": make_schedule("ready", slack=p),
     }
-    speeds: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
-    if not quick:
-        schedules |= {
-            "deep 12": make_schedule("deep", slack=8),
-            "ready 12": make_schedule("ready", slack=8),
-        }
-        speeds = (*speeds, 2.0, 3.0)
+    if wide:
+        schedules |= {"kfkb 3": make_schedule("kfkb", k=3), f"deep {3 * p}": make_schedule("deep", slack=2 * p)}
     names = [*schedules, AUTO, TORCH]
-    yield "", "    x " + " ".join(f"{name:>10}" for name in names) + "  foretold  auto takes"
+    yield "", "    x " + " ".join(f"{name:>10}" for name in names) + "  message  foretold  auto takes"
     errors = []
-    with NetLab(STAGES) as lab:
+    with NetLab(p) as lab:
         for x in speeds:
-            forward = (QUICK_MS if quick else FORWARD_MS) / 1e3
-            size = (48 if quick else 128) * 1024
-            trial = Trial(schedules, STAGES, MICROBATCHES, forward, size, rounds=3, steps=2, torch=x == 1)
-            if x == 0:  # a difference of nothing wants more turns
-                trial = replace(trial, schedules={"1f1b": schedules["1f1b"]}, rounds=6)
+            some = schedules if x else {"1f1b": schedules["1f1b"]}
+            trial = Trial(some, p, case.microbatches, case.forward / 1e3, message, rounds, torch=x == 1)
+            if not x:  # a difference of nothing wants more turns
+                trial = replace(trial, rounds=2 * rounds)
             found = measure(lab, x, trial)
             worst = max(found.errors().values(), key=abs)
             errors += [worst] if x <= 2 else []
-            ms = [f"{1e3 * found.median(n):10.1f}" if n in found.by_rank[0].spans else f"{'':10}" for n in names]
-            yield "", f"{x:5} {' '.join(ms)} {worst:+9.1%}  {found.decision.chosen.candidate.label}"
+            yield "", row(f"{x:5}", found, names)
             if x == 0:
                 yield "free_link_loss", found.ratio(AUTO, "1f1b") - 1
             elif x <= 1:
-                best = max(found.ratio("1f1b", name) for name in schedules if name.startswith("kfkb"))
-                yield f"gain_x{'1' if x == 1 else str(x).replace('.', '')}", best
+                best = max((n for n in some if n.startswith("kfkb")), key=lambda n: found.ratio("1f1b", n))
+                gains = found.ratios("1f1b", best)
+                yield "", f"{'':5} 1f1b over {best}: {min(gains):.3f} to {max(gains):.3f}"
+                yield f"gain_x{'1' if x == 1 else str(x).replace('.', '')}", statistics.median(gains)
             if x == 1:
                 yield "vs_torch_x1", found.ratio(TORCH, AUTO)
-    yield "prediction_error", max(map(abs, errors))
+    if errors:
+        yield "prediction_error", max(map(abs, errors))
+
+
+def row(head: str, found: Measured, names: Sequence[str]) -> str:
+    """Of the table: medians, what messages took, the worst prediction, and what the tuner chose."""
+    ms = [f"{1e3 * found.median(n):10.1f}" if n in found.by_rank[0].spans else f"{'':10}" for n in names]
+    worst = max(found.errors().values(), key=abs)
+    return (
+        f"{head} {' '.join(ms)} {1e3 * found.transfer:5.2f} ms {worst:+9.1%}  {found.decision.chosen.candidate.label}"
+    )
+
+
+def competing(case: Situation) -> Iterator[tuple[str, Any]]:
+    """Figures by name, and lines of a table by "": connections of others that send as fast as they may, in each
+    direction of each link, or by turns for half a second on average."""
+    schedules: dict[str, Schedule | Policy] = {
+        "1f1b": make_schedule("1f1b"),
+        "kfkb 2": make_schedule("kfkb", k=2),
+        "deep 7": make_schedule("deep", slack=3),
+        "ready 8": make_schedule("ready", slack=4),
+    }
+    names = [*schedules, AUTO]
+    trial = Trial(schedules, STAGES, MICROBATCHES, case.forward / 1e3, MESSAGE, rounds=2)
+    yield "", "flows          " + " ".join(f"{name:>10}" for name in names) + "  message  foretold  auto takes"
+    with NetLab(STAGES, bandwidth=27.5e6, queue=2**18) as lab:
+        for name, flows, off in (("1", 1, 0.0), ("3", 3, 0.0), ("4, on and off", 4, 0.5)):
+            with ExitStack() as stack:
+                for n, (a, b) in enumerate(directions()):
+                    stack.enter_context(lab.compete(a, b, flows, 0.5 if off else float("inf"), off, seed=n))
+                found = measure(lab, None, trial)
+            yield "", row(f"{name:14}", found, names)
+            yield f"gain_flows_{flows}", found.ratio("1f1b", "kfkb 2")
 
 
 def steady_table(case: Situation) -> list[str]:
@@ -162,7 +203,7 @@ def switching(case: Situation, seed: int, seconds: float) -> dict[Direction, Tra
     """Each direction by itself between x = 0.25 and 3, for 25 forwards on average."""
     rng = random.Random(seed)
     takes = (case.message(0.25), case.message(3.0))
-    return {d: Trace.switching(rng, takes, 0.025 * case.forward, seconds) for d in directions()}
+    return {d: Trace.switching(rng, takes, 0.025 * case.forward, seconds) for d in directions(case.stages)}
 
 
 def phases(case: Situation, seconds_each: float, rounds: int) -> dict[Direction, Trace]:
@@ -253,48 +294,168 @@ def ready_gain(case: Situation, seeds: Sequence[int], steps: int) -> list[float]
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter traces, forwards of 5 ms")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    options = parser.parse_args()
-    case = Situation(QUICK_MS if options.quick else FORWARD_MS)
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
-    )
+def executed(case: Situation) -> Iterator[tuple[str, Any]]:
+    """Figures by name, and lines by "": links that change, really shaped; every choice over the same traces."""
+    schedules: dict[str, Schedule | Policy] = {
+        "kfkb 2": make_schedule("kfkb", k=2),
+        "deep 8": make_schedule("deep", slack=4),
+        "ready 8": make_schedule("ready", slack=4),
+    }
+    trial = Trial(schedules, STAGES, MICROBATCHES, case.forward / 1e3, MESSAGE)
+    turn = 12 * 0.13 * case.forward
+    settings = {f"switching, seed {n}": (9, turn, switching(case, n, turn)) for n in range(2)}
+    each = 4 * 0.09 * case.forward
+    settings["phases"] = (24, 6.8 * each, phases(case, each, 1))
+    gains, worst = [], -1.0
+    with NetLab(STAGES) as lab:
+        for name, (steps, seconds, links) in settings.items():
+            ran = run(lab, Course(trial, steps, seconds, limit=8), links)
+            took = {n: t / steps for n, t in ran.seconds.items()}
+            line = ", ".join(f"{n} {1e3 * t:.0f}" for n, t in took.items())
+            yield "", f"{name}, ms a step: {line}; adopted {', '.join(ran.adopted)}"
+            if name != "phases":
+                gains.append(took["kfkb 2"] / took["ready 8"])
+            worst = max(worst, took[AUTO] / min(t for n, t in took.items() if n != AUTO) - 1)
+    yield "ready_gain_fluctuating", statistics.median(gains)
+    yield "adaptive_regret", worst
 
-    results: dict[str, Any] = {}
-    if reason := why_not():
-        print(f"\nNothing can be measured here: {reason}")
-    else:
-        print(f"\nMilliseconds of a step on steady links, measured; emulated stages, F {case.forward} ms")
-        for name, found in measured(options.quick):
-            if name:
-                results[name] = found
-            else:
-                print(found, flush=True)
-    print("\nThe same simulated, without what the engine itself takes; held by the first stage")
-    print("\n".join(steady_table(case)))
 
-    gains = ready_gain(case, range(3 if options.quick else 16), 40 if options.quick else 100)
-    results["ready_gain_fluctuating"] = statistics.median(gains)
-    print(
-        f"\nready over kfkb k=2, links switching: {statistics.median(gains):.3f} ({min(gains):.3f} to {max(gains):.3f})"
-    )
-
-    print("\nThe adaptive run, replayed")
+def replayed(case: Situation, quick: bool) -> Iterator[tuple[str, Any]]:
+    """The same without links, event by event."""
+    gains = ready_gain(case, range(3 if quick else 16), 40 if quick else 100)
+    yield "ready_gain_fluctuating", statistics.median(gains)
+    spread = f"{statistics.median(gains):.3f} ({min(gains):.3f} to {max(gains):.3f})"
+    yield "", f"ready over kfkb k=2, links switching: {spread}"
     worst = -1.0
     step = 0.087 * case.forward  # seconds of a typical one
-    steps = 300 if options.quick else 600
+    steps = 300 if quick else 600
     until = round(steps * step * 1e9)
-    traces = {f"switching, seed {n}": switching(case, n, 2 * steps * step) for n in range(1 if options.quick else 4)}
+    traces = {f"switching, seed {n}": switching(case, n, 2 * steps * step) for n in range(1 if quick else 4)}
     traces["phases"] = phases(case, step * steps / 12, 2)
     for name, links in traces.items():
         for limit in (8, LIMIT):
             worse, line = regret(case, links, until, limit)
             worst = max(worst, worse)
-            print(f"{name}, {limit} held at most: {line}")
-    results["adaptive_regret"] = worst
+            yield "", f"{name}, {limit} held at most: {line}"
+    yield "adaptive_regret", worst
+
+
+def choices(case: Situation, seeds: Iterable[int]) -> Iterator[tuple[str, Any]]:
+    """How often the tuner's choice is the fastest, or slower by 2 % at most, of all kinds of schedules, each with the
+    settings that are foretold to be best: links of random speeds, each direction its own, and random memory."""
+    trial = Trial(
+        {"1f1b": make_schedule("1f1b")}, STAGES, MICROBATCHES, case.forward / 1e3, QUICK_MESSAGE, 3, rivals=True
+    )
+    right = []
+    with NetLab(STAGES) as lab:
+        for seed in seeds:
+            rng = random.Random(seed)
+            for direction in directions():
+                x = 0.1 * 20 ** rng.random()
+                lab.shape(bandwidth(x * trial.forward, trial.message), [direction])
+            found = measure(lab, None, replace(trial, limit=rng.randint(STAGES, 4 * STAGES)))
+            others = {n: found.ratio(AUTO, n) - 1 for n in found.by_rank[0].spans if n != AUTO}
+            worst = max(others, key=lambda n: others[n])
+            right.append(others[worst] <= 0.02)
+            label = found.decision.chosen.candidate.label
+            yield (
+                "",
+                f"seed {seed:2}: {label}, {others[worst]:+.1%} against {worst}, {others['1f1b']:+.1%} against 1f1b",
+            )
+    yield "choices_right", sum(right) / len(right)
+
+
+def choices_replayed(seeds: Iterable[int], forward: int = QUICK_MS, steps: int = 20) -> Iterator[tuple[str, Any]]:
+    """The same by replaying, with 2, 4 or 8 stages, every candidate beside the choice, and links that keep their random
+    speeds, or with odd seeds switch: what is chosen after a window of 1F1B, over the steps that follow."""
+    right, source, first = [], make_schedule("kfkb", k="auto"), make_schedule("kfkb", k=1)
+    assert isinstance(source, Tunable)
+    for seed in seeds:
+        rng = random.Random(seed)
+        stages = rng.choice((2, 4, 8))
+        case = Situation(forward, stages, stages * rng.choice((2, 4, 6)))
+        plan, base = case.plan, case.costs(0.0)
+        at = 0
+        averages = Averages()
+        if seed % 2:
+            links = switching(case, seed, 0.02 * forward * (WINDOW + 2 + steps) * case.microbatches)
+        else:
+            links = {d: Trace.steady(case.message(0.1 * 20 ** rng.random())) for d in directions(stages)}
+        for _ in range(WINDOW + 1):
+            replay = Replay(ordered(first, plan), plan, case.times, links, at)
+            averages.add(StepSample.of(events, plan, at) for events in replay.by_rank())
+            at = replay.end
+        candidates = source.candidates(plan, averages.costs(base), rng.randint(stages, 4 * stages))
+        decision = Chooser().decide(candidates, Candidate(first, plan, ()), averages, base)
+        took = {}
+        for c in {*candidates, decision.chosen.candidate}:
+            end = at
+            for _ in range(steps):
+                end = Replay(ordered(c.schedule, plan), plan, case.times, links, end).end
+            took[c.schedule] = end - at
+        best = min(took, key=lambda schedule: took[schedule])
+        worse = took[decision.chosen.candidate.schedule] / took[best] - 1
+        right.append(worse <= 0.02)
+        kind = "switching" if seed % 2 else "steady"
+        label = decision.chosen.candidate.label
+        yield "", f"seed {seed:2}, {stages} stages, {kind}: {label}, {worse:+.1%} against {best}"
+    yield "choices_right_replayed", sum(right) / len(right)
+
+
+PARTS = ("steady", "eight", "flows", "executed", "choices", "choices_replayed", "replayed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="steady and replayed, shorter, forwards of 5 ms")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts")
+    parser.add_argument("--speeds", nargs="+", type=float, default=SPEEDS, help="messages in forwards, for steady")
+    parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), help="first and last but one, for choices")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    options = parser.parse_args()
+    quick = options.quick
+    case = Situation(QUICK_MS if quick else FORWARD_MS)
+    message = QUICK_MESSAGE if quick else MESSAGE
+    speeds = [x for x in options.speeds if x <= 1 or not quick]
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+    )
+    parts: dict[str, tuple[str, Callable[[], Iterator[tuple[str, Any]]]]] = {
+        "steady": (
+            f"Steady links, measured; ms of a step, emulated stages, F {case.forward} ms",
+            lambda: measured(case, message, speeds, 5 if quick else 4, wide=not quick),
+        ),
+        "eight": (
+            "The same with eight stages and 32 micro-batches",
+            lambda: measured(Situation(FORWARD_MS, 8, 32), message, (0.5, 1.0), 2, wide=False),
+        ),
+        "flows": ("Beside other TCP connections on each link, of 27.5 MB/s", lambda: competing(case)),
+        "executed": ("Links that change, measured", lambda: executed(Situation(FORWARD_MS // 2))),
+        "choices": (
+            "What the tuner chooses for links of random speeds, measured, F 5 ms",
+            lambda: choices(Situation(QUICK_MS), range(*options.seeds)),
+        ),
+        "choices_replayed": ("The same replayed", lambda: choices_replayed(range(*options.seeds))),
+        "replayed": ("Links that change, replayed", lambda: replayed(case, quick)),
+    }
+    results: dict[str, Any] = {}
+    reason = why_not()
+    for part in options.only if not quick else [p for p in options.only if p in ("replayed", "steady")]:
+        if reason and "replayed" not in part:
+            print(f"\n{part} can't be measured here: {reason}")
+            continue
+        title, work = parts[part]
+        print(f"\n{title}")
+        for name, found in work():
+            if not name:
+                print(found, flush=True)
+            elif part == "eight":
+                results[f"eight_{name}"] = found
+            elif part != "replayed" or name not in results:
+                results[name] = found
+        if part == "steady":
+            print("\nThe same simulated, without what the engine itself takes; held by the first stage")
+            print("\n".join(steady_table(case)))
     if options.json:
         print(json.dumps({name: round(value, 4) for name, value in results.items()}))
 

@@ -1,11 +1,14 @@
-"""Steps over really shaped links: emulated stages on the hosts of a network laboratory, plans in turn in one engine."""
+"""Steps over really shaped links: emulated stages on the hosts of a network laboratory, in turn, one step each, by one
+engine in the same processes."""
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from lightning_pipes.cost import CostModel
+from lightning_pipes.cost import CostModel, LayerProfile
 from lightning_pipes.engine import Engine, FailureWatch, Item, make_transport
-from lightning_pipes.ir import Plan, Policy, Program, Schedule
+from lightning_pipes.ir import SENDS, Plan, Policy, Program, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, Tunable
 from lightning_pipes.planning.measured import Averages, StepSample
@@ -24,10 +27,11 @@ from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.tuning import Chooser, Decision
 from lightning_pipes.sim import makespan
 from lightning_pipes.testing.emulated import Emulated, Emulation, sleeping, steady
-from lightning_pipes.testing.netlab import NetLab
+from lightning_pipes.testing.netlab import BURST, GOODPUT, NetLab
 
 AUTO, TORCH = "auto", "torch 1f1b"
-WARM_UP = 1
+LOOKS = 3
+"""Steps of the first schedule before the tuner chooses."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,13 @@ class Trial:
         schedules: by name; the first one is what the tuner sees before it chooses.
         forward: seconds; a backward takes twice as long.
         message: bytes.
-        rounds: how often each has its turn.
-        steps: of each turn, one more to warm up.
+        rounds: how often each has its turn, after one that does not count.
         torch: whether torch's own 1F1B has turns too.
+        tuned: whether the tuner's choice has turns too.
+        rivals: whether also the best of each kind of schedule has, as foretold.
+        limit: micro-batches that a rank may hold in what the tuner chooses; by default four times what 1F1B does.
+        plans: by name of a schedule, where the batch is cut otherwise; else a sample a micro-batch.
+        layer: of each stage, where it is not `sleeping`, whatever the samples.
     """
 
     schedules: dict[str, Schedule | Policy]
@@ -48,9 +56,13 @@ class Trial:
     microbatches: int
     forward: float
     message: int
-    rounds: int = 3
-    steps: int = 2
+    rounds: int = 5
     torch: bool = False
+    tuned: bool = True
+    rivals: bool = False
+    limit: int = 0
+    plans: Mapping[str, Plan] = field(default_factory=dict)
+    layer: LayerProfile | None = None
 
     @property
     def plan(self) -> Plan:
@@ -58,10 +70,16 @@ class Trial:
         n = self.stages
         return replace(Plan.even(n, self.microbatches), layers=even_partition([1.0] * n, n))
 
-    def emulation(self, schedule: Schedule | Policy) -> Emulation:
-        """Equal stages."""
-        layer = sleeping(self.forward, 2 * self.forward, message_bytes=self.message)
-        return Emulation(self.plan, ordered(schedule, self.plan), (layer,) * self.stages, (1.0,) * self.stages)
+    def plan_of(self, name: str) -> Plan:
+        """What a schedule orders."""
+        return self.plans.get(name, self.plan)
+
+    def emulation(self) -> Emulation:
+        """Equal stages, by the first schedule."""
+        first, schedule = next(iter(self.schedules.items()))
+        layer = self.layer or sleeping(self.forward, 2 * self.forward, message_bytes=self.message)
+        plan, n = self.plan_of(first), self.stages
+        return Emulation(plan, ordered(schedule, plan), (layer,) * n, (1.0,) * n)
 
 
 @dataclass(frozen=True)
@@ -89,11 +107,20 @@ class Measured:
         """Seconds of a step."""
         return statistics.median(self.seconds(name))
 
+    def ratios(self, name: str, other: str) -> list[float]:
+        """The time of one over that of the other in the same round, for every round."""
+        return [a / b for a, b in zip(self.seconds(name), self.seconds(other), strict=True)]
+
     def ratio(self, name: str, other: str) -> float:
-        """The time of one over that of another, the median over steps of the same turns; `AUTO` has none in the first
-        round."""
-        pairs = zip(reversed(self.seconds(name)), reversed(self.seconds(other)), strict=False)
-        return statistics.median(a / b for a, b in pairs)
+        """The median of `ratios`."""
+        return statistics.median(self.ratios(name, other))
+
+    @property
+    def transfer(self) -> float:
+        """Seconds that a message of the first schedule kept its link busy, the median over links and steps."""
+        first = next(iter(self.trial.schedules))
+        samples = [sample for seen in self.by_rank for sample in seen.samples[first]]
+        return statistics.median(mean for s in samples for key, mean in s.means.items() if key[0] in SENDS) / 1e9
 
     @property
     def decision(self) -> Decision:
@@ -102,15 +129,18 @@ class Measured:
         return self.by_rank[0].decision
 
     def errors(self) -> dict[str, float]:
-        """What each schedule was foretold to take, on what was measured with the first one, over what it took, less
-        1."""
+        """What each schedule was foretold to take, on what was measured with the first one, over what it took, less 1:
+        the median over windows of steps, so that something else on the machine in one of them does not count."""
         first = next(iter(self.trial.schedules))
-        costs = averages(zip(*(seen.samples[first] for seen in self.by_rank), strict=True)).costs()
-        plan = self.trial.plan
-        return {
-            name: makespan(ordered(schedule, plan), plan, costs) / 1e9 / self.median(name) - 1
-            for name, schedule in self.trial.schedules.items()
-        }
+        steps = list(zip(*(seen.samples[first] for seen in self.by_rank), strict=True))
+        costs = [averages(steps[n : n + LOOKS]).costs() for n in range(len(steps) - LOOKS + 1)]
+        foretold = {}
+        for name, schedule in self.trial.schedules.items():
+            plan = self.trial.plan_of(name)
+            order = ordered(schedule, plan)
+            seconds = statistics.median(makespan(order, plan, each) for each in costs) / 1e9
+            foretold[name] = seconds / self.median(name) - 1
+        return foretold
 
 
 def ordered(schedule: Schedule | Policy, plan: Plan) -> Program | Policy:
@@ -126,60 +156,75 @@ def averages(steps: Any) -> Averages:
     return found
 
 
-def measure(lab: NetLab, x: float, trial: Trial) -> Measured:
-    """Over links on which a message takes `x` forwards; 0 is without a limit."""
-    lab.shape(trial.message / (x * trial.forward) if x else None)
+def measure(lab: NetLab, x: float | None, trial: Trial) -> Measured:
+    """Over links on which a message that comes alone takes `x` forwards; 0 is without a limit, None as they are."""
+    if x is not None:
+        lab.shape(bandwidth(x * trial.forward, trial.message) if x else None)
     return Measured(trial, lab.run_ranks(rank_main, trial, timeout=600))
 
 
+def bandwidth(seconds: float, message: int) -> float:
+    """Bytes per second with which a message takes so long on a link that was idle, whose bucket lets its first bytes
+    pass at full speed."""
+    return (message - GOODPUT * BURST) / seconds
+
+
 def rank_main(rank: int, trial: Trial) -> Seen:
-    """Turns of all schedules; the tuner's choice is one more after the first round of the first."""
+    """Rounds in which each schedule has one step; the tuner chooses, and has turns of its own, after some steps of the
+    first."""
     steady()
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
-    plan = trial.plan
-    first = next(iter(trial.schedules))
-    emulation = trial.emulation(trial.schedules[first])
-    transport = make_transport(plan, rank, range(trial.stages), torch.device("cpu"), watch)
-    engine = Engine(plan, emulation.order, emulation.stages(rank), transport, rank=rank, watch=watch)
-    turns: dict[str, Schedule | Policy] = dict(trial.schedules)
-    spans: dict[str, list[tuple[int, int]]] = {}
-    samples: dict[str, list[StepSample]] = {}
-    decision: Decision | None = None
-    by_torch = torch_step(trial, rank) if trial.torch else None
+    first, initial = next(iter(trial.schedules.items()))
+    emulation = trial.emulation()
+    transport = make_transport(trial.plan, rank, range(trial.stages), torch.device("cpu"), watch)
+    engine = Engine(emulation.plan, emulation.order, emulation.stages(rank), transport, rank=rank, watch=watch)
+    spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    samples: dict[str, list[StepSample]] = defaultdict(list)
 
-    def timed(name: str, step: Callable[[], None], number: int) -> None:
-        dist.barrier()
-        started = time.monotonic_ns()
-        step()
-        if number >= WARM_UP:
-            spans.setdefault(name, []).append((started, time.monotonic_ns()))
-
-    def train() -> None:
+    def trained() -> None:
         engine.inject(Item(0, trial.microbatches))
         engine.drain()
 
-    for round_ in range(trial.rounds):
-        for name, schedule in list(turns.items()):
-            engine.adopt(plan, ordered(schedule, plan))
-            for number in range(WARM_UP + trial.steps):
-                since = time.monotonic_ns()
-                timed(name, train, number)
-                sample = StepSample.of(engine.events, plan, since, chosen=not isinstance(schedule, Schedule))
-                samples.setdefault(name, []).append(sample)
-            if round_ == 0 and name == first:
-                decision = agreed(rank, trial, samples[first])
-                turns[AUTO] = decision.chosen.candidate.schedule
+    def timed(name: str, step: Callable[[], None]) -> None:
+        dist.barrier()
+        gc.collect()  # not in the middle of a step
+        dist.barrier()
+        started = time.monotonic_ns()
+        step()
+        spans[name].append((started, time.monotonic_ns()))
+
+    def turn(name: str, schedule: Schedule | Policy, order: Program | Policy) -> None:
+        plan = trial.plan_of(name)
+        engine.adopt(plan, order)
+        since = time.monotonic_ns()
+        timed(name, trained)
+        samples[name].append(StepSample.of(engine.events, plan, since, chosen=not isinstance(schedule, Schedule)))
+
+    gc.disable()
+    gc.freeze()  # else each collection goes through all modules
+    for _ in range(LOOKS):
+        turn(first, initial, emulation.order)
+    decision = agreed(rank, trial, samples[first]) if trial.tuned else None
+    turns = dict(trial.schedules) if decision is None else {**trial.schedules, AUTO: decision.chosen.candidate.schedule}
+    if decision is not None and trial.rivals:
+        turns = {r.candidate.schedule.name: r.candidate.schedule for r in reversed(decision.ranked)} | turns
+    orders = {name: ordered(schedule, trial.plan_of(name)) for name, schedule in turns.items()}
+    by_torch = torch_step(trial, rank) if trial.torch else None
+    for number in range(1 + trial.rounds):
+        if number == 1:  # what was before is not counted
+            spans.clear()
+        for name, schedule in turns.items():
+            turn(name, schedule, orders[name])
         if by_torch is not None:
-            for number in range(WARM_UP + trial.steps):
-                timed(TORCH, by_torch, number)
+            timed(TORCH, by_torch)
     engine.close()
     watch.close()
-    return Seen(spans, samples, decision if rank == 0 else None)
+    return Seen(dict(spans), dict(samples), decision if rank == 0 else None)
 
 
 def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> Decision:
-    """What rank 0 chooses, on all ranks: an activation is a byte, and a rank may hold four times what 1F1B does."""
+    """What rank 0 chooses, on all ranks; an activation is a byte."""
     every: list[Any] = [None] * trial.stages
     dist.all_gather_object(every, mine)
     told: list[Decision | None] = [None]
@@ -187,7 +232,7 @@ def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> Decision:
         found, source = averages(zip(*every, strict=True)), make_schedule("kfkb", k="auto")
         assert isinstance(source, Tunable)
         base = CostModel(found.costs().seconds, activation_bytes=(1,) * trial.stages)
-        candidates = source.candidates(trial.plan, found.costs(base), 4 * trial.stages)
+        candidates = source.candidates(trial.plan, found.costs(base), trial.limit or 4 * trial.stages)
         current = Candidate(make_schedule("kfkb", k=1), trial.plan, ())
         told = [Chooser().decide(candidates, current, found, base)]
     dist.broadcast_object_list(told)

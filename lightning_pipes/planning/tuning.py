@@ -111,13 +111,15 @@ class Decision:
 
 
 class Chooser:
-    """Ranks candidates by simulation. What it has set up for one is kept, so that asking again is cheap."""
+    """Ranks candidates by simulation. What it has set up for one is kept, so that asking again is cheap; only what it
+    chooses is verified, which takes several times as long."""
 
     def __init__(self, hysteresis: float = HYSTERESIS) -> None:
         if not 0 <= hysteresis < 1:
             raise PlanError(f"hysteresis is a share of a step, from 0 to less than 1, got {hysteresis}")
         self.hysteresis = hysteresis
         self._known: OrderedDict[tuple[Schedule | Policy, Plan], Rehearsal] = OrderedDict()
+        self._verified: set[tuple[Schedule | Policy, Plan]] = set()
 
     def decide(
         self,
@@ -138,6 +140,7 @@ class Chooser:
 
         Raises:
             PlanError: there are no candidates.
+            ProgramError, DeadlockError: what is chosen does not hold.
         """
         if not candidates:
             raise PlanError("there is nothing to choose from")
@@ -161,6 +164,8 @@ class Chooser:
         worth_it = best.seconds < now.seconds * (1 - least)
         better_order = unsteady and _is_policy(best) and not _is_policy(now)
         chosen = best if worth_it or better_order or listed is None else now
+        if chosen is not now:
+            self._verify(chosen.candidate)
         return Decision(tuple(every), now, chosen, regime, measured.unsteadiness)
 
     @staticmethod
@@ -175,21 +180,28 @@ class Chooser:
         key = candidate.schedule, candidate.plan
         found = self._known.get(key)
         if found is None:
-            found = Rehearsal(ordered(candidate), candidate.plan)
+            found = Rehearsal(_ordered(candidate), candidate.plan)
             if len(self._known) >= _KEPT:
                 self._known.popitem(last=False)
             self._known[key] = found
         self._known.move_to_end(key)
         return found
 
+    def _verify(self, candidate: Candidate) -> None:
+        key = candidate.schedule, candidate.plan
+        if key in self._verified:
+            return
+        order = _ordered(candidate)
+        if isinstance(order, Program):
+            verify(order, candidate.plan)
+        if len(self._verified) >= _KEPT:
+            self._verified.clear()
+        self._verified.add(key)
 
-def ordered(candidate: Candidate) -> Program | Policy:
-    """The verified program of a candidate, or its policy."""
-    if not isinstance(candidate.schedule, Schedule):
-        return candidate.schedule
-    program = candidate.schedule.program(candidate.plan)
-    verify(program, candidate.plan)
-    return program
+
+def _ordered(candidate: Candidate) -> Program | Policy:
+    schedule = candidate.schedule
+    return schedule.program(candidate.plan) if isinstance(schedule, Schedule) else schedule
 
 
 def _is_policy(ranked: Ranked) -> bool:

@@ -23,11 +23,7 @@ def adopt(
         PlanError: layers would have to move, or a schedule does not flush between batches.
         PipelineError: the ranks want different things.
     """
-    if isinstance(run, StreamingRun):
-        raise PlanError(
-            f"{run.plans.schedule.name} never has all stages at one batch, so nothing else can be adopted; start "
-            "another run"
-        )
+    _check_flushes(run)
     if schedule == AUTO:
         raise PlanError("schedule='auto' is chosen when training starts; adopt a schedule by its name, or an object")
     if microbatches is not None:
@@ -42,3 +38,22 @@ def adopt(
                 "by what they have in common, such as strategy.last_timing()"
             )
     run.plans = plans
+
+
+def adopt_told(run: PipelineRun, schedule: Schedule | Policy, microbatches: int, rows: int) -> None:
+    """The same for what one rank has chosen, verified for batches of `rows` samples, and told all ranks: nobody need
+    ask or verify again, which would hold up the next batch.
+
+    Raises:
+        PlanError: see `adopt`.
+    """
+    _check_flushes(run)
+    run.plans = run.plans.other(schedule, microbatches, verified=rows)
+
+
+def _check_flushes(run: PipelineRun) -> None:
+    if isinstance(run, StreamingRun):
+        raise PlanError(
+            f"{run.plans.schedule.name} never has all stages at one batch, so nothing else can be adopted; start "
+            "another run"
+        )

@@ -41,6 +41,7 @@ class Plans:
         self._recompute = tuple(recompute and s < len(ranks) - 1 for s in range(len(ranks))) if recompute else ()
         self._made: dict[int, tuple[Plan, Program | Policy]] = {}
         self._given: dict[int, tuple[Plan, Program | Policy]] = {}
+        self._verified: int | None = None
 
     def for_rows(self, rows: int) -> tuple[Plan, Program | Policy]:
         """The plan for a batch of `rows` samples and its verified order.
@@ -64,13 +65,21 @@ class Plans:
             self._made[rows] = self._ordered(plan)
         return self._made[rows]
 
-    def other(self, schedule: Schedule | Policy, microbatches: int | None = None, given: Plan | None = None) -> Plans:
+    def other(
+        self,
+        schedule: Schedule | Policy,
+        microbatches: int | None = None,
+        given: Plan | None = None,
+        verified: int | None = None,
+    ) -> Plans:
         """Plans by another schedule for the same layers on the same ranks.
 
         Args:
             microbatches: by default as many as now.
             given: the plan for batches of its size, as with other spans on every stage; those of another size are cut
                 evenly. Its layers and recomputation are those of the run.
+            verified: samples of the batches for which somebody has verified the order: doing so takes up to a hundred
+                times what making it does.
 
         Raises:
             PlanError: the schedule moves stages to other ranks, does not flush between batches, or can't order it.
@@ -84,11 +93,11 @@ class Plans:
                 "start another run with it"
             )
         made = Plans(schedule, self._ranks, self._layers, microbatches or self.microbatches, False)
-        made._recompute = self._recompute
+        made._recompute, made._verified = self._recompute, verified
         if given is not None:
             plan = replace(given, layers=self._layers, recompute=self._recompute)
             made._given = {plan.jobs[0].rows: made._ordered(plan)}
-        largest = max(self._made, default=made.microbatches)  # the next batch is most likely of that size
+        largest = verified or max(self._made, default=made.microbatches)  # the next batch is most likely of that size
         tried = [made.for_rows(largest), *made._given.values()]
         if any(isinstance(order, Program) and order.endless for _, order in tried):
             raise PlanError(
@@ -99,11 +108,14 @@ class Plans:
 
     def _ordered(self, plan: Plan) -> tuple[Plan, Program | Policy]:
         plan = prepared(plan, self.schedule)
+        verified = plan.jobs[0].rows == self._verified
         if isinstance(self.schedule, Schedule):
             order = self.schedule.program(plan)
-            verify(order, plan)
+            if not verified:
+                verify(order, plan)
             return plan, order
-        simulate(self.schedule, plan, CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0))
+        if not verified:
+            simulate(self.schedule, plan, CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0))
         return plan, self.schedule
 
 

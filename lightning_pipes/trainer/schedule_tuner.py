@@ -20,6 +20,7 @@ from lightning_pipes.planning.candidates import Candidate, Tunable
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, Decision
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.adopting import adopt_told
 from lightning_pipes.trainer.deciding import device_memory
 from lightning_pipes.trainer.report import Window
 from lightning_pipes.trainer.stage_bytes import StageBytes, with_bytes
@@ -53,11 +54,12 @@ class _Report(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """What rank 0 tells all ranks: what runs from the next batch on, how many batches later it decides again, and
-    whether clocks have jumped."""
+    """What rank 0 tells all ranks: what runs from the next batch on, verified for batches of so many samples; how many
+    batches later it decides again, and whether clocks have jumped."""
 
     schedule: Schedule | Policy | None
     microbatches: int
+    rows: int
     wait: int
     set_clocks: bool
     metrics: dict[str, float]
@@ -71,7 +73,7 @@ class Tuned:
         batch: how many batches had been trained.
         decision: the ranking, and what it changed to.
         measured: seconds of a step as it was, on average over the last steps.
-        seconds: what it took to ask all ranks and decide.
+        seconds: what it took to sum up the last steps and decide, without waiting for other ranks to end the batch.
     """
 
     batch: int
@@ -168,7 +170,8 @@ class ScheduleTuner(pl.Callback):
         if order.set_clocks:
             strategy.running.engine.set_clocks()
         if order.schedule is not None:
-            strategy.adopt(order.schedule, order.microbatches)
+            adopt_told(strategy.running, order.schedule, order.microbatches, order.rows)
+            strategy.schedule = order.schedule
         for logger in trainer.loggers:  # silent everywhere but on rank 0
             logger.log_metrics(order.metrics, trainer.global_step)
 
@@ -183,7 +186,9 @@ class ScheduleTuner(pl.Callback):
         links = run.engine.probe_links(PROBED, PROBES) if self.probe else {}
         place = run.global_ranks.index(strategy.global_rank)
         mine = _Report(steps, run.stage_bytes(strategy.optimizers), place, device_memory(strategy.root_device), links)
+        waited = time.perf_counter()
         reports = control.gather(mine, to=control.ranks[0])
+        began += time.perf_counter() - waited  # for the last rank, as all do after a batch anyway
         order = None
         if reports is not None:
             latest = reversed(windows)  # the largest, which is not a short last batch
@@ -218,7 +223,8 @@ class ScheduleTuner(pl.Callback):
         then, changes = decision.chosen.candidate, decision.switches
         wait = self.window if self._batches == FIRST else self._wait(step, tuned)
         jumped = self._averages.impossible > 0
-        return _Order(then.schedule if changes else None, then.microbatches, wait, jumped, _metrics(tuned))
+        rows = then.plan.jobs[0].rows
+        return _Order(then.schedule if changes else None, then.microbatches, rows, wait, jumped, _metrics(tuned))
 
     def _limit(self, reports: Sequence[_Report], ranks: int) -> list[int] | None:
         """Bytes that each rank of the pipeline may hold, the least of all replicas; None without a limit."""

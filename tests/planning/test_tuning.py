@@ -2,11 +2,11 @@
 
 import random
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
-from lightning_pipes.ir import Kind, PlanError, Schedule
+from lightning_pipes.ir import Kind, PlanError, Program, ProgramError, Schedule
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.measured import Averages
 from lightning_pipes.planning.tuning import Chooser, Decision, Regime, regime_of
@@ -199,3 +199,21 @@ def test_planning_takes_less_than_ten_milliseconds():
             chooser.decide(found, found[0], averages)
             took.append(time.process_time() - started)
         assert sorted(took)[4] < 0.010
+
+
+@dataclass(frozen=True)
+class Careless:
+    """As fast as nothing else, as it leaves out all backwards."""
+
+    name = "careless"
+
+    def program(self, plan):
+        rows = KFKB(1).program(plan).head
+        return Program(tuple(tuple(i for i in row if i.kind is Kind.F) for row in rows))
+
+
+def test_what_is_chosen_is_verified():
+    plan, costs, found = case(link=20 * MS)
+    careless = Candidate(Careless(), plan, (1,) * 4)
+    with pytest.raises(ProgramError):
+        Chooser().decide([*found, careless], found[0], given(costs))

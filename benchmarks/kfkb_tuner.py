@@ -1,0 +1,156 @@
+"""What tuning costs a training, and what a change of schedule costs the next step: a Trainer over really shaped links
+with emulated stages. Needs root on Linux.
+
+    python benchmarks/kfkb_tuner.py [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import statistics
+import time
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import lightning as L
+import torch
+from kfkb import MICROBATCHES, QUICK_MESSAGE, STAGES
+from kfkb_links import bandwidth
+from torch import nn
+
+from lightning_pipes import PipelineStrategy, ScheduleTuner
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.measured import WINDOW
+from lightning_pipes.testing.emulated import Emulated, sleeping, steady
+from lightning_pipes.testing.netlab import NetLab, why_not
+from lightning_pipes.trainer.adopting import adopt_told
+from lightning_pipes.trainer.schedule_tuner import FIRST
+
+FORWARD, X = 0.005, 0.5
+EACH = 3
+"""Batches from one change to the next."""
+
+
+class Model(L.LightningModule):
+    """A stage is a layer that sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = sleeping(FORWARD, 2 * FORWARD, message_bytes=QUICK_MESSAGE)
+        self.layers = nn.Sequential(*(Emulated(layer) for _ in range(STAGES)))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        found: torch.Tensor = self.layers(batch[0]).mean()
+        return found
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Clock(L.Callback):
+    """When batches end; the last callback of all."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+class Changes(L.Callback):
+    """Changes between two schedules of the same speed every few batches, as if it had been decided."""
+
+    def __init__(self) -> None:
+        self.took: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        number = trainer.fit_loop.total_batch_idx + 1
+        if number % EACH == 0:
+            names = [("deep", {"slack": 3}), ("kfkb", {"k": 2}), ("deep", {"slack": 4}), ("kfkb", {"k": 3})]
+            name, settings = names[number // EACH % len(names)]
+            since = time.perf_counter()
+            adopt_told(trainer.strategy.running, make_schedule(name, **settings), MICROBATCHES, MICROBATCHES)  # type: ignore[attr-defined]
+            self.took.append(time.perf_counter() - since)
+
+
+def fit(batches: int, *callbacks: L.Callback, **settings: Any) -> list[float]:
+    """Seconds from the end of each batch to that of the next."""
+    data = torch.utils.data.TensorDataset(torch.zeros(batches * MICROBATCHES, QUICK_MESSAGE // 4))
+    clock = Clock()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=STAGES,
+        strategy=PipelineStrategy("kfkb", microbatches=MICROBATCHES, partition=[1, 2, 3], schedule_args=settings),
+        max_epochs=1,
+        callbacks=[*callbacks, clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(), torch.utils.data.DataLoader(data, batch_size=MICROBATCHES))
+    return [b - a for a, b in pairwise(clock.ends)]
+
+
+def rank_main(rank: int, batches: int) -> dict[str, Any]:
+    """Of one rank: what changes took and the steps around them; what the tuner took in a whole training."""
+    steady()
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    changes, tuner = Changes(), ScheduleTuner(interval=10)
+    around = fit(batches, changes, k=2)
+    tuned = fit(batches, tuner, k="auto")
+    return {
+        "changes": changes.took,
+        "steps": around,
+        "tuned": tuned,
+        "decisions": [(t.batch, t.seconds, str(t.decision)) for t in tuner.decisions],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="40 batches instead of 120")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    options = parser.parse_args()
+    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    if reason := why_not():
+        print(f"nothing can be measured here: {reason}")
+        return
+    with NetLab(STAGES, bandwidth(X * FORWARD, QUICK_MESSAGE)) as lab:
+        ranks = lab.run_ranks(rank_main, 40 if options.quick else 120, timeout=400)
+    steps = ranks[0]["steps"]
+    # steps[n] ends batch n + 1 (from 0); a change comes after batches EACH - 1, 2 EACH - 1, ...
+    first = [s for n, s in enumerate(steps) if (n + 1) % EACH == 0 and n >= EACH]
+    later = [s for n, s in enumerate(steps) if (n + 1) % EACH and n >= EACH]
+    step = statistics.median(later)
+    call = [max(took) for took in zip(*(r["changes"] for r in ranks), strict=True)]
+    loss = statistics.median(first) / step - 1
+    print(
+        f"a step {1e3 * step:.1f} ms; the first one after a change {1e3 * statistics.median(first):.1f} ms, {loss:+.2%}"
+    )
+    print(f"the change itself, slowest rank: {1e3 * statistics.median(call):.2f} ms, at most {1e3 * max(call):.2f} ms")
+    tuned, decisions = ranks[0]["tuned"], ranks[0]["decisions"]
+    print(f"decisions took {', '.join(f'{1e3 * seconds:.1f}' for _, seconds, _ in decisions)} ms")
+    at = {batch - 2 for batch, _, _ in decisions[1:]}  # tuned[n] is from the end of batch n + 1 to that of n + 2
+    usual = statistics.median(s for n, s in enumerate(tuned) if n > FIRST + WINDOW and n not in at and n - 1 not in at)
+    longer = [tuned[n] + tuned[n + 1] - 2 * usual for n in sorted(at) if n + 1 < len(tuned)]
+    share = sum(longer) / sum(tuned)
+    print(
+        f"and the batches around them {statistics.median(longer) * 1e3:.1f} ms more, in all {share:.2%} of the training"
+    )
+    for _, _, said in decisions:
+        print(f"  {said}")
+    if options.json:
+        found = {"switch_loss": loss, "switch_share": statistics.median(call) / step, "tuning_share": share}
+        print(json.dumps({name: round(value, 5) for name, value in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
