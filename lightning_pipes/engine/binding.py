@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import PipelineError, PlanError
 
 
 class _Holder(Protocol):
@@ -52,6 +52,7 @@ class _Parameter:
 class _Entries:
     """Entries of dictionaries: buffers, and what optimizers remember."""
 
+    of_module: bool
     places: list[tuple[MutableMapping[str, Any], str]] = field(default_factory=list)
 
     def get(self) -> torch.Tensor:
@@ -84,6 +85,11 @@ class Binding:
         """
         _check(self._holders)
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there is something that a forward may change."""
+        return any(isinstance(holder, _Entries) and holder.of_module for holder in self._holders.values())
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Them by name."""
         return {name: holder.get().detach() for name, holder in self._holders.items()}
@@ -93,10 +99,20 @@ class Binding:
         return self._described() == other._described()
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Has the model use `tensors` from now on; they have the values."""
+        """Has the model use `tensors` from now on; they have the values.
+
+        Raises:
+            PipelineError: a graph refers to a parameter; those before it are held.
+        """
         with torch.inference_mode(False):
             for name, holder in self._holders.items():
-                holder.hold(tensors[name])
+                try:
+                    holder.hold(tensors[name])
+                except RuntimeError as error:
+                    raise PipelineError(
+                        f"{name} can't be moved between host and device: a graph still refers to it, as of a loss that "
+                        "was kept. Keep detached tensors: loss.detach()"
+                    ) from error
 
     def settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Has `tensors` in use again where the model has replaced some, with the values of those."""
@@ -124,11 +140,12 @@ def _holders(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.d
             names[id(p)] = name
             if p.device == device:
                 holders[name] = _Parameter(p)
+    buffers = {id(child._buffers) for child in module.modules()}
     for name, mapping, key in _entries(module, optimizers, names):
         tensor = mapping[key]
         if isinstance(tensor, torch.Tensor) and tensor.device == device and id(tensor) not in names:
             if id(tensor) not in entries:
-                holders[name] = entries[id(tensor)] = _Entries()
+                holders[name] = entries[id(tensor)] = _Entries(id(mapping) in buffers)
             entries[id(tensor)].places.append((mapping, key))
     return holders
 

@@ -32,11 +32,13 @@ class _Slot:
     Attributes:
         copies: from it and to it, the last of each.
         used: what was computed with it, or with the memory before.
+        lost: not for other states.
     """
 
     slab: torch.Tensor
     used: int | None
     copies: list[int] = field(default_factory=list)
+    lost: bool = False
 
     @property
     def busy(self) -> list[int]:
@@ -82,7 +84,7 @@ class StateCache(Generic[Key]):
         leaves: Callable[[Key], None] | None = None,
         poison: bool = False,
     ) -> None:
-        self._budget, self._host_budget = budget, host_budget
+        self._budget, self._host_budget, self._slots = budget, host_budget, slots
         self._copier = copier
         self._device = device or torch.device("cpu")
         self._leaves = leaves
@@ -107,8 +109,8 @@ class StateCache(Generic[Key]):
         """Of all states on the host."""
         return sum(state.layout.nbytes for state in self._states.values())
 
-    def add(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> None:
-        """One more state; its tensors are copied to the host.
+    def add(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> int:
+        """One more state; its tensors are copied to the host. Returns its bytes.
 
         Raises:
             PlanError: it does not fit into the device's or the host's budget.
@@ -124,19 +126,30 @@ class StateCache(Generic[Key]):
         with torch.no_grad():
             for name, view in layout.views(state.host).items():
                 view.copy_(tensors[name])
+        return layout.nbytes
 
-    def drop(self, key: Key) -> None:
+    def drop(self, key: Key, in_use: bool = False) -> None:
         """The state is not needed any more.
+
+        Args:
+            in_use: somebody may still refer to its slab on the device, which no other state gets.
 
         Raises:
             PlanError: it is leased.
         """
         state = self._states[key]
+        if in_use and state.slot is not None:
+            state.slot.lost = True
         copies = [*state.written, *(state.slot.copies if state.slot is not None else ())]
         self._residency.drop(key)
         for ticket in copies:  # they use the host's slab
             self._copier.wait(ticket)
         del self._states[key]
+
+    @property
+    def crowded(self) -> bool:
+        """Whether states have to take turns."""
+        return self.host_bytes > self._budget or (self._slots is not None and len(self._states) > self._slots)
 
     def expect(self, keys: Iterable[Key]) -> None:
         """These leases follow those that were expected before; no others may come."""
@@ -164,16 +177,15 @@ class StateCache(Generic[Key]):
         Raises:
             PlanError: there is no room, or another lease was expected.
         """
-        tensors = self.acquire(key, write)
+        self.acquire(key, write)
         try:
-            yield tensors
+            yield self.on_device(key)
         finally:
             self.release(key)
 
-    def acquire(self, key: Key, write: bool = False) -> Tensors:
+    def acquire(self, key: Key, write: bool = False) -> None:
         """A lease that lasts until `release`."""
         self._residency.lease(key, write)
-        return self.on_device(key)
 
     def release(self, key: Key) -> None:
         """The lease is over; what is being computed with it may still be under way."""
@@ -189,9 +201,14 @@ class StateCache(Generic[Key]):
         return state.layout.views(state.slot.slab)
 
     def on_host(self, key: Key) -> Tensors:
-        """The tensors of a state on the host; what a lease has changed is there after `offload` or `flush`."""
+        """The tensors of a state on the host; they have what leases have changed after `wait_for_host`."""
         state = self._states[key]
         return state.layout.views(state.host)
+
+    def wait_for_host(self, key: Key) -> None:
+        """Returns when what is being written back for a state is on the host."""
+        for ticket in self._states[key].written:
+            self._copier.wait(ticket)
 
     def offload(self, key: Key) -> None:
         """Starts to write back what leases have changed."""
@@ -200,9 +217,8 @@ class StateCache(Generic[Key]):
     def flush(self) -> None:
         """Returns when the host has all that leases have changed."""
         self._residency.flush()
-        for state in self._states.values():
-            for ticket in state.written:
-                self._copier.wait(ticket)
+        for key in self._states:
+            self.wait_for_host(key)
 
     def close(self) -> None:
         """Ends the copies that are under way."""
@@ -250,6 +266,9 @@ class _Mover:
         state = cache._states[key]
         slot, state.slot = state.slot, None
         assert slot is not None
+        if slot.lost:
+            cache._slab_bytes -= slot.slab.numel()
+            return
         if cache._leaves is not None:
             cache._leaves(key)
         if cache._poison:
