@@ -505,7 +505,9 @@ class JobArray(Generic[T]):
             if sibling.engine.upcoming() is not None:
                 self._computable.append(sibling)
         memory = self.memory
-        chosen = next((s for s in self._computable if s.doomed or memory is None or memory.has_room(s.index)), None)
+        chosen = next((s for s in self._computable if s.doomed or memory is None or memory.holds(s.index)), None)
+        if chosen is None and memory is not None:  # who holds its place on the device comes first, to give it free
+            chosen = next((s for s in self._computable if memory.has_room(s.index)), None)
         if chosen is None:
             return False
         self._computable.remove(chosen)
@@ -529,7 +531,7 @@ class JobArray(Generic[T]):
         memory.look_ahead(self._coming())
         started = time.monotonic()
         sibling.compute()
-        memory.end_block(sibling.index, time.monotonic() - started, keep=engine.holds_weights)
+        memory.end_block(sibling.index, time.monotonic() - started, keep=engine.holds_weights or sibling.doomed)
 
     def _coming(self) -> list[int]:
         """Whose weights will be wanted next, the first one first."""

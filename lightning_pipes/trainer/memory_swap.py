@@ -111,6 +111,11 @@ class MemorySwap:
             + ("" if self.switching is None or not found.stall_ns else f". {self.switching}")
         )
 
+    def holds(self, index: int) -> bool:
+        """Whether the sibling's state has to stay on the device."""
+        each = self._enrolled.get(index)
+        return each is not None and each.leased
+
     def has_room(self, index: int) -> bool:
         """Whether the sibling's state is or can be on the device beside those that stay there."""
         each = self._enrolled.get(index)
