@@ -12,12 +12,14 @@ from lightning_pipes.after_lightning import load_trainer_with_lightning
 if TYPE_CHECKING:
     from lightning_pipes.trainer import PipelineStrategy, ScheduleTuner, TimelineLogger
     from lightning_pipes.trainer.array import JobArray
+    from lightning_pipes.trainer.memory_swap import MemorySwap
     from lightning_pipes.trainer.sharded import consolidate
     from lightning_pipes.tune.pruning import OptunaPruning
     from lightning_pipes.tune.study import optimize_array
 
 _WHERE = {
     "JobArray": "lightning_pipes.trainer.array",
+    "MemorySwap": "lightning_pipes.trainer.memory_swap",
     "OptunaPruning": "lightning_pipes.tune.pruning",
     "PipelineStrategy": "lightning_pipes.trainer",
     "ScheduleTuner": "lightning_pipes.trainer",
@@ -28,6 +30,7 @@ _WHERE = {
 
 __all__ = [
     "JobArray",
+    "MemorySwap",
     "OptunaPruning",
     "PipelineStrategy",
     "ScheduleTuner",

@@ -233,6 +233,11 @@ class Engine:
         return self._window is not None and self._window.training
 
     @property
+    def holds_weights(self) -> bool:
+        """Whether weights are to stay where they are: a backward to come differentiates by what they are now."""
+        return self._window is not None and self._window.executor.holds_weights
+
+    @property
     def under_way(self) -> list[Event]:
         """What this rank did in the open window so far; `events` once it is drained."""
         return [] if self._window is None else list(self._window.executor.events)

@@ -81,6 +81,11 @@ class Executor:
             self._compute(i, item, span)
             self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
 
+    @property
+    def holds_weights(self) -> bool:
+        """Whether forwards wait for their backward with the weights that they have read."""
+        return bool(self._split) or any(not saved.recompute for held in self._saved.values() for saved in held)
+
     def _compute(self, i: Instruction, item: Item, span: Span) -> None:
         if i.kind is Kind.F:
             self._forward(i, item)

@@ -35,6 +35,9 @@ class Copier(Protocol):
     def store(self, key: object, size: int) -> int:
         """Starts to copy a state to the host."""
 
+    def leave(self, key: object) -> None:
+        """The state leaves the device; its place is free when the copies from and to it have ended."""
+
     def done(self, ticket: int) -> bool:
         """Whether the copy has ended."""
 
@@ -62,6 +65,9 @@ class VirtualCopier:
 
     def store(self, key: object, size: int) -> int:
         return self._copy("out", size, 0)
+
+    def leave(self, key: object) -> None:
+        """Nothing lies anywhere."""
 
     def _copy(self, way: str, size: int, earliest: int) -> int:
         takes = 0 if math.isinf(self._rate) else round(size / self._rate * 1e9)
@@ -117,34 +123,34 @@ class Residency(Generic[Key]):
     """The states of one device.
 
     With `expect` the leases to come are known: then what is needed latest makes room (Belady), and never for a state
-    that is needed later than itself. Without it what was used longest ago does, unless `predict` protects it.
+    that is needed later than itself. `predict` says the same of leases that may come otherwise. Where neither says
+    anything, what was used longest ago makes room.
 
     Args:
         budget: bytes of the device for states.
         sizes: bytes of every state.
         copier: moves them; all lie on the host at first.
+        slots: the most states that may be there at a time, if not only bytes count.
 
     Raises:
         PlanError: a state alone is larger than the budget.
     """
 
-    def __init__(self, budget: int, sizes: Mapping[Key, int], copier: Copier) -> None:
-        largest = max(sizes, key=lambda key: sizes[key], default=None)
-        if largest is not None and sizes[largest] > budget:
-            raise PlanError(
-                f"state {largest} has {sizes[largest]} bytes, the device's budget is {budget}; raise the budget, or "
-                "cut the model into more stages"
-            )
+    def __init__(self, budget: int, sizes: Mapping[Key, int], copier: Copier, slots: int | None = None) -> None:
         self.statistics = Statistics()
-        self._budget, self._sizes, self._copier = budget, dict(sizes), copier
+        self._budget, self._copier = budget, copier
+        self._slots = NEVER if slots is None else slots
+        self._sizes: dict[Key, int] = {}
         self._held: dict[Key, _Held] = {}
         self._used = 0
         self._turn = 0
         self._coming: deque[Key] = deque()
         self._uses: dict[Key, deque[int]] = {}
         self._at = 0
-        self._protected: tuple[Key, ...] = ()
+        self._predicted: dict[Key, int] = {}  # in which order
         self._leaving: dict[Key, int] = {}  # tickets of what is written back
+        for key, size in sizes.items():
+            self.add(key, size)
 
     @property
     def resident(self) -> frozenset[Key]:
@@ -152,7 +158,16 @@ class Residency(Generic[Key]):
         return frozenset(self._held)
 
     def add(self, key: Key, size: int) -> None:
-        """One more state, on the host; a job that joins."""
+        """One more state, on the host; a job that joins.
+
+        Raises:
+            PlanError: it is larger than the budget.
+        """
+        if size > self._budget:
+            raise PlanError(
+                f"state {key} has {size} bytes, the device's budget is {self._budget}; raise the budget, or cut the "
+                "model into more stages"
+            )
         self._sizes[key] = size
 
     def expect(self, keys: Iterable[Key]) -> None:
@@ -163,7 +178,13 @@ class Residency(Generic[Key]):
 
     def predict(self, keys: Iterable[Key]) -> None:
         """These will probably be leased next, the first one first; nobody is held to it."""
-        self._protected = tuple(keys)
+        self._predicted = {key: at for at, key in enumerate(dict.fromkeys(keys))}
+
+    def has_room(self, key: Key) -> bool:
+        """Whether a lease would find a place, if others left that are not leased."""
+        leased = [each for each, held in self._held.items() if held.leased and each != key]
+        free = self._budget - sum(self._sizes[each] for each in leased)
+        return free >= self._sizes[key] and len(leased) < self._slots
 
     def lease(self, key: Key, write: bool = False) -> int:
         """The nanoseconds that were waited until the state is there. It stays until it is released.
@@ -183,7 +204,7 @@ class Residency(Generic[Key]):
         held = self._held.get(key)
         if held is None:
             self.statistics.misses += 1
-            if not self._make_room(self._sizes[key], must=True):
+            if not self._make_room(self._sizes[key]):
                 leased = [each for each, other in self._held.items() if other.leased]
                 raise PlanError(
                     f"no room for state {key} of {self._sizes[key]} bytes: {leased} are leased, of a budget of "
@@ -219,7 +240,7 @@ class Residency(Generic[Key]):
         So the look-ahead follows from the budget: a fixed one would load what makes the next state leave.
         """
         begun = 0
-        for key in dict.fromkeys(self._coming) if self._coming else self._protected:
+        for key in dict.fromkeys(self._coming) if self._coming else self._predicted:
             if key in self._held:
                 continue
             if not self._make_room(self._sizes[key], needed=self._next_use(key)):
@@ -242,8 +263,15 @@ class Residency(Generic[Key]):
                 raise PlanError(f"state {key} is leased and can't be dropped")
             del self._held[key]
             self._used -= self._sizes[key]
+            self._copier.leave(key)
         del self._sizes[key]
-        self._leaving.pop(key, None)
+
+    def offload(self, key: Key) -> None:
+        """Starts to write a changed state back, so that nobody waits for that when its place is taken."""
+        held = self._held.get(key)
+        if held is not None and held.dirty:
+            self._leaving[key] = self._store(key)
+            held.dirty = False
 
     def flush(self) -> None:
         """Everything that was changed is on the host when this returns, and still on the device."""
@@ -253,34 +281,33 @@ class Residency(Generic[Key]):
                 held.dirty = False
 
     def _next_use(self, key: Key) -> int:
+        if not self._coming:
+            return self._predicted.get(key, NEVER)
         uses = self._uses.get(key)
         return uses[0] if uses else NEVER
 
-    def _make_room(self, size: int, needed: int = -1, must: bool = False) -> bool:
-        """Whether `size` bytes are free now; others leave for it, none that is needed before `needed`."""
+    def _make_room(self, size: int, needed: int = -1) -> bool:
+        """Whether there is room for `size` bytes now; others leave for it, none that is needed before `needed`."""
         leaves: list[Key] = []
-        free = self._budget - self._used
-        for key in self._victims(must):
-            if free >= size:
+        free, places = self._budget - self._used, self._slots - len(self._held)
+        for key in self._victims():
+            if free >= size and places:
                 break
             if self._next_use(key) <= needed:
                 return False
             leaves.append(key)
             free += self._sizes[key]
-        if free < size:
+            places += 1
+        if free < size or not places:
             return False
         for key in leaves:
             self._evict(key)
         return True
 
-    def _victims(self, must: bool) -> list[Key]:
+    def _victims(self) -> list[Key]:
         """What may leave, the first one first."""
         free = [key for key, held in self._held.items() if not held.leased]
-        if self._coming:
-            return sorted(free, key=lambda key: (-self._next_use(key), self._held[key].used))
-        by_use = sorted(free, key=lambda key: self._held[key].used)
-        others = [key for key in by_use if key not in self._protected]
-        return [*others, *(key for key in by_use if key in self._protected)] if must else others
+        return sorted(free, key=lambda key: (-self._next_use(key), self._held[key].used))
 
     def _evict(self, key: Key) -> None:
         held = self._held.pop(key)
@@ -288,6 +315,7 @@ class Residency(Generic[Key]):
         self._used -= self._sizes[key]
         if held.dirty:
             self._leaving[key] = self._store(key)
+        self._copier.leave(key)
 
     def _store(self, key: Key) -> int:
         self.statistics.bytes_out += self._sizes[key]

@@ -37,6 +37,7 @@ from lightning_pipes.trainer.array_display import ArrayDisplay
 from lightning_pipes.trainer.array_record import ArrayRecord
 from lightning_pipes.trainer.baton import Runner, own_random_state, set_own_random_state
 from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.memory_swap import MemorySwap
 
 T = TypeVar("T")
 
@@ -181,6 +182,7 @@ class Sibling(Generic[T]):
             self.fail(error)
             self.outcome = Outcome(self.index, error=error)
         finally:
+            self.array.take_home(self)
             _current.reset(token)
 
     # ---- called by its array
@@ -298,6 +300,7 @@ class JobArray(Generic[T]):
         size: how many siblings are under way at a time. As many as there are stages keep all stages busy; with fewer,
             each batch is cut into more micro-batches.
         progress: whether to show on rank 0 how far the siblings are; by default where standard error is a terminal.
+        memory: lets weights and optimizers of more siblings take part than the device has room for.
 
     Attributes:
         timeline: when each rank computed for which sibling, on all ranks, once `run` has come to its end; the numbers
@@ -307,8 +310,9 @@ class JobArray(Generic[T]):
         PlanError: `size` is no positive number.
     """
 
-    def __init__(self, size: int, progress: bool | None = None) -> None:
+    def __init__(self, size: int, progress: bool | None = None, memory: MemorySwap | None = None) -> None:
         self.size = check_count("size", size)
+        self.memory = memory
         self.timeline: Timeline | None = None
         self._progress = sys.stderr.isatty() if progress is None else progress
         self._display: ArrayDisplay | None = None
@@ -339,6 +343,8 @@ class JobArray(Generic[T]):
             raise PlanError("a sibling of an array can't run an array itself; give the outer one all the jobs")
         source, self._home = iter(jobs), own_random_state()
         self._display = ArrayDisplay(self.size, self._progress and os.environ.get("LOCAL_RANK", "0") == "0")
+        if self.memory is not None:
+            self.memory.open(self.size)
         restore = self._note_interrupts()
         end: BaseException = ArrayCancelledError("the array was closed before this sibling had ended")
         try:
@@ -421,12 +427,23 @@ class JobArray(Generic[T]):
         if self.shared.board is not None:
             self.shared.board.set(f"late/{sibling.index}/{self.shared.rank}", "")
 
+    def take_home(self, sibling: Sibling[T]) -> None:
+        """Its weights and optimizers are its own again, and lie in no memory that siblings share."""
+        if self.memory is not None:
+            self.memory.leave(sibling.index)
+
     # ---- turns
 
     def _have_turn(self, sibling: Sibling[T]) -> Iterator[Outcome[T]]:
+        if self.memory is not None:
+            self._work_until(_Room(self.memory, sibling.index))
+            self.memory.begin_turn(sibling.index)
+            self.memory.look_ahead(self._coming())
         sibling.begin_turn()
         while not sibling.go_on():
             self._work_until(sibling)
+        if self.memory is not None and sibling.outcome is None:
+            self._end_turn(self.memory, sibling)
         self._show(sibling)
         if sibling.outcome is None:
             self._queue.append(sibling)
@@ -436,6 +453,15 @@ class JobArray(Generic[T]):
             self._queue.append(None)
         set_own_random_state(self._home)
         yield sibling.outcome
+
+    def _end_turn(self, memory: MemorySwap, sibling: Sibling[T]) -> None:
+        trainer = sibling.trainer
+        assert trainer is not None, "who has a window has a trainer"
+        try:
+            memory.end_turn(sibling.index, trainer.lightning_module, trainer.optimizers, trainer.strategy.root_device)
+        except PlanError as error:
+            sibling.fail(error)
+            sibling.doom(sibling.turns + 1, error)
 
     def _show(self, sibling: Sibling[T]) -> None:
         assert self._display is not None
@@ -478,15 +504,38 @@ class JobArray(Generic[T]):
                 continue
             if sibling.engine.upcoming() is not None:
                 self._computable.append(sibling)
-        if not self._computable:
+        memory = self.memory
+        chosen = next((s for s in self._computable if s.doomed or memory is None or memory.holds(s.index)), None)
+        if chosen is None and memory is not None:  # who holds its place on the device comes first, to give it free
+            chosen = next((s for s in self._computable if memory.has_room(s.index)), None)
+        if chosen is None:
             return False
-        chosen = self._computable.popleft()
+        self._computable.remove(chosen)
         started = time.monotonic()
         if not chosen.doomed:
-            chosen.compute()
+            if memory is None:
+                chosen.compute()
+            else:
+                self._compute_here(memory, chosen)
         assert self._display is not None
         self._display.computed(time.monotonic() - started)
         return True
+
+    def _compute_here(self, memory: MemorySwap, sibling: Sibling[T]) -> None:
+        """Runs a computation with the sibling's weights on the device, while those that come next are brought."""
+        engine = sibling.engine
+        i = None if engine is None else engine.upcoming()
+        assert engine is not None
+        assert i is not None
+        memory.begin_block(sibling.index, i.stage)
+        memory.look_ahead(self._coming())
+        started = time.monotonic()
+        sibling.compute()
+        memory.end_block(sibling.index, time.monotonic() - started, keep=engine.holds_weights or sibling.doomed)
+
+    def _coming(self) -> list[int]:
+        """Whose weights will be wanted next, the first one first."""
+        return [s.index for s in (*self._computable, *self._queue) if s is not None]
 
     def _sleep(self) -> None:
         shared = self.shared
@@ -521,6 +570,8 @@ class JobArray(Generic[T]):
         watch = self.shared.watch
         if self._living and watch is not None and watch.error is None:
             watch.fail(error)
+        for sibling in self._living.values():
+            self.take_home(sibling)
         cancelled = ArrayCancelledError(f"the array has ended: {type(error).__name__} {error}".rstrip())
         for sibling in self._living.values():
             sibling.cancel(cancelled)
@@ -531,6 +582,8 @@ class JobArray(Generic[T]):
         shared, self.shared = self.shared, Shared()
         if self._display is not None:
             self._display.close()
+        if self.memory is not None:
+            self.memory.close()
         for control in shared.controls:
             control.close()
         if shared.transport is not None:
@@ -561,6 +614,18 @@ class _Awaited(Protocol):
     @property
     def ready(self) -> bool:
         """Whether waiting is over."""
+
+
+@dataclass(frozen=True)
+class _Room:
+    """A sibling's weights can be brought to the device."""
+
+    memory: MemorySwap
+    index: int
+
+    @property
+    def ready(self) -> bool:
+        return self.memory.has_room(self.index)
 
 
 @dataclass(frozen=True)

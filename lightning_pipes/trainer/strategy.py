@@ -362,6 +362,8 @@ class PipelineStrategy(ParallelStrategy):
         self._undo, self._stops = [], None
         if self._control is not None:
             self._finish_saving()
+        if self._sibling is not None:
+            self._sibling.array.take_home(self._sibling)
         state = None
         if run is not None:
             if not self._down:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, check_count
+from lightning_pipes.planning.switching import Switching
 
 
 @dataclass(frozen=True)
@@ -51,41 +52,6 @@ def array_size(stages: Sequence[Footprint], device: int, host: int | None = None
     if host is not None:
         sizes.append(host // max(1, sum(stage.state for stage in stages)))
     return max(0, min(sizes))
-
-
-@dataclass(frozen=True)
-class Switching:
-    """The paper's E2 for the devices of one host: all their states change places while the shortest block runs.
-
-    Attributes:
-        stages: those on the host.
-        transfer: seconds in which the states of all of them move to the devices.
-        block: seconds of the shortest block that hides this, without its message.
-    """
-
-    stages: tuple[int, ...]
-    transfer: float
-    block: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether switching costs no time."""
-        return self.transfer <= self.block
-
-    @property
-    def visible(self) -> float:
-        """Seconds of a switch that nothing hides."""
-        return max(0.0, self.transfer - self.block)
-
-    def __str__(self) -> str:
-        where = f"stages {', '.join(map(str, self.stages))}"
-        if self.holds:
-            return f"{where}: states move in {self.transfer:.3g} s, while a block of {self.block:.3g} s runs"
-        return (
-            f"{where}: states move in {self.transfer:.3g} s, and the shortest block that could hide it takes "
-            f"{self.block:.3g} s; each switch costs {self.visible:.3g} s. Use batches {self.transfer / self.block:.2g} "
-            "times as large, a faster link to the host, fewer of these stages on one host, or keep all states resident"
-        )
 
 
 def switching(

@@ -99,8 +99,42 @@ def test_predictions_are_protected_from_each_other_but_not_from_a_lease():
     assert residency.resident == {0, 1}
     assert residency.statistics.refused == 1
     residency.lease(3)
-    assert residency.resident == {1, 3}
+    assert residency.resident == {0, 3}, "1 is needed after 0"
     assert residency.statistics.wasted == 1
+
+
+def test_what_is_predicted_takes_the_place_of_what_is_not_or_later():
+    residency = on(3)
+    for key in (0, 1, 2):
+        residency.lease(key)
+        residency.release(key)
+    residency.predict([3, 2, 4, 0])
+    assert residency.prefetch() == 2  # 3 for 1, which nobody has predicted, and 4 for 0
+    assert residency.resident == {2, 3, 4}
+
+
+def test_slots_bound_the_number_of_states():
+    residency = Residency(100, dict.fromkeys(range(3), 10), VirtualCopier(float("inf")), slots=2)
+    residency.lease(0)
+    residency.predict([0, 1, 2])
+    assert residency.prefetch() == 1
+    assert residency.has_room(2)
+    residency.lease(1)
+    assert residency.has_room(1)
+    assert not residency.has_room(2)
+
+
+def test_what_was_offloaded_is_not_written_again():
+    copier = VirtualCopier(10.0)
+    residency = on(2, copier)
+    residency.lease(0, write=True)
+    residency.release(0)
+    residency.offload(0)  # from 1 to 2
+    copier.now += 5 * SECOND
+    residency.predict([1, 2, 0])
+    assert residency.prefetch() == 2
+    assert residency.lease(2) == 2 * SECOND, "0 was out long ago"
+    assert residency.statistics.bytes_out == 10
 
 
 def test_times():

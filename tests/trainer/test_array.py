@@ -68,6 +68,7 @@ class Job:
     clip: float | None = None
     patience: int | None = None
     schedule: str = "jap"
+    recompute: bool = False
 
     def __call__(self) -> Any:
         warnings.filterwarnings("ignore")
@@ -86,7 +87,7 @@ class Job:
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=int(os.environ.get("WORLD_SIZE", "1")),
-            strategy=PipelineStrategy(self.schedule, microbatches=2, seed=self.number),
+            strategy=PipelineStrategy(self.schedule, microbatches=2, seed=self.number, recompute=self.recompute),
             max_epochs=self.epochs,
             callbacks=callbacks,
             gradient_clip_val=self.clip,

@@ -1,0 +1,194 @@
+"""A model and its optimizers, whose tensors can be somewhere else from one moment to the next.
+
+Parameters keep their identity: optimizers, schedulers, callbacks and users go on with the objects that they know. What
+changes is what such an object holds, by `torch.utils.swap_tensors`: a view of another slab, with that slab's version
+counter. So autograd notices when a slab is overwritten between forward and backward, and a parameter that a graph still
+refers to can't be moved at all. Rebinding `param.data` keeps the old counter and gives silently wrong gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipes.ir import PipelineError, PlanError
+
+
+class _Holder(Protocol):
+    """Where a tensor is held."""
+
+    def get(self) -> torch.Tensor:
+        """What is held now."""
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Holds another one of the same shape and values."""
+
+
+@dataclass
+class _Parameter:
+    parameter: nn.Parameter
+    aside: torch.Tensor | None = None  # a gradient, while the parameter is elsewhere
+
+    def get(self) -> torch.Tensor:
+        return self.parameter
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        p = self.parameter
+        gradient = p.grad if self.aside is None else self.aside
+        p.grad = None
+        other = nn.Parameter(tensor, requires_grad=p.requires_grad)
+        other.__dict__.update(p.__dict__)  # which is swapped, too
+        torch.utils.swap_tensors(p, other)  # type: ignore[no-untyped-call]
+        there = gradient is not None and gradient.device == tensor.device
+        p.grad, self.aside = (gradient, None) if there else (None, gradient)
+
+
+@dataclass
+class _Entries:
+    """Entries of dictionaries: buffers, and what optimizers remember."""
+
+    of_module: bool
+    places: list[tuple[MutableMapping[str, Any], str]] = field(default_factory=list)
+
+    def get(self) -> torch.Tensor:
+        mapping, name = self.places[0]
+        tensor: torch.Tensor = mapping[name]
+        return tensor
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        for mapping, name in self.places:
+            mapping[name] = tensor
+
+
+class Binding:
+    """The tensors of a model and its optimizers that are on a device at first.
+
+    Args:
+        module: its parameters and buffers.
+        optimizers: what they remember of parameters, and parameters that are not the module's.
+        device: what lies elsewhere stays there, such as steps that are counted on the host.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        self._holders = _holders(module, optimizers, device)
+
+    def check(self) -> None:
+        """Whether all can be moved, each for itself.
+
+        Raises:
+            PlanError: two tensors lie in one memory, a parameter is of another class, or has hooks.
+        """
+        _check(self._holders)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there is something that a forward may change."""
+        return any(isinstance(holder, _Entries) and holder.of_module for holder in self._holders.values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Them by name."""
+        return {name: holder.get().detach() for name, holder in self._holders.items()}
+
+    def like(self, other: Binding) -> bool:
+        """Whether both have the same tensors in the same places, whatever the values."""
+        return self._described() == other._described()
+
+    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Has the model use `tensors` from now on; they have the values.
+
+        Raises:
+            PipelineError: a graph refers to a parameter; those before it are held.
+        """
+        with torch.inference_mode(False):
+            for name, holder in self._holders.items():
+                try:
+                    holder.hold(tensors[name])
+                except RuntimeError as error:
+                    raise PipelineError(
+                        f"{name} can't be moved between host and device: a graph still refers to it, as of a loss that "
+                        "was kept. Keep detached tensors: loss.detach()"
+                    ) from error
+
+    def settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Has `tensors` in use again where the model has replaced some, with the values of those."""
+        with torch.inference_mode(False), torch.no_grad():
+            for name, holder in self._holders.items():
+                found = holder.get()
+                if found.data_ptr() != tensors[name].data_ptr():
+                    tensors[name].copy_(found)
+                    holder.hold(tensors[name])
+
+    def _described(self) -> list[tuple[object, ...]]:
+        return [
+            (name, id(t) if isinstance(holder, _Parameter) else 0, t.dtype, t.shape)
+            for name, holder in self._holders.items()
+            for t in (holder.get(),)
+        ]
+
+
+def _holders(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> dict[str, _Holder]:
+    holders: dict[str, _Holder] = {}
+    entries: dict[int, _Entries] = {}
+    names: dict[int, str] = {}
+    for name, p in _parameters(module, optimizers):
+        if id(p) not in names:
+            names[id(p)] = name
+            if p.device == device:
+                holders[name] = _Parameter(p)
+    buffers = {id(child._buffers) for child in module.modules()}
+    for name, mapping, key in _entries(module, optimizers, names):
+        tensor = mapping[key]
+        if isinstance(tensor, torch.Tensor) and tensor.device == device and id(tensor) not in names:
+            if id(tensor) not in entries:
+                holders[name] = entries[id(tensor)] = _Entries(id(mapping) in buffers)
+            entries[id(tensor)].places.append((mapping, key))
+    return holders
+
+
+def _parameters(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, nn.Parameter]]:
+    yield from module.named_parameters()
+    for number, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for k, p in enumerate(group["params"]):
+                yield f"parameter {k} in group {g} of optimizer {number}", p
+
+
+def _entries(
+    module: nn.Module, optimizers: Iterable[Optimizer], names: Mapping[int, str]
+) -> Iterator[tuple[str, MutableMapping[str, Any], str]]:
+    for path, child in module.named_modules():
+        for key in child._buffers:
+            yield f"{path}.{key}", child._buffers, key
+    for number, optimizer in enumerate(optimizers):
+        for p, state in optimizer.state.items():
+            if isinstance(state, dict):
+                for key in state:
+                    yield f"{key} of {names.get(id(p), p)} in optimizer {number}", state, key
+
+
+def _check(holders: Mapping[str, _Holder]) -> None:
+    memory: dict[int, str] = {}
+    for name, holder in holders.items():
+        tensor = holder.get()
+        if isinstance(holder, _Parameter):
+            if type(tensor) is not nn.Parameter:
+                raise PlanError(
+                    f"{name} is a {type(tensor).__name__}; only plain parameters can be moved between host and "
+                    "device. Keep all states on the device: leave MemorySwap out"
+                )
+            if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+                raise PlanError(
+                    f"{name} has hooks, as from data_parallel > 1 or register_hook; they would stay behind when it is "
+                    "moved between host and device. Remove them, or leave MemorySwap out"
+                )
+        address = tensor.untyped_storage().data_ptr()
+        if address and memory.setdefault(address, name) != name:
+            raise PlanError(
+                f"{name} and {memory[address]} are parts of one memory, and would not be any more once they were moved "
+                "to the host. Make one of them a copy, or leave MemorySwap out"
+            )

@@ -1,0 +1,215 @@
+"""Copies between host and device beside the computation."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol
+
+import torch
+
+Way = Literal["in", "out"]
+"""To the device, or to the host."""
+
+
+class SlabCopier(Protocol):
+    """Copies slabs of bytes. A ticket stands for something that ends; copies of one way are made in turn."""
+
+    def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Iterable[int] = ()) -> int:
+        """Starts a copy that begins when the tickets `after` have ended; returns its ticket.
+
+        Raises:
+            RuntimeError: an earlier copy failed.
+        """
+
+    def mark(self) -> int | None:
+        """A ticket that ends with what was computed up to now; None where that has ended already."""
+
+    def done(self, ticket: int) -> bool:
+        """Whether it has ended."""
+
+    def wait(self, ticket: int) -> int:
+        """What is computed from now on finds it ended. Returns the nanoseconds for which the device stood still.
+
+        Raises:
+            RuntimeError: the copy failed.
+        """
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second while copying, as measured; None before there was a copy."""
+
+    def close(self) -> None:
+        """Ends what is under way, and takes no more copies."""
+
+
+class ThreadCopier:
+    """A thread for each way. Device and host are the same memory here, so a slow link can be emulated.
+
+    Args:
+        bandwidth: bytes per second of each way, if slower than memory.
+    """
+
+    def __init__(self, bandwidth: float | None = None) -> None:
+        self._rate = bandwidth
+        self._tickets = itertools.count()
+        self._under_way: dict[int, threading.Event] = {}
+        self._error: BaseException | None = None
+        self._bytes, self._busy = 0, 0.0
+        self._tasks: dict[Way, queue.SimpleQueue[tuple[int, Callable[[], None]] | None]] = {}
+        self._threads = []
+        for way in ("in", "out"):
+            tasks = self._tasks[way] = queue.SimpleQueue()
+            self._threads.append(threading.Thread(target=self._work, args=(tasks,), name=f"copies {way}", daemon=True))
+            self._threads[-1].start()
+
+    def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Iterable[int] = ()) -> int:
+        self._check()
+        awaited = [event for ticket in after if (event := self._under_way.get(ticket)) is not None]
+
+        def run() -> None:
+            for event in awaited:
+                event.wait()
+            started = time.monotonic()
+            target.copy_(source)
+            spent = time.monotonic() - started
+            if self._rate is not None and (rest := source.numel() / self._rate - spent) > 0:
+                time.sleep(rest)
+            self._busy += time.monotonic() - started
+            self._bytes += source.numel()
+
+        ticket = next(self._tickets)
+        self._under_way[ticket] = threading.Event()
+        self._tasks[way].put((ticket, run))
+        return ticket
+
+    def mark(self) -> None:
+        return None
+
+    def done(self, ticket: int) -> bool:
+        return ticket not in self._under_way
+
+    def wait(self, ticket: int) -> int:
+        event = self._under_way.get(ticket)
+        waited = 0
+        if event is not None:
+            started = time.monotonic_ns()
+            event.wait()
+            waited = time.monotonic_ns() - started
+        self._check()
+        return waited
+
+    @property
+    def bandwidth(self) -> float | None:
+        return self._bytes / self._busy if self._busy else None
+
+    def close(self) -> None:
+        for tasks in self._tasks.values():
+            tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise RuntimeError("a copy between host and device failed") from self._error
+
+    def _work(self, tasks: queue.SimpleQueue[tuple[int, Callable[[], None]] | None]) -> None:
+        while (task := tasks.get()) is not None:
+            ticket, run = task
+            try:
+                run()
+            except BaseException as error:  # told to whoever waits
+                self._error = error
+            self._under_way.pop(ticket).set()
+
+
+class CudaCopier:
+    """A stream for each way. Copies are asynchronous where the host's slab is pinned.
+
+    No tensor is handed to the allocator while a copy uses it: slabs live as long as their owner waits for, so that
+    `record_stream` is not needed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[Way, torch.cuda.Stream] = {
+            way: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for way in ("in", "out")
+        }
+        self._tickets = itertools.count()
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
+        self._bytes, self._busy = 0, 0.0
+
+    def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Iterable[int] = ()) -> int:
+        stream = self._streams[way]
+        for ticket in after:
+            if ticket in self._events:
+                stream.wait_event(self._events[ticket])
+        with torch.cuda.stream(stream):
+            started = self._event(stream)
+            target.copy_(source, non_blocking=True)
+            ended = self._event(stream)
+        self._timed.append((started, ended, source.numel()))
+        return self._ticket(ended)
+
+    def mark(self) -> int:
+        return self._ticket(self._event(torch.cuda.current_stream(self._device)))
+
+    def done(self, ticket: int) -> bool:
+        event = self._events.get(ticket)
+        return event is None or _over(event)
+
+    def wait(self, ticket: int) -> int:
+        if self.done(ticket):
+            return 0
+        torch.cuda.current_stream(self._device).synchronize()  # what it had to do meanwhile is no standstill
+        started = time.monotonic_ns()
+        self._events[ticket].synchronize()
+        return time.monotonic_ns() - started
+
+    @property
+    def bandwidth(self) -> float | None:
+        self._forget()
+        return self._bytes / self._busy if self._busy else None
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._forget()
+
+    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def _ticket(self, event: torch.cuda.Event) -> int:
+        self._forget()
+        ticket = next(self._tickets)
+        self._events[ticket] = event
+        return ticket
+
+    def _forget(self) -> None:
+        """Adds up the copies that have ended."""
+        self._events = {ticket: event for ticket, event in self._events.items() if not _over(event)}
+        for started, ended, size in self._timed:
+            if _over(ended):
+                self._bytes += size
+                self._busy += started.elapsed_time(ended) / 1e3
+        self._timed = [each for each in self._timed if not _over(each[1])]
+
+
+def _over(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def copier_for(device: torch.device, bandwidth: float | None = None) -> SlabCopier:
+    """What copies between the host and `device`.
+
+    Args:
+        bandwidth: of an emulated link; only where the device is the host itself.
+    """
+    return CudaCopier(device) if device.type == "cuda" else ThreadCopier(bandwidth)

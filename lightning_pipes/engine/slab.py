@@ -1,0 +1,64 @@
+"""Many tensors in one piece of memory, which a single copy moves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+ALIGNMENT = 512
+"""Bytes; where the allocators of torch start tensors, too, so that kernels choose the same code."""
+
+
+class _Place(NamedTuple):
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor lies in a slab.
+
+    Attributes:
+        nbytes: of the slab.
+    """
+
+    places: dict[str, _Place]
+    nbytes: int
+
+    @staticmethod
+    def of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """One tensor after the other; strides are kept where a tensor has no holes."""
+        places, offset = {}, 0
+        for name, tensor in tensors.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            stride = torch.empty_like(tensor, device="meta").stride()
+            places[name] = _Place(offset, nbytes, tensor.dtype, tuple(tensor.shape), stride)
+            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return Layout(places, offset)
+
+    def views(self, slab: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors in a slab. They share its version counter, so that autograd notices when it is overwritten."""
+        return {
+            name: slab[at.offset : at.offset + at.nbytes].view(at.dtype).as_strided(at.shape, at.stride)
+            if at.nbytes
+            else torch.empty(at.shape, dtype=at.dtype, device=slab.device)
+            for name, at in self.places.items()
+        }
+
+
+def host_slab(nbytes: int, pinned: bool) -> torch.Tensor:
+    """Bytes on the host. Pinned ones are registered as they are: torch's own allocator would round up to a power of
+    two."""
+    slab = torch.empty(nbytes, dtype=torch.uint8)
+    if pinned and nbytes:
+        runtime, address = torch.cuda.cudart(), slab.data_ptr()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
+        weakref.finalize(slab, runtime.cudaHostUnregister, address)
+    return slab

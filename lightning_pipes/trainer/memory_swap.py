@@ -1,0 +1,239 @@
+"""More siblings than fit: their weights and optimizers take turns on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipes.engine.binding import Binding
+from lightning_pipes.engine.copier import SlabCopier, copier_for
+from lightning_pipes.engine.state_cache import StateCache
+from lightning_pipes.ir import PipelineError, PlanError, check_count
+from lightning_pipes.planning.switching import Switching
+from lightning_pipes.sim.residency import Statistics
+
+
+@dataclass
+class _Enrolled:
+    """A sibling with a state.
+
+    Attributes:
+        here: its tensors are those on the device.
+        leased: they stay there.
+    """
+
+    binding: Binding
+    here: bool = False
+    leased: bool = False
+
+
+class MemorySwap:
+    """Keeps the states of all siblings of an array on the host, and those that are needed on the device.
+
+    A state is what a sibling has on a rank: weights, buffers and what its optimizers remember of them. It is on the
+    device while something is computed for the sibling and while it has its turn, in which its optimizers step; those
+    that come next are brought meanwhile (S III-D of ArrayPipe). Without `recompute=True` it also stays from a batch's
+    first forward to its last backward, so that no more siblings have a batch under way than there are slots. Gradients
+    and activations stay on the device. On a CPU device and host are the same memory, and what is counted is real.
+
+        JobArray(16, memory=MemorySwap(device_bytes=8 << 30))
+
+    Args:
+        device_bytes: of each device for states.
+        host_bytes: of the host for the states of one rank, if they are to be bounded.
+        slots: the most states on a device, if fewer than fit.
+        bandwidth: bytes per second each way of an emulated link; on CPU only.
+
+    Attributes:
+        statistics: of this rank, over the array's last run: hits, late ones and misses among leases, stalls, bytes.
+        switching: the paper's E2 with what was measured in that run: whether copies were hidden, and what would help;
+            None where nothing was copied.
+
+    Raises:
+        PlanError: a number that is not positive, or fewer than two slots. A sibling ends by one where two states do not
+            fit at a time, or all of them not on the host, or where one can't be moved.
+    """
+
+    def __init__(
+        self,
+        device_bytes: int,
+        host_bytes: int | None = None,
+        slots: int | None = None,
+        bandwidth: float | None = None,
+    ) -> None:
+        self.device_bytes = check_count("device_bytes", device_bytes)
+        self.host_bytes = None if host_bytes is None else check_count("host_bytes", host_bytes)
+        self.slots = None if slots is None else check_count("slots", slots)
+        if slots is not None and slots < 2:
+            raise PlanError(f"switching needs a slot for the state in use and one for the next, got {slots}")
+        if bandwidth is not None and not bandwidth > 0:
+            raise PlanError(f"bandwidth must be positive, got {bandwidth} bytes per second")
+        self.bandwidth = bandwidth
+        self.statistics = Statistics()
+        self.switching: Switching | None = None
+        self._poison = False
+        self._size = 1
+        self._enrolled: dict[int, _Enrolled] = {}
+        self._copier: SlabCopier | None = None
+        self._cache: StateCache[int] | None = None
+        self._stages: set[int] = set()
+        self._largest = 0
+        self._shortest = float("inf")
+
+    # ---- what an array tells of its siblings, by their numbers
+
+    def open(self, size: int) -> None:
+        """An array with `size` siblings at a time begins."""
+        self._size, self._largest, self._shortest = size, 0, float("inf")
+        self.statistics, self.switching = Statistics(), None
+
+    def close(self) -> None:
+        """It has ended; rank 0 says how it went."""
+        if self._cache is None or self._copier is None:
+            return
+        self.statistics = found = self._cache.statistics
+        rate = self._copier.bandwidth
+        if rate is not None and self._shortest < float("inf"):
+            self.switching = Switching(tuple(sorted(self._stages)), self._largest / rate, self._shortest)
+        self._cache.close()
+        self._cache = self._copier = None
+        self._enrolled.clear()
+        leases = found.hits + found.late + found.misses
+        rank_zero_info(
+            f"MemorySwap: {found.hits} of {leases} uses found their state on the device, {found.late} waited for one "
+            f"on its way, {found.misses} for one that was not; {found.stall_ns / 1e9:.3g} s of waiting, "
+            f"{found.bytes_in / 1e9:.3g} GB in, {found.bytes_out / 1e9:.3g} GB out"
+            + ("" if self.switching is None or not found.stall_ns else f". {self.switching}")
+        )
+
+    def holds(self, index: int) -> bool:
+        """Whether the sibling's state has to stay on the device."""
+        each = self._enrolled.get(index)
+        return each is not None and each.leased
+
+    def has_room(self, index: int) -> bool:
+        """Whether the sibling's state is or can be on the device beside those that stay there."""
+        each = self._enrolled.get(index)
+        return each is None or each.leased or self._states.has_room(index)
+
+    def begin_turn(self, index: int) -> None:
+        """The sibling runs, and may change its state."""
+        self._release(index)
+        self._lease(index, write=True)
+
+    def end_turn(self, index: int, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        """It has handed in a batch. Its first turn makes its state; optimizers remember more after their first step.
+
+        Raises:
+            PlanError: the state does not fit or can't be moved.
+        """
+        found, known = Binding(module, optimizers, device), self._enrolled.get(index)
+        if known is not None and known.binding.like(found):
+            known.binding = found
+            if known.here:
+                found.settle(self._states.on_device(index))
+            self._release(index)
+            if self._states.crowded:
+                self._states.offload(index)
+            return
+        self.leave(index)
+        found.check()
+        self._enrol(index, found, device)
+
+    def begin_block(self, index: int, stage: int) -> None:
+        """Something is computed for the sibling between its turns."""
+        self._stages.add(stage)
+        if index in self._enrolled and not self._enrolled[index].leased:
+            self._lease(index, write=self._enrolled[index].binding.has_buffers)
+
+    def end_block(self, index: int, seconds: float, keep: bool) -> None:
+        """It was computed.
+
+        Args:
+            keep: its backward is to come, and finds what it has read where that is.
+        """
+        self._shortest = min(self._shortest, seconds)
+        if not keep:
+            self._release(index)
+
+    def look_ahead(self, coming: Iterable[int]) -> None:
+        """Brings the states of siblings that will probably be needed next, the first one first."""
+        if self._cache is not None:
+            self._cache.predict(index for index in coming if index in self._enrolled)
+            self._cache.prefetch()
+
+    def leave(self, index: int) -> None:
+        """The sibling's tensors are its own again, on the host."""
+        each = self._enrolled.get(index)
+        if each is None:
+            return
+        self._release(index)
+        del self._enrolled[index]
+        if not each.here:
+            self._states.wait_for_host(index)
+        with torch.inference_mode(False):
+            own = {name: tensor.to("cpu", copy=True) for name, tensor in each.binding.tensors().items()}
+        in_use = False
+        try:
+            each.binding.hold(own)
+        except PipelineError:  # it fails, and its exception refers to a graph: it may keep the memory
+            in_use = True
+        self._states.drop(index, in_use)
+
+    # ---- states
+
+    @property
+    def _states(self) -> StateCache[int]:
+        assert self._cache is not None
+        return self._cache
+
+    def _enrol(self, index: int, binding: Binding, device: torch.device) -> None:
+        if self._cache is None:
+            self._copier = copier_for(device, self.bandwidth)
+            self._cache = StateCache(
+                self.device_bytes,
+                self._copier,
+                device,
+                slots=self.slots,
+                host_budget=self.host_bytes,
+                leaves=self._to_host,
+                poison=self._poison,
+            )
+        size = self._cache.add(index, binding.tensors())
+        if self._size > 1 and 2 * size > self.device_bytes:
+            self._cache.drop(index)
+            raise PlanError(
+                f"sibling {index} has a state of {size} bytes, and device_bytes={self.device_bytes} has no room for "
+                f"two: the one in use and the next. Use {2 * size} or more, or cut the model into more stages"
+            )
+        self._largest = max(self._largest, size)
+        self._enrolled[index] = _Enrolled(binding)
+        binding.hold(self._cache.on_host(index))
+
+    def _lease(self, index: int, write: bool) -> None:
+        each = self._enrolled.get(index)
+        if each is None:
+            return
+        self._states.acquire(index, write)
+        each.leased = True
+        if not each.here:
+            each.binding.hold(self._states.on_device(index))
+            each.here = True
+
+    def _release(self, index: int) -> None:
+        each = self._enrolled.get(index)
+        if each is not None and each.leased:
+            self._states.release(index)
+            each.leased = False
+
+    def _to_host(self, index: int) -> None:
+        """Another state takes its place on the device."""
+        each = self._enrolled.get(index)
+        if each is not None and each.here:
+            each.binding.hold(self._states.on_host(index))
+            each.here = False
