@@ -25,7 +25,8 @@ class ArrayDisplay:
         self._free = list(range(1, places + 1))
         self._bars: dict[int, Any] = {}
         self._places: dict[int, int] = {}
-        self._started = self._drawn = time.monotonic()
+        self._started = time.monotonic()
+        self._drawn: dict[int, float] = {}
         self._computed = 0.0
         self._ended = 0
         self._whole = tqdm(bar_format="{desc}", file=sys.stderr, leave=True, disable=not shown)
@@ -48,8 +49,8 @@ class ArrayDisplay:
             )
         bar, now = self._bars[index], time.monotonic()
         bar.n = trainer.fit_loop.total_batch_idx + 1
-        if now > self._drawn + _REDRAW_SECONDS:
-            self._drawn = now
+        if now > self._drawn.get(index, 0.0) + _REDRAW_SECONDS:
+            self._drawn[index] = now
             bar.set_description(f"sibling {index}, epoch {trainer.current_epoch}", refresh=False)
             bar.set_postfix(trainer.progress_bar_metrics, refresh=False)
             bar.refresh()
