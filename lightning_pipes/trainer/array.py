@@ -195,7 +195,7 @@ class Sibling(Generic[T]):
     @property
     def doomed(self) -> bool:
         """Whether it ends when it runs next."""
-        return self._fate is not None and self._fate[0] <= self._next_turn
+        return self._fate is not None and self._fate[0] <= self.next_turn
 
     def begin_turn(self) -> None:
         """Its next turn comes now; `go_on` until it is over."""
@@ -217,7 +217,7 @@ class Sibling(Generic[T]):
                 engine.advance()
             except BaseException as error:
                 self.fail(error)
-                self.doom(self._next_turn, error)
+                self.doom(self.next_turn, error)
 
         self._task = task
         self._runner.go()
@@ -237,11 +237,12 @@ class Sibling(Generic[T]):
                 self._runner.go()
 
     @property
-    def _next_turn(self) -> int:
+    def next_turn(self) -> int:
+        """The number of the turn in which it runs next: the one it is in, or the one after."""
         return self.turns if self.in_turn else self.turns + 1
 
     def _meet_fate(self) -> None:
-        if self._fate is not None and 0 < self._fate[0] < self._next_turn:
+        if self._fate is not None and 0 < self._fate[0] < self.next_turn:
             self.array.tell_late_end(self)
 
 
@@ -297,8 +298,8 @@ class JobArray(Generic[T]):
     Every rank makes one of the same size and gives it the same functions in the same order.
 
     Args:
-        size: how many siblings are under way at a time. As many as there are stages keep all stages busy; with fewer,
-            each batch is cut into more micro-batches.
+        size: how many siblings are under way at a time. Twice as many as there are stages keep all stages busy; with
+            fewer than stages, each batch is cut into more micro-batches.
         progress: whether to show on rank 0 how far the siblings are; by default where standard error is a terminal.
         memory: lets weights and optimizers of more siblings take part than the device has room for.
 
@@ -413,14 +414,8 @@ class JobArray(Generic[T]):
         shared = self.shared
         if shared.board is not None:
             number = shared.board.add("failures", 1)
-            turn = sibling.turns if sibling.in_turn else sibling.turns + 1
-            message = (
-                sibling.index,
-                turn,
-                shared.rank,
-                f"sibling {sibling.index} failed on rank {shared.rank}: {text}",
-            )
-            shared.board.set(f"failure/{number}", pickle.dumps(message))
+            text = f"sibling {sibling.index} failed on rank {shared.rank}: {text}"
+            shared.board.set(f"failure/{number}", pickle.dumps((sibling.index, sibling.next_turn, shared.rank, text)))
 
     def tell_late_end(self, sibling: Sibling[T]) -> None:
         """Lets a rank on which `sibling` has ended already know that it has its place here for one more turn."""
