@@ -184,7 +184,7 @@ def piped_rank(rank: int, turns: int) -> tuple[Turns, Turns]:
 
 
 def single_rank(rank: int, turns: int) -> tuple[Turns, Turns]:
-    """One process with nothing of ours; a micro-batch a step, as Lightning takes the same time whatever a step takes."""
+    """One process with nothing of ours, and a micro-batch a step: Lightning takes the same time beside any step."""
     quiet()
     few = ROWS // MICROBATCHES
     return in_turns(Plain(turns, few), turns, few, devices=1, strategy="single_device")
