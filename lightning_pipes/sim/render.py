@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ from lightning_pipes.sim.labels import WORDS, Labels
 from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.sim.units import seconds_text
 
+Shade = Callable[[Instruction], Any]
+"""The colour of an instruction, as matplotlib takes it."""
 _COLOURS = {
     Kind.F: "#4f8fd0",
     Kind.B: "#e8973a",
@@ -43,7 +48,10 @@ def save_png(timeline: Timeline, path: str | Path, other: Timeline | None = None
     span = max(t.makespan for t in panels) or 1
     for panel, name, axis in zip(panels, ("predicted", "measured"), axes, strict=False):
         title = panel.name or (name if other is not None else "")
-        _panel(axis, panel, title, span, points=72 * (width - _LEFT - _RIGHT) / span)
+        points = 72 * (width - _LEFT - _RIGHT) / span
+        _panel(axis, panel, span, points, partial(_shade, labels=Labels(panel)))
+        heading = ", ".join(part for part in (title, seconds_text(panel.makespan)) if part)
+        axis.set_title(heading, loc="left", fontsize=10, pad=5)
     _legend(axes[0], panels)
     axes[-1].set_xlabel(f"time in {_unit(span)[0]}", fontsize=8)
     figure.subplots_adjust(
@@ -64,7 +72,25 @@ def _unit(nanoseconds: int) -> tuple[str, float]:
     return next(((u, s) for u, s in (("s", 1e9), ("ms", 1e6), ("us", 1e3)) if nanoseconds >= s), ("ns", 1.0))
 
 
-def _panel(axis: Any, timeline: Timeline, title: str, span: int, points: float) -> None:
+def draw_window(axis: Any, timeline: Timeline, start: int, stop: int, shade: Shade) -> None:
+    """Draws what runs from `start` to `stop`, nanoseconds, into `axis` of a figure of the caller's; computations as
+    `save_png` has them.
+
+    Args:
+        shade: the colour of an instruction.
+    """
+    kept = tuple(
+        e._replace(start=max(e.start, start) - start, end=min(e.end, stop) - start)
+        for e in timeline.computations
+        if e.start < stop and e.end > start
+    )
+    figure = axis.get_figure()
+    points = 72 * figure.get_size_inches()[0] * axis.get_position().width / (stop - start)
+    _panel(axis, replace(timeline, events=kept), stop - start, points, shade)
+    axis.set_xlabel(f"time in {_unit(stop - start)[0]}", fontsize=8)
+
+
+def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade) -> None:
     """Draw one timeline; `points` of paper stand for a nanosecond."""
     from matplotlib.collections import PolyCollection
 
@@ -82,7 +108,7 @@ def _panel(axis: Any, timeline: Timeline, title: str, span: int, points: float) 
         low, high = _rows_of(e)
         x0, x1 = e.start / size, e.end / size
         boxes.append([(x0, low), (x0, high), (x1, high), (x1, low)])
-        colours.append(_shade(e.instruction, labels))
+        colours.append(shade(e.instruction))
         edges.append(min(0.6, 0.08 * points * (e.end - e.start)))
         kind = e.instruction.kind
         fits = (points * (e.end - e.start) - 0.6) / (0.63 * longest[kind]) if kind in WORDS else 0.0  # font size
@@ -102,8 +128,6 @@ def _panel(axis: Any, timeline: Timeline, title: str, span: int, points: float) 
     for rank, bubble in enumerate(timeline.bubble):
         axis.barh(rank, timeline.makespan / size, _BAR, color="#f1f2f4", zorder=0)
         axis.text(1.006, rank, f"{bubble:.0%} idle", transform=axis.get_yaxis_transform(), fontsize=7.5, va="center")
-    heading = ", ".join(part for part in (title, seconds_text(timeline.makespan)) if part)
-    axis.set_title(heading, loc="left", fontsize=10, pad=5)
 
 
 def _rows_of(e: Event) -> tuple[float, float]:

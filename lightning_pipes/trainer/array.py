@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -47,6 +48,8 @@ _NOTICE_SECONDS = 0.05
 """How often a rank with nothing to do looks whether a sibling has failed elsewhere."""
 _LOOK_SECONDS = 0.001
 """How often it looks whether something has come about that does not come as a message."""
+_GATHER_TIMEOUT = timedelta(minutes=5)
+"""How long ranks wait for each other in the end, where no sibling says it."""
 _PATIENCE = 100
 """How often a sibling that was told to end may go on waiting for something before it is left alone."""
 _current: contextvars.ContextVar[Sibling[Any] | None] = contextvars.ContextVar("lightning_pipes_sibling", default=None)
@@ -555,8 +558,9 @@ class JobArray(Generic[T]):
         shared = self.shared
         rows = [self._record.events]
         if shared.ranks > 1:
-            if not shared.controls:
-                return
+            if not shared.controls:  # siblings that were pruned, or failed, leave none
+                assert shared.watch is not None
+                shared.controls.append(Control(range(shared.ranks), shared.watch, _GATHER_TIMEOUT))
             rows = shared.controls[0].all_gather(self._record.events)
         self.timeline = self._record.timeline(rows)
 

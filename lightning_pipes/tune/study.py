@@ -42,7 +42,7 @@ def optimize_array(
     study: Study | Callable[[], Study],
     objective: Objective,
     n_trials: int | None,
-    array_size: int,
+    array_size: int | JobArray[Any],
     timeout: float | None = None,
     catch: type[Exception] | tuple[type[Exception], ...] = (),
     callbacks: Sequence[Callback] = (),
@@ -60,6 +60,7 @@ def optimize_array(
         study: rank 0's is used; nobody else writes to its storage. A function that makes it is called by rank 0 alone.
         n_trials: to start, besides those that the study has; None for as many as there is time for, or until
             `study.stop()`.
+        array_size: how many at a time; or a new `JobArray`, which has the timeline afterwards, and may swap memory.
         timeout: seconds after which no trial is started; those under way go on.
         catch: errors of an objective after which the study goes on. After another one no trial is started, and it is
             raised when those under way have ended. One on another rank than 0 is a SiblingFailure.
@@ -83,13 +84,13 @@ def lead_or_follow(
     study: Study | Callable[[], Study],
     objective: Objective,
     budget: Callable[[Study], int | None],
-    array_size: int,
+    array_size: int | JobArray[Any],
     timeout: float | None,
     catch: type[Exception] | tuple[type[Exception], ...],
     callbacks: Sequence[Callback],
 ) -> Study:
     """`optimize_array` on a board of the caller's, with a number of trials that depends on the study's."""
-    array: JobArray[Any] = JobArray(array_size)
+    array: JobArray[Any] = array_size if isinstance(array_size, JobArray) else JobArray(array_size)
     if not board.leads:
         return _Follower(board, objective).run(array, study if isinstance(study, Study) else None)
     leader = _Leader(board, objective, timeout, catch, callbacks)

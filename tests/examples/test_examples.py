@@ -80,22 +80,27 @@ def test_minimal(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sweep(tmp_path: Path) -> None:
-    """A search with pruning that goes on where it was, in the order of trials."""
-    options = ["--trials", "6", "--epochs", "2", "--storage", "sqlite:///study.db"]
-    found = run("sweep.py", tmp_path, *options)
+@pytest.mark.parametrize(
+    ("model", "most", "options"),
+    [("resnet", 1.0, ["--trials", "6", "--storage", "sqlite:///study.db"]), ("gpt", 5.0, ["--windows", "160"])],
+)
+def test_sweep(model: str, most: float, options: list[str], tmp_path: Path) -> None:
+    """A search with pruning, in the order of trials, and its picture."""
+    found = run("sweep.py", tmp_path, "--model", model, "--epochs", "2", "--out", "out", *options)
     assert found.returncode == 0, found.stdout + found.stderr
     states = re.findall(r"^ +(\d+) (COMPLETE|PRUNED) ", found.stdout, re.M)
-    assert [int(number) for number, _ in states] == list(range(6))
+    assert [int(number) for number, _ in states] == list(range(6 if model == "resnet" else 16))
     assert {state for _, state in states} == {"COMPLETE", "PRUNED"}
     best = re.search(r"^best (\S+) with", found.stdout, re.M)
     assert best is not None
-    assert float(best[1]) < 1.0  # 2.3 is chance
+    assert float(best[1]) < most  # chance is 2.3, and 5.5 for the GPT
+    assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} <= {"out", "study.db"}
 
 
-def sweep(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def sweep(cwd: Path, *overrides: str, model: str = "mlp") -> subprocess.CompletedProcess[str]:
     array = ["hydra/launcher=job_array", "hydra.launcher.array_size=2", "hydra.sweep.dir=sweep"]
-    return run("train.py", cwd, "-m", "model=mlp", *SHORT["mlp"], *array, *overrides)
+    return run("train.py", cwd, "-m", f"model={model}", *SHORT[model], *array, *overrides)
 
 
 def test_multirun(tmp_path: Path) -> None:
@@ -110,13 +115,16 @@ def test_multirun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_multirun_by_optuna(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "trials"), [("mlp", 6), ("resnet_digits", 16), ("gpt", 16)])
+def test_multirun_by_optuna(model: str, trials: int, tmp_path: Path) -> None:
     search = ["hydra/sweeper=optuna", "hydra/sweeper/pruner=median", "hydra.sweeper.pruner.n_startup_trials=2"]
-    space = ["hydra.sweeper.n_trials=6", "optimizer.lr=tag(log,interval(1e-4,1e-1))", "hydra.sweeper.sampler.seed=1"]
-    found = sweep(tmp_path, *search, *space, "trainer.max_epochs=2")
+    space = [f"hydra.sweeper.n_trials={trials}", "optimizer.lr=tag(log,interval(1e-4,1e-1))"]
+    few = ["schedule=jap", "pipeline.microbatches=null", "hydra.sweeper.sampler.seed=1", "trainer.max_epochs=2"]
+    found = sweep(tmp_path, *search, *space, *few, model=model)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "best_value" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
     assert found.stdout.count("PRUNED") >= 1
+    assert {path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()} == {*map(str, range(trials))}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""Pictures of a search in a job array."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+from optuna.trial import FrozenTrial, TrialState
+
+from lightning_pipes.ir import Instruction
+from lightning_pipes.sim import Timeline
+from lightning_pipes.sim.render import draw_window
+
+BLOCKS = 40
+"""Of a rank, that the picture shows one by one."""
+
+
+def save_sweep(trials: Sequence[FrozenTrial], timeline: Timeline, path: Path, metric: str) -> None:
+    """Draws what siblings reported and when they trained, a colour for each, and a moment of the pipeline.
+
+    Args:
+        trials: in the order in which they began.
+    """
+    colours = [colormaps["tab20"](n % 20) for n in range(len(trials))]
+    figure = Figure(figsize=(13, 5.4 + 0.17 * len(trials)), layout="constrained")
+    curves, lanes, moment = figure.subplots(3, 1, height_ratios=[3.0, 0.17 * len(trials) + 0.5, 1.3])
+    _curves(curves, trials, colours, metric)
+    _lanes(lanes, trials, timeline, colours)
+    figure.draw_without_rendering()  # places the axes
+    start, stop = _middle(timeline)
+
+    def shade(i: Instruction) -> Any:
+        return colours[i.job]
+
+    draw_window(moment, timeline, start, stop, shade)
+    moment.set_title(f"the pipeline after {start / 1e9:.1f} s: a letter a sibling, the number of its batch", **_HEADING)
+    for axis in (curves, lanes):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+    figure.savefig(path, dpi=120)
+
+
+_HEADING: dict[str, Any] = {"loc": "left", "fontsize": 10}
+
+
+def _curves(axis: Any, trials: Sequence[FrozenTrial], colours: Sequence[Any], metric: str) -> None:
+    for trial, colour in zip(trials, colours, strict=True):
+        values = [value for _, value in sorted(trial.intermediate_values.items())]
+        steps = range(1, len(values) + 1)
+        pruned = trial.state != TrialState.COMPLETE
+        axis.plot(steps, values, "-", color=colour, linewidth=1.0 if pruned else 1.8, label=f"trial {trial.number}")
+        if steps:
+            axis.plot(steps[-1], values[-1], "x" if pruned else "o", color=colour, markersize=6 if pruned else 4)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_xlabel("validation", fontsize=8)
+    axis.set_title(f"{metric} of {len(trials)} siblings; a cross where one was pruned", **_HEADING)
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, ncols=-(-len(trials) // 16), frameon=False)
+
+
+def _lanes(axis: Any, trials: Sequence[FrozenTrial], timeline: Timeline, colours: Sequence[Any]) -> None:
+    """When each sibling trained: a bar from its first computation to its last."""
+    begins: dict[int, int] = {}
+    ends: dict[int, int] = defaultdict(int)
+    for e in timeline.computations:
+        begins.setdefault(e.instruction.job, e.start)
+        ends[e.instruction.job] = max(ends[e.instruction.job], e.end)
+    for job, begin in begins.items():
+        axis.barh(job, (ends[job] - begin) / 1e9, 0.72, begin / 1e9, color=colours[job])
+        value = "" if trials[job].value is None else f"{trials[job].value:.3f}"
+        said = value if trials[job].state == TrialState.COMPLETE else f"{trials[job].state.name.lower()} {value}"
+        axis.text(ends[job] / 1e9, job, f" {said}", fontsize=7, va="center")
+    axis.set_yticks(range(len(trials)), [f"trial {trial.number}" for trial in trials], fontsize=7)
+    axis.set_ylim(len(trials) - 0.4, -0.6)
+    axis.set_xlabel("time in s", fontsize=8)
+    idle = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(timeline.bubble))
+    axis.set_title(f"when they trained; idle: {idle}", **_HEADING)
+
+
+def _middle(timeline: Timeline) -> tuple[int, int]:
+    """A stretch in which the first rank computes `BLOCKS` blocks."""
+    mine = [e for e in timeline.computations if e.rank == 0 and e.end > e.start]
+    first = max(0, len(mine) // 2 - BLOCKS // 2)
+    return mine[first].start, mine[min(len(mine) - 1, first + BLOCKS)].end
