@@ -203,6 +203,11 @@ SINGLE: dict[str, OneJob] = {
     "Hanayo": Ordered((Hanayo(waves=2), Hanayo(waves=1))),
 }
 """Jobs one after another."""
+RECOMPUTING: dict[str, OneJob] = {
+    "Hanayo, recomputing": Ordered((Hanayo(waves=2), Hanayo(waves=1)), recompute=(True,)),
+    "1F1B, recomputing": Ordered((OneFOneB(),), recompute=(True,)),
+}
+"""As the paper's own scheme does."""
 ARRAYED: dict[str, tuple[Schedule, ...]] = {
     "ArGPipe": (GPipe(),),
     "ArBPipe": (),

@@ -65,6 +65,49 @@ def test_trials_are_those_of_solo_runs_and_of_the_next_run(ranks: int) -> None:
     assert [called for *_, called in results] == ([8] + [0] * (ranks - 1)) * 2
 
 
+def long_study(rank: int, size: int) -> tuple[list[Any], list[tuple[str, int]], list[Any]]:
+    """A study of 64 trials: what it has, in which order trials began, handed in batches and ended, and its dates."""
+    happened: list[tuple[str, int]] = []
+
+    class Batches(Callback):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            happened.append(("batch", self.number))
+
+    def noted(trial: BaseTrial) -> float:
+        happened.append(("begins", trial.number))
+        try:
+            lr = trial.suggest_float("lr", 1e-4, 0.3, log=True)
+            return fit(lr, trial.suggest_categorical("batch", [10, 20]), callbacks=[Batches(trial.number)])
+        finally:
+            happened.append(("ends", trial.number))
+
+    study = optimize_array(new_study(), noted, 64, size)
+    return summary(study), happened, [(t.datetime_start, t.datetime_complete) for t in study.trials]
+
+
+def test_a_place_is_not_free_for_longer_than_a_block() -> None:
+    """64 trials with a median pruner: the next one begins at most one batch of a sibling after another has ended, the
+    study has all of every trial, and a second run has the same ones in the same order."""
+    ((first, happened, dates),) = run_ranks(long_study, 1, 4, timeout=90)
+    assert [number for number, *_ in first] == list(range(64))
+    assert {state for _, state, *_ in first} == {"COMPLETE", "PRUNED"}
+    for (_, state, params, values, reports), (began, ended) in zip(first, dates, strict=True):
+        assert params.keys() == {"lr", "batch"}
+        assert values == [reports[max(reports)]]
+        assert len(reports) == 3 if state == "COMPLETE" else 1 <= len(reports) <= 3
+        assert began < ended
+    begun = 0
+    for at, (what, _) in enumerate(happened):
+        begun += what == "begins"
+        if what == "ends" and begun < 64:
+            assert "begins" in [then for then, _ in happened[at + 1 : at + 3]]
+    ((second, again, _),) = run_ranks(long_study, 1, 4, timeout=90)
+    assert (second, again) == (first, happened)
+
+
 def toy(trial: BaseTrial) -> float:
     """Without a Trainer: what does not need one is tested in this process."""
     x = trial.suggest_float("x", -1.0, 1.0)
