@@ -140,6 +140,28 @@ def test_more_memory_is_never_worse(bench, epoch, model):
         assert fit == sorted(fit)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_as_many_jobs_as_fit(bench, recompute, swapped):
+    """GPT-2, 32 rows: bytes of every stage from the profile, for one job more than fit and for those that do."""
+    hardware = bench.schemes.Hardware(memory=60 * GIB)
+    one = bench.schemes.of_model("GPT-2-1.5B", hardware)
+    fit = one.array_size(bench.schemes.Mode(recompute), swapped=swapped)
+
+    def needed(jobs, s):
+        costs = one.line
+        weights, gradients = costs.weight_bytes[s], costs.weight_bytes[s]
+        state = weights + costs.state_bytes[s] - gradients
+        activations, inputs = 32 * costs.activation_bytes[s], (32 * costs.forward_bytes[s - 1] if s else 0)
+        places = min(2, jobs) if swapped else jobs
+        kept, again = (inputs, activations) if recompute else (activations, 0)
+        return places * state + jobs * kept + again + gradients + 32 * costs.working_bytes[s]
+
+    assert 0 < fit
+    assert max(needed(fit, s) for s in range(8)) <= 60 * GIB
+    assert fit == 64 or max(needed(fit + 1, s) for s in range(8)) > 60 * GIB
+
+
 def test_siblings_stand_where_a_schedule_has_micro_batches(bench):
     sizes = (8, 16, 8)
     program, plan = bench.schemes.arrayed(GPipe(), sizes, 2)
