@@ -157,7 +157,7 @@ def test_as_many_jobs_as_fit(bench, recompute, swapped):
         kept, again = (inputs, activations) if recompute else (activations, 0)
         return places * state + jobs * kept + again + gradients + 32 * costs.working_bytes[s]
 
-    assert 0 < fit
+    assert fit > 0
     assert max(needed(fit, s) for s in range(8)) <= 60 * GIB
     assert fit == 64 or max(needed(fit + 1, s) for s in range(8)) > 60 * GIB
 
