@@ -228,6 +228,11 @@ class Engine:
         return window.executor.outputs
 
     @property
+    def rank(self) -> int:
+        """This rank of the pipeline."""
+        return self._rank
+
+    @property
     def training(self) -> bool:
         """Whether the open window has backwards."""
         return self._window is not None and self._window.training

@@ -39,6 +39,7 @@ from lightning_pipes.trainer.array_record import ArrayRecord
 from lightning_pipes.trainer.baton import Runner, own_random_state, set_own_random_state
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.memory_swap import MemorySwap
+from lightning_pipes.trainer.rounds import RoundOrder, Rounds
 
 T = TypeVar("T")
 
@@ -305,17 +306,28 @@ class JobArray(Generic[T]):
             fewer than stages, each batch is cut into more micro-batches.
         progress: whether to show on rank 0 how far the siblings are; by default where standard error is a terminal.
         memory: lets weights and optimizers of more siblings take part than the device has room for.
+        rounds: says in which order a batch of every sibling is computed, whole, one stage a rank; nobody's next batch
+            begins before all are over, as in the paper. For comparison: without, siblings go on as soon as they can.
 
     Attributes:
         timeline: when each rank computed for which sibling, on all ranks, once `run` has come to its end; the numbers
             of its batches count those of a sibling. None before, after a failure, and where nothing was trained.
 
     Raises:
-        PlanError: `size` is no positive number.
+        PlanError: `size` is no positive number, or there are rounds and memory is swapped.
     """
 
-    def __init__(self, size: int, progress: bool | None = None, memory: MemorySwap | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        progress: bool | None = None,
+        memory: MemorySwap | None = None,
+        rounds: RoundOrder | None = None,
+    ) -> None:
         self.size = check_count("size", size)
+        if rounds is not None and memory is not None:
+            raise PlanError("an array in rounds keeps all siblings on the device; leave out memory, or rounds")
+        self._rounds: Rounds[Sibling[T]] | None = None if rounds is None else Rounds(rounds)
         self.memory = memory
         self.timeline: Timeline | None = None
         self._progress = sys.stderr.isatty() if progress is None else progress
@@ -367,6 +379,8 @@ class JobArray(Generic[T]):
                 if not self._queue:
                     self._gather_timeline()
                     return
+                if self._rounds is not None:
+                    self._compute_round(self._rounds)
                 head = self._queue[0]
                 if head is not None:
                     self._work_until(head)
@@ -486,6 +500,16 @@ class JobArray(Generic[T]):
 
     # ---- work
 
+    def _compute_round(self, rounds: Rounds[Sibling[T]]) -> None:
+        """Computes all that siblings have handed in, once each has; then all of them have a turn."""
+        if not rounds.to_come:
+            siblings = [s for s in self._queue if s is not None]
+            rounds.begin(siblings)
+            for sibling in siblings:
+                self._work_until(sibling)
+            rounds.end(len(self._queue))
+        rounds.to_come -= 1
+
     def _work_until(self, awaited: _Awaited) -> None:
         """Computes for siblings between their turns until `awaited.ready`; sleeps where there is nothing to do."""
         while not awaited.ready:
@@ -495,20 +519,11 @@ class JobArray(Generic[T]):
                 self._sleep()
 
     def _work(self) -> bool:
-        """Runs one computation with what it sends: that which could be run first. Backwards first would be worse: with
-        twice as many siblings as stages, a stage that is to compute all the time idles a fifth of it."""
-        for sibling in self._queue:
-            if sibling is None or sibling.engine is None or sibling.doomed or sibling in self._computable:
-                continue
-            if sibling.engine.upcoming() is not None:
-                self._computable.append(sibling)
-        memory = self.memory
-        chosen = next((s for s in self._computable if s.doomed or memory is None or memory.holds(s.index)), None)
-        if chosen is None and memory is not None:  # who holds its place on the device comes first, to give it free
-            chosen = next((s for s in self._computable if memory.has_room(s.index)), None)
+        """Runs one computation with what it sends; whether there was one."""
+        chosen = self._choose() if self._rounds is None else self._rounds.next()
         if chosen is None:
             return False
-        self._computable.remove(chosen)
+        memory = self.memory
         started = time.monotonic()
         if not chosen.doomed:
             if memory is None:
@@ -518,6 +533,22 @@ class JobArray(Generic[T]):
         assert self._display is not None
         self._display.computed(time.monotonic() - started)
         return True
+
+    def _choose(self) -> Sibling[T] | None:
+        """Whose computation could be run first. Backwards first would be worse: with twice as many siblings as stages,
+        a stage that is to compute all the time idles a fifth of it."""
+        for sibling in self._queue:
+            if sibling is None or sibling.engine is None or sibling.doomed or sibling in self._computable:
+                continue
+            if sibling.engine.upcoming() is not None:
+                self._computable.append(sibling)
+        memory = self.memory
+        chosen = next((s for s in self._computable if s.doomed or memory is None or memory.holds(s.index)), None)
+        if chosen is None and memory is not None:  # who holds its place on the device comes first, to give it free
+            chosen = next((s for s in self._computable if memory.has_room(s.index)), None)
+        if chosen is not None:
+            self._computable.remove(chosen)
+        return chosen
 
     def _compute_here(self, memory: MemorySwap, sibling: Sibling[T]) -> None:
         """Runs a computation with the sibling's weights on the device, while those that come next are brought."""

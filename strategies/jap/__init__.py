@@ -5,6 +5,7 @@ iteration and everything that orders it.
 """
 
 from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
+from lightning_pipes.strategies.jap.rounds import round_order
 from lightning_pipes.strategies.jap.schedule import JAP
 from lightning_pipes.strategies.jap.search import Effort
 from lightning_pipes.strategies.jap.solution import Solution
@@ -22,6 +23,7 @@ __all__ = [
     "Solution",
     "Stream",
     "problem_of",
+    "round_order",
     "solved",
     "tuned",
 ]

@@ -20,9 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.ir import Kind, PipelineError, PlanError
+from lightning_pipes.strategies.jap import round_order
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer.array import ArrayCancelledError, JobArray, SiblingFailure, current_sibling
+from lightning_pipes.trainer.memory_swap import MemorySwap
 
 LAST = 0
 """The global rank of the last stage."""
@@ -69,6 +71,7 @@ class Job:
     patience: int | None = None
     schedule: str = "jap"
     recompute: bool = False
+    microbatches: int = 2
 
     def __call__(self) -> Any:
         warnings.filterwarnings("ignore")
@@ -87,7 +90,9 @@ class Job:
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=int(os.environ.get("WORLD_SIZE", "1")),
-            strategy=PipelineStrategy(self.schedule, microbatches=2, seed=self.number, recompute=self.recompute),
+            strategy=PipelineStrategy(
+                self.schedule, microbatches=self.microbatches, seed=self.number, recompute=self.recompute
+            ),
             max_epochs=self.epochs,
             callbacks=callbacks,
             gradient_clip_val=self.clip,
@@ -180,6 +185,67 @@ def test_siblings_are_what_they_are_alone(ranks: int, tmp_path: Path) -> None:
         assert values[2][2] < 4 * 5, "it was to stop early"
     assert (tmp_path / "0" / "best.ckpt").exists()
     assert (tmp_path / "7" / "best.ckpt").exists()
+
+
+def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[dict[int, Any], dict[int, str], list[Any], Any]:
+    """What becomes of jobs in an array in rounds, their errors, what they are alone, and the array's timeline."""
+    quiet()
+    array = JobArray[Any](size, rounds=round_order)
+    outcomes = {o.index: o for o in array.run(jobs)}
+    alone = [outcome.value for job in jobs if not job.harm for outcome in JobArray(size).run([job])]
+    errors = {n: _text(o.error) for n, o in outcomes.items() if o.error}
+    return {n: o.value for n, o in outcomes.items() if not o.error}, errors, alone, array.timeline
+
+
+def test_rounds() -> None:
+    """Siblings are what they are alone; in each round a rank runs a batch of every sibling in the order that was found.
+    The last rows are those of a batch that is shorter."""
+    jobs = [Job(n, batch=batch, epochs=2, microbatches=1) for n, batch in enumerate((8, 20, 40))]
+    for values, errors, alone, timeline in run_ranks(in_rounds, 2, jobs, 3, timeout=90):
+        assert not errors
+        for n, expected in enumerate(alone):
+            assert_equal(values[n], expected)
+        rows = [[(i.kind, i.job, i.batch) for i in row if i.kind is not Kind.STEP] for row in timeline.program().head]
+        order = round_order((8, 20, 40), 2)
+        for stage, row in enumerate(rows):
+            wanted = [(i.kind, i.job, 0) for i in order.head[stage] if i.kind is not Kind.STEP]
+            assert row[:6] == wanted
+            assert sorted((batch, job) for kind, job, batch in row if kind is Kind.F) == sorted(
+                (batch, n) for n, batches in enumerate((10, 4, 2)) for batch in range(batches)
+            )
+        ends = {}
+        for e in timeline.computations:
+            i = e.instruction
+            ends[i.job, i.batch] = max(e.end, ends.get((i.job, i.batch), 0))
+        second = min(
+            e.start for e in timeline.computations if e.instruction.batch == 1 and e.instruction.kind is Kind.F
+        )
+        assert second > max(end for (_, batch), end in ends.items() if batch == 0)
+
+
+def test_rounds_go_on_without_those_that_fail_or_end() -> None:
+    """More siblings than places, early stops, and harm of every kind."""
+    jobs = [Job(n, batch=(8, 20, 5)[n % 3], harm=harm, microbatches=1) for n, harm in enumerate(["", *HARMS, ""])]
+    for values, errors, alone, _ in run_ranks(
+        in_rounds, 2, [*jobs, Job(7, patience=0, epochs=4, microbatches=1)], 3, timeout=90
+    ):
+        assert set(errors) >= {1, 2, 3, 5}
+        for n, expected in zip((0, 6, 7), alone, strict=True):
+            assert_equal(values[n], expected)
+
+
+def test_what_rounds_refuse() -> None:
+    with pytest.raises(PlanError, match="leave out memory"):
+        JobArray(2, rounds=round_order, memory=MemorySwap(device_bytes=1 << 30))
+    for text in run_ranks(cut_in_rounds, 2, timeout=60):
+        assert "a sibling cuts its own into 2; set microbatches=1" in text
+
+
+def cut_in_rounds(rank: int) -> str:
+    quiet()
+    with pytest.raises(PlanError) as caught:
+        list(JobArray(2, rounds=round_order).run([Job(0), Job(1)]))
+    return str(caught.value)
 
 
 HARMS = ["everywhere", "one rank", "hook on one rank", "after fit", "loss"]
