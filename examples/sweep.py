@@ -54,7 +54,7 @@ if __name__ == "__main__":  # each process runs this script
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["resnet", "gpt"], default="resnet")
     parser.add_argument("--trials", type=int, default=16)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--windows", type=int, default=640, help="of the text that the GPT reads in an epoch")
     parser.add_argument("--storage", help="such as sqlite:///study.db: to look at, and to go on with")
     parser.add_argument("--out", type=Path, default=Path("outputs/sweep"), help="the directory of the picture")
