@@ -19,7 +19,8 @@ from functools import cache
 
 import jap_run
 import numpy as np
-from jap_schemes import Costs, Epoch, Ordered, Spent
+from jap_schemes import Costs, Epoch
+from jap_single import Ordered, Spent
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import SENDS, Kind

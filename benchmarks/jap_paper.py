@@ -18,7 +18,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from jap_schemes import ARRAYED, MODELS, RECOMPUTING, SINGLE, Epoch, Hardware, Spent, of_model
+from jap_schemes import ARRAYED, MODELS, Epoch, Hardware, of_model
+from jap_single import RECOMPUTING, SINGLE, Spent
 
 from lightning_pipes.sim import load_kernel
 

@@ -29,8 +29,9 @@ def bench(monkeypatch):
     import jap_paper
     import jap_replay
     import jap_schemes
+    import jap_single
 
-    return SimpleNamespace(bpipe=bpipe, paper=jap_paper, replay=jap_replay, schemes=jap_schemes)
+    return SimpleNamespace(bpipe=bpipe, paper=jap_paper, replay=jap_replay, schemes=jap_schemes, single=jap_single)
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_utilisation_is_a_share_and_nothing_is_faster_than_the_work_of_a_stage(b
 def test_more_memory_is_never_worse(bench, epoch, model):
     sizes = [24, 40, 80]
     for run in (
-        *(lambda e, how=how: e.one_by_one(how) for how in bench.schemes.SINGLE.values()),
+        *(lambda e, how=how: e.one_by_one(how) for how in bench.single.SINGLE.values()),
         bench.schemes.Epoch.vanilla,
     ):
         times = [spent.time if (spent := run(epoch(model, memory=n * GIB))) else math.inf for n in sizes]
@@ -243,7 +244,7 @@ def test_figure_7_from_its_own_numbers(bench):
     runs = bench.paper.Runs(["BERT-large", "VGG-19"], **SMALL)
     times, over, gains, less = bench.paper.f7(runs)
     assert times.rows["ours"] == [runs.seconds(m, "ours") for m in runs.models]
-    best = min(times.rows[n][0] for n in bench.schemes.SINGLE)
+    best = min(times.rows[n][0] for n in bench.single.SINGLE)
     assert gains.rows["ours over the best of them"][0] == pytest.approx(best / times.rows["ours"][0])
     assert over.rows["Hanayo"][1] == pytest.approx(times.rows["Hanayo"][1] / times.rows["ours"][1])
     by_hand = [1 - times.rows["ours"][n] / times.rows["GPipe"][n] for n in range(2)]
