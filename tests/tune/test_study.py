@@ -65,8 +65,11 @@ def test_trials_are_those_of_solo_runs_and_of_the_next_run(ranks: int) -> None:
     assert [called for *_, called in results] == ([8] + [0] * (ranks - 1)) * 2
 
 
-def long_study(rank: int, size: int) -> tuple[list[Any], list[tuple[str, int]], list[Any]]:
-    """A study of 64 trials: what it has, in which order trials began, handed in batches and ended, and its dates."""
+COLUMNS = ("number", "value", "datetime_start", "datetime_complete", "duration", "params", "state")
+
+
+def long_study(rank: int, size: int) -> tuple[list[Any], list[tuple[str, int]], Any]:
+    """A study of 64 trials: what it has, in which order trials began, handed in batches and ended, and its table."""
     happened: list[tuple[str, int]] = []
 
     class Batches(Callback):
@@ -85,20 +88,22 @@ def long_study(rank: int, size: int) -> tuple[list[Any], list[tuple[str, int]], 
             happened.append(("ends", trial.number))
 
     study = optimize_array(new_study(), noted, 64, size)
-    return summary(study), happened, [(t.datetime_start, t.datetime_complete) for t in study.trials]
+    return summary(study), happened, study.trials_dataframe(COLUMNS)
 
 
 def test_a_place_is_not_free_for_longer_than_a_block() -> None:
     """64 trials with a median pruner: the next one begins at most one batch of a sibling after another has ended, the
     study has all of every trial, and a second run has the same ones in the same order."""
-    ((first, happened, dates),) = run_ranks(long_study, 1, 4, timeout=90)
+    ((first, happened, table),) = run_ranks(long_study, 1, 4, timeout=90)
     assert [number for number, *_ in first] == list(range(64))
     assert {state for _, state, *_ in first} == {"COMPLETE", "PRUNED"}
-    for (_, state, params, values, reports), (began, ended) in zip(first, dates, strict=True):
+    for _, state, params, values, reports in first:
         assert params.keys() == {"lr", "batch"}
         assert values == [reports[max(reports)]]
         assert len(reports) == 3 if state == "COMPLETE" else 1 <= len(reports) <= 3
-        assert began < ended
+    assert list(table) == ["number", "value", *COLUMNS[2:5], "params_batch", "params_lr", "state"]
+    assert len(table) == 64
+    assert not table.isna().any(axis=None)
     begun = 0
     for at, (what, _) in enumerate(happened):
         begun += what == "begins"
