@@ -24,7 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -107,6 +107,7 @@ class Timed(MemorySwap):
     Attributes:
         uses: how many found their state on the device, on its way, or not asked for.
         switches: the seconds until another sibling's state was there and bound, for each of these.
+        loads: states brought to the device meanwhile.
     """
 
     def open(self, several: bool) -> None:
@@ -114,6 +115,8 @@ class Timed(MemorySwap):
         super().open(several)
         self.uses: Counter[str] = Counter()
         self.switches: dict[str, list[float]] = {"hits": [], "late": [], "misses": []}
+        self.loads = 0.0
+        self._loaded: int | None = None
         self._turns: Counter[int] = Counter()
         self._last, self._ended = -1, False
 
@@ -146,6 +149,8 @@ class Timed(MemorySwap):
         took = time.perf_counter() - started
         enough = len(self._turns) == SIBLINGS and min(self._turns.values()) > CHECKED_BATCHES
         if enough and not self._ended:
+            self._loaded = self.statistics.bytes_in if self._loaded is None else self._loaded
+            self.loads = (self.statistics.bytes_in - self._loaded) / STATE
             for name in before:
                 if getattr(self.statistics, name) > before[name]:
                     self.uses[name] += 1
@@ -160,13 +165,14 @@ class Found:
 
     Attributes:
         step: seconds in which every sibling has a batch.
-        uses, switches: as of `Timed`.
+        uses, switches, loads: as of `Timed`.
         switching: whether states move in the time of a block.
     """
 
     step: float
     uses: Counter[str]
     switches: dict[str, list[float]]
+    loads: float = 0.0
     switching: Switching | None = None
 
 
@@ -181,7 +187,7 @@ def array(memory: Timed | None) -> Found:
     gc.collect()
     if memory is None:
         return Found(seconds, Counter(), {})
-    return Found(seconds, memory.uses, memory.switches, memory.switching)
+    return Found(seconds, memory.uses, memory.switches, memory.loads, memory.switching)
 
 
 def _sibling() -> None:
@@ -286,13 +292,12 @@ def report(by_rank: Sequence[tuple[dict[str, list[Found]], list[float]]]) -> dic
     for name in ("prefetched", "slow link"):
         for of_rank, _ in by_rank:
             print(f"{name}: {of_rank[name][0].switching}")
-    slow = found["slow link"]
-    foretold = statistics.mean(f.switching.visible for f in slow if f.switching is not None)
-    waited = [t for f in slow for each in f.switches.values() for t in each]
+    foretold = statistics.median(map(foretold_step, by_rank[-1][0]["slow link"], plain))
+    slow = statistics.median(f.step for f in rounds["slow link"])
     stops = [seconds for _, each in by_rank for seconds in each]
     print(
-        f"slow link: a switch takes {statistics.mean(waited) * 1e3:.1f} ms of computation, E2 foretells "
-        f"{foretold * 1e3:.1f} ms where all blocks are as short as the shortest"
+        f"slow link: {slow * 1e3:.0f} ms a step, {foretold * 1e3:.0f} ms foretold from E2 with the mean block, "
+        f"{foretold / slow - 1:+.1%}"
     )
     print(f"stop and resume: {statistics.median(stops) * 1e3:.0f} ms, {min(stops):.2f} to {max(stops):.2f} s")
     hits = sum(f.uses["hits"] for f in found["prefetched"]) / sum(f.uses.total() for f in found["prefetched"])
@@ -303,9 +308,22 @@ def report(by_rank: Sequence[tuple[dict[str, list[Found]], list[float]]]) -> dic
         "prefetch_overhead": round(overheads["prefetched"], 4),
         "demand_overhead": round(overheads["on demand"], 4),
         "slow_link_overhead": round(overheads["slow link"], 4),
+        "slow_link_foretold": round(foretold / statistics.median(plain) - 1, 4),
         "hit_rate": round(hits, 4),
         "e2_holds": all(f.switching is not None and f.switching.holds for f in found["prefetched"]),
     }
+
+
+def foretold_step(found: Found, plain: float) -> float:
+    """Seconds of a step by what E2 leaves visible of each state that is brought to the first stage, the busiest, where
+    all blocks are as long as the mean; a batch has two blocks and a turn there.
+
+    Args:
+        plain: seconds of a step where all states fit.
+    """
+    assert found.switching is not None
+    loads = found.loads / (found.uses.total() / 3) * SIBLINGS
+    return plain + loads * replace(found.switching, block=(2 * FORWARD + BACKWARD) / 2).visible
 
 
 def took(found: Sequence[Found], kind: str) -> list[float]:

@@ -128,7 +128,7 @@ def test_without_prefetch_every_state_that_is_brought_is_waited_for() -> None:
 def sized(rank: int, jobs: list[Job], rooms: list[int]) -> Any:
     """What becomes of jobs where memory decides how many there are at a time, the most there were, and the size."""
     quiet()
-    state = 10_000  # more than one has
+    state = 100_000  # more than one has
     memory = MemorySwap(BIG, host_bytes=rooms[rank] * state)
     array: JobArray[Any] = JobArray("auto", memory=memory)
     seen, living = [], [0]
