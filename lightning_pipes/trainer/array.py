@@ -413,8 +413,8 @@ class JobArray(Generic[T]):
     # ---- what its siblings ask for
 
     def expected(self, stages: int) -> int:
-        """Siblings at a time when all have begun."""
-        return enough_siblings(stages) if self._deciding else self.size
+        """Siblings at a time; as many as are of use where memory decides, so that all cut their batches alike."""
+        return self.size if self._decides is None else enough_siblings(stages)
 
     def keep(self, index: int, engine: Engine) -> None:
         """Writes down what was computed for a batch of sibling number `index`."""
