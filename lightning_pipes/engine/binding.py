@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -40,12 +41,14 @@ class _Parameter:
     def hold(self, tensor: torch.Tensor) -> None:
         p = self.parameter
         gradient = p.grad if self.aside is None else self.aside
-        p.grad = None
+        if gradient is not None:
+            p.grad = None
         other = nn.Parameter(tensor, requires_grad=p.requires_grad)
         other.__dict__.update(p.__dict__)  # which is swapped, too
         torch.utils.swap_tensors(p, other)  # type: ignore[no-untyped-call]
-        there = gradient is not None and gradient.device == tensor.device
-        p.grad, self.aside = (gradient, None) if there else (None, gradient)
+        if gradient is not None:
+            there = gradient.device == tensor.device
+            p.grad, self.aside = (gradient, None) if there else (None, gradient)
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Binding:
 
     def like(self, other: Binding) -> bool:
         """Whether both have the same tensors in the same places, whatever the values."""
-        return self._described() == other._described()
+        return self._described == other._described
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Has the model use `tensors` from now on; they have the values.
@@ -123,6 +126,7 @@ class Binding:
                     tensors[name].copy_(found)
                     holder.hold(tensors[name])
 
+    @cached_property
     def _described(self) -> list[tuple[object, ...]]:
         return [
             (name, id(t) if isinstance(holder, _Parameter) else 0, t.dtype, t.shape)

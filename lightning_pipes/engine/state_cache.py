@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -25,7 +26,7 @@ Key = TypeVar("Key")
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     """A slab on the device.
 
@@ -48,10 +49,20 @@ class _Slot:
 
 @dataclass
 class _State:
+    """Where a state lies.
+
+    Attributes:
+        on_host: its tensors in the host's slab.
+        written: the copy that made the host's slab what it is.
+        on_device: its tensors in each slab on the device where it has been; views take longer to make than to bind.
+    """
+
     layout: Layout
     host: torch.Tensor
+    on_host: Tensors
     slot: _Slot | None = None
-    written: list[int] = field(default_factory=list)  # the copy that made the host's slab what it is
+    written: list[int] = field(default_factory=list)
+    on_device: WeakKeyDictionary[_Slot, Tensors] = field(default_factory=WeakKeyDictionary)
 
 
 class StateCache(Generic[Key]):
@@ -122,9 +133,10 @@ class StateCache(Generic[Key]):
                 f"host's budget of {self._host_budget}. Raise it, or keep fewer states"
             )
         self._residency.add(key, layout.nbytes)
-        state = self._states[key] = _State(layout, host_slab(layout.nbytes, self._device.type == "cuda"))
+        host = host_slab(layout.nbytes, self._device.type == "cuda")
+        state = self._states[key] = _State(layout, host, layout.views(host))
         with torch.no_grad():
-            for name, view in layout.views(state.host).items():
+            for name, view in state.on_host.items():
                 view.copy_(tensors[name])
         return layout.nbytes
 
@@ -198,12 +210,14 @@ class StateCache(Generic[Key]):
         """The tensors of a state that is resident."""
         state = self._states[key]
         assert state.slot is not None, f"state {key} is on the host only"
-        return state.layout.views(state.slot.slab)
+        views = state.on_device.get(state.slot)
+        if views is None:
+            views = state.on_device[state.slot] = state.layout.views(state.slot.slab)
+        return views
 
     def on_host(self, key: Key) -> Tensors:
         """The tensors of a state on the host; they have what leases have changed after `wait_for_host`."""
-        state = self._states[key]
-        return state.layout.views(state.host)
+        return self._states[key].on_host
 
     def wait_for_host(self, key: Key) -> None:
         """Returns when what is being written back for a state is on the host."""

@@ -26,7 +26,7 @@ class Switching:
 
     @property
     def visible(self) -> float:
-        """Seconds of a switch that nothing hides."""
+        """Seconds of a switch that nothing hides, if all blocks are as short as the shortest; longer ones hide more."""
         return max(0.0, self.transfer - self.block)
 
     def __str__(self) -> str:
@@ -35,6 +35,7 @@ class Switching:
             return f"{where}: states move in {self.transfer:.3g} s, while a block of {self.block:.3g} s runs"
         return (
             f"{where}: states move in {self.transfer:.3g} s, and the shortest block that could hide it takes "
-            f"{self.block:.3g} s; each switch costs {self.visible:.3g} s. Use batches {self.transfer / self.block:.2g} "
-            "times as large, a faster link to the host, fewer of these stages on one host, or keep all states resident"
+            f"{self.block:.3g} s; a switch costs up to {self.visible:.3g} s. Use batches "
+            f"{self.transfer / self.block:.2g} times as large, a faster link to the host, fewer of these stages on "
+            "one host, or keep all states resident"
         )

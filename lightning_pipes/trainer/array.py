@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import lightning.pytorch as pl
 
@@ -36,10 +36,12 @@ from lightning_pipes.ir import PipelineError, PlanError, check_count
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.trainer.array_display import ArrayDisplay
 from lightning_pipes.trainer.array_record import ArrayRecord
+from lightning_pipes.trainer.array_size import AUTO, decided_size, enough_siblings
 from lightning_pipes.trainer.baton import Runner, own_random_state, set_own_random_state
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.memory_swap import MemorySwap
 from lightning_pipes.trainer.rounds import RoundOrder, Rounds
+from lightning_pipes.trainer.sibling_memory import SiblingMemory
 
 T = TypeVar("T")
 
@@ -303,32 +305,42 @@ class JobArray(Generic[T]):
 
     Args:
         size: how many siblings are under way at a time. Twice as many as there are stages keep all stages busy; with
-            fewer than stages, each batch is cut into more micro-batches.
+            fewer than stages, each batch is cut into more micro-batches. "auto" begins with one, and after its first
+            step, which shows what a sibling takes, has as many as `memory` has room for, but no more than are of use.
         progress: whether to show on rank 0 how far the siblings are; by default where standard error is a terminal.
         memory: lets weights and optimizers of more siblings take part than the device has room for.
         rounds: says in which order a batch of every sibling is computed, whole, one stage a rank; nobody's next batch
             begins before all are over, as in the paper. For comparison: without, siblings go on as soon as they can.
 
     Attributes:
+        size: siblings at a time, as far as it is decided.
         timeline: when each rank computed for which sibling, on all ranks, once `run` has come to its end; the numbers
             of its batches count those of a sibling. None before, after a failure, and where nothing was trained.
 
     Raises:
-        PlanError: `size` is no positive number, or there are rounds and memory is swapped.
+        PlanError: `size` is no positive number, or "auto" without `memory`, or there are rounds and memory is swapped;
+            in `run`, "auto" finds no room for two.
     """
 
     def __init__(
         self,
-        size: int,
+        size: int | Literal["auto"],
         progress: bool | None = None,
         memory: MemorySwap | None = None,
         rounds: RoundOrder | None = None,
     ) -> None:
-        self.size = check_count("size", size)
+        if size == AUTO and memory is None:
+            raise PlanError("size='auto' follows from memory: give memory=MemorySwap(device_bytes=...), or a number")
         if rounds is not None and memory is not None:
             raise PlanError("an array in rounds keeps all siblings on the device; leave out memory, or rounds")
+        self.size = 1 if size == AUTO else check_count("size", size)
         self._rounds: Rounds[Sibling[T]] | None = None if rounds is None else Rounds(rounds)
-        self.memory = memory
+        self.memory: SiblingMemory = memory or SiblingMemory()
+        self._decides = memory if size == AUTO else None
+        """What decides the size."""
+        self._deciding = False
+        self._asked = -1
+        """The sibling after which all ranks were asked last."""
         self.timeline: Timeline | None = None
         self._progress = sys.stderr.isatty() if progress is None else progress
         self._display: ArrayDisplay | None = None
@@ -358,9 +370,10 @@ class JobArray(Generic[T]):
         if current_sibling() is not None:
             raise PlanError("a sibling of an array can't run an array itself; give the outer one all the jobs")
         source, self._home = iter(jobs), own_random_state()
-        self._display = ArrayDisplay(self.size, self._progress and os.environ.get("LOCAL_RANK", "0") == "0")
-        if self.memory is not None:
-            self.memory.open(self.size)
+        self._display = ArrayDisplay(self._progress and os.environ.get("LOCAL_RANK", "0") == "0")
+        if self._decides is not None:
+            self.size, self._deciding, self._asked = 1, True, -1
+        self.memory.open(several=self._deciding or self.size > 1)
         restore = self._note_interrupts()
         end: BaseException = ArrayCancelledError("the array was closed before this sibling had ended")
         try:
@@ -398,6 +411,10 @@ class JobArray(Generic[T]):
             self._close()
 
     # ---- what its siblings ask for
+
+    def expected(self, stages: int) -> int:
+        """Siblings at a time; as many as are of use where memory decides, so that all cut their batches alike."""
+        return self.size if self._decides is None else enough_siblings(stages)
 
     def keep(self, index: int, engine: Engine) -> None:
         """Writes down what was computed for a batch of sibling number `index`."""
@@ -441,22 +458,22 @@ class JobArray(Generic[T]):
 
     def take_home(self, sibling: Sibling[T]) -> None:
         """Its weights and optimizers are its own again, and lie in no memory that siblings share."""
-        if self.memory is not None:
-            self.memory.leave(sibling.index)
+        self.memory.leave(sibling.index)
 
     # ---- turns
 
     def _have_turn(self, sibling: Sibling[T]) -> Iterator[Outcome[T]]:
-        if self.memory is not None:
-            self._work_until(_Room(self.memory, sibling.index))
-            self.memory.begin_turn(sibling.index)
-            self.memory.look_ahead(self._coming())
+        self._work_until(_Room(self.memory, sibling.index))
+        self.memory.begin_turn(sibling.index)
+        self.memory.look_ahead(self._coming())
         sibling.begin_turn()
         while not sibling.go_on():
             self._work_until(sibling)
-        if self.memory is not None and sibling.outcome is None:
-            self._end_turn(self.memory, sibling)
+        if sibling.outcome is None:
+            self._end_turn(sibling)
         self._show(sibling)
+        if self._deciding and self._asked < sibling.index and (sibling.outcome is not None or _has_stepped(sibling)):
+            self._agree_on_size(sibling)
         if sibling.outcome is None:
             self._queue.append(sibling)
             return
@@ -466,14 +483,31 @@ class JobArray(Generic[T]):
         set_own_random_state(self._home)
         yield sibling.outcome
 
-    def _end_turn(self, memory: MemorySwap, sibling: Sibling[T]) -> None:
-        trainer = sibling.trainer
+    def _end_turn(self, sibling: Sibling[T]) -> None:
+        trainer, memory = sibling.trainer, self.memory
         assert trainer is not None, "who has a window has a trainer"
         try:
             memory.end_turn(sibling.index, trainer.lightning_module, trainer.optimizers, trainer.strategy.root_device)
         except PlanError as error:
             sibling.fail(error)
             sibling.doom(sibling.turns + 1, error)
+
+    def _agree_on_size(self, sibling: Sibling[T]) -> None:
+        """Decides with all ranks, unless the sibling has ended on one: each says so, or for how many it has room."""
+        memory, shared, engine = self._decides, self.shared, sibling.engine
+        assert memory is not None
+        self._asked = sibling.index
+        trainer = None if sibling.outcome is not None or sibling.doomed else sibling.trainer
+        rooms = [0 if trainer is None else memory.room(trainer.num_devices)]
+        if shared.board is not None:
+            keys = [f"room/{sibling.index}/{rank}" for rank in range(shared.ranks)]
+            shared.board.set(keys[shared.rank], str(rooms[0]))
+            for key in keys:
+                self._work_until(_Told(shared.board, key, key))
+            rooms = [int(shared.board.get(key)) for key in keys]
+        if all(rooms):
+            assert engine is not None
+            self.size, self._deciding = decided_size(rooms, engine.plan.n_ranks), False
 
     def _show(self, sibling: Sibling[T]) -> None:
         assert self._display is not None
@@ -523,13 +557,9 @@ class JobArray(Generic[T]):
         chosen = self._choose() if self._rounds is None else self._rounds.next()
         if chosen is None:
             return False
-        memory = self.memory
         started = time.monotonic()
         if not chosen.doomed:
-            if memory is None:
-                chosen.compute()
-            else:
-                self._compute_here(memory, chosen)
+            self._compute_here(chosen)
         assert self._display is not None
         self._display.computed(time.monotonic() - started)
         return True
@@ -543,16 +573,16 @@ class JobArray(Generic[T]):
             if sibling.engine.upcoming() is not None:
                 self._computable.append(sibling)
         memory = self.memory
-        chosen = next((s for s in self._computable if s.doomed or memory is None or memory.holds(s.index)), None)
-        if chosen is None and memory is not None:  # who holds its place on the device comes first, to give it free
+        chosen = next((s for s in self._computable if s.doomed or memory.holds(s.index)), None)
+        if chosen is None:  # who holds its place on the device comes first, to give it free
             chosen = next((s for s in self._computable if memory.has_room(s.index)), None)
         if chosen is not None:
             self._computable.remove(chosen)
         return chosen
 
-    def _compute_here(self, memory: MemorySwap, sibling: Sibling[T]) -> None:
+    def _compute_here(self, sibling: Sibling[T]) -> None:
         """Runs a computation with the sibling's weights on the device, while those that come next are brought."""
-        engine = sibling.engine
+        engine, memory = sibling.engine, self.memory
         i = None if engine is None else engine.upcoming()
         assert engine is not None
         assert i is not None
@@ -612,8 +642,7 @@ class JobArray(Generic[T]):
         shared, self.shared = self.shared, Shared()
         if self._display is not None:
             self._display.close()
-        if self.memory is not None:
-            self.memory.close()
+        self.memory.close()
         for control in shared.controls:
             control.close()
         if shared.transport is not None:
@@ -640,6 +669,10 @@ class JobArray(Generic[T]):
         return restore
 
 
+def _has_stepped(sibling: Sibling[Any]) -> bool:
+    return sibling.trainer is not None and sibling.trainer.global_step > 0
+
+
 class _Awaited(Protocol):
     @property
     def ready(self) -> bool:
@@ -650,7 +683,7 @@ class _Awaited(Protocol):
 class _Room:
     """A sibling's weights can be brought to the device."""
 
-    memory: MemorySwap
+    memory: SiblingMemory
     index: int
 
     @property

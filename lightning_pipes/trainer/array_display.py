@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import count
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,12 +18,10 @@ class ArrayDisplay:
     of them how many siblings have ended, and which part of the time this rank computed.
 
     Args:
-        places: siblings that are under way at a time.
         shown: whether there is anybody to look.
     """
 
-    def __init__(self, places: int, shown: bool) -> None:
-        self._free = list(range(1, places + 1))
+    def __init__(self, shown: bool) -> None:
         self._bars: dict[int, Any] = {}
         self._places: dict[int, int] = {}
         self._started = time.monotonic()
@@ -42,7 +41,7 @@ class ArrayDisplay:
             return
         if index not in self._bars:
             total = trainer.num_training_batches * (trainer.max_epochs or 0)
-            place = self._places[index] = self._free.pop(0)
+            place = self._places[index] = next(n for n in count(1) if n not in self._places.values())
             finite = 0 < total < float("inf")
             self._bars[index] = tqdm(
                 total=int(total) if finite else None, position=place, leave=False, file=sys.stderr, unit="batch"
@@ -61,7 +60,7 @@ class ArrayDisplay:
         self._ended += 1
         bar = self._bars.pop(index, None)
         if bar is not None:
-            self._free.append(self._places.pop(index))
+            del self._places[index]
             bar.close()
         self._draw()
 

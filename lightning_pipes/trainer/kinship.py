@@ -34,7 +34,7 @@ def microbatches_among(wanted: Wanted, sibling: Sibling[object], ranks: int) -> 
     if wanted.microbatches is not None or wanted.chooses:
         return wanted
     stages = len(stage_ranks(wanted.schedule, ranks))
-    return replace(wanted, microbatches=-(-stages // sibling.array.size))
+    return replace(wanted, microbatches=-(-stages // sibling.array.expected(stages)))
 
 
 def decide_alike(

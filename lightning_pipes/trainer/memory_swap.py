@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
@@ -16,6 +17,7 @@ from lightning_pipes.engine.state_cache import StateCache
 from lightning_pipes.ir import PipelineError, PlanError, check_count
 from lightning_pipes.planning.switching import Switching
 from lightning_pipes.sim.residency import Statistics
+from lightning_pipes.trainer.sibling_memory import SiblingMemory
 
 
 @dataclass
@@ -32,7 +34,7 @@ class _Enrolled:
     leased: bool = False
 
 
-class MemorySwap:
+class MemorySwap(SiblingMemory):
     """Keeps the states of all siblings of an array on the host, and those that are needed on the device.
 
     A state is what a sibling has on a rank: weights, buffers and what its optimizers remember of them. It is on the
@@ -45,12 +47,15 @@ class MemorySwap:
 
     Args:
         device_bytes: of each device for states.
-        host_bytes: of the host for the states of one rank, if they are to be bounded.
+        host_bytes: of the host for the states of one rank, if they are to be bounded. Where an array's size follows
+            from memory it is half of what is free by default, shared by the host's ranks.
         slots: the most states on a device, if fewer than fit.
         bandwidth: bytes per second each way of an emulated link; on CPU only.
+        prefetch: whether states are brought before they are needed. Without, every switch waits for its copy, which
+            shows what that is worth.
 
     Attributes:
-        statistics: of this rank, over the array's last run: hits, late ones and misses among leases, stalls, bytes.
+        statistics: of this rank, over the array's run: hits, late ones and misses among leases, stalls, bytes.
         switching: the paper's E2 with what was measured in that run: whether copies were hidden, and what would help;
             None where nothing was copied.
 
@@ -65,6 +70,7 @@ class MemorySwap:
         host_bytes: int | None = None,
         slots: int | None = None,
         bandwidth: float | None = None,
+        prefetch: bool = True,
     ) -> None:
         self.device_bytes = check_count("device_bytes", device_bytes)
         self.host_bytes = None if host_bytes is None else check_count("host_bytes", host_bytes)
@@ -74,10 +80,11 @@ class MemorySwap:
         if bandwidth is not None and not bandwidth > 0:
             raise PlanError(f"bandwidth must be positive, got {bandwidth} bytes per second")
         self.bandwidth = bandwidth
+        self.prefetch = prefetch
         self.statistics = Statistics()
         self.switching: Switching | None = None
         self._poison = False
-        self._size = 1
+        self._several = True
         self._enrolled: dict[int, _Enrolled] = {}
         self._copier: SlabCopier | None = None
         self._cache: StateCache[int] | None = None
@@ -85,19 +92,14 @@ class MemorySwap:
         self._largest = 0
         self._shortest = float("inf")
 
-    # ---- what an array tells of its siblings, by their numbers
-
-    def open(self, size: int) -> None:
-        """An array with `size` siblings at a time begins."""
-        self._size, self._largest, self._shortest = size, 0, float("inf")
+    def open(self, several: bool) -> None:
+        self._several, self._largest, self._shortest = several, 0, float("inf")
         self.statistics, self.switching = Statistics(), None
 
     def close(self) -> None:
-        """It has ended; rank 0 says how it went."""
         if self._cache is None or self._copier is None:
             return
-        self.statistics = found = self._cache.statistics
-        rate = self._copier.bandwidth
+        found, rate = self.statistics, self._copier.bandwidth
         if rate is not None and self._shortest < float("inf"):
             self.switching = Switching(tuple(sorted(self._stages)), self._largest / rate, self._shortest)
         self._cache.close()
@@ -111,27 +113,30 @@ class MemorySwap:
             + ("" if self.switching is None or not found.stall_ns else f". {self.switching}")
         )
 
+    def room(self, ranks: int) -> int:
+        """States like the largest for which this rank's host has memory, with those that are there.
+
+        Args:
+            ranks: on this host.
+        """
+        most = self.host_bytes
+        if most is None:  # the other half is for models that are being set up
+            most = self._states.host_bytes + psutil.virtual_memory().available // 2 // ranks
+        return most // max(1, self._largest)
+
     def holds(self, index: int) -> bool:
-        """Whether the sibling's state has to stay on the device."""
         each = self._enrolled.get(index)
         return each is not None and each.leased
 
     def has_room(self, index: int) -> bool:
-        """Whether the sibling's state is or can be on the device beside those that stay there."""
         each = self._enrolled.get(index)
         return each is None or each.leased or self._states.has_room(index)
 
     def begin_turn(self, index: int) -> None:
-        """The sibling runs, and may change its state."""
         self._release(index)
         self._lease(index, write=True)
 
     def end_turn(self, index: int, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
-        """It has handed in a batch. Its first turn makes its state; optimizers remember more after their first step.
-
-        Raises:
-            PlanError: the state does not fit or can't be moved.
-        """
         found, known = Binding(module, optimizers, device), self._enrolled.get(index)
         if known is not None and known.binding.like(found):
             known.binding = found
@@ -146,29 +151,22 @@ class MemorySwap:
         self._enrol(index, found, device)
 
     def begin_block(self, index: int, stage: int) -> None:
-        """Something is computed for the sibling between its turns."""
         self._stages.add(stage)
         if index in self._enrolled and not self._enrolled[index].leased:
             self._lease(index, write=self._enrolled[index].binding.has_buffers)
 
     def end_block(self, index: int, seconds: float, keep: bool) -> None:
-        """It was computed.
-
-        Args:
-            keep: its backward is to come, and finds what it has read where that is.
-        """
         self._shortest = min(self._shortest, seconds)
         if not keep:
             self._release(index)
 
     def look_ahead(self, coming: Iterable[int]) -> None:
-        """Brings the states of siblings that will probably be needed next, the first one first."""
         if self._cache is not None:
             self._cache.predict(index for index in coming if index in self._enrolled)
-            self._cache.prefetch()
+            if self.prefetch:
+                self._cache.prefetch()
 
     def leave(self, index: int) -> None:
-        """The sibling's tensors are its own again, on the host."""
         each = self._enrolled.get(index)
         if each is None:
             return
@@ -204,8 +202,9 @@ class MemorySwap:
                 leaves=self._to_host,
                 poison=self._poison,
             )
+            self.statistics = self._cache.statistics
         size = self._cache.add(index, binding.tensors())
-        if self._size > 1 and 2 * size > self.device_bytes:
+        if self._several and 2 * size > self.device_bytes:
             self._cache.drop(index)
             raise PlanError(
                 f"sibling {index} has a state of {size} bytes, and device_bytes={self.device_bytes} has no room for "

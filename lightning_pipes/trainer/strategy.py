@@ -25,16 +25,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch, PeerFailure
+from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch
 from lightning_pipes.engine.rendezvous import own_store, store_host
 from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_count
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.about import describe_run, gather_run
 from lightning_pipes.trainer.adopting import adopt
-from lightning_pipes.trainer.array import Sibling, current_sibling, wait_in_turn
 from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module
 from lightning_pipes.trainer.clipping import GradientAgreement
+from lightning_pipes.trainer.connections import Connections, Idle, connections
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.data_state import KEY, TrainingData
 from lightning_pipes.trainer.decision import Decision, Wanted
@@ -48,7 +48,6 @@ from lightning_pipes.trainer.files import AtomicCheckpointIO, existing, local_pa
 from lightning_pipes.trainer.gradient_logs import GradientLogs
 from lightning_pipes.trainer.grid import Grid
 from lightning_pipes.trainer.hooks import HookWrappers
-from lightning_pipes.trainer.kinship import decide_alike, microbatches_among
 from lightning_pipes.trainer.logs import metrics_gather_over
 from lightning_pipes.trainer.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.pipelined import CutModule, find_pipelined, layer_sizes
@@ -154,8 +153,7 @@ class PipelineStrategy(ParallelStrategy):
         self._timeout = timeout
         self._heartbeat_timeout = long_enough(heartbeat_timeout)
         self._backend = process_group_backend
-        self._sibling: Sibling[Any] | None = None
-        self._watch: FailureWatch | None = None
+        self._connections: Connections | None = None
         self._control: Control | None = None
         self._pipeline: Control | None = None
         self._replicas: Replicas | None = None
@@ -249,18 +247,10 @@ class PipelineStrategy(ParallelStrategy):
         if started:
             atexit.register(_leave)
         self._failed = False
-        if self._control is not None and self._sibling is None:
-            self._control.close()  # made again since the last teardown, as by Trainer.save_checkpoint
-        self._sibling = sibling = current_sibling()
-        if sibling is None:
-            self._watch = self._make_watch()
-            self._control = self._make_control()
-        else:
-            self._watch = sibling.array.watch(self._make_watch, self.global_rank, self.world_size)
-            sibling.meet()
-            self._control = sibling.array.control(self._make_control)
-            sibling.trainer = self._trainer
-            private.remove_progress_bars(self._trainer)
+        if self._control is not None and self._connections is not None:
+            self._connections.renew(self._control)
+        self._connections = connections(self._trainer, self.global_rank, self.world_size, self._make_watch)
+        self._control = self._connections.connect(self._make_control)
         self._pipeline = self._control.split(grid.pipelines)
         self._replicas = Replicas(grid, self._control, device)
         private.set_device_mesh(self.lightning_module, self._replicas.mesh)
@@ -272,10 +262,8 @@ class PipelineStrategy(ParallelStrategy):
         store = private.default_store() if self.world_size > 1 else None
         return FailureWatch(store, self.global_rank, self.world_size, self._heartbeat_timeout, store_host=store_host())
 
-    def _make_control(self) -> Control:
-        assert self._watch is not None
-        idle = None if self._sibling is None else wait_in_turn
-        return Control(range(self.world_size), self._watch, self._timeout, idle=idle)
+    def _make_control(self, watch: FailureWatch, idle: Idle) -> Control:
+        return Control(range(self.world_size), watch, self._timeout, idle=idle)
 
     # ---- setup and teardown of a run
 
@@ -296,9 +284,9 @@ class PipelineStrategy(ParallelStrategy):
                 check_async(private.callbacks(trainer))
         path = find_pipelined(module, self._path)
         made = PipelineSetup(trainer, module, path, self.grid, self.control, self.pipeline, self.root_device)
-        wanted, sibling = self._wanted, self._sibling
-        if sibling is not None:
-            wanted = microbatches_among(wanted, sibling, self.grid.length)
+        connected = self._connections
+        assert connected is not None, "setup_environment has not run"
+        wanted = connected.wanted(self._wanted, self.grid.length)
         plain = wanted.unmeasured(layer_sizes(made.full), self.grid.length)
         broadcast_weights(module, self.control)
 
@@ -313,7 +301,7 @@ class PipelineStrategy(ParallelStrategy):
         def decide() -> Decision:
             return made.decide(wanted, plain, self._transport) if fitting else plain
 
-        decision = decide() if sibling is None else decide_alike(sibling, module, plain, decide)
+        decision = connected.decide(module, plain, decide)
         self._decision = decision
         self.schedule = decision.schedule
 
@@ -322,11 +310,7 @@ class PipelineStrategy(ParallelStrategy):
         made.lay_out(decision)
         self._streams = fitting and made.endless
         if self._streams:
-            if sibling is not None:
-                raise PlanError(
-                    f"{self.schedule.name} does not flush between batches, which siblings of an array have to; they "
-                    "keep each other's stages busy, so choose 'jap' or '1f1b'"
-                )
+            connected.check_endless(self.schedule.name)
             check_streaming(trainer, self.schedule.name, self.grid, made.tied())
         if fitting:
             self._undo.append(show_summaries(private.callbacks(trainer), trainer, module))
@@ -362,8 +346,8 @@ class PipelineStrategy(ParallelStrategy):
         self._undo, self._stops = [], None
         if self._control is not None:
             self._finish_saving()
-        if self._sibling is not None:
-            self._sibling.array.take_home(self._sibling)
+        if self._connections is not None:
+            self._connections.go_home()
         state = None
         if run is not None:
             if not self._down:
@@ -372,12 +356,8 @@ class PipelineStrategy(ParallelStrategy):
                     about = describe_run(self)
                     self._reported = gather_run(run, self.pipeline, self.optimizers, self.root_device, about)
             run.close()
-        if self._control is not None and self._sibling is None:
-            self._control.close()
-        elif self._control is not None and self._sibling is not None and not self._down:
-            self._sibling.array.take_back(self._control)
-        if self._watch is not None and self._sibling is None:
-            self._watch.close()  # nobody waits for anybody any more: others may be gone before the rest is done
+        if self._connections is not None:
+            self._connections.leave(self._control, self._down)
         if module is not None and not has_meta(module):
             module.cpu()
         if cut is not None:
@@ -707,12 +687,8 @@ class PipelineStrategy(ParallelStrategy):
 
     def _tell_others(self, error: BaseException) -> None:
         self._failed = True
-        if self._sibling is not None:
-            self._sibling.fail(error)
-        elif self._watch is not None:
-            if not isinstance(error, PeerFailure):
-                self._watch.fail(error)
-            self._watch.close()
+        if self._connections is not None:
+            self._connections.fail(error)
 
     def _start_epoch(self) -> None:
         self._data.epoch_starts(self._trainer)

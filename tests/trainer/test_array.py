@@ -126,6 +126,10 @@ class Seen(Callback):
             if self.harm == "Ctrl-C" and trainer.global_rank == LAST:
                 signal.raise_signal(signal.SIGINT)
 
+    def on_before_zero_grad(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.harm == "before its step" and trainer.global_rank == LAST:
+            raise ValueError(self.harm)
+
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
         self.losses.append(float(outputs["loss"]))
         if len(self.losses) == 3 and self.harm == "hook on one rank" and trainer.global_rank == LAST:

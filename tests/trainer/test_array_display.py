@@ -21,7 +21,7 @@ def trainer(batch: int) -> Any:
 
 
 def test_a_line_for_each_sibling(capsys: pytest.CaptureFixture[str]) -> None:
-    display = ArrayDisplay(2, shown=True)
+    display = ArrayDisplay(shown=True)
     for sibling in (0, 1):
         display.after_turn(sibling, trainer(13))
     display.ended(0)
@@ -33,7 +33,7 @@ def test_a_line_for_each_sibling(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
-    display = ArrayDisplay(1, shown=False)
+    display = ArrayDisplay(shown=False)
     display.after_turn(0, trainer(1))
     display.ended(0)
     display.close()
@@ -41,7 +41,7 @@ def test_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_endless_data_have_no_total(capsys: pytest.CaptureFixture[str]) -> None:
-    display = ArrayDisplay(1, shown=True)
+    display = ArrayDisplay(shown=True)
     endless = trainer(3)
     endless.num_training_batches = float("inf")
     display.after_turn(0, endless)

@@ -110,3 +110,70 @@ def test_states_are_asked_for_before_they_are_used() -> None:
     assert found.hits + found.late > 100
     assert found.hits > found.late
     assert switching.stages == (0,)
+
+
+def on_demand(rank: int) -> Any:
+    quiet()
+    memory = MemorySwap(BIG, slots=2, prefetch=False)
+    list(JobArray(4, memory=memory).run([Job(n, epochs=1) for n in range(4)]))
+    return memory.statistics
+
+
+def test_without_prefetch_every_state_that_is_brought_is_waited_for() -> None:
+    (found,) = run_ranks(on_demand, 1, timeout=60)
+    assert found.prefetched == found.late == 0
+    assert found.misses > 20
+
+
+def sized(rank: int, jobs: list[Job], rooms: list[int]) -> Any:
+    """What becomes of jobs where memory decides how many there are at a time, the most there were, and the size."""
+    quiet()
+    state = 100_000  # more than one has
+    memory = MemorySwap(BIG, host_bytes=rooms[rank] * state)
+    array: JobArray[Any] = JobArray("auto", memory=memory)
+    seen, living = [], [0]
+    begin_turn = memory.begin_turn
+
+    def counted_turn(index: int) -> None:
+        living.append(len(array._living))
+        memory._largest = state
+        begin_turn(index)
+
+    memory.begin_turn = counted_turn  # type: ignore[method-assign]
+    try:
+        seen = [(o.index, o.value, _text(o.error)) for o in array.run(jobs)]
+    except PlanError as error:
+        return str(error), max(living), array.size
+    return seen, max(living), array.size
+
+
+def test_as_many_siblings_as_memory_has_room_for() -> None:
+    """The rank with the least room decides; more than two for each stage are of no use."""
+    jobs = [Job(n, epochs=1) for n in range(6)]
+    plain = run_ranks(with_and_without, 2, jobs, 1, BIG, timeout=60)[0][1]
+    for rooms, size in (([9, 3], 3), ([9, 8], 4)):
+        for seen, most, found in run_ranks(sized, 2, jobs, rooms, timeout=60):
+            assert (most, found) == (size, size)
+            for (_, value, error), (_, expected, _) in zip(sorted(seen, key=_first), plain, strict=True):
+                assert not error
+                assert_equal(value, expected)
+
+
+def _first(row: tuple[Any, ...]) -> Any:
+    return row[0]
+
+
+@pytest.mark.parametrize("harm", ["before its step", "loss"])
+def test_a_sibling_that_fails_first_does_not_keep_the_others_from_beginning(harm: str) -> None:
+    jobs = [Job(0, harm=harm), *(Job(n, epochs=1) for n in range(1, 5))]
+    for seen, most, found in run_ranks(sized, 2, jobs, [3, 4], timeout=60):
+        assert (most, found) == (3, 3)
+        assert [bool(error) for _, _, error in sorted(seen, key=_first)] == [True, False, False, False, False]
+
+
+def test_no_room_for_two() -> None:
+    for text, most, _ in run_ranks(sized, 2, [Job(n, epochs=1) for n in range(3)], [4, 1], timeout=60):
+        assert text.startswith("the host of rank 1 has room for the states of 1 sibling, and an array needs two")
+        assert most == 1
+    with pytest.raises(PlanError, match="size='auto' follows from memory"):
+        JobArray("auto")

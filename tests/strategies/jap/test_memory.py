@@ -42,7 +42,7 @@ def test_states_move_while_the_shortest_block_runs():
     assert (both.transfer, both.block, both.holds) == (3.0, 3.0, True)
     (both,) = switching(plan, costs, states, [(0, 1)], 0.5e9)
     assert (both.holds, both.visible) == (False, 3.0)
-    assert "each switch costs 3 s. Use batches 2 times as large" in str(both)
+    assert "a switch costs up to 3 s. Use batches 2 times as large" in str(both)
     one, two = switching(plan, costs, states, [(0,), (1,)], 0.5e9)
     assert (one.holds, one.visible, two.holds, two.block) == (False, 1.0, True, 4.0)
     with pytest.raises(PlanError, match="2 jobs on 2 stages"):

@@ -1,0 +1,356 @@
+"""What it costs that siblings of an array take turns on a device that holds fewer of them: three ways to switch.
+
+Two stages sleep instead of computing, which leaves the cores to the copies; states are memory that is really copied.
+Arrays of siblings that all fit, whose states are brought in advance, or when they are needed, or over a link that is
+too slow, take turns in one run; so do two trainings that stop, write a checkpoint, and give their place to the other.
+
+    python benchmarks/switching.py [--quick] [--json] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import logging
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from lightning_pipes import JobArray, MemorySwap, PipelineStrategy
+from lightning_pipes.ir import Kind
+from lightning_pipes.planning.switching import Switching
+from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.testing.emulated import Emulated, sleeping, steady
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.run import CHECKED_BATCHES
+
+STAGES, SIBLINGS, SLOTS = 2, 5, 3
+FORWARD, BACKWARD = 0.060, 0.120
+"""Seconds of a stage; all but the last run forward again before backward."""
+STATE, PIECES = 64 << 20, 24
+"""Bytes of each sibling on each stage that nothing is computed with, and the tensors that they are; they stand for
+weights and moments."""
+LINK, SLOW_LINK = 25e9, 0.4e9
+"""Bytes per second each way; over the second one states move in more time than blocks take."""
+BATCHES = 10
+"""Of each sibling."""
+_MMAP_THRESHOLD = -3
+"""An option of glibc's allocator."""
+
+
+class Jobs(L.LightningModule):
+    """Layers that sleep, one a stage, each with a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(_Heavy() for _ in range(STAGES)))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        out: torch.Tensor = self.layers(batch[0])
+        return out.mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+class _Heavy(Emulated):
+    def __init__(self) -> None:
+        super().__init__(sleeping(FORWARD, BACKWARD, message_bytes=256))
+        piece = STATE // PIECES // 4
+        self.state = nn.ParameterList(nn.Parameter(torch.zeros(piece), requires_grad=False) for _ in range(PIECES))
+
+
+def fit(batches: int, resume: Path | None = None, callbacks: Iterable[Callback] = ()) -> L.Trainer:
+    """An ordinary training up to so many batches in all; returns its Trainer."""
+    data = torch.utils.data.TensorDataset(torch.ones(4 * batches, 64))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=STAGES,
+        strategy=PipelineStrategy("jap", microbatches=1, partition=[1], recompute=True),
+        max_steps=batches,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Jobs(), torch.utils.data.DataLoader(data, 4), ckpt_path=resume)
+    return trainer
+
+
+# ---- in an array
+
+
+class Timed(MemorySwap):
+    """Keeps what computation waits for at each switch, once all siblings have had some turns and until the first ends.
+
+    Attributes:
+        uses: how many found their state on the device, on its way, or not asked for.
+        switches: the seconds until another sibling's state was there and bound, for each of these.
+        loads: states brought to the device meanwhile.
+    """
+
+    def open(self, several: bool) -> None:
+        """Starts anew."""
+        super().open(several)
+        self.uses: Counter[str] = Counter()
+        self.switches: dict[str, list[float]] = {"hits": [], "late": [], "misses": []}
+        self.loads = 0.0
+        self._loaded: int | None = None
+        self._turns: Counter[int] = Counter()
+        self._last, self._ended = -1, False
+
+    def begin_turn(self, index: int) -> None:
+        """Counted."""
+        self._turns[index] += 1
+        self._begin(index, partial(super().begin_turn, index))
+
+    def begin_block(self, index: int, stage: int) -> None:
+        """Timed."""
+        self._begin(index, partial(super().begin_block, index, stage))
+
+    def end_turn(self, *args: Any) -> None:
+        """Lets computation go before copies, which on a GPU have engines of their own."""
+        super().end_turn(*args)
+        for thread in threading.enumerate():
+            if thread.name.startswith("copies") and thread.native_id is not None:
+                with suppress(OSError):
+                    os.sched_setscheduler(thread.native_id, os.SCHED_RR, os.sched_param(5))
+
+    def leave(self, index: int) -> None:
+        """No steady state any more."""
+        self._ended = self._ended or self._turns[index] > CHECKED_BATCHES
+        super().leave(index)
+
+    def _begin(self, index: int, begin: Callable[[], None]) -> None:
+        before = {name: getattr(self.statistics, name) for name in self.switches}
+        started = time.perf_counter()
+        begin()
+        took = time.perf_counter() - started
+        enough = len(self._turns) == SIBLINGS and min(self._turns.values()) > CHECKED_BATCHES
+        if enough and not self._ended:
+            self._loaded = self.statistics.bytes_in if self._loaded is None else self._loaded
+            self.loads = (self.statistics.bytes_in - self._loaded) / STATE
+            for name in before:
+                if getattr(self.statistics, name) > before[name]:
+                    self.uses[name] += 1
+                    if index != self._last:
+                        self.switches[name].append(took)
+        self._last = index
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank saw of an array.
+
+    Attributes:
+        step: seconds in which every sibling has a batch.
+        uses, switches, loads: as of `Timed`.
+        switching: whether states move in the time of a block.
+    """
+
+    step: float
+    uses: Counter[str]
+    switches: dict[str, list[float]]
+    loads: float = 0.0
+    switching: Switching | None = None
+
+
+def array(memory: Timed | None) -> Found:
+    """All siblings together, in the steady state."""
+    jobs: JobArray[None] = JobArray(SIBLINGS, progress=False, memory=memory)
+    for outcome in jobs.run([_sibling] * SIBLINGS):
+        if outcome.error is not None:
+            raise outcome.error
+    assert jobs.timeline is not None
+    seconds = step_seconds(jobs.timeline)
+    gc.collect()
+    if memory is None:
+        return Found(seconds, Counter(), {})
+    return Found(seconds, memory.uses, memory.switches, memory.loads, memory.switching)
+
+
+def _sibling() -> None:
+    fit(BATCHES)
+
+
+def step_seconds(timeline: Timeline) -> float:
+    """Seconds in which every sibling has one batch, while all take part."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for e in timeline.computations:
+        if e.instruction.batch > CHECKED_BATCHES:
+            first.setdefault(e.instruction.job, e.start)
+        last[e.instruction.job] = e.end
+    start, stop = max(first.values()), min(last.values())
+    ends = [e.end for e in timeline.computations if e.rank == 0 and e.instruction.kind is Kind.B]
+    ends = sorted(end for end in ends if start < end <= stop)
+    return (ends[-1] - ends[0]) / (len(ends) - 1) * SIBLINGS / 1e9
+
+
+# ---- one by one
+
+
+class _Clock(Callback):
+    """When the first batch begins, and when the last one has ended."""
+
+    def __init__(self) -> None:
+        self.first, self.last = 0.0, 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.first = self.first or time.perf_counter()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.last = time.perf_counter()
+
+
+def stop_and_resume(switches: int, folder: str) -> list[float]:
+    """Seconds of each switch between two trainings: the last batch of one has ended, the first of the other begins."""
+    seconds, ended = [], 0.0
+    for number in range(switches + 2):
+        path, clock = Path(folder) / f"{number % 2}.ckpt", _Clock()
+        trainer = fit(2 * (number // 2 + 1), path if number > 1 else None, [clock])
+        if number > 1:
+            seconds.append(clock.first - ended)
+        ended = clock.last
+        trainer.save_checkpoint(path)
+        del trainer
+        gc.collect()
+    return seconds
+
+
+# ---- all of it
+
+SIDES: dict[str, Callable[[], Timed | None]] = {
+    "all fit": lambda: None,
+    "prefetched": partial(Timed, 1 << 40, slots=SLOTS, bandwidth=LINK),
+    "on demand": partial(Timed, 1 << 40, slots=SLOTS, bandwidth=LINK, prefetch=False),
+    "slow link": partial(Timed, 1 << 40, slots=SLOTS, bandwidth=SLOW_LINK),
+}
+
+
+def rank_main(rank: int, rounds: int, switches: int, folder: str) -> tuple[dict[str, list[Found]], list[float]]:
+    """What one rank measures."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    steady()
+    with suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)  # memory of states that go is free at once
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    found: dict[str, list[Found]] = {name: [] for name in SIDES}
+    for number in range(rounds):
+        names = list(SIDES)[: 2 if number else None]  # the first two differ least
+        for name in names[:: 1 if number % 2 else -1]:
+            dist.barrier()
+            found[name].append(array(SIDES[name]()))
+    dist.barrier()
+    return found, stop_and_resume(switches, folder)
+
+
+def report(by_rank: Sequence[tuple[dict[str, list[Found]], list[float]]]) -> dict[str, Any]:
+    """Prints what was found; returns the headline figures."""
+    found = {name: [f for of_rank, _ in by_rank for f in of_rank[name]] for name in SIDES}
+    rounds = by_rank[0][0]
+    plain = [f.step for f in rounds["all fit"]]
+    print(
+        f"{'states':12}{'step ms':>9}{'over all fit':>14}{'spread':>18}{'hits':>7}{'late':>6}{'misses':>8}"
+        "  a switch, ms"
+    )
+    overheads = {}
+    for name in SIDES:
+        over = sorted(f.step / a - 1 for f, a in zip(rounds[name], plain, strict=False))
+        uses: Counter[str] = sum((f.uses for f in found[name]), Counter())
+        overheads[name] = statistics.median(over)
+        line = f"{name:12}{statistics.median(f.step for f in rounds[name]) * 1e3:9.1f}"
+        if name != "all fit":
+            line += f"{overheads[name]:+14.2%}{f'{over[0]:+.2%} to {over[-1]:+.2%}':>18}"
+            line += f"{uses['hits']:7}{uses['late']:6}{uses['misses']:8}  "
+            each = {kind: took(found[name], kind) for kind in uses if took(found[name], kind)}
+            line += ", ".join(f"{kind} {statistics.median(t) * 1e3:.2f}" for kind, t in each.items())
+        print(line)
+    for name in ("prefetched", "slow link"):
+        for of_rank, _ in by_rank:
+            print(f"{name}: {of_rank[name][0].switching}")
+    foretold = statistics.median(map(foretold_step, by_rank[-1][0]["slow link"], plain))
+    slow = statistics.median(f.step for f in rounds["slow link"])
+    stops = [seconds for _, each in by_rank for seconds in each]
+    print(
+        f"slow link: {slow * 1e3:.0f} ms a step, {foretold * 1e3:.0f} ms foretold from E2 with the mean block, "
+        f"{foretold / slow - 1:+.1%}"
+    )
+    print(f"stop and resume: {statistics.median(stops) * 1e3:.0f} ms, {min(stops):.2f} to {max(stops):.2f} s")
+    hits = sum(f.uses["hits"] for f in found["prefetched"]) / sum(f.uses.total() for f in found["prefetched"])
+    return {
+        "switch_prefetched_ms": round(statistics.median(took(found["prefetched"], "hits")) * 1e3, 3),
+        "switch_host_ms": round(statistics.median(took(found["on demand"], "misses")) * 1e3, 2),
+        "switch_stop_resume_ms": round(statistics.median(stops) * 1e3),
+        "prefetch_overhead": round(overheads["prefetched"], 4),
+        "demand_overhead": round(overheads["on demand"], 4),
+        "slow_link_overhead": round(overheads["slow link"], 4),
+        "slow_link_foretold": round(foretold / statistics.median(plain) - 1, 4),
+        "hit_rate": round(hits, 4),
+        "e2_holds": all(f.switching is not None and f.switching.holds for f in found["prefetched"]),
+    }
+
+
+def foretold_step(found: Found, plain: float) -> float:
+    """Seconds of a step by what E2 leaves visible of each state that is brought to the first stage, the busiest, where
+    all blocks are as long as the mean; a batch has two blocks and a turn there.
+
+    Args:
+        plain: seconds of a step where all states fit.
+    """
+    assert found.switching is not None
+    loads = found.loads / (found.uses.total() / 3) * SIBLINGS
+    return plain + loads * replace(found.switching, block=(2 * FORWARD + BACKWARD) / 2).visible
+
+
+def took(found: Sequence[Found], kind: str) -> list[float]:
+    """Seconds of all switches of a kind."""
+    return [seconds for f in found for seconds in f.switches.get(kind, ())]
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--rounds", type=int, default=4)
+    options = parser.parse_args()
+    rounds, switches = (1, 3) if options.quick else (options.rounds, 8)
+    print(
+        f"{os.cpu_count()} shared cores, torch {torch.__version__}, Lightning {L.__version__}, Python "
+        f"{platform.python_version()}; {STAGES} emulated stages, {FORWARD * 1e3:.0f} ms forward and "
+        f"{BACKWARD * 1e3:.0f} ms backward, {SIBLINGS} siblings on {SLOTS} slots, states of {STATE >> 20} MiB in "
+        f"{PIECES} tensors, {LINK / 1e9:.0f} GB/s asked for, {SLOW_LINK / 1e9} on the slow link; {rounds} rounds"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        found = report(run_ranks(rank_main, STAGES, rounds, switches, folder, timeout=1200))
+    if options.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What connects a training with other ranks: connections of its own, or those that siblings of an array share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+
+from lightning_pipes.engine.failure import FailureWatch, PeerFailure
+from lightning_pipes.ir import PlanError
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.array import Sibling, current_sibling, wait_in_turn
+from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.decision import Decision, Wanted
+from lightning_pipes.trainer.kinship import decide_alike, microbatches_among
+
+Idle = Callable[[Callable[[], bool]], None] | None
+"""What to do while waiting for a condition."""
+
+
+class Connections(Protocol):
+    """From `setup_environment` of a strategy to its `teardown`.
+
+    Attributes:
+        watch: sees failures of other ranks, and tells them of ours.
+    """
+
+    watch: FailureWatch
+
+    def connect(self, make: Callable[[FailureWatch, Idle], Control]) -> Control:
+        """What all ranks tell each other, from now on."""
+
+    def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
+        """What a training wants, with what follows from the company that it is in."""
+
+    def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
+        """What `decide()` gives, where it is not decided yet."""
+
+    def check_endless(self, schedule: str) -> None:
+        """Whether a schedule will do that does not flush between batches.
+
+        Raises:
+            PlanError: it will not.
+        """
+
+    def go_home(self) -> None:
+        """The training's weights and optimizers are to be its own again."""
+
+    def leave(self, control: Control | None, down: bool) -> None:
+        """The training has no use for what `connect` returned any more.
+
+        Args:
+            control: that; None if it failed.
+            down: the other ranks can't be counted on.
+        """
+
+    def renew(self, control: Control) -> None:
+        """After `leave`, others are about to be made; it may have been used again, as by Trainer.save_checkpoint."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks that the training ends by `error`."""
+
+
+def connections(trainer: pl.Trainer, rank: int, ranks: int, make_watch: Callable[[], FailureWatch]) -> Connections:
+    """Those of the training that is about to begin, before they are made: its own, or its array's."""
+    sibling = current_sibling()
+    if sibling is None:
+        return OwnConnections(make_watch())
+    return SiblingConnections(sibling, trainer, sibling.array.watch(make_watch, rank, ranks))
+
+
+@dataclass
+class OwnConnections:
+    """Of a training on its own."""
+
+    watch: FailureWatch
+
+    def connect(self, make: Callable[[FailureWatch, Idle], Control]) -> Control:
+        return make(self.watch, None)
+
+    def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
+        return wanted
+
+    def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
+        return decide()
+
+    def check_endless(self, schedule: str) -> None:
+        pass
+
+    def go_home(self) -> None:
+        pass
+
+    def leave(self, control: Control | None, down: bool) -> None:
+        if control is not None:
+            control.close()
+        self.watch.close()  # nobody waits for anybody any more: others may be gone before the rest is done
+
+    def renew(self, control: Control) -> None:
+        control.close()
+
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, PeerFailure):
+            self.watch.fail(error)
+        self.watch.close()
+
+
+@dataclass
+class SiblingConnections:
+    """Of a sibling of an array, which leaves them to the next one."""
+
+    sibling: Sibling[Any]
+    trainer: pl.Trainer
+    watch: FailureWatch
+
+    def connect(self, make: Callable[[FailureWatch, Idle], Control]) -> Control:
+        self.sibling.meet()
+        control = self.sibling.array.control(lambda: make(self.watch, wait_in_turn))
+        self.sibling.trainer = self.trainer
+        private.remove_progress_bars(self.trainer)
+        return control
+
+    def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
+        return microbatches_among(wanted, self.sibling, ranks)
+
+    def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
+        return decide_alike(self.sibling, module, plain, decide)
+
+    def check_endless(self, schedule: str) -> None:
+        raise PlanError(
+            f"{schedule} does not flush between batches, which siblings of an array have to; they keep each other's "
+            "stages busy, so choose 'jap' or '1f1b'"
+        )
+
+    def go_home(self) -> None:
+        self.sibling.array.take_home(self.sibling)
+
+    def leave(self, control: Control | None, down: bool) -> None:
+        if control is not None and not down:
+            self.sibling.array.take_back(control)
+
+    def renew(self, control: Control) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        self.sibling.fail(error)
