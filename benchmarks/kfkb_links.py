@@ -205,10 +205,10 @@ def rank_main(rank: int, trial: Trial) -> Seen:
     gc.freeze()  # else each collection goes through all modules
     for _ in range(LOOKS):
         turn(first, initial, emulation.order)
-    decision = agreed(rank, trial, samples[first]) if trial.tuned else None
-    turns = dict(trial.schedules) if decision is None else {**trial.schedules, AUTO: decision.chosen.candidate.schedule}
-    if decision is not None and trial.rivals:
-        turns = {r.candidate.schedule.name: r.candidate.schedule for r in reversed(decision.ranked)} | turns
+    decision, turns = None, dict(trial.schedules)
+    if trial.tuned:
+        decision, rivals = agreed(rank, trial, samples[first])
+        turns = {**(rivals if trial.rivals else {}), **turns, AUTO: decision.chosen.candidate.schedule}
     orders = {name: ordered(schedule, trial.plan_of(name)) for name, schedule in turns.items()}
     by_torch = torch_step(trial, rank) if trial.torch else None
     for number in range(1 + trial.rounds):
@@ -223,21 +223,26 @@ def rank_main(rank: int, trial: Trial) -> Seen:
     return Seen(dict(spans), dict(samples), decision if rank == 0 else None)
 
 
-def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> Decision:
-    """What rank 0 chooses, on all ranks; an activation is a byte."""
+def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[Decision, dict[str, Schedule | Policy]]:
+    """What rank 0 chooses, and by name the best of each kind of schedule as foretold; an activation is a byte."""
     every: list[Any] = [None] * trial.stages
     dist.all_gather_object(every, mine)
-    told: list[Decision | None] = [None]
+    told: list[Any] = [None]
     if rank == 0:
         found, source = averages(zip(*every, strict=True)), make_schedule("kfkb", k="auto")
         assert isinstance(source, Tunable)
         base = CostModel(found.costs().seconds, activation_bytes=(1,) * trial.stages)
-        candidates = source.candidates(trial.plan, found.costs(base), trial.limit or 4 * trial.stages)
+        costs = found.costs(base)
+        candidates = source.candidates(trial.plan, costs, trial.limit or 4 * trial.stages)
         current = Candidate(make_schedule("kfkb", k=1), trial.plan, ())
-        told = [Chooser().decide(candidates, current, found, base)]
+        times = [makespan(ordered(c.schedule, c.plan), c.plan, costs) for c in candidates] if trial.rivals else []
+        fastest = sorted(zip(times, candidates, strict=False), key=lambda found: found[0])
+        rivals = {c.schedule.name: c.schedule for _, c in reversed(fastest)}
+        told = [(Chooser().decide(candidates, current, found, base), rivals)]
     dist.broadcast_object_list(told)
-    assert told[0] is not None
-    return told[0]
+    decision, best = told[0]
+    assert isinstance(decision, Decision)
+    return decision, best
 
 
 def torch_step(trial: Trial, rank: int) -> Callable[[], None]:
