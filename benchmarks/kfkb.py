@@ -177,6 +177,31 @@ def competing(case: Situation) -> Iterator[tuple[str, Any]]:
             yield f"gain_flows_{flows}", found.ratio("1f1b", "kfkb 2")
 
 
+def link_times(case: Situation, message: int) -> Iterator[tuple[str, Any]]:
+    """Figures by name, and lines of a table by "": what the stamps on messages say of links while steps run, beside
+    what these were set to, each direction of each link at random."""
+    worst = 0.0
+    with NetLab(STAGES) as lab:
+        for number, schedule in enumerate(("1f1b", "kfkb")):
+            rng = random.Random(number)
+            made = make_schedule(schedule, k=2) if number else make_schedule(schedule)
+            trial = Trial({schedule: made}, STAGES, MICROBATCHES, case.forward / 1e3, message, WINDOW, tuned=False)
+            truth = {d: rng.uniform(0.5, 1.5) * trial.forward for d in directions()}
+            for direction, seconds in truth.items():
+                lab.shape(bandwidth(seconds, message), [direction])
+            found = measure(lab, None, trial).links(schedule)
+            errors = {d: found[d] / truth[d] - 1 for d in truth}
+            worst = max(worst, *map(abs, errors.values()))
+            yield (
+                "",
+                f"{made}, ms measured / set: "
+                + ", ".join(
+                    f"{a}-{b} {1e3 * found[a, b]:.2f} / {1e3 * truth[a, b]:.2f} ({errors[a, b]:+.1%})" for a, b in truth
+                ),
+            )
+    yield "link_error", worst
+
+
 def steady_table(case: Situation) -> list[str]:
     """Milliseconds of a step by the simulator, for equal peaks on the first stage."""
     columns: dict[str, Schedule | Policy] = {
@@ -402,7 +427,7 @@ def choices_replayed(seeds: Iterable[int], forward: int = QUICK_MS, steps: int =
     yield "choices_right_replayed", sum(right) / len(right)
 
 
-PARTS = ("steady", "eight", "flows", "executed", "choices", "choices_replayed", "replayed")
+PARTS = ("steady", "links", "eight", "flows", "executed", "choices", "choices_replayed", "replayed")
 
 
 def main() -> None:
@@ -425,6 +450,7 @@ def main() -> None:
             f"Steady links, measured; ms of a step, emulated stages, F {case.forward} ms",
             lambda: measured(case, message, speeds, 5 if quick else 4, wide=not quick),
         ),
+        "links": ("What links are measured to do while steps run", lambda: link_times(case, message)),
         "eight": (
             "The same with eight stages and 32 micro-batches",
             lambda: measured(Situation(FORWARD_MS, 8, 32), message, (0.5, 1.0), 2, wide=False),

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from replay import Direction
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from lightning_pipes.cost import CostModel, LayerProfile
 from lightning_pipes.engine import Engine, FailureWatch, Item, make_transport
-from lightning_pipes.ir import SENDS, Plan, Policy, Program, Schedule
+from lightning_pipes.ir import SENDS, Kind, Plan, Policy, Program, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, Tunable
-from lightning_pipes.planning.measured import Averages, StepSample
+from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.tuning import Chooser, Decision
 from lightning_pipes.sim import makespan
@@ -121,6 +122,15 @@ class Measured:
         first = next(iter(self.trial.schedules))
         samples = [sample for seen in self.by_rank for sample in seen.samples[first]]
         return statistics.median(mean for s in samples for key, mean in s.means.items() if key[0] in SENDS) / 1e9
+
+    def links(self, name: str) -> dict[Direction, float]:
+        """Seconds that a message keeps each direction of each link busy, as the tuner has it after the steps of a
+        schedule: averages over the last ones."""
+        steps = list(zip(*(seen.samples[name] for seen in self.by_rank), strict=True))
+        costs = averages(steps[-WINDOW:]).costs()
+        edges = [(s, s + 1) for s in range(self.trial.stages - 1)]
+        there = {(a, b): costs.time(Kind.SF, a, 1) for a, b in edges}
+        return there | {(b, a): costs.time(Kind.SB, b, 1) for a, b in edges}
 
     @property
     def decision(self) -> Decision:

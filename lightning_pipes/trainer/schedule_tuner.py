@@ -259,7 +259,7 @@ class ScheduleTuner(pl.Callback):
 
 
 def _sample(before: Window, window: Window) -> StepSample:
-    ended = max((e.end for e in before.events), default=0)
+    ended = max((e.end for e in before.events if e.instruction.kind in (Kind.B, Kind.I)), default=0)
     return StepSample.of(window.events, window.plan, ended, chosen=not isinstance(window.order, Program))
 
 
