@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from lightning_pipes.cost import CostModel, LayerProfile
-from lightning_pipes.engine import Engine, FailureWatch, Item, make_transport
+from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
 from lightning_pipes.ir import SENDS, Kind, Plan, Policy, Program, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, Tunable
@@ -47,7 +47,7 @@ class Trial:
         torch: whether torch's own 1F1B has turns too.
         tuned: whether the tuner's choice has turns too.
         rivals: whether also the best of each kind of schedule has, as foretold.
-        limit: micro-batches that a rank may hold in what the tuner chooses; by default four times what 1F1B does.
+        limit: samples that a rank may hold in what the tuner chooses; by default four times the stages.
         plans: by name of a schedule, where the batch is cut otherwise; else a sample a micro-batch.
         layer: of each stage, where it is not `sleeping`, whatever the samples.
     """
@@ -75,12 +75,12 @@ class Trial:
         """What a schedule orders."""
         return self.plans.get(name, self.plan)
 
-    def emulation(self) -> Emulation:
-        """Equal stages, by the first schedule."""
+    def stages_on(self, rank: int) -> list[Stage]:
+        """Those that a rank runs, by the plan of the first schedule: emulated, and equal."""
         first, schedule = next(iter(self.schedules.items()))
         layer = self.layer or sleeping(self.forward, 2 * self.forward, message_bytes=self.message)
         plan, n = self.plan_of(first), self.stages
-        return Emulation(plan, ordered(schedule, plan), (layer,) * n, (1.0,) * n)
+        return Emulation(plan, ordered(schedule, plan), (layer,) * n, (1.0,) * n).stages(rank)
 
 
 @dataclass(frozen=True)
@@ -186,14 +186,14 @@ def rank_main(rank: int, trial: Trial) -> Seen:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
     first, initial = next(iter(trial.schedules.items()))
-    emulation = trial.emulation()
     transport = make_transport(trial.plan, rank, range(trial.stages), torch.device("cpu"), watch)
-    engine = Engine(emulation.plan, emulation.order, emulation.stages(rank), transport, rank=rank, watch=watch)
+    order = ordered(initial, trial.plan_of(first))
+    engine = Engine(trial.plan_of(first), order, trial.stages_on(rank), transport, rank=rank, watch=watch)
     spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
     samples: dict[str, list[StepSample]] = defaultdict(list)
 
     def trained() -> None:
-        engine.inject(Item(0, trial.microbatches))
+        engine.inject(Item(0, trial.plan.jobs[0].rows))
         engine.drain()
 
     def timed(name: str, step: Callable[[], None]) -> None:
@@ -214,7 +214,7 @@ def rank_main(rank: int, trial: Trial) -> Seen:
     gc.disable()
     gc.freeze()  # else each collection goes through all modules
     for _ in range(LOOKS):
-        turn(first, initial, emulation.order)
+        turn(first, initial, order)
     decision, turns = None, dict(trial.schedules)
     if trial.tuned:
         decision, rivals = agreed(rank, trial, samples[first])
