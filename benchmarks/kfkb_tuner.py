@@ -7,6 +7,7 @@ with emulated stages, which needs root on Linux. And what choosing costs by itse
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -150,6 +151,8 @@ def choosing(stages: int, microbatches: int) -> dict[str, float]:
 
 def choosing_table() -> Iterator[tuple[str, dict[str, float]]]:
     """`choosing` by name, without compiled code and with it, where that is installed."""
+    gc.collect()
+    gc.freeze()  # a collection in the middle would go through all modules
     for patience in (1 << 60, 0):
         machine.PATIENCE = patience
         name = load_kernel() if not patience else "python"
