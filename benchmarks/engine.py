@@ -144,10 +144,9 @@ def make_plan(cell: Cell) -> tuple[Schedule, Plan]:
     return schedule, Plan.even(len(where), cell.microbatches, cell.rows, where)
 
 
-def make_ours(cell: Cell, rank: int, watch: FailureWatch) -> tuple[Callable[[int], None], Engine]:
-    """One step of our engine."""
+def make_stages(cell: Cell, plan: Plan, rank: int) -> list[Stage]:
+    """Those of one rank; they know their batch."""
     parts, x, target, loss = make_problem(cell)
-    schedule, plan = make_plan(cell)
 
     def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
         out = stage.run_layers(item, span, x[span.start : span.stop] if received is None else received)
@@ -155,12 +154,18 @@ def make_ours(cell: Cell, rank: int, watch: FailureWatch) -> tuple[Callable[[int
             return out
         return loss(out, target[span.start : span.stop]) * (span.rows / item.rows)
 
-    stages = [Stage(s, {s: parts[s]}, body) for s in plan.stages[rank]]
+    return [Stage(s, {s: parts[s]}, body) for s in plan.stages[rank]]
+
+
+def make_ours(cell: Cell, rank: int, watch: FailureWatch) -> tuple[Callable[[int], None], Engine]:
+    """One step of our engine."""
+    schedule, plan = make_plan(cell)
     transport = make_transport(plan, rank, range(cell.ranks), torch.device("cpu"), watch)
+    stages = make_stages(cell, plan, rank)
     engine = Engine(plan, schedule.program(plan), stages, transport, rank=rank, watch=watch)
 
     def step(number: int) -> None:
-        engine.inject(Item(number, len(x)))
+        engine.inject(Item(number, cell.rows))
         engine.drain()
 
     return step, engine

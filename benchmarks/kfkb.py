@@ -177,6 +177,35 @@ def competing(case: Situation) -> Iterator[tuple[str, Any]]:
             yield f"gain_flows_{flows}", found.ratio("1f1b", "kfkb 2")
 
 
+def link_times(case: Situation, message: int) -> Iterator[tuple[str, Any]]:
+    """Figures by name, and lines of a table by "": what the stamps on messages say of links while steps run, beside
+    what these were set to, each direction of each link at random.
+
+    Under 1F1B messages come alone. With k = 2 some follow another and find the bucket empty: any time between that of
+    both is right. Acknowledgements wait behind what goes the other way, which a fast direction beside a slow one shows.
+    """
+    with NetLab(STAGES) as lab:
+        for k in (1, 2):
+            rng = random.Random(k - 1)
+            trial = Trial(
+                {"kfkb": make_schedule("kfkb", k=k)}, STAGES, MICROBATCHES, case.forward / 1e3, message, WINDOW
+            )
+            alone = {d: rng.uniform(0.5, 1.5) * trial.forward for d in directions()}
+            for direction, seconds in alone.items():
+                lab.shape(bandwidth(seconds, message), [direction])
+            found = measure(lab, None, replace(trial, tuned=False)).links("kfkb")
+            parts, worst = [], 0.0
+            for (a, b), low in alone.items():
+                high = message / bandwidth(low, message) if k > 1 else low
+                right = min(max(found[a, b], low), high)
+                error = found[a, b] / right - 1
+                worst = max(worst, abs(error))
+                truth = f"{1e3 * low:.2f}" + (f"-{1e3 * high:.2f}" if k > 1 else "")
+                parts.append(f"{a}-{b} {1e3 * found[a, b]:.2f} / {truth} ({error:+.1%})")
+            yield "", f"k={k}, ms measured / set: {', '.join(parts)}"
+            yield "link_error" if k == 1 else "link_error_both_ways", worst
+
+
 def steady_table(case: Situation) -> list[str]:
     """Milliseconds of a step by the simulator, for equal peaks on the first stage."""
     columns: dict[str, Schedule | Policy] = {
@@ -402,7 +431,7 @@ def choices_replayed(seeds: Iterable[int], forward: int = QUICK_MS, steps: int =
     yield "choices_right_replayed", sum(right) / len(right)
 
 
-PARTS = ("steady", "eight", "flows", "executed", "choices", "choices_replayed", "replayed")
+PARTS = ("steady", "links", "eight", "flows", "executed", "choices", "choices_replayed", "replayed")
 
 
 def main() -> None:
@@ -425,6 +454,7 @@ def main() -> None:
             f"Steady links, measured; ms of a step, emulated stages, F {case.forward} ms",
             lambda: measured(case, message, speeds, 5 if quick else 4, wide=not quick),
         ),
+        "links": ("What links are measured to do while steps run", lambda: link_times(case, message)),
         "eight": (
             "The same with eight stages and 32 micro-batches",
             lambda: measured(Situation(FORWARD_MS, 8, 32), message, (0.5, 1.0), 2, wide=False),

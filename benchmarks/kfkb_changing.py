@@ -90,9 +90,9 @@ def rank_main(rank: int, course: Course, begin: float) -> tuple[dict[str, tuple[
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
     trial, plan = course.trial, course.trial.plan
-    emulation = trial.emulation()
     transport = make_transport(plan, rank, range(trial.stages), torch.device("cpu"), watch)
-    engine = Engine(plan, emulation.order, emulation.stages(rank), transport, rank=rank, watch=watch)
+    order = ordered(next(iter(trial.schedules.values())), plan)
+    engine = Engine(plan, order, trial.stages_on(rank), transport, rank=rank, watch=watch)
 
     def step(schedule: Schedule | Policy) -> StepSample:
         dist.barrier()

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from replay import Direction
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from lightning_pipes.cost import CostModel, LayerProfile
-from lightning_pipes.engine import Engine, FailureWatch, Item, make_transport
-from lightning_pipes.ir import SENDS, Plan, Policy, Program, Schedule
+from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
+from lightning_pipes.ir import SENDS, Kind, Plan, Policy, Program, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, Tunable
-from lightning_pipes.planning.measured import Averages, StepSample
+from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.tuning import Chooser, Decision
 from lightning_pipes.sim import makespan
@@ -46,7 +47,7 @@ class Trial:
         torch: whether torch's own 1F1B has turns too.
         tuned: whether the tuner's choice has turns too.
         rivals: whether also the best of each kind of schedule has, as foretold.
-        limit: micro-batches that a rank may hold in what the tuner chooses; by default four times what 1F1B does.
+        limit: samples that a rank may hold in what the tuner chooses; by default four times the stages.
         plans: by name of a schedule, where the batch is cut otherwise; else a sample a micro-batch.
         layer: of each stage, where it is not `sleeping`, whatever the samples.
     """
@@ -74,12 +75,12 @@ class Trial:
         """What a schedule orders."""
         return self.plans.get(name, self.plan)
 
-    def emulation(self) -> Emulation:
-        """Equal stages, by the first schedule."""
+    def stages_on(self, rank: int) -> list[Stage]:
+        """Those that a rank runs, by the plan of the first schedule: emulated, and equal."""
         first, schedule = next(iter(self.schedules.items()))
         layer = self.layer or sleeping(self.forward, 2 * self.forward, message_bytes=self.message)
         plan, n = self.plan_of(first), self.stages
-        return Emulation(plan, ordered(schedule, plan), (layer,) * n, (1.0,) * n)
+        return Emulation(plan, ordered(schedule, plan), (layer,) * n, (1.0,) * n).stages(rank)
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,15 @@ class Measured:
         first = next(iter(self.trial.schedules))
         samples = [sample for seen in self.by_rank for sample in seen.samples[first]]
         return statistics.median(mean for s in samples for key, mean in s.means.items() if key[0] in SENDS) / 1e9
+
+    def links(self, name: str) -> dict[Direction, float]:
+        """Seconds that a message keeps each direction of each link busy, as the tuner has it after the steps of a
+        schedule: averages over the last ones."""
+        steps = list(zip(*(seen.samples[name] for seen in self.by_rank), strict=True))
+        costs = averages(steps[-WINDOW:]).costs()
+        edges = [(s, s + 1) for s in range(self.trial.stages - 1)]
+        there = {(a, b): costs.time(Kind.SF, a, 1) for a, b in edges}
+        return there | {(b, a): costs.time(Kind.SB, b, 1) for a, b in edges}
 
     @property
     def decision(self) -> Decision:
@@ -176,14 +186,14 @@ def rank_main(rank: int, trial: Trial) -> Seen:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
     first, initial = next(iter(trial.schedules.items()))
-    emulation = trial.emulation()
     transport = make_transport(trial.plan, rank, range(trial.stages), torch.device("cpu"), watch)
-    engine = Engine(emulation.plan, emulation.order, emulation.stages(rank), transport, rank=rank, watch=watch)
+    order = ordered(initial, trial.plan_of(first))
+    engine = Engine(trial.plan_of(first), order, trial.stages_on(rank), transport, rank=rank, watch=watch)
     spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
     samples: dict[str, list[StepSample]] = defaultdict(list)
 
     def trained() -> None:
-        engine.inject(Item(0, trial.microbatches))
+        engine.inject(Item(0, trial.plan.jobs[0].rows))
         engine.drain()
 
     def timed(name: str, step: Callable[[], None]) -> None:
@@ -204,11 +214,11 @@ def rank_main(rank: int, trial: Trial) -> Seen:
     gc.disable()
     gc.freeze()  # else each collection goes through all modules
     for _ in range(LOOKS):
-        turn(first, initial, emulation.order)
-    decision = agreed(rank, trial, samples[first]) if trial.tuned else None
-    turns = dict(trial.schedules) if decision is None else {**trial.schedules, AUTO: decision.chosen.candidate.schedule}
-    if decision is not None and trial.rivals:
-        turns = {r.candidate.schedule.name: r.candidate.schedule for r in reversed(decision.ranked)} | turns
+        turn(first, initial, order)
+    decision, turns = None, dict(trial.schedules)
+    if trial.tuned:
+        decision, rivals = agreed(rank, trial, samples[first])
+        turns = {**(rivals if trial.rivals else {}), **turns, AUTO: decision.chosen.candidate.schedule}
     orders = {name: ordered(schedule, trial.plan_of(name)) for name, schedule in turns.items()}
     by_torch = torch_step(trial, rank) if trial.torch else None
     for number in range(1 + trial.rounds):
@@ -223,21 +233,26 @@ def rank_main(rank: int, trial: Trial) -> Seen:
     return Seen(dict(spans), dict(samples), decision if rank == 0 else None)
 
 
-def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> Decision:
-    """What rank 0 chooses, on all ranks; an activation is a byte."""
+def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[Decision, dict[str, Schedule | Policy]]:
+    """What rank 0 chooses, and by name the best of each kind of schedule as foretold; an activation is a byte."""
     every: list[Any] = [None] * trial.stages
     dist.all_gather_object(every, mine)
-    told: list[Decision | None] = [None]
+    told: list[Any] = [None]
     if rank == 0:
         found, source = averages(zip(*every, strict=True)), make_schedule("kfkb", k="auto")
         assert isinstance(source, Tunable)
         base = CostModel(found.costs().seconds, activation_bytes=(1,) * trial.stages)
-        candidates = source.candidates(trial.plan, found.costs(base), trial.limit or 4 * trial.stages)
+        costs = found.costs(base)
+        candidates = source.candidates(trial.plan, costs, trial.limit or 4 * trial.stages)
         current = Candidate(make_schedule("kfkb", k=1), trial.plan, ())
-        told = [Chooser().decide(candidates, current, found, base)]
+        times = [makespan(ordered(c.schedule, c.plan), c.plan, costs) for c in candidates] if trial.rivals else []
+        fastest = sorted(zip(times, candidates, strict=False), key=lambda found: found[0])
+        rivals = {c.schedule.name: c.schedule for _, c in reversed(fastest)}
+        told = [(Chooser().decide(candidates, current, found, base), rivals)]
     dist.broadcast_object_list(told)
-    assert told[0] is not None
-    return told[0]
+    decision, best = told[0]
+    assert isinstance(decision, Decision)
+    return decision, best
 
 
 def torch_step(trial: Trial, rank: int) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """The experiments of Ada-Grouper's paper (Wang et al. 2023, arXiv:2303.01675), one command each: emulated stages on
-really shaped links, which needs root on Linux; f2 is simulated.
+really shaped links, which needs root on Linux; f2 is simulated, gpt has real stages.
 
-    python benchmarks/kfkb_paper.py f2|f6|f7|f8|f9|f10 [--json]
+    python benchmarks/kfkb_paper.py f2|f6|f7|f8|f9|f10|gpt [--json]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from kfkb import MESSAGE, PHASES, Situation, phases
 from kfkb_changing import Course, run
+from kfkb_gpt import GPT
 from kfkb_links import AUTO, Measured, Trial, measure, ordered
 
 from lightning_pipes.cost import LayerProfile
@@ -120,7 +121,26 @@ def f10() -> Figures:
     yield "f10_over_best_fixed", ran.seconds[AUTO] / best - 1
 
 
-FIGURES = {"f2": f2, "f6": f6, "f7": f7, "f8": f8, "f9": f9, "f10": f10}
+def gpt() -> Figures:
+    """A real GPT in two stages, a thread each, 16 micro-batches; a forward takes some 5 ms and a message 0 to 10."""
+    message = 2 * 96 * 128 * 4
+    trial = GPT(named((1, 2)), 2, 16, 0.005, message, rounds=12, limit=16)
+    with NetLab(2) as lab:
+        for x in (0.0, 1.0, 2.0):
+            found = measure(lab, x, trial)
+            chosen = found.decision.chosen.candidate.label
+            yield (
+                "",
+                line(f"messages of {5 * x:.0f} ms", found)
+                + (
+                    f", auto {1e3 * found.median(AUTO):.0f} ms ({found.ratio('k=1', AUTO) - 1:+.1%}), {chosen}; "
+                    f"foretold {max(found.errors().values(), key=abs):+.1%}"
+                ),
+            )
+            yield f"gpt_gain_x{x:.0f}", found.ratio("k=1", AUTO) - 1
+
+
+FIGURES = {"f2": f2, "f6": f6, "f7": f7, "f8": f8, "f9": f9, "f10": f10, "gpt": gpt}
 
 
 def main() -> None:

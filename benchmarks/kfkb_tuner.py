@@ -1,5 +1,5 @@
 """What tuning costs a training, and what a change of schedule costs the next step: a Trainer over really shaped links
-with emulated stages. Needs root on Linux.
+with emulated stages, which needs root on Linux. And what choosing costs by itself, processor time.
 
     python benchmarks/kfkb_tuner.py [--quick] [--json]
 """
@@ -7,6 +7,7 @@ with emulated stages. Needs root on Linux.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -14,18 +15,23 @@ import platform
 import statistics
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import lightning as L
 import torch
-from kfkb import MICROBATCHES, QUICK_MESSAGE, STAGES
+from kfkb import MICROBATCHES, QUICK_MESSAGE, SPEEDS, STAGES, Situation, directions, ordered
 from kfkb_links import bandwidth
+from replay import Replay, Trace
 from torch import nn
 
 from lightning_pipes import PipelineStrategy, ScheduleTuner
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.measured import WINDOW
+from lightning_pipes.planning.candidates import Candidate, Tunable
+from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
+from lightning_pipes.planning.tuning import Chooser
+from lightning_pipes.sim import load_kernel, machine
 from lightning_pipes.testing.emulated import Emulated, sleeping, steady
 from lightning_pipes.testing.netlab import NetLab, why_not
 from lightning_pipes.trainer.adopting import adopt_told
@@ -114,12 +120,58 @@ def rank_main(rank: int, batches: int) -> dict[str, Any]:
     }
 
 
+def choosing(stages: int, microbatches: int) -> dict[str, float]:
+    """Milliseconds to set up all candidates once, of the first choice, and of choices, the median and the most: among
+    all candidates, without a limit, for messages of 0 to 3 forwards in turn, after a step of 1F1B."""
+    source, first = make_schedule("kfkb", k="auto"), make_schedule("kfkb", k=1)
+    assert isinstance(source, Tunable)
+    case = Situation(20, stages, microbatches)
+    plan, base = case.plan, case.costs(0.0)
+    chooser, averages = Chooser(), Averages(window=1)
+    took: list[float] = []
+
+    def timed(work: Callable[[], object]) -> None:
+        began = time.process_time()
+        work()
+        took.append(1e3 * (time.process_time() - began))
+
+    def choose() -> None:
+        candidates = source.candidates(plan, averages.costs(base))
+        chooser.decide(candidates, Candidate(first, plan, ()), averages, base)
+
+    timed(lambda: chooser.prepare(source.candidates(plan, base), base))
+    for n, x in enumerate(SPEEDS * 3):
+        links = dict.fromkeys(directions(stages), Trace.steady(case.message(x) + n))
+        replay = Replay(ordered(first, plan), plan, case.times, links)
+        averages.add(StepSample.of(events, plan) for events in replay.by_rank())
+        timed(choose)
+    set_up, *each = took
+    return {"set_up": set_up, "first": each[0], "median": statistics.median(each), "most": max(each)}
+
+
+def choosing_table() -> Iterator[tuple[str, dict[str, float]]]:
+    """`choosing` by name, without compiled code and with it, where that is installed."""
+    gc.collect()
+    gc.freeze()  # a collection in the middle would go through all modules
+    for patience in (1 << 60, 0):
+        machine.PATIENCE = patience
+        name = load_kernel() if not patience else "python"
+        if patience or name != "python":
+            for stages, microbatches in ((2, 4), (4, 24), (8, 64)) * (1 if patience else 2):
+                yield f"{name}_{stages}x{microbatches}", choosing(stages, microbatches)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="40 batches instead of 120")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args()
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    planning = dict(choosing_table())  # compiled code is loaded the first time
+    print("choosing, ms:         " + " ".join(f"{name:>8}" for name in next(iter(planning.values()))))
+    for situation, times in planning.items():
+        print(f"  {situation:20}" + " ".join(f"{ms:8.1f}" for ms in times.values()))
+    found = {f"planning_ms_{situation}": times["most"] for situation, times in planning.items()}
     if reason := why_not():
         print(f"nothing can be measured here: {reason}")
         return
@@ -148,7 +200,7 @@ def main() -> None:
     for _, _, said in decisions:
         print(f"  {said}")
     if options.json:
-        found = {"switch_loss": loss, "switch_share": statistics.median(call) / step, "tuning_share": share}
+        found |= {"switch_loss": loss, "switch_share": statistics.median(call) / step, "tuning_share": share}
         print(json.dumps({name: round(value, 5) for name, value in found.items()}))
 
 

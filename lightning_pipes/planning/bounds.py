@@ -1,18 +1,67 @@
-"""Step times that no partition of a plan can beat, without simulating: what they exceed need not be tried."""
+"""Step times that no order or no partition of a plan can beat, without simulating: what exceeds them is not tried."""
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.cost import Deployment, Link, ModelProfile
-from lightning_pipes.ir import Kind, Plan
+from lightning_pipes.cost import Costs, Deployment, Link, ModelProfile
+from lightning_pipes.ir import SENDS, Instruction, Kind, Plan, Span
 from lightning_pipes.planning.fit import both_seconds, stage_seconds
 from lightning_pipes.planning.partition import between, lightest
 
 Array = npt.NDArray[np.float64]
+
+
+def least_step(plan: Plan, costs: Costs) -> int:
+    """Nanoseconds that every order of `plan` takes at least; 0 where it has several batches, jobs, or stages a rank.
+
+    A micro-batch passes every stage and link forward and back again. Whatever has to work through all micro-batches
+    begins when the first one has come that far, and when it has done, the last one still has to go the rest of the way.
+    1F1B with a warm-up that is long enough takes no longer on steady links (see `Deep`).
+    """
+    n = plan.n_stages
+    if n != plan.n_ranks or len(plan.jobs) > 1 or plan.batches > 1:
+        return 0
+    gradient = Kind.I if plan.split_backward else Kind.B
+    way = [(kind, s) for s in range(n) for kind in (Kind.F, Kind.SF)][:-1]
+    way += [(kind, s) for s in reversed(range(n)) for kind in (gradient, Kind.SB)][:-1]
+    every = {at: _everything(*at, plan, costs) for at in way}
+    before = dict(zip(way, accumulate((one for _, one in every.values()), initial=0), strict=False))
+    after = dict(zip(reversed(way), accumulate((one for _, one in reversed(every.values())), initial=0), strict=False))
+    found = [before[at] + every[at][0] + after[at] for at in way if at[0] in SENDS]
+    for s in range(n):
+        late = _everything(Kind.W, s, plan, costs)[0] if plan.split_backward else after[gradient, s]
+        found.append(before[Kind.F, s] + every[Kind.F, s][0] + every[gradient, s][0] + late)
+    return max(found)
+
+
+def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, int]:
+    """Nanoseconds that all instructions of one kind take on `stage`, or on the link from it, and the quickest alone."""
+    occupied, latencies, quickest = 0, [], []
+    for span, count in _sizes(plan.spans(kind, stage)):
+        i = Instruction(kind, stage, span=span)
+        if kind in SENDS:
+            takes, latency = costs.transfer(i, plan)
+            link = costs.between(plan.ranks[stage], plan.ranks[stage + 1 if kind is Kind.SF else stage - 1])
+            takes = int(takes * link.hurry) if link.savings else takes
+        else:
+            takes, latency = costs.duration(i, plan) + costs.overhead_ns, 0
+        occupied += count * takes
+        latencies.append(latency)
+        quickest.append(takes + latency)
+    return occupied + min(latencies), min(quickest)
+
+
+@lru_cache(maxsize=64)
+def _sizes(spans: tuple[Span, ...]) -> tuple[tuple[Span, int], ...]:
+    """A span of every size, and how many have it."""
+    counts = Counter(span.rows for span in spans)
+    return tuple((span, counts[rows]) for rows, span in {span.rows: span for span in spans}.items())
 
 
 def step_bound(profile: ModelProfile, plan: Plan, place: Deployment) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -29,14 +29,15 @@ class StepSample(NamedTuple):
             transfer, the kind and stage of its send.
         spread: of transfers, their standard deviation over their mean.
         lag: nanoseconds, the median of what passed before a computation although nothing was missing.
-        impossible: transfers left out, as their stamps contradict each other.
+        impossible: how many transfers were left out, as their stamps contradict each other, by the stage before their
+            link.
         took: nanoseconds from its first event to its last.
     """
 
     means: dict[Key, float]
     spread: dict[Key, float]
     lag: float
-    impossible: int
+    impossible: Mapping[int, int]
     took: int
 
     @classmethod
@@ -49,14 +50,15 @@ class StepSample(NamedTuple):
         was sent, or was sent before the window began: such transfers say nothing.
 
         Args:
-            since: when the window before ended, by the same clock.
+            since: when the rank's last backward before this window ended, by the same clock: who still updates weights
+                may get messages already.
             chosen: whether a policy orders, which may hold back a forward that has all it needs.
         """
         durations: dict[Key, list[int]] = defaultdict(list)
-        impossible = 0
+        impossible: Counter[int] = Counter()
         for _, i, start, end in events:
             if i.kind in SENDS and not since <= start < end:
-                impossible += 1
+                impossible[min(_edge(i.kind, i.stage))] += 1
             elif i.kind is not Kind.STEP:
                 durations[i.kind, i.stage, i.span.rows].append(end - start)
         waited = lags(_Recorded(plan, events), COMPUTE - {Kind.F} if chosen else COMPUTE)
@@ -79,7 +81,9 @@ class _Recorded(NamedTuple):
 class Averages:
     """Costs of a run from its latest steps.
 
-    Transfers are averaged over the last `window` steps in which there were any. Computations are not disturbed by the
+    Transfers are averaged over the last `window` steps in which there were any. Where stamps of some contradict each
+    other, those of their link are left out for that step in both directions: what arrives before it is sent in one, as
+    a clock has jumped, takes too long in the other. Computations are not disturbed by the
     network: they are averaged over their first `window` steps, without the very first, and that is reused until the
     last `window` steps say something else by more than `drift`.
 
@@ -102,14 +106,19 @@ class Averages:
 
     def add(self, step: Iterable[StepSample]) -> None:
         """One more step: the samples of all ranks."""
-        self.drifted, self.impossible = (), 0
+        samples = list(step)
+        self.drifted, self.impossible = (), sum(sum(sample.impossible.values()) for sample in samples)
+        jumped = {edge for sample in samples for edge in sample.impossible}
         step_lags = []
-        for sample in step:
-            self.impossible += sample.impossible
-            self._spread |= sample.spread
+        for sample in samples:
             step_lags.append(sample.lag)
             for key, mean in sample.means.items():
+                kind, stage, _ = key
+                if kind in SENDS and min(_edge(kind, stage)) in jumped:
+                    continue
                 self._add(key, mean)
+                if key in sample.spread:
+                    self._spread[key] = sample.spread[key]
         self._lag.append(median(step_lags) if step_lags else 0.0)
         if len(self._lag) > self.window:
             self._lag.popleft()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import B, F, Instruction, Kind, Plan, PlanError, Policy, Program, Schedule, verify
+from lightning_pipes.planning.bounds import least_step
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.measured import Averages
 from lightning_pipes.sim import Rehearsal
@@ -74,7 +76,7 @@ class Decision:
     """What to run from the next step on.
 
     Attributes:
-        ranked: all candidates, the fastest first.
+        ranked: candidates whose steps were worked out, the fastest first: as many as it takes to be sure.
         current: what runs now, by its own costs.
         chosen: what shall run.
         regime: what the links do.
@@ -111,8 +113,7 @@ class Decision:
 
 
 class Chooser:
-    """Ranks candidates by simulation. What it has set up for one is kept, so that asking again is cheap; only what it
-    chooses is verified, which takes several times as long."""
+    """Ranks candidates by simulation. What it has set up for one is kept, so that asking again is cheap."""
 
     def __init__(self, hysteresis: float = HYSTERESIS) -> None:
         if not 0 <= hysteresis < 1:
@@ -146,35 +147,47 @@ class Chooser:
             raise PlanError("there is nothing to choose from")
         regime = regime_of(current.plan, measured.costs(base), measured.lag)
         blocking = regime is Regime.BLOCKING
+        unsteady = measured.unsteadiness > UNSTEADY and regime is not Regime.FREE
         costs = measured.costs(base, overhead=not blocking)
-        sizes = {plan: measured.knows(plan) for plan in (*(c.plan for c in candidates), current.plan)}
+        plans = {*(c.plan for c in candidates), current.plan}
+        sizes = {plan: measured.knows(plan) for plan in plans}
+        least = {plan: least_step(plan, costs) / 1e9 for plan in plans}
 
         def ranked(candidate: Candidate) -> Ranked:
             known = self._rehearsal(candidate)
             seconds = known.makespan(costs, blocking_sends=blocking) / 1e9
             return Ranked(candidate, seconds, not sizes[candidate.plan])
 
-        every = sorted(map(ranked, candidates), key=lambda r: r.seconds)  # stable: what comes first goes first
-        same = (r for r in every if (r.candidate.schedule, r.candidate.plan) == (current.schedule, current.plan))
-        listed = next(same, None)
-        now = listed or ranked(current)
-        unsteady = measured.unsteadiness > UNSTEADY and regime is not Regime.FREE
-        best = self._best(every, unsteady)
-        least = self.hysteresis * (2 if best.extrapolated else 1)
-        worth_it = best.seconds < now.seconds * (1 - least)
+        every: dict[int, Ranked] = {}
+        left = _in_turn(candidates, unsteady)
+        best: Ranked | None = None
+        while best is None:
+            every |= {n: ranked(candidates[n]) for n in left.pop(0)}
+            rest = min((least[candidates[n].plan] for together in left for n in together), default=inf)
+            best = _certain(_sorted(every), rest, unsteady)
+        listed = next((n for n, c in enumerate(candidates) if _same(c, current)), None)
+        if listed is None:
+            now = ranked(current)
+        else:
+            now = every[listed] = every.get(listed) or ranked(candidates[listed])
+        margin = self.hysteresis * (2 if best.extrapolated else 1)
+        worth_it = best.seconds < now.seconds * (1 - margin)
         better_order = unsteady and _is_policy(best) and not _is_policy(now)
         chosen = best if worth_it or better_order or listed is None else now
         if chosen is not now:
             self._verify(chosen.candidate)
-        return Decision(tuple(every), now, chosen, regime, measured.unsteadiness)
+        return Decision(tuple(_sorted(every)), now, chosen, regime, measured.unsteadiness)
 
-    @staticmethod
-    def _best(every: Sequence[Ranked], unsteady: bool) -> Ranked:
-        close = [r for r in every if r.seconds <= every[0].seconds * (1 + TIE)]
-        policies = [r for r in every if _is_policy(r) and r.seconds <= every[0].seconds * (1 + UNDERSTATED)]
-        if unsteady and policies:
-            return max(policies, key=lambda r: sum(r.candidate.peak_bytes))
-        return min(close, key=lambda r: (sum(r.candidate.peak_bytes), r.seconds))
+    def prepare(self, candidates: Iterable[Candidate], costs: CostModel) -> None:
+        """Does for candidates that are known before anything is measured what their first decision would have to: sets
+        them up, simulates them once, under any costs, and verifies them.
+
+        Raises:
+            ProgramError, DeadlockError: one of them does not hold.
+        """
+        for candidate in candidates:
+            self._rehearsal(candidate).makespan(costs)
+            self._verify(candidate)
 
     def _rehearsal(self, candidate: Candidate) -> Rehearsal:
         key = candidate.schedule, candidate.plan
@@ -197,6 +210,41 @@ class Chooser:
         if len(self._verified) >= _KEPT:
             self._verified.clear()
         self._verified.add(key)
+
+
+def _in_turn(candidates: Sequence[Candidate], unsteady: bool) -> list[list[int]]:
+    """Numbers of candidates in the order in which they are worked out: those that hold least first, and those that hold
+    as much together, for the faster one is taken; all policies before that where links are unsteady."""
+    turn: dict[int, list[int]] = {}
+    for number, candidate in enumerate(candidates):
+        first = unsteady and not isinstance(candidate.schedule, Schedule)
+        turn.setdefault(-1 if first else sum(candidate.peak_bytes), []).append(number)
+    return [turn[key] for key in sorted(turn)]
+
+
+def _certain(every: Sequence[Ranked], rest: float, unsteady: bool) -> Ranked | None:
+    """The best of `every`, sorted, if nothing that holds more and takes `rest` seconds at least can change that."""
+    fastest = every[0].seconds
+    best = _best(every, fastest, unsteady)
+    return best if rest >= fastest or _best(every, rest, unsteady) is best else None
+
+
+def _best(every: Sequence[Ranked], fastest: float, unsteady: bool) -> Ranked | None:
+    """What is taken where the fastest candidate takes so many seconds; None where none of these is as fast."""
+    close = [r for r in every if r.seconds <= fastest * (1 + TIE)]
+    policies = [r for r in every if _is_policy(r) and r.seconds <= fastest * (1 + UNDERSTATED)]
+    if unsteady and policies:
+        return max(policies, key=lambda r: sum(r.candidate.peak_bytes))
+    return min(close, key=lambda r: (sum(r.candidate.peak_bytes), r.seconds), default=None)
+
+
+def _sorted(every: Mapping[int, Ranked]) -> list[Ranked]:
+    """The fastest first; of equals, what comes first among the candidates."""
+    return [ranked for _, ranked in sorted(every.items(), key=lambda item: (item[1].seconds, item[0]))]
+
+
+def _same(one: Candidate, other: Candidate) -> bool:
+    return (one.schedule, one.plan) == (other.schedule, other.plan)
 
 
 def _ordered(candidate: Candidate) -> Program | Policy:

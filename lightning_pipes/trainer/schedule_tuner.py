@@ -19,6 +19,7 @@ from lightning_pipes.ir import SENDS, Kind, PipelineError, Plan, Policy, Program
 from lightning_pipes.planning.candidates import Candidate, Tunable
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, Decision
+from lightning_pipes.sim import load_kernel
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.adopting import adopt_told
 from lightning_pipes.trainer.deciding import device_memory
@@ -38,6 +39,10 @@ RARER = 20
 FIRST = 2
 """Batches before the first decision: the very first includes what is done once. The next decision has a whole window
 of steps."""
+
+LARGE = 3000
+"""Forwards of a stage, over all candidates, from which on compiled code is loaded beforehand: going through all of them
+would take about 10 ms without."""
 
 _log = logging.getLogger(__name__)
 
@@ -162,9 +167,11 @@ class ScheduleTuner(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._batches += 1
+        strategy: PipelineStrategy = trainer.strategy  # type: ignore[assignment]
+        if self._batches == 1 and strategy.global_rank == strategy.control.ranks[0]:
+            self._prepare(strategy.running.windows[-1].plan)
         if self._batches < self._next:
             return
-        strategy: PipelineStrategy = trainer.strategy  # type: ignore[assignment]
         order = self._decide(strategy)
         self._next = self._batches + order.wait
         if order.set_clocks:
@@ -174,6 +181,14 @@ class ScheduleTuner(pl.Callback):
             strategy.schedule = order.schedule
         for logger in trainer.loggers:  # silent everywhere but on rank 0
             logger.log_metrics(order.metrics, trainer.global_step)
+
+    def _prepare(self, plan: Plan) -> None:
+        """Sets up what can be said without measurements, in the first batch, which is slow anyway."""
+        nothing_known = CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0)
+        candidates = self._source.candidates(plan, nothing_known, None, self.sizes)
+        if sum(c.microbatches for c in candidates) * plan.n_stages > LARGE:
+            load_kernel()
+        self._chooser.prepare(candidates, nothing_known)
 
     def _decide(self, strategy: PipelineStrategy) -> _Order:
         """What rank 0 decides on what all ranks have measured. Collective."""
@@ -244,7 +259,7 @@ class ScheduleTuner(pl.Callback):
 
 
 def _sample(before: Window, window: Window) -> StepSample:
-    ended = max((e.end for e in before.events), default=0)
+    ended = max((e.end for e in before.events if e.instruction.kind in (Kind.B, Kind.I)), default=0)
     return StepSample.of(window.events, window.plan, ended, chosen=not isinstance(window.order, Program))
 
 

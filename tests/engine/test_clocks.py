@@ -1,17 +1,25 @@
-"""Clocks of neighbours that differ by what we set, over links that take unequally long: no real time passes."""
+"""Clocks of neighbours that differ by what we set, over links that take unequally long: no real time passes.
+And on hosts of their own."""
 
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from lightning_pipes.engine import Engine, Item, Mailbox
+from lightning_pipes.engine import Engine, Item, Mailbox, clocks
 from lightning_pipes.engine.clocks import clock, measure_offsets
 from lightning_pipes.engine.message import Decoder, Encoder
-from lightning_pipes.ir import SENDS, Plan
+from lightning_pipes.ir import SENDS, Kind, Plan
+from lightning_pipes.planning.measured import Averages, StepSample
+from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.testing import netlab
+from lightning_pipes.testing.emulated import Emulation, sleeping
 from lightning_pipes.testing.ranks import run_ranks
 from tests.engine.pipes import batch, connect, layers, make_stages
 
@@ -102,3 +110,49 @@ def test_three_ranks(kind):
         assert all(abs(n) < 20 * MS for n in r["measured"].values())  # one clock in truth
         assert r["moved"]
         assert not any(r["moved"])  # what arrives before it was sent has no duration, and is told by that
+
+
+HOUR = 3600 * 10**9
+MESSAGE, BANDWIDTH = 64 * 1024, 2e6
+
+
+def across(rank: int) -> list[StepSample]:
+    """Steps on two hosts whose clocks are an hour apart; before the third one, rank 1's is set back by ten seconds,
+    and only the fourth is after clocks were compared again."""
+    torch.set_num_threads(1)
+    real, ahead = time.monotonic_ns, [rank * HOUR]
+    time.monotonic_ns = lambda: real() + ahead[0]
+    clocks.clock = lambda: f"clock of {rank}"
+    plan = Plan.even(2, 4, layers=even_partition([1.0, 1.0], 2))
+    layer = sleeping(0.001, 0.002, message_bytes=MESSAGE)
+    emulation = Emulation(plan, OneFOneB().program(plan), (layer,) * 2, (1.0,) * 2)
+    watch, transport = connect(rank, plan)
+    engine = Engine(plan, emulation.order, emulation.stages(rank), transport, rank=rank, watch=watch)
+    engine.set_clocks()
+    found = []
+    for number in range(4):
+        ahead[0] -= 10 * 10**9 if number == 2 and rank == 1 else 0
+        if number == 3:
+            engine.set_clocks()
+        dist.barrier()
+        since = time.monotonic_ns()
+        engine.inject(Item(0, 4))
+        engine.drain()
+        found.append(StepSample.of(engine.events, plan, since))
+    engine.close()
+    watch.close()
+    return found
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
+def test_hosts_whose_clocks_differ_and_jump():
+    with netlab.NetLab(2, BANDWIDTH) as lab:
+        found = lab.run_ranks(across, timeout=60)
+    averages = Averages()
+    for number, step in enumerate(zip(*found, strict=True)):
+        averages.add(step)
+        assert (averages.impossible > 0) == (number == 2)
+        for kind, stage in ((Kind.SF, 0), (Kind.SB, 1)):
+            takes = averages.costs().time(kind, stage, 1)
+            assert takes == pytest.approx(MESSAGE / BANDWIDTH, rel=0.2)  # more than what others' noise adds

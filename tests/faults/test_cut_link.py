@@ -1,15 +1,26 @@
-"""Two hosts lose sight of each other: nothing breaks, bytes only cease to arrive."""
+"""Two hosts lose sight of each other, or nearly: nothing breaks, bytes only cease to arrive."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from lightning_pipes.testing import namespaces
+from lightning_pipes.engine import Engine, Item
+from lightning_pipes.ir import SENDS, Plan
+from lightning_pipes.planning.measured import Averages, StepSample
+from lightning_pipes.planning.partition import even_partition
+from lightning_pipes.planning.tuning import Regime, regime_of
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.testing import namespaces, netlab
+from lightning_pipes.testing.emulated import Emulation, sleeping
+from tests.engine.pipes import connect
 from tests.faults.training import Run, train
 
 TIMEOUT, SOON = 5.0, 8.0
@@ -29,6 +40,65 @@ def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
         assert "PeerFailure" in o.error
     assert "rank 1 (stage 0) was declared dead by rank 0: no sign of life for 5 s" in with_store.error
     assert "rank 0, which hosts the store of this run, has not answered rank 1 for 5 s" in without.error
+
+
+MESSAGE, FAST, CRAWLING = 32 * 1024, 4e6, 16e3
+
+
+def crawl(rank: int, folder: str) -> list[tuple[Regime, float]]:
+    """A step while links crawl, and one when they are fast again: what they are measured to do, and seconds of the
+    message that this rank received."""
+    torch.set_num_threads(1)
+    plan = Plan.even(2, 1, layers=even_partition([1.0, 1.0], 2))
+    layer = sleeping(0.01, 0.02, message_bytes=MESSAGE)
+    emulation = Emulation(plan, OneFOneB().program(plan), (layer,) * 2, (1.0,) * 2)
+    watch, transport = connect(rank, plan)
+    engine = Engine(plan, emulation.order, emulation.stages(rank), transport, rank=rank, watch=watch)
+    found = []
+    for number in range(2):
+        wait_for(Path(folder, f"set{number}"))
+        engine.inject(Item(0, 1))
+        engine.drain()
+        mine = StepSample.of(engine.events, plan)
+        step: list[StepSample] = [mine, mine]
+        dist.all_gather_object(step, mine)
+        averages = Averages()
+        averages.add(step)
+        (takes,) = (mean for (kind, _, _), mean in mine.means.items() if kind in SENDS)
+        found.append((regime_of(plan, averages.costs()), takes / 1e9))
+        Path(folder, f"ran{number}").touch()
+    engine.close()
+    watch.close()
+    return found
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 50
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.01)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
+def test_a_link_that_falls_to_nearly_nothing_is_waited_for_and_seen(tmp_path: Path) -> None:
+    with netlab.NetLab(2) as lab:
+
+        def shapes() -> None:
+            for number, bandwidth in enumerate((CRAWLING, FAST)):
+                if number:
+                    wait_for(tmp_path / "ran0")
+                lab.shape(bandwidth)
+                (tmp_path / f"set{number}").touch()
+
+        shaping = threading.Thread(target=shapes)
+        shaping.start()
+        found = lab.run_ranks(crawl, str(tmp_path), timeout=60)
+        shaping.join()
+    for (regime, crawling), (_, fast) in found:
+        assert regime is Regime.BANDWIDTH
+        assert crawling > 0.8 * (MESSAGE - netlab.BURST) / CRAWLING
+        assert fast < 0.1 * crawling
 
 
 @pytest.mark.root

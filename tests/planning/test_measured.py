@@ -81,6 +81,25 @@ def test_a_clock_that_jumps(jump):
     assert averages.impossible == 0
 
 
+def test_where_a_clock_has_jumped_the_other_direction_is_wrong_too():
+    """Rank 1's is set back: what it gets arrives before it was sent, what it sends seems to have waited on its way."""
+    plan = Plan.even(3, 2)
+    (span, _) = plan.spans(Kind.F, 0)
+    forward, back, other = (Instruction(k, s, span=span) for k, s in ((Kind.SF, 0), (Kind.SB, 1), (Kind.SF, 1)))
+
+    def step(*durations):
+        given = zip((forward, back, other), durations, strict=True)
+        return [StepSample.of([(0, i, 100 * MS, (100 + ms) * MS)], plan, since=99 * MS) for i, ms in given]
+
+    averages = Averages(window=1)
+    averages.add(step(10, 10, 10))
+    averages.add(step(0, 500, 20))
+    assert averages.impossible == 1
+    found = averages.costs()
+    assert [found.time(kind, s, 1) for kind, s in ((Kind.SF, 0), (Kind.SB, 1))] == pytest.approx([0.010, 0.010])
+    assert found.time(Kind.SF, 1, 1) == pytest.approx(0.020)  # another link
+
+
 def test_sizes_that_were_not_seen_are_extrapolated():
     averages = Averages(latency={(0, 1): 0.004})
     plan = Plan.even(2, 4, rows=8)

@@ -123,6 +123,16 @@ def test_ranks_find_the_links_as_they_were_set(lab: NetLab) -> None:
     assert lab.links[1, 2] == Link(2e6, burst=GOODPUT * 8192)
 
 
+@pytest.mark.parametrize(("ends", "code"), [("true", 0), ("exit $RANK", 1)])
+def test_a_command_on_every_host(tmp_path: Path, ends: str, code: int) -> None:
+    command = ["sh", "-c", f"echo $WORLD_SIZE $MASTER_ADDR > {tmp_path}/$RANK; {ends}"]
+    netlab = [sys.executable, "-m", "benchmarks.netlab", "run", "-n", "2", "--bandwidth", "1e6", "--"]
+    ran = subprocess.run([*netlab, *command], cwd=Path(__file__).parents[2], check=False, timeout=60)
+    assert ran.returncode == code
+    ranks = ("0", "1") if not code else ("1",)  # who has not ended when another fails is killed
+    assert [(tmp_path / rank).read_text() for rank in ranks] == [f"2 {namespaces.address(0)}\n"] * len(ranks)
+
+
 OWNER = """
 import os, signal, sys
 from lightning_pipes.testing.netlab import NetLab

@@ -6,6 +6,7 @@ import csv
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,9 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy, ScheduleTuner
-from lightning_pipes.ir import SENDS, Kind, PipelineError, Program
+from lightning_pipes.ir import SENDS, STEP, B, F, Instruction, Kind, PipelineError, Plan, Program
 from lightning_pipes.planning.measured import StepSample
 from lightning_pipes.planning.memory import held_rows
+from lightning_pipes.sim import Event
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
@@ -230,6 +232,17 @@ def test_needs_a_strategy_and_a_schedule_that_know_what_to_change(strategy, said
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False)
     with pytest.raises(PipelineError, match=said):
         ScheduleTuner().on_fit_start(trainer, Net())
+
+
+def test_who_still_updates_may_have_messages_already():
+    plan = Plan.even(2, 1)
+    (span,) = plan.spans(Kind.F, 0)
+    before = [Event(1, B(1, span), 0, 10), Event(1, STEP(1), 10, 90)]
+    now = [Event(0, Instruction(Kind.SF, 0, span=span), 50, 60), Event(1, F(1, span), 91, 95)]
+    windows = [SimpleNamespace(events=events, plan=plan, order=KFKB(1).program(plan)) for events in (before, now)]
+    found = schedule_tuner._sample(*windows)
+    assert found.means[Kind.SF, 0, 1] == 10
+    assert not found.impossible
 
 
 class TestWait:
