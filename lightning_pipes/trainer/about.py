@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -45,10 +45,18 @@ def describe_run(strategy: PipelineStrategy) -> About:
 
 def gather_run(
     run: PipelineRun, pipeline: Control, optimizers: Sequence[Optimizer], device: torch.device, about: About
-) -> tuple[list[tuple[Window, ...]], About]:
-    """The windows of every rank of the pipeline, and `about` with what only each of them knows. Collective."""
+) -> tuple[dict[str, Any], tuple[list[tuple[Window, ...]], About] | None]:
+    """What all ranks have when a run ends, in one exchange: the state dict of the whole module, empty if its layers
+    stay spread out; and the windows of every rank of the pipeline with `about` and what only each of them knows of it,
+    None if nothing was trained."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    gathered = pipeline.all_gather((tuple(run.windows), run.stage_bytes(optimizers), memory))
-    ranks = [gathered[pipeline.ranks.index(rank)] for rank in run.global_ranks]
+    local = {} if run.cut.stays_spread else run.cut.local_state(outside=pipeline.position == 0)
+    facts = (tuple(run.windows), run.stage_bytes(optimizers), memory) if run.windows else None
+    gathered = pipeline.all_gather((local, facts))
+    state = {} if run.cut.stays_spread else run.cut.in_order([part for part, _ in gathered])
+    if facts is None:
+        return state, None
+    ranks = [gathered[pipeline.ranks.index(rank)][1] for rank in run.global_ranks]
     stages = {number: size for _, found, _ in ranks for number, size in found.items()}
-    return [windows for windows, _, _ in ranks], replace(about, stages=stages, memory=tuple(m for _, _, m in ranks))
+    about = replace(about, stages=stages, memory=tuple(m for _, _, m in ranks))
+    return state, ([windows for windows, _, _ in ranks], about)

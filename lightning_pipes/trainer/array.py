@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -38,7 +38,7 @@ from lightning_pipes.trainer.array_display import ArrayDisplay
 from lightning_pipes.trainer.array_record import ArrayRecord
 from lightning_pipes.trainer.array_size import AUTO, decided_size, enough_siblings
 from lightning_pipes.trainer.baton import Runner, own_random_state, set_own_random_state
-from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.control import Control, Place
 from lightning_pipes.trainer.memory_swap import MemorySwap
 from lightning_pipes.trainer.rounds import RoundOrder, Rounds
 from lightning_pipes.trainer.sibling_memory import SiblingMemory
@@ -53,6 +53,8 @@ _LOOK_SECONDS = 0.001
 """How often it looks whether something has come about that does not come as a message."""
 _GATHER_TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other in the end, where no sibling says it."""
+_REASON_SECONDS = 1.0
+"""How long a computation that failed waits for an answer of other ranks that may say why."""
 _PATIENCE = 100
 """How often a sibling that was told to end may go on waiting for something before it is left alone."""
 _current: contextvars.ContextVar[Sibling[Any] | None] = contextvars.ContextVar("lightning_pipes_sibling", default=None)
@@ -86,6 +88,7 @@ class Shared:
     """What siblings have in common: made by the first that needs it, and ended with the array.
 
     Attributes:
+        places: the host and process of each rank, once they are known.
         board: a part of the ranks' store, for what is told when a sibling ends; None for a single rank.
         facts: what the first sibling found out, by name; the others take it over, or have to agree.
     """
@@ -93,6 +96,7 @@ class Shared:
     watch: FailureWatch | None = None
     transport: Transport | None = None
     controls: list[Control] = field(default_factory=list)
+    places: Sequence[Place] = ()
     board: Any = None
     rank: int = 0
     ranks: int = 1
@@ -123,6 +127,7 @@ class Sibling(Generic[T]):
         self._windows = 0
         self._meetings = 0
         self._failed = False
+        self._checks: deque[tuple[int, Callable[[], bool], Callable[[], object]]] = deque()
         self._ready: Callable[[], bool] = lambda: True
         self._task: Callable[[], None] | None = None
         self._fate: tuple[int, BaseException] | None = None  # the turn that it does not survive, and what ends it
@@ -159,6 +164,18 @@ class Sibling(Generic[T]):
             board.set(f"{place}/{shared.rank}", "")
             self.wait_until(lambda: bool(board.check([f"{place}/{rank}" for rank in range(shared.ranks)])))
 
+    def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
+        """Has `check` called when `come()`, to raise what is wrong. All ranks ask for it in the same turn, go on as if
+        nothing was, and find the same: an error ends the sibling `late` turns after this one, or in the middle of what
+        it waits for. `check` waits by itself where it is called before that."""
+        self._checks.append((self.turns + late, come, check))
+
+    def check(self) -> None:
+        """Returns when all that was to be checked later is right."""
+        while self._checks:
+            *_, check = self._checks.popleft()
+            check()
+
     def fail(self, error: BaseException, where: str = "") -> None:
         """Tells the other ranks that it ends by `error`, unless they know."""
         if not self._failed and not isinstance(error, (SiblingFailure, ArrayCancelledError)):
@@ -187,6 +204,7 @@ class Sibling(Generic[T]):
         except BaseException as error:  # SystemExit of one sibling must not end the others
             self.fail(error)
             self.outcome = Outcome(self.index, error=error)
+            self._checks.clear()
         finally:
             self.array.take_home(self)
             _current.reset(token)
@@ -196,7 +214,7 @@ class Sibling(Generic[T]):
     @property
     def ready(self) -> bool:
         """Whether what it waits for has come about, or never will."""
-        return self.doomed or self._ready()
+        return self.doomed or self._ready() or self._wrong()
 
     @property
     def doomed(self) -> bool:
@@ -222,8 +240,9 @@ class Sibling(Generic[T]):
             try:
                 engine.advance()
             except BaseException as error:
-                self.fail(error)
-                self.doom(self.next_turn, error)
+                if not self._wrong(_REASON_SECONDS):  # else that is the reason, and other ranks find it, too
+                    self.fail(error)
+                    self.doom(self.next_turn, error)
 
         self._task = task
         self._runner.go()
@@ -241,6 +260,24 @@ class Sibling(Generic[T]):
         for _ in range(_PATIENCE):
             if self.outcome is None:
                 self._runner.go()
+
+    def _wrong(self, patience: float = 0.0) -> bool:
+        """Whether one of the things to be checked later turns out to be wrong, which dooms it."""
+        until = time.monotonic() + patience
+        while self._checks and self._fate is None:
+            turn, come, check = self._checks[0]
+            while not come():
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(_LOOK_SECONDS)
+            self._checks.popleft()
+            try:
+                check()
+            except PipelineError as error:
+                self._checks.clear()
+                self.doom(turn, error)
+                return self.doomed
+        return False
 
     @property
     def next_turn(self) -> int:
@@ -291,6 +328,15 @@ def wait_in_turn(ready: Callable[[], bool]) -> None:
     sibling = current_sibling()
     if sibling is not None:
         sibling.wait_until(ready)
+
+
+def soon(come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
+    """`Sibling.check_later`, or `check` at once where no sibling is running."""
+    sibling = current_sibling()
+    if sibling is None:
+        check()
+    else:
+        sibling.check_later(come, check, late)
 
 
 def current_sibling() -> Sibling[Any] | None:
@@ -429,9 +475,14 @@ class JobArray(Generic[T]):
                 shared.board = shared.watch.store()
         return shared.watch
 
-    def control(self, make: Callable[[], Control]) -> Control:
+    def control(self, sibling: Sibling[T], make: Callable[[Sequence[Place]], Control]) -> Control:
         """Connections for one sibling, made unless one that has ended left its own. Collective."""
-        return self.shared.controls.pop(0) if self.shared.controls else make()
+        if self.shared.controls:
+            return self.shared.controls.pop(0)
+        sibling.meet()
+        control = make(self.shared.places)
+        self.shared.places = control.places
+        return control
 
     def take_back(self, control: Control) -> None:
         """A sibling has no use for its connections any more. Collective: all calls on them were made by all ranks."""

@@ -23,11 +23,6 @@ def gather_model(cut: CutModule, control: Control) -> dict[str, Any]:
     return {} if parts is None else cut.in_order(parts)
 
 
-def gather_model_everywhere(cut: CutModule, control: Control) -> dict[str, Any]:
-    """The state dict of the whole module on every rank."""
-    return cut.in_order(control.all_gather(cut.local_state(outside=control.position == 0)))
-
-
 def load_model(cut: CutModule, state: Mapping[str, Any], strict: bool) -> None:
     """Loads from a state dict of the whole module what lives on this rank.
 

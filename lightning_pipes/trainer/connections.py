@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -12,12 +13,15 @@ from lightning_pipes.engine.failure import FailureWatch, PeerFailure
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.array import Sibling, current_sibling, wait_in_turn
-from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.barriers import has_purpose
+from lightning_pipes.trainer.control import Control, Place
 from lightning_pipes.trainer.decision import Decision, Wanted
 from lightning_pipes.trainer.kinship import decide_alike, microbatches_among
 
 Idle = Callable[[Callable[[], bool]], None] | None
 """What to do while waiting for a condition."""
+Make = Callable[[FailureWatch, Idle, Sequence[Place]], Control]
+"""Makes a control; the places are those of the ranks, where they are known."""
 
 
 class Connections(Protocol):
@@ -29,8 +33,14 @@ class Connections(Protocol):
 
     watch: FailureWatch
 
-    def connect(self, make: Callable[[FailureWatch, Idle], Control]) -> Control:
+    def connect(self, make: Make) -> Control:
         """What all ranks tell each other, from now on."""
+
+    def get_ready(self, pipeline: Control) -> None:
+        """What is connected by `pipeline` on first use is connected at once, if others would have to wait then."""
+
+    def waits_at(self, barrier: str | None) -> bool:
+        """Whether ranks wait for each other at the barrier of that name."""
 
     def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
         """What a training wants, with what follows from the company that it is in."""
@@ -77,8 +87,14 @@ class OwnConnections:
 
     watch: FailureWatch
 
-    def connect(self, make: Callable[[FailureWatch, Idle], Control]) -> Control:
-        return make(self.watch, None)
+    def connect(self, make: Make) -> Control:
+        return make(self.watch, None, ())
+
+    def get_ready(self, pipeline: Control) -> None:
+        pass
+
+    def waits_at(self, barrier: str | None) -> bool:
+        return True
 
     def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
         return wanted
@@ -114,12 +130,17 @@ class SiblingConnections:
     trainer: pl.Trainer
     watch: FailureWatch
 
-    def connect(self, make: Callable[[FailureWatch, Idle], Control]) -> Control:
-        self.sibling.meet()
-        control = self.sibling.array.control(lambda: make(self.watch, wait_in_turn))
+    def connect(self, make: Make) -> Control:
+        control = self.sibling.array.control(self.sibling, partial(make, self.watch, wait_in_turn))
         self.sibling.trainer = self.trainer
         private.remove_progress_bars(self.trainer)
         return control
+
+    def get_ready(self, pipeline: Control) -> None:
+        pipeline.get_ready()
+
+    def waits_at(self, barrier: str | None) -> bool:
+        return has_purpose(barrier, self.trainer)
 
     def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
         return microbatches_among(wanted, self.sibling, ranks)

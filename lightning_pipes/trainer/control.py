@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,30 @@ from lightning_pipes.trainer.packing import Packed, unpacked
 _SLICE = timedelta(milliseconds=200)
 _PROMPT = timedelta(milliseconds=2)
 """How soon other ranks answer that have nothing else to do."""
-_FIRST = 4096
-"""Bytes of the first message of a broadcast; a longer object takes a second one."""
+_FIRST = 16384
+"""Bytes of the first message of an object; a longer one takes a second. Random states and small reports fit."""
 _LENGTH = 8
+_MOST_LEAVING = 8
+"""Messages under way to others that a rank does not wait for."""
 _PREPARED = "prepared"
 _REASON_SECONDS = 5 * POLL_SECONDS
+T = TypeVar("T")
+Place = tuple[str, int]
+"""The host and the process of a rank."""
+
+
+class Coming(Generic[T]):
+    """What all ranks say: calling it waits and returns it, as often as it is called; after `come()` without a wait."""
+
+    def __init__(self, come: Callable[[], bool], wait: Callable[[], T]) -> None:
+        self.come = come
+        self._wait = wait
+        self._said: list[T] = []
+
+    def __call__(self) -> T:
+        if not self._said:
+            self._said.append(self._wait())
+        return self._said[0]
 
 
 class Control:
@@ -37,6 +57,7 @@ class Control:
     Args:
         ranks: the global ranks; all of the job, but for a part that `split` makes.
         idle: called with a condition to wait for, where there may be something else to do meanwhile.
+        places: the host and process of each rank, where they are known.
     """
 
     def __init__(
@@ -46,6 +67,7 @@ class Control:
         timeout: timedelta,
         connect: Callable[[str], Any] | None = None,
         idle: Callable[[Callable[[], bool]], None] | None = None,
+        places: Sequence[Place] = (),
     ) -> None:
         self.ranks = tuple(ranks)
         self.watch = watch
@@ -55,9 +77,9 @@ class Control:
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._part: Control | None = None
         self._waiting = False
-        self._leaving: list[dist.Work] = []
-        """Prepared broadcasts of this rank that it has not waited for."""
-        self._places: list[tuple[str, int]] = self.all_gather((socket.gethostname(), os.getpid()))
+        self._leaving: deque[dist.Work] = deque()
+        """Broadcasts of this rank that it has not waited for, the oldest first."""
+        self._places = places or self.all_gather((socket.gethostname(), os.getpid()))
 
     @property
     def size(self) -> int:
@@ -72,6 +94,10 @@ class Control:
     def connect(self, purpose: str = "") -> Any:
         """Makes the connections, if there are none, and returns their group; all ranks of the job must call it."""
         return self._connect(purpose)
+
+    def get_ready(self) -> Any:
+        """Makes the connections of `prepare_broadcast`, if there are none, and returns their group; like `connect`."""
+        return self.connect(_PREPARED)
 
     def subgroup(self, ranks: Sequence[int], purpose: str = "") -> Any:
         """A process group of some of the ranks; all ranks of the job must ask for the same ones in the same order.
@@ -97,6 +123,11 @@ class Control:
         self._part = Control(mine, self.watch, self._timeout, connect, self._idle)
         return self._part
 
+    @property
+    def places(self) -> Sequence[Place]:
+        """The host and process of each rank."""
+        return self._places
+
     def ended(self, position: int) -> bool:
         """Whether the process of a rank is known to have ended; that of another host never is."""
         return has_ended(self._places[position])
@@ -116,7 +147,7 @@ class Control:
         """Whether no collective was given up; waits for those that are sure to end."""
         if self._waiting or self.watch.error is not None:
             return False
-        leaving, self._leaving = self._leaving, []
+        leaving, self._leaving = self._leaving, deque()
         return not any(map(_broke, leaving))
 
     def barrier(self) -> None:
@@ -139,7 +170,7 @@ class Control:
         """For each flag, whether it is set on any rank."""
         return self.start_any(*flags)()
 
-    def start_any(self, *flags: bool) -> Callable[[], list[bool]]:
+    def start_any(self, *flags: bool) -> Coming[list[bool]]:
         """Starts `any`; what it returns waits for the answer."""
         found = torch.tensor([int(f) for f in flags], dtype=torch.int32)
         work = dist.all_reduce(found, dist.ReduceOp.MAX, self._group, async_op=True) if self.size > 1 else None
@@ -149,7 +180,7 @@ class Control:
                 self._finish(work)
             return [bool(f) for f in found]
 
-        return answer
+        return Coming(lambda: work is None or work.is_completed(), answer)
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrites `tensor` with that of global rank `source`."""
@@ -157,13 +188,11 @@ class Control:
             self._finish(dist.broadcast(tensor, source, group=self._group, async_op=True))
 
     def broadcast(self, thing: Any, source: int) -> Any:
-        """The `thing` of global rank `source`; tensors arrive on the CPU."""
+        """The `thing` of global rank `source`, which waits for nobody; tensors arrive on the CPU."""
         if self.size == 1:
             return thing
         if dist.get_rank() == source:
-            for message in _messages(thing):
-                self.broadcast_tensor(message, source)
-            return thing
+            return self._send(source, self._group, thing)
         first = torch.empty(_FIRST, dtype=torch.uint8)
         self.broadcast_tensor(first, source)
         return self._received(first, source, self._group)
@@ -172,11 +201,11 @@ class Control:
         """Gets ready for a `broadcast` that comes later; what it returns takes the thing of `source`, else None.
 
         Who gets ready early need not wait: the bytes arrive while it does something else. The source waits for nobody
-        but those who lag a whole broadcast behind. Other collectives may come in between, in one order among them.
+        but those who lag several broadcasts behind. Other collectives may come in between, in one order among them.
         """
         if self.size == 1:
             return lambda thing: thing
-        group = self.connect(_PREPARED)
+        group = self.get_ready()
         if dist.get_rank() == source:
             return partial(self._send, source, group)
         first = torch.empty(_FIRST, dtype=torch.uint8)
@@ -189,9 +218,9 @@ class Control:
         return receive
 
     def _send(self, source: int, group: Any, thing: Any) -> Any:
-        while self._leaving:
-            self._finish(self._leaving.pop(0))
-        self._leaving = [dist.broadcast(m, source, group=group, async_op=True) for m in _messages(thing)]
+        while self._leaving and (len(self._leaving) > _MOST_LEAVING or self._leaving[0].is_completed()):
+            self._finish(self._leaving.popleft())
+        self._leaving.extend(dist.broadcast(m, source, group=group, async_op=True) for m in _messages(thing))
         return thing
 
     def _received(self, first: torch.Tensor, source: int, group: Any) -> Any:
@@ -213,12 +242,33 @@ class Control:
 
     def all_gather(self, thing: Any) -> list[Any]:
         """The things of all ranks in order, on every rank; tensors arrive on the CPU."""
+        return self.start_all_gather(thing)()
+
+    def start_all_gather(self, thing: Any) -> Coming[list[Any]]:
+        """Starts `all_gather`; what it returns waits for the things. Where one of them is long that is a collective
+        call, too, and they are never said to have come."""
         if self.size == 1:
-            return [thing]
-        data, sizes = self._announced(thing)
-        into = [torch.empty_like(data) for _ in self.ranks]
-        self._finish(dist.all_gather(into, data, group=self._group, async_op=True))
-        return [unpacked(t[:n]) for t, n in zip(into, sizes, strict=True)]
+            return Coming(lambda: True, lambda: [thing])
+        data = _message(thing)
+        first = [torch.empty(_FIRST, dtype=torch.uint8) for _ in self.ranks]
+        work = dist.all_gather(first, data[:_FIRST], group=self._group, async_op=True)
+
+        def come() -> bool:
+            return work.is_completed() and all(_end(message) <= _FIRST for message in first)
+
+        return Coming(come, partial(self._gathered, work, first, data))
+
+    def _gathered(self, work: dist.Work, first: Sequence[torch.Tensor], data: torch.Tensor) -> list[Any]:
+        self._finish(work)
+        ends = [_end(message) for message in first]
+        whole = list(first)
+        if max(ends) > _FIRST:
+            own = torch.zeros(max(ends) - _FIRST, dtype=torch.uint8)
+            own[: len(data) - _FIRST] = data[_FIRST:]
+            rest = [torch.empty_like(own) for _ in first]
+            self._finish(dist.all_gather(rest, own, group=self._group, async_op=True))
+            whole = [torch.cat(parts) for parts in zip(first, rest, strict=True)]
+        return [unpacked(message[_LENGTH:end]) for message, end in zip(whole, ends, strict=True)]
 
     @property
     def _group(self) -> Any:
@@ -268,12 +318,23 @@ class Control:
                     self._idle(work.is_completed)
 
 
-def _messages(thing: Any) -> list[torch.Tensor]:
-    """What `Control._received` takes: one message of a known length, and the rest if that is not enough."""
+def _message(thing: Any) -> torch.Tensor:
+    """Its length and its bytes, in at least as many as a first message has."""
     packed = Packed(thing)
     data = torch.zeros(max(_FIRST, _LENGTH + packed.size), dtype=torch.uint8)
     data[:_LENGTH] = torch.tensor([packed.size], dtype=torch.int64).view(torch.uint8)
     packed.write(data[_LENGTH:])
+    return data
+
+
+def _end(message: torch.Tensor) -> int:
+    """Where a message ends that begins with its length."""
+    return _LENGTH + int(message[:_LENGTH].view(torch.int64))
+
+
+def _messages(thing: Any) -> list[torch.Tensor]:
+    """What `Control._received` takes: one message of a known length, and the rest if that is not enough."""
+    data = _message(thing)
     return [part for part in (data[:_FIRST], data[_FIRST:]) if part.numel()]
 
 

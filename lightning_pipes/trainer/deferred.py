@@ -138,7 +138,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_same_cut(module: pl.LightningModule, path: str, local: Sequence[int], control: Control) -> None:
-    """Raises PipelineError on all ranks if an earlier run has left other layers on any of them."""
+    """Raises PipelineError on all ranks if an earlier run has left other layers on any of them. Collective."""
     before = vars(module).get(SPREAD)
     if control.any(before is not None and before != (path, tuple(local)))[0]:
         where = "" if before is None else f" (here layers {list(before[1])} of {before[0]}, and now {list(local)})"

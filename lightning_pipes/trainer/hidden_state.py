@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.array import soon
 from lightning_pipes.trainer.batches import fingerprint
 from lightning_pipes.trainer.control import Control
 
@@ -147,9 +148,11 @@ class HiddenState:
                         )
 
     def _compare(self) -> None:
-        by_rank = dict(
-            zip(self._control.ranks, self._control.all_gather([_changes(s) for s in self._shared]), strict=True)
-        )
+        changes = self._control.start_all_gather([_changes(s) for s in self._shared])
+        soon(changes.come, lambda: self._check(changes()), late=1)
+
+    def _check(self, found: Sequence[Sequence[Mapping[str, _Change]]]) -> None:
+        by_rank = dict(zip(self._control.ranks, found, strict=True))
         for at, shared in enumerate(self._shared):
             ranks = sorted({self._ranks[n] for n in shared.layers} | ({self._ranks[-1]} if shared.outside else set()))
             for place in sorted({place for changes in by_rank.values() for place in changes[at]}):

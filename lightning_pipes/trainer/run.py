@@ -20,7 +20,7 @@ from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.reducer import Reducer
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.transport import make_transport
-from lightning_pipes.trainer.array import SiblingWatch, current_sibling
+from lightning_pipes.trainer.array import SiblingWatch, current_sibling, soon
 from lightning_pipes.trainer.batches import check_same, fingerprint, rows_of
 from lightning_pipes.trainer.checks import warn_about_small_batch
 from lightning_pipes.trainer.control import Control
@@ -160,6 +160,7 @@ class PipelineRun:
                 self.shared.sum_gradients()
                 if self._reducer is not None:
                     self._reducer.finish()
+        self.check()
         self.windows.append(Window(plan, order, self.engine.events))
         self._evaluated = 0
         message = None
@@ -170,6 +171,12 @@ class PipelineRun:
         with self._trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type
             self.replay.replay(logged)
         return move_data_to_device(out, self._device)
+
+    def check(self) -> None:
+        """Raises what a sibling was to find out after a batch, at the end of the next one or of the run."""
+        sibling = current_sibling()
+        if sibling is not None:
+            sibling.check()
 
     def drain(self) -> None:
         """Finishes what `train` has left for later: here nothing."""
@@ -225,8 +232,8 @@ class PipelineRun:
 
     def _check(self, batch: Any, batch_idx: int, what: str) -> None:
         if min(batch_idx, len(self.windows)) < CHECKED_BATCHES and self._control.size > 1:
-            found = self._control.all_gather(fingerprint(batch))
-            check_same(found, self._control.ranks, f"{what}, batch {batch_idx}")
+            found, where = self._control.start_all_gather(fingerprint(batch)), f"{what}, batch {batch_idx}"
+            soon(found.come, lambda: check_same(found(), self._control.ranks, where), late=1)
 
     def _evaluation_number(self) -> int:
         """Different from batch to batch, the same after a resume at the same place."""

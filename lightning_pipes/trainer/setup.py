@@ -81,11 +81,13 @@ class PipelineSetup:
         who = self._who
         return [n for n, p in self._module.named_parameters() if p.requires_grad and len(who.get(id(p), ())) > 1]
 
-    def cut(self, seed: int) -> CutModule:
-        """The module with the layers of this rank alone; those made on `meta` get values, which depend on `seed`."""
+    def cut(self, seed: int, spread: bool) -> CutModule:
+        """The module with the layers of this rank alone; those made on `meta` get values, which depend on `seed`.
+        `spread` says whether an earlier run has left the layers of any rank spread out."""
         local = self._layout.local
         self._interceptor = Interceptor(f"self.{self.path}", loop=isinstance(self.full, nn.ModuleList))
-        check_same_cut(self._module, self.path, local, self._control)
+        if spread:
+            check_same_cut(self._module, self.path, local, self._control)
         self._cut = CutModule(self._module, self.path, local, self._interceptor)
         self._deferred.make(local, self._layout.place_of_layer, seed, self._device, self._pipeline)
         return self._cut

@@ -11,7 +11,8 @@ import lightning.pytorch as pl
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.array import soon
+from lightning_pipes.trainer.control import Coming, Control
 
 
 class StopAgreement:
@@ -53,13 +54,8 @@ class StopAgreement:
             PipelineError: the epoch ends there on some ranks only.
         """
         requeue = self._requeue
-        stop, sigterm, requeued, some_last, some_not = found
-        if some_last and some_not:
-            batch = self._trainer.fit_loop.batch_idx if batch is None else batch
-            raise PipelineError(
-                f"the training data of some ranks end with batch {batch}, those of others go on; "
-                "every rank of a pipeline must load the same batches"
-            )
+        stop, sigterm, requeued, *_ = found
+        check_ends(found, self._trainer.fit_loop.batch_idx if batch is None else batch)
         if stop:
             self._trainer.should_stop = True
         if requeued:
@@ -94,6 +90,16 @@ class StopAgreement:
         self._requeue = (signum, frame)
 
 
+def check_ends(found: Sequence[bool], batch: int) -> None:
+    """Raises PipelineError if the epoch ends with that batch on some ranks only, by the flags of all."""
+    *_, some_last, some_not = found
+    if some_last and some_not:
+        raise PipelineError(
+            f"the training data of some ranks end with batch {batch}, those of others go on; "
+            "every rank of a pipeline must load the same batches"
+        )
+
+
 class SiblingAgreement:
     """Has ranks agree without waiting for each other where they have nothing to stop for, as siblings of an array do:
     a wait of one would keep the turns of all.
@@ -106,32 +112,37 @@ class SiblingAgreement:
         self._trainer = trainer
         self._stops = stops
         self._control = control
-        self._asked: tuple[int, Callable[[], list[bool]]] | None = None
+        self._asked: tuple[int, Coming[list[bool]]] | None = None
 
     def agree(self) -> None:
         """After this call every rank stops, or none.
 
         Raises:
-            PipelineError: only some ranks wanted to stop after this batch or the one before, or the epoch has ended
-                there on some only.
+            PipelineError: only some ranks wanted to stop after this batch, or the epoch has ended there on some only;
+                unless this one wants to stop it is raised later.
         """
         flags = self._stops.flags()
         batch = self._trainer.fit_loop.batch_idx
         before, self._asked = self._asked, (batch, self._control.start_any(*flags, not flags[0]))
         if before is not None:
-            self._settle(*before)
-        if flags[0] or self._trainer.is_last_batch:
-            asked, self._asked = self._asked, None
-            self._settle(*asked)
+            self._stops.settle(_agreed(*before), before[0])
+        batch, answer = self._asked
+        if flags[0]:
+            self._asked = None
+            self._stops.settle(_agreed(batch, answer), batch)
+        else:
+            soon(answer.come, lambda: _agreed(batch, answer), late=0)
 
-    def _settle(self, batch: int, answer: Callable[[], list[bool]]) -> None:
-        *found, some_go_on = answer()
-        if found[0] and some_go_on:
-            raise PipelineError(
-                f"trainer.should_stop was set on some ranks only after batch {batch}; in a job array every rank must "
-                "want it, so decide by what all have, such as logged metrics, or by trainer.strategy.broadcast"
-            )
-        self._stops.settle(found, batch)
+
+def _agreed(batch: int, answer: Coming[list[bool]]) -> list[bool]:
+    *found, some_go_on = answer()
+    if found[0] and some_go_on:
+        raise PipelineError(
+            f"trainer.should_stop was set on some ranks only after batch {batch}; in a job array every rank must "
+            "want it, so decide by what all have, such as logged metrics, or by trainer.strategy.broadcast"
+        )
+    check_ends(found, batch)
+    return found
 
 
 class LateAgreement:

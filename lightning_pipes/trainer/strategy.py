@@ -35,7 +35,7 @@ from lightning_pipes.trainer.adopting import adopt
 from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.connections import Connections, Idle, connections
-from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.control import Control, Place
 from lightning_pipes.trainer.data_state import KEY, TrainingData
 from lightning_pipes.trainer.decision import Decision, Wanted
 from lightning_pipes.trainer.deferred import (
@@ -43,7 +43,7 @@ from lightning_pipes.trainer.deferred import (
     has_meta,
     load_mapped,
 )
-from lightning_pipes.trainer.equal_starts import broadcast_random_state, broadcast_weights
+from lightning_pipes.trainer.equal_starts import broadcast_random_state, equal_weights
 from lightning_pipes.trainer.files import AtomicCheckpointIO, existing, local_path
 from lightning_pipes.trainer.gradient_logs import GradientLogs
 from lightning_pipes.trainer.grid import Grid
@@ -252,6 +252,7 @@ class PipelineStrategy(ParallelStrategy):
         self._connections = connections(self._trainer, self.global_rank, self.world_size, self._make_watch)
         self._control = self._connections.connect(self._make_control)
         self._pipeline = self._control.split(grid.pipelines)
+        self._connections.get_ready(self._pipeline)
         self._replicas = Replicas(grid, self._control, device)
         private.set_device_mesh(self.lightning_module, self._replicas.mesh)
         self._data = TrainingData(device, self.is_global_zero)
@@ -262,8 +263,8 @@ class PipelineStrategy(ParallelStrategy):
         store = private.default_store() if self.world_size > 1 else None
         return FailureWatch(store, self.global_rank, self.world_size, self._heartbeat_timeout, store_host=store_host())
 
-    def _make_control(self, watch: FailureWatch, idle: Idle) -> Control:
-        return Control(range(self.world_size), watch, self._timeout, idle=idle)
+    def _make_control(self, watch: FailureWatch, idle: Idle, places: Sequence[Place]) -> Control:
+        return Control(range(self.world_size), watch, self._timeout, idle=idle, places=places)
 
     # ---- setup and teardown of a run
 
@@ -288,7 +289,7 @@ class PipelineStrategy(ParallelStrategy):
         assert connected is not None, "setup_environment has not run"
         wanted = connected.wanted(self._wanted, self.grid.length)
         plain = wanted.unmeasured(layer_sizes(made.full), self.grid.length)
-        broadcast_weights(module, self.control)
+        spread = equal_weights(module, self.control)
 
         self._reset_optimizers_and_schedulers()
         whole = []
@@ -315,7 +316,7 @@ class PipelineStrategy(ParallelStrategy):
         if fitting:
             self._undo.append(show_summaries(private.callbacks(trainer), trainer, module))
         self._undo.append(log_graphs(trainer, module))
-        self._cut = cut = made.cut(self._seed)
+        self._cut = cut = made.cut(self._seed, spread)
         if self._loaded is not None:
             checkpoints.load_model(cut, *self._loaded)
             self._loaded = None
@@ -351,10 +352,9 @@ class PipelineStrategy(ParallelStrategy):
         state = None
         if run is not None:
             if not self._down:
-                state = {} if run.cut.stays_spread else checkpoints.gather_model_everywhere(run.cut, self.pipeline)
-                if run.windows:
-                    about = describe_run(self)
-                    self._reported = gather_run(run, self.pipeline, self.optimizers, self.root_device, about)
+                state, reported = gather_run(run, self.pipeline, self.optimizers, self.root_device, describe_run(self))
+                self._reported = reported or self._reported
+                run.check()
             run.close()
         if self._connections is not None:
             self._connections.leave(self._control, self._down)
@@ -640,7 +640,7 @@ class PipelineStrategy(ParallelStrategy):
     # ---- what ranks decide together; every stage holds the same values, so averages are over replicas
 
     def barrier(self, name: str | None = None) -> None:
-        if not self._down:
+        if not self._down and self._connections is not None and self._connections.waits_at(name):
             self.control.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
