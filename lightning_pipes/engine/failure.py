@@ -90,8 +90,14 @@ class FailureWatch:
 
     def store(self) -> Any:
         """A part of the store for one purpose of this run; ranks that ask equally often get the same."""
+        return self.store_later()()
+
+    def store_later(self) -> Callable[[], Any]:
+        """What gives that part of the store, with a connection of its own; making one takes up to a tenth of a
+        second."""
         self._stores += 1
-        return PrefixStore(f"{self._prefix}/{self._stores}", self._store.clone())
+        prefix = f"{self._prefix}/{self._stores}"
+        return lambda: PrefixStore(prefix, self._store.clone())
 
     def name(self, rank: int) -> str:
         """A rank and its stages, as messages call it."""

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Saver:
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._store = HashStore() if control.size == 1 else control.watch.store()
+        self._store = cache(HashStore if control.size == 1 else control.watch.store_later())
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
         self._number = 0
@@ -65,7 +65,7 @@ class Saver:
         own = snapshot(checkpoint) if background else checkpoint
         with self._remembered(path):
             part = plan_part(own, order, local, self._number, self._control)
-        self._do(path, partial(write_part, part, self._control, self._store), background)
+        self._do(path, partial(write_part, part, self._control, self._store()), background)
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Removes a checkpoint, on the first rank; after those that are being written."""
