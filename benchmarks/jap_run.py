@@ -11,7 +11,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, pairwise
@@ -196,16 +196,57 @@ def fit(case: Case, sibling: int, schedule: str, microbatches: int) -> None:
     trainer.fit(Jobs(case), torch.utils.data.DataLoader(data, rows))
 
 
-def array(case: Case) -> tuple[float, float, float]:
-    """Seconds of all siblings together, how busy the slowest stage is in the steady state, and the seconds between the
-    first and the last computation."""
+@dataclass(frozen=True)
+class Took:
+    """Seconds of an array.
+
+    Attributes:
+        whole: from the call to the end of the last sibling, and of the array.
+        busy: share of the steady state in which the busiest stage computes.
+        computing: between the first and the last computation of any stage.
+        start: of one sibling that trains one batch alone, start and end with it, the batch itself taken off.
+    """
+
+    whole: float
+    busy: float
+    computing: float
+    start: float
+
+    @property
+    def rest(self) -> float:
+        """Before the first computation and after the last one: most of it connections."""
+        return self.whole - self.computing
+
+
+def array(case: Case, start: float) -> Took:
+    """All siblings together."""
     started = time.monotonic()
     jobs: JobArray[None] = JobArray(case.siblings, progress=False)
     for outcome in jobs.run(partial(fit, case, n, "jap", 1) for n in range(case.siblings)):
         if outcome.error is not None:
             raise outcome.error
     assert jobs.timeline is not None
-    return time.monotonic() - started, utilisation(jobs.timeline), jobs.timeline.makespan / 1e9
+    return Took(time.monotonic() - started, utilisation(jobs.timeline), jobs.timeline.makespan / 1e9, start)
+
+
+def start_and_end(case: Case) -> float:
+    """Seconds that a sibling's start and end take while nobody computes, the mean of some, without its one batch and
+    without the array's own. The first of them load what is loaded once."""
+    few = replace(case, siblings=6, batches=1)
+    times: list[float] = []
+    jobs: JobArray[None] = JobArray(1, progress=False)
+    for outcome in jobs.run(partial(fit, few, n, "jap", 1) for n in range(few.siblings)):
+        if outcome.error is not None:
+            raise outcome.error
+        times.append(time.monotonic())
+    plan = {n: Plan.even(case.stages, 1, few.rows(n)) for n in range(2, few.siblings)}
+    batches = sum(
+        case.costs.duration(kind(s, Span(0, few.rows(n))), plan[n])
+        for n in plan
+        for kind in (F, B)
+        for s in range(case.stages)
+    )
+    return (times[-1] - times[1] - batches / 1e9) / len(plan)
 
 
 def utilisation(timeline: Timeline) -> float:
@@ -333,7 +374,8 @@ def rank_main(rank: int, cases: Sequence[Case], pairs: int) -> list[dict[str, An
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     found = []
     for case in cases:
-        sides: dict[str, Callable[[Case], Any]] = {"array": array, "alone": one_by_one}
+        start = start_and_end(case)
+        sides: dict[str, Callable[[Case], Any]] = {"array": partial(array, start=start), "alone": one_by_one}
         measured: dict[str, list[Any]] = {name: [] for name in sides}
         for pair in range(pairs):
             for name in list(sides)[:: 1 if pair % 2 else -1]:
@@ -354,10 +396,12 @@ def executed(cases: Sequence[Case], pairs: int) -> tuple[list[str], dict[str, fl
     worst = {"speedup_vs_sequential": float("inf"), "utilisation": float("inf"), "simulation_error": 0.0}
     for case in cases:
         (found,) = run_ranks(rank_main, case.stages, [case], pairs, timeout=1200)[0]
-        whole = statistics.median(seconds for seconds, _, _ in found["array"])
-        busy = statistics.median(share for _, share, _ in found["array"])
-        computing = statistics.median(span for _, _, span in found["array"])
-        ratios = sorted(alone / ours[0] for alone, ours in zip(found["alone"], found["array"], strict=True))
+        arrays: list[Took] = found["array"]
+        whole = statistics.median(took.whole for took in arrays)
+        busy = statistics.median(took.busy for took in arrays)
+        computing = statistics.median(took.computing for took in arrays)
+        rest = statistics.median(took.rest for took in arrays)
+        ratios = sorted(alone / ours.whole for alone, ours in zip(found["alone"], arrays, strict=True))
         speedup = statistics.median(ratios)
         lines.append(
             f"{'real' if case.real else 'emulated':9}{case.stages:7}{case.siblings:10}{whole:10.2f}"
@@ -367,9 +411,14 @@ def executed(cases: Sequence[Case], pairs: int) -> tuple[list[str], dict[str, fl
         )
         error = computing / case.simulated - 1
         lines.append(
-            f"        spread of the speed-up {ratios[0]:.2f} to {ratios[-1]:.2f}; from first to last computation "
-            f"{computing:.2f} s, {error:+.1%} of the simulation; the busiest stage computes {case.work:.2f} s; "
+            f"        {case.batches} batches each; speed-ups {ratios[0]:.2f} to {ratios[-1]:.2f}; from first "
+            f"to last computation {computing:.2f} s, {error:+.1%} of the simulation, and {rest:.2f} s besides; the "
+            f"busiest stage computes {case.work:.2f} s; "
             f"simulated speed-up {case.simulated_one_by_one / case.simulated:.2f}"
+        )
+        lines.append(
+            f"        start and end of a sibling, nobody computing: {1000 * arrays[0].start:.0f} ms, of all of them "
+            f"{case.siblings * arrays[0].start / whole:.1%} of the array's time; the simulation has none"
         )
         if case.real:
             continue

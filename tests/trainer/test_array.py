@@ -78,7 +78,11 @@ class Job:
         pl.seed_everything(self.number, verbose=False)
         g = torch.Generator().manual_seed(7)
         x = torch.randn(40, self.width, generator=g)
-        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), self.batch, shuffle=True)
+        batch, shuffle = self.batch, self.harm not in UNEQUAL
+        if not shuffle and int(os.environ.get("RANK", "0")) == LAST:
+            x = x[:24] if self.harm == "fewer batches" else x + (self.harm == "other samples")
+            batch += 3 * (self.harm == "other rows")
+        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch, shuffle=shuffle)
         module = Net(0.01 * (1 + self.number), self.width)
         seen = Seen(self.harm)
         callbacks: list[Callback] = [seen]
@@ -275,6 +279,28 @@ def test_a_failure_ends_one_sibling_only(size: int) -> None:
     values = [{index: value for index, value, error in r if not error} for r in results]
     for index in values[1].keys() & values[0].keys():
         assert values[0][index][0] == values[1][index][0]
+
+
+UNEQUAL = {
+    "other samples": "training, batch 0: the ranks of one pipeline loaded different batches",
+    "other rows": "training, batch 0: the ranks of one pipeline loaded different batches",
+    "fewer batches": "the training data of some ranks end with batch 2",
+}
+
+
+def unequal(rank: int, size: int) -> list[Any]:
+    quiet()
+    jobs = [job for n, harm in enumerate(UNEQUAL) for job in (Job(2 * n, harm=harm), Job(2 * n + 1))]
+    return [(o.index, o.value, _text(o.error)) for o in JobArray(size).run(jobs)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_ranks_that_load_other_data_end_one_sibling_only(size: int) -> None:
+    for result in run_ranks(unequal, 3, size, timeout=90):
+        errors = {index: error for index, _, error in result}
+        for n, message in enumerate(UNEQUAL.values()):
+            assert message in errors[2 * n]
+            assert not errors[2 * n + 1], errors
 
 
 def misfits(rank: int) -> list[str]:

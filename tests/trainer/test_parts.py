@@ -20,9 +20,11 @@ from lightning_pipes.engine import FailureWatch
 from lightning_pipes.ir import DeadlockError, Instruction, Kind, PipelineError, Plan, Program, RankView, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.barriers import has_purpose
 from lightning_pipes.trainer.batches import check_same, fingerprint, join, rows_of, take
 from lightning_pipes.trainer.capture import Interceptor
 from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.equal_starts import checksum
 from lightning_pipes.trainer.hooks import HookWrappers
 from lightning_pipes.trainer.logs import LogCall, merge, recorded
 from lightning_pipes.trainer.optimizers import keep_local, parameter_names
@@ -323,3 +325,34 @@ def test_the_plan_is_what_the_schedule_asks_for() -> None:
     assert plan.versions == (2, 1)
     assert isinstance(order, Program)
     assert order.endless
+
+
+def test_checksums_see_values_places_and_signs() -> None:
+    ones = torch.ones(1001)
+    moved = torch.arange(9.0)[[1, 0, *range(2, 9)]]
+    different = [
+        [ones],
+        [2 * ones],
+        [-ones],
+        [torch.arange(9.0)],
+        [moved],
+        [ones, torch.zeros(2)],
+        [torch.zeros(2), ones],
+    ]
+    assert len({checksum(tensors) for tensors in different}) == len(different)
+    assert checksum([torch.arange(12.0)[3:6]]) == checksum([torch.arange(3.0, 6.0)])
+
+
+def test_barriers_are_for_what_users_hooks_do() -> None:
+    class Writes(pl.Callback):
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None: ...
+
+    options: Any = {"logger": False, "accelerator": "cpu", "enable_progress_bar": False}
+    plain, writing = pl.Trainer(**options), pl.Trainer(**options, callbacks=[Writes()])
+    for trainer in (plain, writing):
+        trainer.strategy._lightning_module = pl.LightningModule()
+    assert not has_purpose("post_setup", plain)
+    assert has_purpose("post_setup", writing)
+    assert not has_purpose("run-stage", writing)
+    assert has_purpose("of the user's own", plain)
+    assert has_purpose(None, plain)
