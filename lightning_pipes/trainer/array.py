@@ -167,7 +167,7 @@ class Sibling(Generic[T]):
     def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
         """Has `check` called when `come()`, to raise what is wrong. All ranks ask for it in the same turn, go on as if
         nothing was, and find the same: an error ends the sibling `late` turns after this one, or in the middle of what
-        it waits for. `check` waits by itself where it is called before that."""
+        it waits for. In that turn they call `check`, unless they can't go on without each other. `check` waits by itself where it is called before that."""
         self._checks.append((self.turns + late, come, check))
 
     def check(self) -> None:

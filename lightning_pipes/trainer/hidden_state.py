@@ -102,7 +102,7 @@ class HiddenState:
             shared.before = {place: (id(t), fingerprint(t)) for place, t in _tensors(shared.thing).items()}
         yield
         if self._watching and self._shared:
-            self._compare()
+            self._compare(training)
         self._seen.add(training)
         self._watching = False
 
@@ -147,9 +147,12 @@ class HiddenState:
                             stacklevel=2,
                         )
 
-    def _compare(self) -> None:
+    def _compare(self, training: bool) -> None:
         changes = self._control.start_all_gather([_changes(s) for s in self._shared])
-        soon(changes.come, lambda: self._check(changes()), late=1)
+        if training:
+            soon(changes.come, lambda: self._check(changes()), late=1)
+        else:
+            self._check(changes())
 
     def _check(self, found: Sequence[Sequence[Mapping[str, _Change]]]) -> None:
         by_rank = dict(zip(self._control.ranks, found, strict=True))

@@ -23,7 +23,7 @@ from lightning_pipes.engine.transport import make_transport
 from lightning_pipes.trainer.array import SiblingWatch, current_sibling, soon
 from lightning_pipes.trainer.batches import check_same, fingerprint, rows_of
 from lightning_pipes.trainer.checks import warn_about_small_batch
-from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.control import Coming, Control
 from lightning_pipes.trainer.gradients import FreshGradients
 from lightning_pipes.trainer.hidden_state import HiddenState
 from lightning_pipes.trainer.logs import LogReplay, merge, recorded
@@ -39,6 +39,8 @@ from lightning_pipes.trainer.tape import TapedLayer
 
 CHECKED_BATCHES = 2
 """Batches at the start of every epoch, and of a run, whose checksums all ranks compare."""
+
+TRAINING = "training"
 
 
 class PipelineRun:
@@ -140,7 +142,7 @@ class PipelineRun:
         """
         rows = rows_of(batch)
         batch_idx = arguments[0] if arguments else self._trainer.fit_loop.batch_idx
-        self._check(batch, batch_idx, "training")
+        self._check(batch, batch_idx, TRAINING)
         divisor = self._trainer.accumulate_grad_batches
         self.buffers.before_batch()
         data = TrainingBatch(batch, rows, arguments, divisor)
@@ -233,9 +235,17 @@ class PipelineRun:
     def _check(self, batch: Any, batch_idx: int, what: str) -> None:
         if min(batch_idx, len(self.windows)) < CHECKED_BATCHES and self._control.size > 1:
             found, where = self._control.start_all_gather(fingerprint(batch)), f"{what}, batch {batch_idx}"
-            soon(found.come, lambda: check_same(found(), self._control.ranks, where), late=1)
+            check = partial(_check_same, found, self._control.ranks, where)
+            if what == TRAINING:
+                soon(found.come, check, late=1)
+            else:
+                check()
 
     def _evaluation_number(self) -> int:
         """Different from batch to batch, the same after a resume at the same place."""
         self._evaluated += 1
         return (self._trainer.fit_loop.total_batch_idx + 1 << 20) + self._evaluated
+
+
+def _check_same(found: Coming[list[str]], ranks: Sequence[int], where: str) -> None:
+    check_same(found(), ranks, where)

@@ -28,7 +28,7 @@ from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.grid import Grid
 from lightning_pipes.trainer.packing import Packed, unpacked
 from lightning_pipes.trainer.report import Window
-from lightning_pipes.trainer.run import PipelineRun
+from lightning_pipes.trainer.run import TRAINING, PipelineRun
 from lightning_pipes.trainer.steps import TrainingBatch
 from lightning_pipes.trainer.stopping import LateAgreement, StopAgreement
 
@@ -65,7 +65,7 @@ class StreamingRun(PipelineRun):
         """Starts one batch and does what can be done; returns what the user's step gave for the latest batch known
         here, on the last stage this one. Until the first one is, a loss that is not a number."""
         rows = rows_of(batch)
-        self._check(batch, arguments[0] if arguments else self._trainer.fit_loop.batch_idx, "training")
+        self._check(batch, arguments[0] if arguments else self._trainer.fit_loop.batch_idx, TRAINING)
         if self.engine.open and rows > self.engine.plan.jobs[0].rows:
             self.drain()
         if not self.engine.open:
