@@ -167,7 +167,8 @@ class Sibling(Generic[T]):
     def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
         """Has `check` called when `come()`, to raise what is wrong. All ranks ask for it in the same turn, go on as if
         nothing was, and find the same: an error ends the sibling `late` turns after this one, or in the middle of what
-        it waits for. In that turn they call `check`, unless they can't go on without each other. `check` waits by itself where it is called before that."""
+        it waits for. In that turn they call `check`, unless they can't go on without each other. `check` waits by
+        itself where it is called before that."""
         self._checks.append((self.turns + late, come, check))
 
     def check(self) -> None:
@@ -476,11 +477,10 @@ class JobArray(Generic[T]):
         return shared.watch
 
     def control(self, sibling: Sibling[T], make: Callable[[Sequence[Place]], Control]) -> Control:
-        """Connections for one sibling, made unless one that has ended left its own. Collective."""
-        if self.shared.controls:
-            return self.shared.controls.pop(0)
+        """Connections for one sibling, made unless one that has ended left its own. Collective. All ranks meet before:
+        one that took connections although the sibling has failed elsewhere would have others than those later."""
         sibling.meet()
-        control = make(self.shared.places)
+        control = self.shared.controls.pop(0) if self.shared.controls else make(self.shared.places)
         self.shared.places = control.places
         return control
 
