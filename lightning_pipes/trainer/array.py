@@ -424,7 +424,7 @@ class JobArray(Generic[T]):
         restore = self._note_interrupts()
         end: BaseException = ArrayCancelledError("the array was closed before this sibling had ended")
         try:
-            more = True
+            more = filling = True
             while True:
                 while more and len(self._queue) < self.size:
                     set_own_random_state(self._home)
@@ -435,7 +435,8 @@ class JobArray(Generic[T]):
                     sibling = Sibling(self._begun, job, self, self._home)
                     self._living[self._begun] = sibling
                     self._begun += 1
-                    yield from self._have_turn(sibling)
+                    yield from self._have_turn(sibling, filling)
+                filling = False
                 if not self._queue:
                     self._gather_timeline()
                     return
@@ -513,13 +514,15 @@ class JobArray(Generic[T]):
 
     # ---- turns
 
-    def _have_turn(self, sibling: Sibling[T]) -> Iterator[Outcome[T]]:
+    def _have_turn(self, sibling: Sibling[T], filling: bool = False) -> Iterator[Outcome[T]]:
+        """A turn of a sibling. While the array is `filling` nobody computes meanwhile: a rank that computes keeps all
+        others waiting, and the first siblings would start one by one, each some computations after the one before."""
         self._work_until(_Room(self.memory, sibling.index))
         self.memory.begin_turn(sibling.index)
         self.memory.look_ahead(self._coming())
         sibling.begin_turn()
         while not sibling.go_on():
-            self._work_until(sibling)
+            self._work_until(sibling, idle=filling)
         if sibling.outcome is None:
             self._end_turn(sibling)
         self._show(sibling)
@@ -595,12 +598,13 @@ class JobArray(Generic[T]):
             rounds.end(len(self._queue))
         rounds.to_come -= 1
 
-    def _work_until(self, awaited: _Awaited) -> None:
-        """Computes for siblings between their turns until `awaited.ready`; sleeps where there is nothing to do."""
+    def _work_until(self, awaited: _Awaited, idle: bool = False) -> None:
+        """Computes for siblings between their turns until `awaited.ready`; sleeps where there is nothing to do, or
+        always if `idle`."""
         while not awaited.ready:
             if self._interrupts:
                 raise KeyboardInterrupt
-            if not self._work():
+            if idle or not self._work():
                 self._sleep()
 
     def _work(self) -> bool:

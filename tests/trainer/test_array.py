@@ -8,6 +8,7 @@ import signal
 import warnings
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import Kind, PipelineError, PlanError
 from lightning_pipes.strategies.jap import round_order
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from lightning_pipes.trainer.array import ArrayCancelledError, JobArray, SiblingFailure, current_sibling
+from lightning_pipes.trainer.array import ArrayCancelledError, JobArray, Sibling, SiblingFailure, current_sibling
 from lightning_pipes.trainer.memory_swap import MemorySwap
 
 LAST = 0
@@ -194,6 +195,37 @@ def test_siblings_are_what_they_are_alone(ranks: int, tmp_path: Path) -> None:
         assert values[2][2] < 4 * 5, "it was to stop early"
     assert (tmp_path / "0" / "best.ckpt").exists()
     assert (tmp_path / "7" / "best.ckpt").exists()
+
+
+def begun_before_computing(rank: int, siblings: int, size: int) -> list[int]:
+    """How many siblings had begun at each computation."""
+    quiet()
+    found: list[int] = []
+    begun = 0
+
+    def begins(job: Job) -> Any:
+        nonlocal begun
+        begun += 1
+        return job()
+
+    def compute(sibling: Sibling[Any]) -> None:
+        found.append(begun)
+        as_it_is(sibling)
+
+    as_it_is = Sibling.compute
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sibling, "compute", compute)
+        for outcome in JobArray(size).run(partial(begins, Job(n, epochs=1)) for n in range(siblings)):
+            assert outcome.error is None
+    return found
+
+
+def test_nobody_computes_while_the_first_siblings_begin() -> None:
+    """Later ones begin while others compute."""
+    for found in run_ranks(begun_before_computing, 2, 6, 4, timeout=60):
+        assert found[0] == 4
+        assert found[-1] == 6
+        assert found.count(5) > 0
 
 
 def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[dict[int, Any], dict[int, str], list[Any], Any]:
