@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from lightning_pipes.ir import PipelineError, placement
+from lightning_pipes.ir import PipelineError, Plan, placement
 from lightning_pipes.planning.auto import installed_variants
 from lightning_pipes.planning.progress import Progress
 from lightning_pipes.planning.what_if import Trial, WhatIf
@@ -78,6 +78,8 @@ def advise(record: RunRecord, progress: Progress = lambda what, done: None) -> A
     """What is slow in a run, and the change that helps most of those that were simulated: other cuts where the layers'
     times are known, more or fewer micro-batches, other installed schedules, and the best of them together."""
     slowest = Slowest.of(record.shown)
+    if record.siblings > 1:  # they keep each other's ranks busy: only a slow stage makes all of them slower
+        return Advice(f"{slowest}{_less_to_do(slowest, record.plan)}. {record.shared}.")
     try:
         model = WhatIf(record)
         now = model.now
@@ -169,9 +171,8 @@ def _sentence(model: WhatIf, slowest: Slowest, best: _Tried | None) -> tuple[str
     gain = _gain(model, best.trial) if best else 0.0
     even = 1 - model.with_even_stages() / now.seconds
     if slowest.uneven and not model.layers_known and even > max(gain, WORTH_IT):
-        cuts = [span.start for span in model.plan.layers[1:]]
         return (
-            f"{slowest}: give it less to do{f' (now partition={cuts})' if cuts else ''}; "
+            f"{slowest}{_less_to_do(slowest, model.plan)}; "
             f"with equal stages a step would take {_less(now.seconds, now.seconds * (1 - even))}."
         ), None
     if best is None or gain < WORTH_IT:
@@ -180,6 +181,11 @@ def _sentence(model: WhatIf, slowest: Slowest, best: _Tried | None) -> tuple[str
     words = {"partition": _about_cuts, "microbatches": _about_microbatches, "schedule": _about_schedule}[best.reason]
     step = f"a step would take {_less(now.seconds, best.trial.seconds)}"
     return f"{words(model, slowest, best.trial)}; {step}{_assumed(model, best.trial)}.", best.trial
+
+
+def _less_to_do(slowest: Slowest, plan: Plan) -> str:
+    cuts = [span.start for span in plan.layers[1:]]
+    return f": give it less to do{f' (now partition={cuts})' if cuts else ''}" if slowest.uneven else ""
 
 
 def _about_cuts(model: WhatIf, slowest: Slowest, trial: Trial) -> str:

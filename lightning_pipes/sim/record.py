@@ -31,6 +31,8 @@ class RunRecord:
         between: seconds from the end of one step of the pipeline to the start of the next; None if unknown.
         facts: whatever else there is to tell people, by name.
         choice: why this schedule was chosen, or this cut; lines of a table among them.
+        siblings: how many trainings at a time shared the ranks, as in a job array. With more than one, what is idle in
+            `measured` is idle for this one only.
     """
 
     predicted: Timeline
@@ -43,6 +45,17 @@ class RunRecord:
     between: float | None = None
     facts: Mapping[str, str] = field(default_factory=dict, hash=False)
     choice: str = ""
+    siblings: int = 1
+
+    @property
+    def shared(self) -> str:
+        """What there is to know of a training that was not alone; empty for one that was."""
+        if self.siblings == 1:
+            return ""
+        return (
+            f"This was one of up to {self.siblings} siblings at a time of a job array. Ranks computed for the others "
+            "while it waited, so what is measured does not say how much they idled; the array's timeline does"
+        )
 
     @property
     def plan(self) -> Plan:
@@ -67,7 +80,7 @@ class RunRecord:
             "costs": costs_data(self.costs),
             "profile": None if self.profile is None else self.profile.data(),
         }
-        data |= {name: getattr(self, name) for name in ("schedule", "memory", "between", "facts", "choice")}
+        data |= {name: getattr(self, name) for name in ("schedule", "memory", "between", "facts", "choice", "siblings")}
         settings = {name: value if _is_plain(value) else repr(value) for name, value in self.settings.items()}
         write_json({**data, "settings": settings}, path)
 

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipes.planning.wording import schedule_settings
+from lightning_pipes.trainer.array import siblings_at_a_time
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.report import About, Window
 from lightning_pipes.trainer.run import PipelineRun
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def describe_run(strategy: PipelineStrategy) -> About:
     """What this rank knows by itself."""
     device, plugin = strategy.root_device, strategy.precision_plugin
-    threads = torch.get_num_threads()
+    threads, siblings = torch.get_num_threads(), siblings_at_a_time()
     facts = {
         "module": type(strategy.lightning_module).__name__,
         "device": torch.cuda.get_device_name(device)
@@ -30,6 +31,7 @@ def describe_run(strategy: PipelineStrategy) -> About:
         else f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank",
         "precision": str(plugin.precision),
         "replicas": str(strategy.grid.replicas) if strategy.grid.replicas > 1 else "",
+        "array": f"{siblings} siblings at a time" if siblings > 1 else "",
         "finished": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
     }
     schedule, decision = strategy.schedule, strategy.decision
@@ -40,6 +42,7 @@ def describe_run(strategy: PipelineStrategy) -> About:
         facts={k: v for k, v in facts.items() if v},
         choice="\n".join(filter(None, [decision.table, decision.why])) if decision.profile else "",
         foretold=decision.seconds,
+        siblings=siblings,
     )
 
 

@@ -345,6 +345,12 @@ def current_sibling() -> Sibling[Any] | None:
     return _current.get()
 
 
+def siblings_at_a_time() -> int:
+    """How many share the ranks with the one that is running, itself included; 1 outside of arrays."""
+    sibling = current_sibling()
+    return 1 if sibling is None else sibling.array.size
+
+
 class JobArray(Generic[T]):
     """Runs functions as siblings that share one pipeline.
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_pipes.planning.advice import Advice
 
 KEPT_WINDOWS = 10
+AMONG_SIBLINGS = "measured, among siblings: idle for this one"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class About:
         facts: for people, by name.
         choice: why it is this schedule, or this cut, for people; empty where nothing was chosen.
         foretold: seconds of a step, by the profile that they were chosen by.
+        siblings: how many trainings at a time shared the ranks.
     """
 
     schedule: str = ""
@@ -57,6 +59,7 @@ class About:
     facts: Mapping[str, str] = field(default_factory=dict)
     choice: str = ""
     foretold: float | None = None
+    siblings: int = 1
 
 
 class Saved(NamedTuple):
@@ -88,8 +91,9 @@ class PipelineReport:
         counts = Counter(id(round_[0].plan) for round_ in rounds)
         common = counts.most_common(1)[0][0]
         first = next(r[0] for r in rounds if id(r[0].plan) == common)
+        name = "measured" if about.siblings == 1 else AMONG_SIBLINGS
         timelines = [
-            Timeline.gather([w.events for w in round_], first.plan, name="measured")
+            Timeline.gather([w.events for w in round_], first.plan, name=name)
             for round_ in rounds
             if id(round_[0].plan) == common
         ]
@@ -105,9 +109,10 @@ class PipelineReport:
             about.settings,
             about.profile,
             about.memory,
-            _between(windows[0]),
+            _between(windows[0]) if about.siblings == 1 else None,
             about.facts,
             _choice(about, measured),
+            about.siblings,
         )
         return cls(record)
 
@@ -124,7 +129,8 @@ class PipelineReport:
 
     @property
     def bubble_measured(self) -> float:
-        """The share of all ranks' time in which they idled, 0 to 1."""
+        """The share of all ranks' time in which they idled, 0 to 1; a sibling's of a job array in which they did not
+        compute for it, but may have for others."""
         return _mean(self.measured.bubble)
 
     @property
@@ -160,12 +166,13 @@ class PipelineReport:
     def __str__(self) -> str:
         from lightning_pipes.sim import compare
 
-        return "\n\n".join(filter(None, [self.record.choice, str(compare(self.predicted, self.measured))]))
+        found = self.record.shared or str(compare(self.predicted, self.measured))
+        return "\n\n".join(filter(None, [self.record.choice, found]))
 
 
 def _choice(about: About, measured: Timeline) -> str:
     """What was chosen and why, and whether it came true."""
-    if about.foretold is None:
+    if about.foretold is None or about.siblings > 1:
         return about.choice
     foretold = f"A step: {seconds_text(1e9 * about.foretold)} foretold when it was chosen, "
     return f"{about.choice}\n{foretold}{seconds_text(measured.makespan)} measured"

@@ -32,6 +32,7 @@ from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.about import describe_run, gather_run
 from lightning_pipes.trainer.adopting import adopt
+from lightning_pipes.trainer.array import siblings_at_a_time
 from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.connections import Connections, Idle, connections
@@ -491,7 +492,9 @@ class PipelineStrategy(ParallelStrategy):
         """Where the time of the last window went, on every rank; None before the first one has ended. Collective: all
         ranks must ask, and be at the same batch."""
         windows = self._running.windows
-        return Timing.of(self.pipeline.all_gather(Share.of(windows[-1].events))) if windows else None
+        if not windows:
+            return None
+        return Timing.of(self.pipeline.all_gather(Share.of(windows[-1].events)), siblings_at_a_time() == 1)
 
     @property
     def _trainer(self) -> pl.Trainer:

@@ -17,6 +17,7 @@ class TimelineLogger(pl.Callback):
     `pipeline/slowest_stage` (the number of the stage that computes longest, or of the busiest rank's first stage where
     ranks hold several) and `pipeline/slowest_ratio` (its time over the median of the others).
 
+    A sibling of a job array logs neither bubble nor efficiency, for ranks compute for others while it waits.
     With data_parallel, they are those of the first pipeline. A schedule that does not flush between batches never has
     all ranks at one batch but where an epoch ends: it is logged there.
 

@@ -10,6 +10,9 @@ from typing import NamedTuple
 from lightning_pipes.ir import COMPUTE, Kind
 from lightning_pipes.sim.timeline import Event
 
+_IDLE = ("pipeline/bubble", "pipeline/efficiency")
+"""What says nothing of a rank that computes for others meanwhile."""
+
 
 class Share(NamedTuple):
     """Of one rank: nanoseconds from its first instruction to the end of its last; what each stage computed; the number
@@ -43,6 +46,7 @@ class Timing:
         efficiency: the busiest rank's share, 0 to 1.
         slowest: the first stage of the busiest rank.
         ratio: the busiest rank's time over the median of the others'; 1 where there are none.
+        alone: whether what is idle in it was idle, and not busy for siblings of a job array.
     """
 
     seconds: float
@@ -50,9 +54,10 @@ class Timing:
     efficiency: float
     slowest: int
     ratio: float
+    alone: bool = True
 
     @classmethod
-    def of(cls, shares: Sequence[Share]) -> Timing:
+    def of(cls, shares: Sequence[Share], alone: bool = True) -> Timing:
         """From every rank's share, in the order of ranks."""
         busy = [sum(share.stages.values()) for share in shares]
         took = max(1, *(share.took for share in shares))
@@ -65,15 +70,17 @@ class Timing:
             busy[most] / took,
             min(shares[most].stages, default=0),
             busy[most] / usual if usual else 1.0,
+            alone,
         )
 
     @property
     def metrics(self) -> dict[str, float]:
-        """By the name under which they are logged."""
-        return {
+        """By the name under which they are logged; no bubble and no efficiency unless it was alone."""
+        found = {
             "pipeline/step_ms": 1e3 * self.seconds,
             "pipeline/bubble": self.bubble,
             "pipeline/efficiency": self.efficiency,
             "pipeline/slowest_stage": float(self.slowest),
             "pipeline/slowest_ratio": self.ratio,
         }
+        return found if self.alone else {k: v for k, v in found.items() if k not in _IDLE}

@@ -58,6 +58,16 @@ def test_a_slow_stage_is_named_with_the_layers_to_move():
     assert advice.proposed.seconds < advice.now.seconds
 
 
+def test_siblings_are_told_of_a_slow_stage_only():
+    slow, even = (advise(replace(record_of(times, 4, 8), siblings=3)) for times in (SLOW_THIRD, [2] * 12))
+    assert slow.sentence.startswith(
+        "Stage 2 takes 2x the time of the others: give it less to do (now partition=[3, 6, 9]). This was one of up to 3"
+    )
+    assert even.sentence.startswith("No stage is slow: stage 0 takes 1x the time of the others. This was one of up to")
+    for advice in (slow, even):
+        assert (advice.proposed, advice.now, advice.changes, advice.notes) == (None, None, (), ())
+
+
 def test_a_slow_device_gets_fewer_layers():
     """All layers are alike, and rank 1 takes 1.5 times as long for its own: what moves away gets faster."""
     record = record_of([2] * 12, 3, 12)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import time
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_pipes import PipelineStrategy
+from lightning_pipes import JobArray, PipelineStrategy, TimelineLogger
 from lightning_pipes.cost import CostModel
 from lightning_pipes.sim.record import RunRecord
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.report import AMONG_SIBLINGS
 from tests.trainer.lit import Lit, data, quiet
 
 
@@ -123,6 +127,53 @@ def test_bytes_of_stages(ranks):
     # tanh needs its result (10), and the last layer's scores (3), of which the loss keeps probabilities (3).
     assert costs.activation_bytes[0] == 0
     assert 8 * (10 + 3) <= costs.activation_bytes[1] <= 8 * (10 + 10 + 3 * 4)
+
+
+def among_siblings(rank: int, folder: str) -> dict[str, Any]:
+    """A sibling of four, and one that is alone in its array."""
+    array = JobArray[Any](4)
+    strategies = [PipelineStrategy("gpipe", microbatches=2) for _ in range(5)]
+    logger = CSVLogger(folder, name="csv", version="")
+    more: list[dict[str, Any]] = [{"logger": logger, "callbacks": [TimelineLogger(2)]}, {}, {}, {}]
+    jobs = [partial(fit, LitSlow(), s, 2, **options) for s, options in zip(strategies, more, strict=False)]
+    assert not any(outcome.error for outcome in array.run(jobs))
+    (outcome,) = JobArray(1).run([partial(fit, LitSlow(), strategies[-1], 2)])
+    assert not outcome.error
+    assert array.timeline is not None
+    report, alone = strategies[0].report, strategies[-1].report
+    saved = report.save(Path(folder) / str(rank))
+    return {
+        "bubbles": [sum(array.timeline.bubble) / 2, report.bubble_measured],
+        "advice": report.advice,
+        "alone": (alone.advice.now is not None, alone.record.siblings, alone.record.shared, alone.record.between),
+        "text": str(report),
+        "loaded": RunRecord.load(saved.record) == report.record,
+    }
+
+
+def test_a_sibling_does_not_take_time_for_others_for_idle_time(tmp_path):
+    """Four of them keep the ranks busy, as the array's timeline has it; each alone seems to leave them idle."""
+    for rank in run_ranks(among_siblings, 2, str(tmp_path), timeout=90):
+        busy, sibling = rank["bubbles"]
+        assert sibling > busy + 0.2
+        advice = rank["advice"]
+        assert (advice.now, advice.proposed, advice.changes, advice.notes) == (None, None, (), ())
+        assert "idle " not in advice.sentence.replace("how much they idled", "")
+        assert advice.sentence.endswith("the array's timeline does.")
+        assert "up to 4 siblings at a time" in rank["text"]
+        assert "makespan" not in rank["text"]
+        assert rank["loaded"]
+        is_advised, siblings, shared, between = rank["alone"]
+        assert (is_advised, siblings, shared) == (True, 1, "")
+        assert between is not None
+    page = (tmp_path / "0" / "report.html").read_text()
+    assert "time that ranks did not compute for this sibling" in page
+    assert "time that ranks idle" not in page
+    assert AMONG_SIBLINGS in page
+    assert "4 siblings at a time" in page
+    with open(tmp_path / "csv" / "metrics.csv") as file:
+        names = {name for name in next(csv.reader(file)) if name.startswith("pipeline/")}
+    assert names == {"pipeline/step_ms", "pipeline/slowest_stage", "pipeline/slowest_ratio"}
 
 
 def test_nothing_to_report():

@@ -65,7 +65,7 @@ def page(record: RunRecord, finding: Finding) -> str:
         legend="".join(f'<li><i style="background:var(--{kind}0)"></i>{escape(word)}</li>' for kind, word in legend),
         described=escape(_described(record), quote=True),
         sections="\n".join(_sections(record, finding)),
-        footer="Times are medians of the last steps; bubble is the share of a step in which a rank idles.",
+        footer=f"Times are medians of the last steps; bubble is {_bubble(record)}, as a share of a step.",
         data=picture_json(record),
         script=(here / "page.js").read_text(encoding="utf-8"),
     )
@@ -85,6 +85,10 @@ def _subtitle(record: RunRecord) -> str:
     return ", ".join([*facts, *record.facts.values()])
 
 
+def _bubble(record: RunRecord) -> str:
+    return "time that ranks idle" if record.siblings == 1 else "time that ranks did not compute for this sibling"
+
+
 def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     shown, slowest = record.shown, Slowest.of(record.shown)
     bubble = sum(shown.bubble) / len(shown.bubble)
@@ -95,7 +99,7 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
             ("a step of the pipeline" if batches == 1 else f"for {batches} batches")
             + (_foretold(record) if record.measured else ", foretold"),
         ),
-        (f"{bubble:.0%}", "bubble: time that ranks idle"),
+        (f"{bubble:.0%}", f"bubble: {_bubble(record)}"),
         (f"{shown.efficiency:.0%}", "efficiency: the busiest rank's share"),
     ]
     if slowest.others and slowest.uneven:
@@ -113,6 +117,8 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _foretold(record: RunRecord) -> str:
+    if record.siblings > 1:
+        return f"; alone it would take {seconds_text(record.predicted.makespan)}, as simulated"
     off = record.predicted.makespan / max(record.shown.makespan, 1) - 1
     return f"; foretold {seconds_text(record.predicted.makespan)} ({off:+.0%})"
 

@@ -25,7 +25,7 @@ def picture_json(record: RunRecord) -> str:
 
 def timelines(record: RunRecord) -> list[tuple[str, Timeline]]:
     """What is shown, by name: measured first."""
-    found = [] if record.measured is None else [("measured", record.measured)]
+    found = [] if record.measured is None else [(record.measured.name, record.measured)]
     return [*found, ("predicted", record.predicted)]
 
 

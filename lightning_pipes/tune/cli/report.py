@@ -45,6 +45,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
                 "efficiency": shown.efficiency,
                 "slowest_stage": slowest.stages[0],
                 "slowest_ratio": slowest.ratio,
+                "siblings": record.siblings,
                 "changes": [asdict(change) | {"call": change.call} for change in advice.changes],
                 "notes": list(advice.notes),
             }
@@ -53,7 +54,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     print(advice.sentence)
     if advice.proposed:
         print(f"\n    {advice.proposed.call}\n")
-    if record.measured is not None:
+    if record.measured is not None and record.siblings == 1:
         print(compare(record.predicted, record.measured))
     for note in advice.notes:
         print(f"note: {note}")
