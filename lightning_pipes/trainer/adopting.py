@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_count
 from lightning_pipes.planning.wording import schedule_settings
+from lightning_pipes.trainer.checks import warn_about_pieces
 from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.plans import Plans
 from lightning_pipes.trainer.run import PipelineRun
 from lightning_pipes.trainer.settings import AUTO, known_schedule
 from lightning_pipes.trainer.streaming import StreamingRun
@@ -37,7 +39,7 @@ def adopt(
                 f"this rank adopts {mine[:3]}, and rank {rank} {theirs[:3]}; all ranks must adopt the same, so decide "
                 "by what they have in common, such as strategy.last_timing()"
             )
-    run.plans = plans
+    _change(run, plans)
 
 
 def adopt_told(run: PipelineRun, schedule: Schedule | Policy, microbatches: int, rows: int) -> None:
@@ -48,7 +50,13 @@ def adopt_told(run: PipelineRun, schedule: Schedule | Policy, microbatches: int,
         PlanError: see `adopt`.
     """
     _check_flushes(run)
-    run.plans = run.plans.other(schedule, microbatches, verified=rows)
+    _change(run, run.plans.other(schedule, microbatches, verified=rows))
+
+
+def _change(run: PipelineRun, plans: Plans) -> None:
+    if run.plans.microbatches == 1 < plans.microbatches:
+        warn_about_pieces(run.cut.full)
+    run.plans = plans
 
 
 def _check_flushes(run: PipelineRun) -> None:

@@ -81,8 +81,8 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
             raise PipelineError(f"{owner}.{name} has no shape yet; initialise lazy layers with a first forward")
 
 
-def warn_about(module: pl.LightningModule, full: Layers) -> None:
-    """Warns of layers and hooks that see micro-batches, or nothing."""
+def warn_about_pieces(full: Layers) -> None:
+    """Warns of layers that differ where training batches are cut into micro-batches."""
     names = batch_statistics(full)
     if names:
         rank_zero_warn(
@@ -95,6 +95,10 @@ def warn_about(module: pl.LightningModule, full: Layers) -> None:
             f"{_listed(names)}: spectral normalisation improves its estimate in every forward, so once for every "
             "micro-batch, and training differs a little from one process"
         )
+
+
+def warn_about(module: pl.LightningModule, full: Layers) -> None:
+    """Warns of layers and hooks that see the layers of one stage, or nothing."""
     copies = _copies(module, full)
     if copies:
         rank_zero_warn(

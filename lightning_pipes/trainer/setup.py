@@ -5,12 +5,13 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_pipes.engine.rng import replica_seed
 from lightning_pipes.ir import Program
 from lightning_pipes.trainer.capture import Interceptor
-from lightning_pipes.trainer.checks import warn_about
+from lightning_pipes.trainer.checks import warn_about, warn_about_pieces
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.deciding import Deciding
 from lightning_pipes.trainer.decision import Decision, Wanted
@@ -71,6 +72,8 @@ class PipelineSetup:
         self._layout = layout = Layout(self._grid, decision.ranks, decision.layers)
         self._plans = decision.plans()
         self._plan, order = self._plans.for_rows(self._plans.microbatches)
+        if self._trainer.state.fn == TrainerFn.FITTING and self._plans.microbatches > 1:
+            warn_about_pieces(self.full)
         self.endless = isinstance(order, Program) and order.endless
         self._control.watch.stages = dict(layout.stages_of_processes())
         self._who = holders(self._module, self.path, layout.place_of_layer, range(self._grid.length))

@@ -7,8 +7,10 @@ import os
 import signal
 import time
 import warnings
+from functools import partial
 from tempfile import mkdtemp
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -19,11 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
-from lightning_pipes import PipelineStrategy
+from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.strategies.kfkb import KFKB
-from lightning_pipes.testing.ranks import watch_ranks
-from lightning_pipes.trainer.checks import warn_about, warn_about_small_batch
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.trainer import checks
+from lightning_pipes.trainer.checks import warn_about, warn_about_pieces, warn_about_small_batch
 from tests.trainer.lit import Lit, LitOutside, data, quiet
 
 SOON = 12.0
@@ -38,12 +41,11 @@ def fit(rank: int, module: type[Lit], ranks: int, strategy: dict[str, Any], more
         accelerator="cpu",
         devices=ranks,
         strategy=PipelineStrategy(**{"microbatches": 2, **strategy}),
-        max_epochs=50,
         precision="64-true",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"enable_checkpointing": False, **more},
+        **{"enable_checkpointing": False, "max_epochs": 50, **more},
     )
     own = module is FewerBatches
     trainer.fit(lit, None if own else DataLoader(data(), batch_size=8), DataLoader(data(5), batch_size=5))
@@ -306,16 +308,46 @@ def test_a_failing_rank_can_save_its_part():
     assert "model.8.weight" not in state
 
 
-def test_batch_normalisation_warns_once():
-    class Normal(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model.insert(2, nn.BatchNorm1d(6))
+class Normal(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.insert(2, nn.BatchNorm1d(6))
 
-    module = Normal()
+
+def test_batch_normalisation_warns_once():
     with pytest.warns(UserWarning, match="2: batch normalisation sees one micro-batch at a time") as caught:
-        warn_about(module, module.model)
+        warn_about_pieces(Normal().model)
     assert len(caught) == 1
+
+
+class Cut(Callback):
+    """Cuts the batches after the first."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.strategy.adopt(trainer.strategy.schedule, 2)  # type: ignore[attr-defined]
+
+
+def warned(rank: int, ways: list[tuple[int, int | None, bool]]) -> list[bool]:
+    """Whether training in each way (siblings at a time, micro-batches, whether more are adopted) warns of batch
+    normalisation."""
+    found = []
+    for size, microbatches, adopts in ways:
+        options = {"max_epochs": 1, "limit_train_batches": 2, "callbacks": [Cut()] if adopts else []}
+        jobs = [partial(fit, rank, Normal, 2, {"microbatches": microbatches}, options) for _ in range(size or 1)]
+        said: list[str] = []
+        with mock.patch.object(checks, "rank_zero_warn", said.append):
+            if size:
+                assert [o.error for o in JobArray(size).run(jobs)] == [None] * size
+            else:
+                jobs[0]()
+        found.append(any("batch normalisation" in text for text in said))
+    return found
+
+
+def test_batch_normalisation_warns_where_batches_are_cut():
+    """Siblings of an array cut them where there are fewer of them than stages."""
+    ways = [(0, 1, False), (0, None, False), (0, 1, True), (1, None, False), (2, None, False), (2, 2, False)]
+    assert run_ranks(warned, 2, ways, timeout=60) == [[False, True, True, True, False, True]] * 2
 
 
 def test_a_copy_of_the_layers_warns():
@@ -332,7 +364,7 @@ def test_spectral_norm_warns():
     module = Lit()
     nn.utils.parametrizations.spectral_norm(module.model[2][0])
     with pytest.warns(UserWarning, match=r"2\.0: spectral normalisation improves its estimate in every forward"):
-        warn_about(module, module.model)
+        warn_about_pieces(module.model)
 
 
 def test_batches_too_small_for_the_stages_warn(recwarn):
