@@ -63,11 +63,12 @@ def agreed_name(store: TCPStore, rank: int, size: int, timeout: timedelta) -> st
             if not store.check([f"lightning_pipes/asks/{other}"]):
                 continue
             number = store.get(f"lightning_pipes/asks/{other}").decode()
-            if number != answered.get(other):
+            before = answered.get(other)  # looked for first: who has confirmed may have asked for the next name since
+            if before is not None and store.check([f"lightning_pipes/confirms/{own}/{before}"]):
+                missing.remove(other)
+            elif number != before:
                 store.set(f"lightning_pipes/answers/{number}", own)
                 answered[other] = number
-            elif store.check([f"lightning_pipes/confirms/{own}/{number}"]):
-                missing.remove(other)
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, sorted(missing)))
             raise TimeoutError(f"rank {ranks} did not come within {timeout.total_seconds():.0f} s")

@@ -40,6 +40,17 @@ def test_each_attempt_agrees_on_a_name_of_its_own(store):
     assert len(set(names)) == 3
 
 
+def test_who_asks_again_at_once_is_not_given_the_same_name(store):
+    def twice(rank: int) -> list[str]:
+        connection = TCPStore("127.0.0.1", store.port, is_master=False, timeout=SOON / 4)
+        return [agreed_name(connection, rank, 2, SOON / 4) for _ in range(2)]
+
+    with ThreadPoolExecutor(2) as pool:
+        zero, one = pool.map(twice, range(2))
+    assert zero == one
+    assert len(set(zero)) == 2
+
+
 def test_rank_zero_does_not_wait_for_ever(store):
     with pytest.raises(TimeoutError, match="rank 1, 2 did not come within 0 s"):
         agreed_name(store, 0, 3, timedelta(seconds=0.1))
