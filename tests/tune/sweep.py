@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
@@ -93,6 +94,7 @@ def new_study(**more: Any) -> optuna.Study:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100, exit=True)  # before who waits for it gives up, and nobody knows why
     folder = Path(sys.argv[1])
     made = optimize_array(
         lambda: new_study(storage=f"sqlite:///{folder}/study.db", study_name="script", load_if_exists=True),
