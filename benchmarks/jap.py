@@ -183,7 +183,7 @@ def main() -> None:
         if options.quick:
             cases = [jap_run.Case(4, 8, 6, jap_run.slow_layers(4, 0.1))]
         else:
-            cases = [jap_run.Case(stages, 16, 32, jap_run.slow_layers(stages, 0.24)) for stages in (4, 8)]
+            cases = [jap_run.Case(stages, 16, 20, jap_run.slow_layers(stages, 0.24)) for stages in (4, 8)]
             cases.append(jap_run.Case(2, 8, 12, jap_run.gpt_profile(2), real=True))
         lines, measured = jap_run.executed(cases, pairs=1 if options.quick else 2)
         equal = jap_run.bit_equal(2 if options.quick else 4)
