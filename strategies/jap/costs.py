@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_pipes.cost import FREE, Link
-from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, Program
+from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, PlanError, Program
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem
 
 
@@ -18,10 +18,17 @@ class ArrayCosts:
 
     Attributes:
         problem: the times; jobs are cut into one span each.
+
+    Raises:
+        PlanError: backwards begin before their gradients are there.
     """
 
     problem: ArrayProblem
     overhead_ns: int = 0
+
+    def __post_init__(self) -> None:
+        if self.problem.early_recompute:
+            raise PlanError("a simulated backward begins when its gradient is there; leave early_recompute out")
 
     def duration(self, i: Instruction, plan: Plan) -> int:
         """Nanoseconds of a computation."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,8 +31,9 @@ class ArrayProblem:
     - A stage runs one block at a time: F takes it for forward + switch, B for recompute + backward + update + switch.
       The paper charges the switch after every block; where states are prefetched it is 0.
     - The next block of a job may start forward + transfer after an F started, and recompute + backward + transfer_back
-      after a B: update and switch do not hold up the job. The last stage's B
-      follows its F on the same device.
+      after a B: update and switch do not hold up the job. The last stage's B follows its F on the same device.
+    - With `early_recompute` a B may begin with its recomputation before the gradient arrives, at the earliest when the
+      B before it begins. The paper's formulas are read as without.
     - The iteration ends with the last block of stage 0 (E3 to E9, read so that F and B exclude each other too).
 
     Blocks are numbered stage by stage: F of job j on stage s is 2 J s + j, its B is J more.
@@ -48,6 +49,7 @@ class ArrayProblem:
     switch: Array = field(default_factory=_nothing)
     transfer: Array = field(default_factory=_nothing)
     transfer_back: Array = field(default_factory=_nothing)
+    early_recompute: bool = False
 
     def __post_init__(self) -> None:
         shape = np.shape(self.forward)
@@ -91,6 +93,8 @@ class ArrayProblem:
         The B of stage 0 has no next block; its entry is what it takes.
         """
         there, back = self.forward + self.transfer, self.recompute + self.backward + self.transfer_back
+        if self.early_recompute:
+            back[:, 1:] = np.maximum(back[:, 1:] - self.recompute[:, :-1], 0)
         there[:, -1] = self.occupied[0][:, -1]
         back[:, 0] = self.occupied[1][:, 0]
         return there, back
@@ -133,7 +137,7 @@ class ArrayProblem:
 
     def chosen(self, jobs: Array | list[int]) -> ArrayProblem:
         """The same for some of the jobs only."""
-        return ArrayProblem(*(getattr(self, name)[jobs] for name in _TIMES))
+        return replace(self, **{name: getattr(self, name)[jobs] for name in _TIMES})
 
     def starts(self, order: Array) -> Array:
         """When each block starts, by its number, if every stage runs its blocks in `order` as early as it can.

@@ -7,7 +7,7 @@ import numpy as np
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 
 
-def random_problem(seed, jobs, stages, most=9, equal=False, late=9):
+def random_problem(seed, jobs, stages, most=9, equal=False, late=9, early=False):
     """Small whole numbers; updates and switches, up to `late`, may be longer than what follows."""
     rng = np.random.default_rng(seed)
 
@@ -17,7 +17,7 @@ def random_problem(seed, jobs, stages, most=9, equal=False, late=9):
             table[: jobs // 2 + 1] = table[0]
         return table
 
-    return ArrayProblem(times(1), times(1), times(0), times(0, late), times(0, late), times(0), times(0))
+    return ArrayProblem(times(1), times(1), times(0), times(0, late), times(0, late), times(0), times(0), early)
 
 
 def rows_of_a_stage(jobs):
@@ -43,7 +43,9 @@ def timed(problem, rows):
             return start[j, "F", s - 1] + p.forward[j, s - 1] + p.transfer[j, s - 1] if s else 0
         if s == stages - 1:
             return start[j, "F", s] + p.forward[j, s] + p.switch[j, s]
-        return start[j, "B", s + 1] + p.recompute[j, s + 1] + p.backward[j, s + 1] + p.transfer_back[j, s + 1]
+        before = start[j, "B", s + 1]
+        gradient = before + p.recompute[j, s + 1] + p.backward[j, s + 1] + p.transfer_back[j, s + 1]
+        return max(before, gradient - p.recompute[j, s]) if p.early_recompute else gradient
 
     for _ in range(4 * jobs * stages + 2):
         changed = False

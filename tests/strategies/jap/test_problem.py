@@ -40,9 +40,15 @@ def test_the_simulator_gives_the_same_times(seed):
     assert problem.makespan(starts) == max(e.end for e in timeline.events if e.rank == 0)
 
 
-def test_brute_force_gives_the_same_times():
+def test_what_can_not_be_simulated_is_refused():
+    with pytest.raises(PlanError, match="leave early_recompute out"):
+        ArrayCosts(random_problem(0, 2, 2, early=True))
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_brute_force_gives_the_same_times(early):
     """All orders of two jobs on two stages, deadlocks included."""
-    problem = random_problem(3, 2, 2)
+    problem = random_problem(3, 2, 2, early=early)
     deadlocks = 0
     for first in rows_of_a_stage(2):
         for second in rows_of_a_stage(2):

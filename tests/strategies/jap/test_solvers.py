@@ -61,6 +61,23 @@ def test_stages_may_be_held_for_a_block_that_is_not_there_yet(seed, stages):
     assert branched(problem, Effort(100_000), by_rule(problem, "forward first")).makespan == best
 
 
+def test_recomputation_before_the_gradient_is_there():
+    """Solvers find the best orders of brute force, which are never longer than with recomputation after it."""
+    gained = 0
+    for seed in range(8):
+        late, early = (random_problem(seed, 2, 2 + seed % 2, early=early) for early in (False, True))
+        best = best_of_all(early)
+        found = branched(early, Effort(100_000), by_rule(early, "forward first"))
+        early.check(found.starts)
+        assert (found.makespan, found.bound) == (best, best)
+        assert best == solved(early, "search", Effort(2_000), seed).makespan <= best_of_all(late)
+        gained += best < best_of_all(late)
+        backward = found.starts.reshape(early.stages, 2, early.jobs)[:, 1].T
+        gradient = backward + early.recompute + early.backward + early.transfer_back
+        assert (gradient[:, 1:] <= (backward + early.recompute)[:, :-1]).all()
+    assert gained >= 4
+
+
 def test_bounds_by_hand():
     """Two jobs of f = 2, b = 3 on two stages, a nanosecond between them."""
     two, three, one = (np.full((2, 2), n) for n in (2, 3, 1))
