@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -251,6 +252,14 @@ class Engine:
         """What can be run now; None if nothing can."""
         window = self._window
         return None if window is None else window.order.next(self._transport.mailbox, window.executor.window)
+
+    def upcoming_since(self) -> int | None:
+        """Since when that could be run, in nanoseconds of the monotonic clock; None if nothing can. What waits for no
+        message can be run since now: it follows what this rank has just done."""
+        i = self.upcoming()
+        if i is None or self._window is None:
+            return None
+        return self._transport.mailbox.arrived((self._window.executor.window, i)) or time.monotonic_ns()
 
     def advance(self) -> None:
         """Runs what comes next, to the end of one computation and its sends. The caller's random state changes."""

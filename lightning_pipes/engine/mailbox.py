@@ -40,6 +40,11 @@ class Mailbox:
         """Whether the message is there."""
         return key in self._messages
 
+    def arrived(self, key: Key) -> int:
+        """When the message arrived, in nanoseconds of the monotonic clock; 0 if it is not there."""
+        message = self._messages.get(key)
+        return 0 if message is None else message.arrived
+
     def take(self, key: Key) -> Message | None:
         """The message, or None if it is not there yet."""
         self._unseen.pop(key, None)

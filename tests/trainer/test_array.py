@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -226,6 +227,23 @@ def test_nobody_computes_while_the_first_siblings_begin() -> None:
         assert found[0] == 4
         assert found[-1] == 6
         assert found.count(5) > 0
+
+
+def test_what_came_first_is_computed_first() -> None:
+    """Whatever the order of turns; what was found before stays before."""
+    array = JobArray[Any](4)
+    since: list[int | None] = [30, None, 10, 20]
+
+    def sibling(index: int) -> Any:
+        engine = SimpleNamespace(upcoming_since=lambda: since[index])
+        return SimpleNamespace(index=index, engine=engine, doomed=False)
+
+    array._queue.extend(map(sibling, range(4)))
+    first = array._choose()
+    assert first is not None
+    since[first.index], since[1] = None, 5
+    later = [array._choose() for _ in range(3)]
+    assert [first.index, *(s.index for s in later if s is not None)] == [2, 3, 0, 1]
 
 
 def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[dict[int, Any], dict[int, str], list[Any], Any]:
