@@ -6,10 +6,8 @@ step with torch.distributed.pipelining's best, in the same processes.
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,6 +19,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from engine import gpt_parts
+from silence import hush
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -235,7 +234,7 @@ def block_seconds(timeline: Timeline) -> dict[tuple[Kind, int], Table]:
     }
 
 
-def arrays(case: Case, start: float) -> tuple[Took, float]:
+def array_and_simulated(case: Case, start: float) -> tuple[Took, float]:
     """All siblings together, and the seconds of their simulation: of layers that sleep with what they are told, of
     others with what blocks took in a short array just before."""
     costs = CostModel(array(replace(case, batches=SHORT), start).seconds) if case.real else case.costs
@@ -358,9 +357,7 @@ def train_small(stages: int, sibling: int) -> tuple[list[float], list[torch.Tens
 
 def equal_rank(rank: int, stages: int) -> bool:
     """Whether siblings in an array give what each gives in an array of its own."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    hush()
 
     def run(siblings: Sequence[int]) -> dict[int, Any]:
         jobs: JobArray[Any] = JobArray(4, progress=False)
@@ -379,16 +376,17 @@ def bit_equal(stages: int) -> bool:
 
 def rank_main(rank: int, cases: Sequence[Case], pairs: int) -> list[dict[str, Any]]:
     """What one rank measures, by case."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    hush()
     steady()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     found = []
     for case in cases:
         start = start_and_end(case)
-        sides: dict[str, Callable[[Case], Any]] = {"array": partial(arrays, start=start), "alone": one_by_one}
+        sides: dict[str, Callable[[Case], Any]] = {
+            "array": partial(array_and_simulated, start=start),
+            "alone": one_by_one,
+        }
         measured: dict[str, list[Any]] = {name: [] for name in sides}
         for pair in range(pairs):
             for name in list(sides)[:: 1 if pair % 2 else -1]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
 import os
 import platform
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -24,6 +22,7 @@ import torch
 from kfkb import MICROBATCHES, QUICK_MESSAGE, SPEEDS, STAGES, Situation, directions, ordered
 from kfkb_links import bandwidth
 from replay import Replay, Trace
+from silence import hush
 from torch import nn
 
 from lightning_pipes import PipelineStrategy, ScheduleTuner
@@ -106,9 +105,7 @@ def fit(batches: int, *callbacks: L.Callback, **settings: Any) -> list[float]:
 def rank_main(rank: int, batches: int) -> dict[str, Any]:
     """Of one rank: what changes took and the steps around them; what the tuner took in a whole training."""
     steady()
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    hush()
     changes, tuner = Changes(), ScheduleTuner(interval=10)
     around = fit(batches, changes, k=2)
     tuned = fit(batches, tuner, k="auto")

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import platform
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import count, pairwise
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 from engine import gpt_parts
+from silence import hush
 from torch import nn
 
 from lightning_pipes.testing.emulated import steady
@@ -162,9 +161,7 @@ def quiet() -> None:
     """One thread, real-time priority, no advice."""
     steady()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    hush()
 
 
 def piped_rank(rank: int, turns: int) -> tuple[Turns, Turns]:

@@ -13,14 +13,12 @@ import argparse
 import ctypes
 import gc
 import json
-import logging
 import os
 import platform
 import statistics
 import tempfile
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -34,6 +32,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from silence import hush
 from torch import nn
 
 from lightning_pipes import JobArray, MemorySwap, PipelineStrategy
@@ -251,9 +250,7 @@ SIDES: dict[str, Callable[[], Timed | None]] = {
 
 def rank_main(rank: int, rounds: int, switches: int, folder: str) -> tuple[dict[str, list[Found]], list[float]]:
     """What one rank measures."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    hush()
     steady()
     with suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)  # memory of states that go is free at once
