@@ -11,10 +11,10 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipes.planning.wording import schedule_settings
-from lightning_pipes.trainer.array import siblings_at_a_time
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.report import About, Window
 from lightning_pipes.trainer.run import PipelineRun
+from lightning_pipes.trainer.sibling import siblings_at_a_time
 
 if TYPE_CHECKING:
     from lightning_pipes.trainer.strategy import PipelineStrategy

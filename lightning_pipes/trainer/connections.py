@@ -12,11 +12,11 @@ import lightning.pytorch as pl
 from lightning_pipes.engine.failure import FailureWatch, PeerFailure
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.array import Sibling, current_sibling, wait_in_turn
 from lightning_pipes.trainer.barriers import has_purpose
 from lightning_pipes.trainer.control import Control, Place
 from lightning_pipes.trainer.decision import Decision, Wanted
 from lightning_pipes.trainer.kinship import decide_alike, microbatches_among
+from lightning_pipes.trainer.sibling import Sibling, current_sibling, wait_in_turn
 
 Idle = Callable[[Callable[[], bool]], None] | None
 """What to do while waiting for a condition."""
@@ -78,7 +78,7 @@ def connections(trainer: pl.Trainer, rank: int, ranks: int, make_watch: Callable
     sibling = current_sibling()
     if sibling is None:
         return OwnConnections(make_watch())
-    return SiblingConnections(sibling, trainer, sibling.array.watch(make_watch, rank, ranks))
+    return SiblingConnections(sibling, trainer, sibling.array.shared.watched(make_watch, rank, ranks))
 
 
 @dataclass
@@ -131,7 +131,8 @@ class SiblingConnections:
     watch: FailureWatch
 
     def connect(self, make: Make) -> Control:
-        control = self.sibling.array.control(self.sibling, partial(make, self.watch, wait_in_turn))
+        self.sibling.meet()
+        control = self.sibling.array.shared.control(partial(make, self.watch, wait_in_turn))
         self.sibling.trainer = self.trainer
         private.remove_progress_bars(self.trainer)
         return control
@@ -155,11 +156,11 @@ class SiblingConnections:
         )
 
     def go_home(self) -> None:
-        self.sibling.array.take_home(self.sibling)
+        self.sibling.array.take_home(self.sibling.index)
 
     def leave(self, control: Control | None, down: bool) -> None:
         if control is not None and not down:
-            self.sibling.array.take_back(control)
+            self.sibling.array.shared.take_back(control)
 
     def renew(self, control: Control) -> None:
         pass

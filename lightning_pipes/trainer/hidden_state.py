@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.array import soon
 from lightning_pipes.trainer.batches import fingerprint
 from lightning_pipes.trainer.control import Control
+from lightning_pipes.trainer.sibling import soon
 
 _MOST = 10_000
 """Objects that are looked at for one layer; a layer from which more can be reached knows the whole program."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 import lightning.pytorch as pl
 
 from lightning_pipes.ir import PlanError
-from lightning_pipes.trainer.array import Sibling
 from lightning_pipes.trainer.decision import Decision, Wanted
 from lightning_pipes.trainer.plans import stage_ranks
+from lightning_pipes.trainer.sibling import Sibling
 
 Structure = dict[str, tuple[tuple[int, ...], str]]
 """Shape and type of every parameter, by name."""
@@ -29,12 +29,11 @@ class KinshipError(PlanError):
 
 
 def microbatches_among(wanted: Wanted, sibling: Sibling[object], ranks: int) -> Wanted:
-    """What a sibling wants where it does not say: as many micro-batches as it takes, times the siblings that are under
-    way at a time, to give every stage something to do."""
+    """What a sibling wants, in as many micro-batches as its array says where it does not."""
     if wanted.microbatches is not None or wanted.chooses:
         return wanted
     stages = len(stage_ranks(wanted.schedule, ranks))
-    return replace(wanted, microbatches=-(-stages // sibling.array.expected(stages)))
+    return replace(wanted, microbatches=sibling.array.microbatches(stages))
 
 
 def decide_alike(

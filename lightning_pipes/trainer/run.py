@@ -20,7 +20,6 @@ from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.reducer import Reducer
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.transport import make_transport
-from lightning_pipes.trainer.array import SiblingWatch, current_sibling, soon
 from lightning_pipes.trainer.batches import check_same, fingerprint, rows_of
 from lightning_pipes.trainer.checks import warn_about_small_batch
 from lightning_pipes.trainer.control import Coming, Control
@@ -32,6 +31,7 @@ from lightning_pipes.trainer.plans import Plans
 from lightning_pipes.trainer.replicas import BufferSync
 from lightning_pipes.trainer.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.shared_parameters import SharedParameters
+from lightning_pipes.trainer.sibling import SiblingWatch, current_sibling, soon
 from lightning_pipes.trainer.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.steps import Context, EvaluationBatch, Steps, TrainingBatch
 from lightning_pipes.trainer.stopping import SiblingAgreement, StopAgreement
@@ -125,7 +125,7 @@ class PipelineRun:
             plan,
             order,
             self._stages,
-            connect() if sibling is None else sibling.array.transport(connect),
+            connect() if sibling is None else sibling.array.shared.connected(connect),
             rank=rank,
             device=device,
             seed=seed,

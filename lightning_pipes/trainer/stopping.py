@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.array import soon
 from lightning_pipes.trainer.control import Coming, Control
+from lightning_pipes.trainer.sibling import soon
 
 
 class StopAgreement:

@@ -32,7 +32,6 @@ from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.about import describe_run, gather_run
 from lightning_pipes.trainer.adopting import adopt
-from lightning_pipes.trainer.array import siblings_at_a_time
 from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.connections import Connections, Idle, connections
@@ -67,6 +66,7 @@ from lightning_pipes.trainer.settings import (
 )
 from lightning_pipes.trainer.setup import PipelineSetup
 from lightning_pipes.trainer.sharded import ShardedCheckpoint
+from lightning_pipes.trainer.sibling import siblings_at_a_time
 from lightning_pipes.trainer.steps import Context
 from lightning_pipes.trainer.stopping import StopAgreement
 from lightning_pipes.trainer.streaming import StreamingRun, check_streaming

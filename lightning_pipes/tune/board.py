@@ -19,8 +19,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from lightning_pipes.engine.rendezvous import launcher_hosts_store, own_store
 from lightning_pipes.ir import PipelineError, PlanError
-from lightning_pipes.trainer.array import current_sibling
 from lightning_pipes.trainer.private_lightning import default_store
+from lightning_pipes.trainer.sibling import current_sibling
 
 ADDRESS = "LIGHTNING_PIPES_BOARD"
 """Where rank 0 listens, for the processes that Lightning starts with a copy of its environment."""

@@ -16,8 +16,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_pipes.ir import PlanError
-from lightning_pipes.trainer.array import JobArray, current_sibling
+from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.kinship import KinshipError
+from lightning_pipes.trainer.sibling import current_sibling
 from lightning_pipes.tune.board import Board
 from lightning_pipes.tune.own_hydra import own_hydra, own_logging
 

@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_pipes.trainer.array import current_sibling
+from lightning_pipes.trainer.sibling import current_sibling
 
 _config: ContextVar[Any] = ContextVar("lightning_pipes_hydra_config")
 _handlers: ContextVar[list[logging.Handler]] = ContextVar("lightning_pipes_log_handlers")

@@ -19,7 +19,8 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lightning_pipes.ir import PipelineError, check_count
-from lightning_pipes.trainer.array import JobArray, Outcome
+from lightning_pipes.trainer.array import JobArray
+from lightning_pipes.trainer.sibling import Outcome
 from lightning_pipes.tune.board import Board
 from lightning_pipes.tune.trial import ArrayTrial, StorageLostError, as_current, storage_errors
 

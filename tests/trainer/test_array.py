@@ -25,8 +25,9 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import Kind, PipelineError, PlanError
 from lightning_pipes.strategies.jap import round_order
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from lightning_pipes.trainer.array import ArrayCancelledError, JobArray, Sibling, SiblingFailure, current_sibling
+from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.memory_swap import MemorySwap
+from lightning_pipes.trainer.sibling import ArrayCancelledError, Sibling, SiblingFailure, current_sibling
 
 LAST = 0
 """The global rank of the last stage."""

@@ -25,7 +25,7 @@ from optuna.trial import BaseTrial, FrozenTrial, TrialState
 from lightning_pipes import OptunaPruning, optimize_array
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from lightning_pipes.trainer.array import current_sibling
+from lightning_pipes.trainer.sibling import current_sibling
 from lightning_pipes.tune.board import Board
 from lightning_pipes.tune.study import OWNER, RETRY, StudyFailedError, _Follower
 from lightning_pipes.tune.trial import StorageLostError, current_trial
