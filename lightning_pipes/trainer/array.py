@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from operator import itemgetter
 from typing import Any, Generic, Literal, TypeVar
 
 from lightning_pipes.engine.engine import Engine
@@ -28,6 +27,7 @@ from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.trainer.array_display import ArrayDisplay
 from lightning_pipes.trainer.array_record import ArrayRecord
 from lightning_pipes.trainer.array_size import AUTO, decided_size, enough_siblings
+from lightning_pipes.trainer.arrivals import Arrivals
 from lightning_pipes.trainer.baton import own_random_state, set_own_random_state
 from lightning_pipes.trainer.interrupts import Interrupts
 from lightning_pipes.trainer.memory_swap import MemorySwap
@@ -95,8 +95,7 @@ class JobArray(Generic[T]):
         self.shared = Shared()
         self._queue: deque[Sibling[T] | None] = deque()
         """Who has a turn next; None where a sibling has ended one turn earlier than on other ranks."""
-        self._computable: deque[Sibling[T]] = deque()
-        """Siblings whose windows have something to compute, in the order in which it was seen."""
+        self._arrivals: Arrivals[Sibling[T]] = Arrivals()
         self._living: dict[int, Sibling[T]] = {}
         self._begun = 0
         self._home: Mapping[str, Any] = {}
@@ -268,7 +267,7 @@ class JobArray(Generic[T]):
 
     def _work(self) -> bool:
         """Runs one computation with what it sends; whether there was one."""
-        chosen = self._choose() if self._rounds is None else self._rounds.next()
+        chosen = self._arrivals.choose(self._queue, self.memory) if self._rounds is None else self._rounds.next()
         if chosen is None:
             return False
         started = time.monotonic()
@@ -277,26 +276,6 @@ class JobArray(Generic[T]):
         assert self._display is not None
         self._display.computed(time.monotonic() - started)
         return True
-
-    def _choose(self) -> Sibling[T] | None:
-        """Whose computation could be run first. Simulated on 8 stages with 16 siblings of mixed batch sizes, a stage
-        that is to compute all the time idles 5 % of it where turns decide among what has come during a computation,
-        and a quarter where backwards come first."""
-        found: list[tuple[int, Sibling[T]]] = []
-        for sibling in self._queue:
-            if sibling is None or sibling.engine is None or sibling.doomed or sibling in self._computable:
-                continue
-            since = sibling.engine.upcoming_since()
-            if since is not None:
-                found.append((since, sibling))
-        self._computable.extend(sibling for _, sibling in sorted(found, key=itemgetter(0)))
-        memory = self.memory
-        chosen = next((s for s in self._computable if s.doomed or memory.holds(s.index)), None)
-        if chosen is None:  # who holds its place on the device comes first, to give it free
-            chosen = next((s for s in self._computable if memory.has_room(s.index)), None)
-        if chosen is not None:
-            self._computable.remove(chosen)
-        return chosen
 
     def _compute_here(self, sibling: Sibling[T]) -> None:
         """Runs a computation with the sibling's weights on the device, while those that come next are brought."""
@@ -312,7 +291,7 @@ class JobArray(Generic[T]):
 
     def _coming(self) -> list[int]:
         """Whose weights will be wanted next, the first one first."""
-        return [s.index for s in (*self._computable, *self._queue) if s is not None]
+        return [*self._arrivals.indices, *(s.index for s in self._queue if s is not None)]
 
     def _sleep(self) -> None:
         shared = self.shared

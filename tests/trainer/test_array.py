@@ -26,8 +26,10 @@ from lightning_pipes.ir import Kind, PipelineError, PlanError
 from lightning_pipes.strategies.jap import round_order
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer.array import JobArray
+from lightning_pipes.trainer.arrivals import Arrivals
 from lightning_pipes.trainer.memory_swap import MemorySwap
 from lightning_pipes.trainer.sibling import ArrayCancelledError, Sibling, SiblingFailure, current_sibling
+from lightning_pipes.trainer.sibling_memory import SiblingMemory
 
 LAST = 0
 """The global rank of the last stage."""
@@ -232,19 +234,18 @@ def test_nobody_computes_while_the_first_siblings_begin() -> None:
 
 def test_what_came_first_is_computed_first() -> None:
     """Whatever the order of turns; what was found before stays before."""
-    array = JobArray[Any](4)
+    arrivals = Arrivals[Any]()
     since: list[int | None] = [30, None, 10, 20]
 
     def sibling(index: int) -> Any:
         engine = SimpleNamespace(upcoming_since=lambda: since[index])
         return SimpleNamespace(index=index, engine=engine, doomed=False)
 
-    array._queue.extend(map(sibling, range(4)))
-    first = array._choose()
-    assert first is not None
+    siblings = [sibling(index) for index in range(4)]
+    first = arrivals.choose(siblings, SiblingMemory())
     since[first.index], since[1] = None, 5
-    later = [array._choose() for _ in range(3)]
-    assert [first.index, *(s.index for s in later if s is not None)] == [2, 3, 0, 1]
+    later = [arrivals.choose(siblings, SiblingMemory()) for _ in range(3)]
+    assert [first.index, *(s.index for s in later)] == [2, 3, 0, 1]
 
 
 def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[dict[int, Any], dict[int, str], list[Any], Any]:
