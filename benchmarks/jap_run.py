@@ -36,7 +36,6 @@ from lightning_pipes.strategies.jap import Job, Stream
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.emulated import Emulated, steady
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.run import CHECKED_BATCHES
 
 ROWS = (8, 16, 24, 32)
 """Batch sizes of the siblings, in turn, as in the paper's language jobs."""
@@ -262,19 +261,17 @@ def start_and_end(case: Case) -> float:
 
 
 def utilisation(timeline: Timeline) -> float:
-    """Of the rank that is busy most, once all siblings have had the batches that ranks compare with each other, and
-    before the first sibling is through."""
-    first: dict[int, int] = {}
+    """Of the rank that is busy most, in the second half of the time until the first sibling is through: siblings of
+    different batch sizes have spread over the stages by then, and all take part."""
     last: dict[int, int] = {}
     for e in timeline.computations:
-        if e.instruction.batch >= CHECKED_BATCHES:
-            first.setdefault(e.instruction.job, e.start)
-        last[e.instruction.job] = e.end
-    start, stop = max(first.values()), min(last.values())
+        last[e.instruction.job] = max(e.end, last.get(e.instruction.job, 0))
+    begin, stop = min(e.start for e in timeline.computations), min(last.values())
+    middle = (begin + stop) // 2
     busy = [0] * len(timeline.busy)
     for e in timeline.computations:
-        busy[e.rank] += max(0, min(e.end, stop) - max(e.start, start))
-    return max(busy) / (stop - start)
+        busy[e.rank] += max(0, min(e.end, stop) - max(e.start, middle))
+    return max(busy) / (stop - middle)
 
 
 def one_by_one(case: Case) -> float:

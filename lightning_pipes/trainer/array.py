@@ -52,8 +52,9 @@ class JobArray(Generic[T]):
 
     Args:
         size: how many siblings are under way at a time. Twice as many as there are stages keep all stages busy; with
-            fewer than stages, each batch is cut into more micro-batches. "auto" begins with one, and after its first
-            step, which shows what a sibling takes, has as many as `memory` has room for, but no more than are of use.
+            fewer, each batch is cut into more micro-batches, unless its strategy says into how many. "auto" begins with
+            one, and after its first step, which shows what a sibling takes, has as many as `memory` has room for, but
+            no more than are of use.
         progress: whether to show on rank 0 how far the siblings are; by default where standard error is a terminal.
         memory: lets weights and optimizers of more siblings take part than the device has room for.
         rounds: says in which order a batch of every sibling is computed, whole, one stage a rank; nobody's next batch

@@ -248,6 +248,21 @@ def test_what_came_first_is_computed_first() -> None:
     assert [first.index, *(s.index for s in later)] == [2, 3, 0, 1]
 
 
+def test_enough_is_under_way_for_all_stages() -> None:
+    """Micro-batches of all siblings are twice as many as stages, at least; rounds, and what memory decides on, keep
+    batches whole."""
+    assert {size: JobArray[Any](size).microbatches(4) for size in (1, 3, 4, 7, 8, 20)} == {
+        1: 8,
+        3: 3,
+        4: 2,
+        7: 2,
+        8: 1,
+        20: 1,
+    }
+    assert JobArray[Any](3, rounds=round_order).microbatches(4) == 1
+    assert JobArray[Any]("auto", memory=MemorySwap(device_bytes=1000)).microbatches(4) == 1
+
+
 def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[dict[int, Any], dict[int, str], list[Any], Any]:
     """What becomes of jobs in an array in rounds, their errors, what they are alone, and the array's timeline."""
     quiet()
