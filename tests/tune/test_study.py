@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +363,42 @@ def test_others_write_to_no_storage(tmp_path: Path) -> None:
     assert (zero[0], one[0]) == ("COMPLETE", "none")
     assert zero[1] == one[1]
     assert len(one[1]) == 3
+
+
+def one_of_two_arrays(rank: int, number: int, folder: str) -> tuple[list[int], list[str]]:
+    """The trials of one of two arrays that share a study. The second one begins while the first has a trial under way,
+    which ends when the second one has a trial, too."""
+    logging.disable(logging.CRITICAL)
+    began = [Path(folder) / "first", Path(folder) / "second"]
+    mine: list[int] = []
+
+    def shared() -> optuna.Study:
+        while number == 1 and not began[0].exists():
+            time.sleep(0.01)
+        return new_study(storage=f"sqlite:///{folder}/study.db", study_name="s", load_if_exists=True)
+
+    def both(trial: BaseTrial) -> float:
+        mine.append(trial.number)
+        if rank == 0:
+            began[number].touch()
+            while not all(path.exists() for path in began):
+                time.sleep(0.01)
+        return objective(trial)
+
+    study = optimize_array(shared, both, 3, 2, catch=ValueError)
+    return mine, states(study)
+
+
+def test_two_arrays_share_a_study(tmp_path: Path) -> None:
+    """Neither takes the trials of the other for those of a process that has died."""
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda n: run_ranks(one_of_two_arrays, 2, n, str(tmp_path), timeout=60), range(2)))
+    numbers = [[mine for mine, _ in ranks] for ranks in both]
+    assert all(ranks[0] == ranks[1] for ranks in numbers)
+    assert sorted(numbers[0][0] + numbers[1][0]) == list(range(6))
+    study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/study.db")
+    assert len(study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))) == 6
+    assert not any(RETRY in trial.user_attrs for trial in study.trials)
 
 
 def lonely(rank: int) -> str:
