@@ -16,7 +16,9 @@ class Runner:
     """A function in a thread of its own, which runs only between `go` and the next `pause` in it.
 
     The random state of torch, Python and NumPy belongs to who holds the baton: a function finds it after a pause as it
-    was before, whatever ran meanwhile. So do context variables, which start as copies of the caller's.
+    was before, whatever ran meanwhile. So do context variables, which start as copies of the caller's. The GPU that a
+    function has chosen is the caller's, too, from then on, as if it had run there: a thread begins with number 0, which
+    may be another rank's.
 
     Args:
         fn: runs to its end, or to an exception, both of which are for `fn` to keep.
@@ -27,6 +29,7 @@ class Runner:
         self.ended = False
         self._fn = fn
         self._state = state
+        self._device = _device()
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: context.run(self._main), name=name, daemon=True)
@@ -41,21 +44,25 @@ class Runner:
         """Lets the function run, and returns when it pauses or has ended."""
         self._go.release()
         self._back.acquire()
+        _choose(self._device)
         if self.ended:
             self._thread.join()
 
     def pause(self) -> None:
         """Called by the function: returns at the next `go`. The random state may be another then."""
+        self._device = _device()
         self._back.release()
         self._go.acquire()
 
     def _main(self) -> None:
         self._go.acquire()
+        _choose(self._device)
         set_random_state(self._state, _device())
         try:
             self._fn()
         finally:
             self.ended = True
+            self._device = _device()
             self._back.release()
 
 
@@ -73,3 +80,8 @@ def _device() -> torch.device:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _choose(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
