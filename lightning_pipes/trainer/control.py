@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -294,11 +295,13 @@ class Control:
             time.sleep(POLL_SECONDS / 4)
 
     def _raise_reason(self, error: RuntimeError) -> NoReturn:
-        """Raises why a collective broke: what the watch gets to know, else which process has ended."""
-        self.learn_reason()
-        gone = [rank for rank, place in zip(self.ranks, self._places, strict=True) if has_ended(place)]
-        who = ", ".join(map(self.watch.name, gone)) if gone else "another rank"
-        raise PipelineError(f"{who} has ended without a word while this one waited for it: {error}") from error
+        """Raises why a collective broke: what the watch gets to know, or is told of a process that has ended."""
+        for _ in range(2):  # one that was killed may take its time to end
+            for rank, place in zip(self.ranks, self._places, strict=True):
+                if has_ended(place):
+                    self.watch.lost(rank, error)
+            self.learn_reason()
+        raise PipelineError(f"another rank has ended without a word while this one waited for it: {error}") from error
 
     def _finish(self, work: dist.Work | None) -> None:
         assert work is not None, "this process is not among the ranks"
@@ -357,9 +360,8 @@ def has_ended(place: tuple[str, int]) -> bool:
     if host != socket.gethostname():
         return False
     try:
-        os.kill(pid, 0)  # asks only
-    except ProcessLookupError:
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return True
-    except PermissionError:
-        pass
-    return False
+    except psutil.AccessDenied:
+        return False

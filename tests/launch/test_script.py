@@ -17,7 +17,8 @@ from tests.launch.example import SCRIPT, SETTINGS, environment, processes, wait_
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_nobody_survives(victim, tmp_path):
-    """Lightning kills the first process, too, some seconds after one that it has started."""
+    """Lightning kills the first process, too, up to five seconds after one that it has started, and says so where that
+    comes before our own word."""
     token = secrets.token_hex(8)
     with open(tmp_path / "said", "w") as said:
         command = [sys.executable, SCRIPT, *SETTINGS, "trainer.max_epochs=10000"]
@@ -34,4 +35,9 @@ def test_nobody_survives(victim, tmp_path):
             time.sleep(0.02)
         assert not [*processes(token)]
     text = (tmp_path / "said").read_text()
-    assert f"rank {victim} (stage {1 - victim}) has ended" in text or f"rank {victim}, which hosts the store" in text
+    named = (
+        f"rank {victim} (stage {1 - victim}) has ended",
+        f"rank {victim}, which hosts the store",
+        "[rank: 1] Child process",
+    )
+    assert any(name in text for name in named)
