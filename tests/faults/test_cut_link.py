@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -38,8 +39,9 @@ def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
     for o in (with_store, without):
         assert o.exitcode == 1
         assert "PeerFailure" in o.error
-    assert "rank 1 (stage 0) was declared dead by rank 0: no sign of life for 5 s" in with_store.error
-    assert "rank 0, which hosts the store of this run, has not answered rank 1 for 5 s" in without.error
+    seconds = "for [5-9] s"  # more than five on a busy machine
+    assert re.search(rf"rank 1 \(stage 0\) was declared dead by rank 0: no sign of life {seconds}", with_store.error)
+    assert re.search(rf"rank 0, which hosts the store .*, has not answered rank 1 {seconds}", without.error)
 
 
 MESSAGE, FAST, CRAWLING = 32 * 1024, 4e6, 16e3
