@@ -25,7 +25,8 @@ from optuna.trial import BaseTrial, FrozenTrial, TrialState
 from lightning_pipes.ir import PlanError, check_count
 from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.space import distribution, suggest
-from lightning_pipes.tune.study import ask, fail_dead_trials, in_loop, lead_or_follow, tell
+from lightning_pipes.tune.study import ask, fail_dead_trials, in_loop, lead_or_follow
+from lightning_pipes.tune.telling import in_root_log, needed, tell
 from lightning_pipes.tune.trial import ArrayTrial, storage_errors, twin
 
 _log = logging.getLogger(__name__)
@@ -76,20 +77,8 @@ class Search:
         """
         self._read(arguments)
         array = self._multirun
-        if array is None:
-            study = self._in_batches()
-        else:
-            with array.siblings():
-                study = lead_or_follow(
-                    array.board,
-                    self._study,
-                    lambda trial: self._job(array, trial),
-                    self._budget,
-                    array.array_size,
-                    self._settings["timeout"],
-                    Exception,
-                    [self._note],
-                )
+        with in_root_log():
+            study = self._in_batches() if array is None else self._in_array(array)
         if self._failures:
             lines = [f"{type(error).__name__}: {error}" for error in self._failures]
             _log.error("%d of %d trials failed:\n\t%s", len(lines), self._ended, "\n\t".join(lines))
@@ -168,6 +157,20 @@ class Search:
 
     # ---- trials
 
+    def _in_array(self, array: Multirun) -> Study:
+        """With a launcher that takes the next trial when a place is free."""
+        with array.siblings():
+            return lead_or_follow(
+                array.board,
+                self._study,
+                lambda trial: self._job(array, trial),
+                self._budget,
+                array.array_size,
+                self._settings["timeout"],
+                Exception,
+                [self._note],
+            )
+
     def _job(self, array: Multirun, trial: ArrayTrial) -> Any:
         overrides = self._overrides(trial)
         known = trial.twin() if self._settings["reuse"] else None
@@ -181,8 +184,7 @@ class Search:
     def _note(self, study: Study, trial: FrozenTrial) -> None:
         self._ended += 1
         if trial.state == TrialState.FAIL:
-            needed = "a number" if len(self._directions) == 1 else f"{len(self._directions)} numbers"
-            no_number = ValueError(f"trial {trial.number} did not return {needed}")
+            no_number = ValueError(f"trial {trial.number} did not return {needed(study)}")
             self._failures.append(self._errors.get(trial.number, no_number))
             if self._too_many_failures():
                 study.stop()

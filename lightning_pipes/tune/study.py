@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import socket
 import time
@@ -22,9 +21,8 @@ from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.sibling import Outcome
 from lightning_pipes.tune.board import Board
+from lightning_pipes.tune.telling import log, tell
 from lightning_pipes.tune.trial import ArrayTrial, StorageLostError, as_current, storage_errors
-
-_log = logging.getLogger(__name__)
 
 OWNER = "lightning_pipes:owner"
 """The user attribute of a trial that says which process runs it."""
@@ -260,18 +258,6 @@ def ask(study: Study) -> Trial:
     return trial
 
 
-def tell(study: Study, trial: Trial, value: Any, error: BaseException | None) -> FrozenTrial:
-    """Ends a trial by what its objective returned or raised; what is no number makes it fail."""
-    pruned = isinstance(error, optuna.TrialPruned)
-    state = None if error is None else TrialState.PRUNED if pruned else TrialState.FAIL
-    frozen = study.tell(trial, value if error is None else None, state, skip_if_finished=True)
-    if error is None or pruned:
-        _log.info("trial %d %s: %s with %s", trial.number, frozen.state.name, frozen.values, frozen.params)
-    else:
-        _log.warning("trial %d FAIL with %s", trial.number, frozen.params, exc_info=error)
-    return frozen
-
-
 def fail_dead_trials(study: Study) -> int:
     """How many trials were still running for processes of this host that have died; their parameters are queued again.
 
@@ -285,7 +271,7 @@ def fail_dead_trials(study: Study) -> int:
                 study.enqueue_trial(trial.params, user_attrs={RETRY: trial.number})
             dead += 1
     if dead:
-        _log.info("%d trial(s) of a process that has died are tried again", dead)
+        log.info("%d trial(s) of a process that has died are tried again", dead)
     return dead
 
 

@@ -38,13 +38,13 @@ STATES = ["COMPLETE", "COMPLETE", "COMPLETE", "PRUNED", "COMPLETE", "COMPLETE", 
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    logging.getLogger("lightning_pipes.tune").setLevel(logging.ERROR)
+    logging.getLogger("optuna.lightning_pipes").setLevel(logging.ERROR)
     monkeypatch.setattr("os.environ", os.environ.copy())  # a board leaves its address there
 
 
 def study_and_alone(rank: int, size: int) -> tuple[list[Any], list[float], int]:
     """What a study is after eight trials, the losses of its finished trials alone, and how often rank 0 is called."""
-    logging.getLogger("lightning_pipes.tune").setLevel(logging.ERROR)
+    logging.getLogger("optuna.lightning_pipes").setLevel(logging.ERROR)
     called: list[int] = []
     study = optimize_array(
         new_study(), objective, 8, size, catch=ValueError, callbacks=[lambda s, t: called.append(t.number)]
@@ -205,6 +205,35 @@ def test_an_error_ends_the_study_when_the_others_have_ended() -> None:
     assert states(study) == ["COMPLETE", "FAIL"]
     assert seen == [0, 1]
     assert states(optimize_array(study, fails, 2, 2))[2:] == ["COMPLETE"] * 2
+
+
+def said(caplog: pytest.LogCaptureFixture, run: Any) -> list[tuple[str, str]]:
+    """What a study of five trials, of which three end badly, says of each."""
+
+    def ends(trial: BaseTrial) -> Any:
+        trial.suggest_int("x", trial.number, trial.number)
+        if trial.number == 1:
+            raise optuna.TrialPruned("not this one")
+        if trial.number == 2:
+            raise KeyError("missing")
+        return float("nan") if trial.number == 3 else 7.0 - trial.number
+
+    study = new_study()
+    optuna.logging.set_verbosity(logging.INFO)
+    caplog.clear()
+    run(study, ends)
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+def test_trials_are_told_of_as_by_optuna(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> None:
+    logging.getLogger("optuna.lightning_pipes").setLevel(logging.NOTSET)
+    optunas = said(caplog, lambda study, ends: study.optimize(ends, 5, catch=KeyError))
+    ours = said(caplog, lambda study, ends: optimize_array(study, ends, 5, 1, catch=KeyError))
+    assert ours[3][1].startswith("Trial 3 failed with parameters: {'x': 3} because its objective returned nan")
+    values = [line for line in optunas if "failed with value" not in line[1]]  # Optuna's second line
+    assert ours[:3] + ours[4:] == values[:3] + values[4:]
+    assert [level for level, _ in ours] == [level for level, _ in values]
+    assert not recwarn.list
 
 
 def storages(folder: Path) -> list[Any]:
