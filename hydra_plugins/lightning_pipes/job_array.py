@@ -12,6 +12,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from lightning_pipes.tune import sweep_settings
+from lightning_pipes.tune.messages import for_hydra
 
 sweep_settings.register_launcher()
 
@@ -24,12 +25,13 @@ class JobArrayLauncher(Launcher):
         self.multirun: Any = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        from lightning_pipes.tune.multirun import (
-            Multirun,
-        )  # torch is imported here, and not when Hydra looks for plugins
+        # torch is imported here, and not when Hydra looks for plugins
+        from lightning_pipes.tune.multirun import Multirun
 
-        self.multirun = Multirun(hydra_context, task_function, config, self.array_size)
+        with for_hydra():
+            self.multirun = Multirun(hydra_context, task_function, config, self.array_size)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        returns: Sequence[JobReturn] = self.multirun.launch(job_overrides, initial_job_idx)
+        with for_hydra():
+            returns: Sequence[JobReturn] = self.multirun.launch(job_overrides, initial_job_idx)
         return returns

@@ -10,6 +10,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from lightning_pipes.tune import sweep_settings
+from lightning_pipes.tune.messages import for_hydra
 
 sweep_settings.register_sweeper()
 
@@ -28,7 +29,9 @@ class OptunaSweeper(Sweeper):
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
-        self._search = Search(self._settings, hydra_context, config, self.launcher)
+        with for_hydra():
+            self._search = Search(self._settings, hydra_context, config, self.launcher)
 
     def sweep(self, arguments: list[str]) -> Any:
-        return self._search.run(arguments)
+        with for_hydra():
+            return self._search.run(arguments)

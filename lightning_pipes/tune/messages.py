@@ -8,11 +8,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 
-from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
+from hydra.errors import (
+    CompactHydraException,
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir import PipelineError, PlanError
 
 HYDRA_RAISES = "HYDRA_FULL_ERROR"  # Hydra then raises instead of printing
 OURS = "LIGHTNING_PIPES_SET_HYDRA_FULL_ERROR"  # inherited by child processes, which must not take it for the user's
@@ -36,6 +42,19 @@ def plain_errors() -> Iterator[None]:
     finally:
         for name in (HYDRA_RAISES, OURS):
             os.environ.pop(name, None)
+
+
+class SettingsError(PlanError, CompactHydraException):
+    """Settings that can't be used. Hydra prints the sentence and no traceback, unless HYDRA_FULL_ERROR=1."""
+
+
+@contextmanager
+def for_hydra() -> Iterator[None]:
+    """A PlanError of the block becomes a SettingsError; around what Hydra calls in a launcher or sweeper."""
+    try:
+        yield
+    except PlanError as error:
+        raise SettingsError(str(error)).with_traceback(error.__traceback__) from None
 
 
 def explain(error: Exception) -> str:

@@ -15,10 +15,10 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log, env_override, 
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import PipelineError, PlanError, check_count
 from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.kinship import KinshipError
-from lightning_pipes.trainer.sibling import current_sibling
+from lightning_pipes.trainer.sibling import ArrayCancelledError, current_sibling
 from lightning_pipes.tune.board import Board
 from lightning_pipes.tune.own_hydra import own_hydra, own_logging
 
@@ -35,6 +35,7 @@ class Multirun:
 
     Attributes:
         errors: what jobs raised, by their number.
+        ends: errors by which a job ends without a failure.
 
     Raises:
         PlanError: the configuration needs a process for each job.
@@ -43,9 +44,10 @@ class Multirun:
     def __init__(
         self, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig, array_size: int
     ) -> None:
-        self.array_size = array_size
+        self.array_size = check_count("hydra.launcher.array_size", array_size)
         self.config = config
         self.errors: dict[int, BaseException] = {}
+        self.ends: tuple[type[BaseException], ...] = (ArrayCancelledError,)
         self._context = hydra_context
         self._task = task_function
         self._overrides: dict[int, list[str]] = {}  # of each sibling, by its index
@@ -140,11 +142,19 @@ class Multirun:
             assert sibling is not None
             own, first = self._overrides[sibling.index], self._overrides[error.first]
             told = KinshipError(f"{error}. {_difference(own, first)}", error.first)
-            self.note(number, told)
+            self._tell(number, told)
             raise told from error
         except BaseException as error:
-            self.note(number, error)
+            self._tell(number, error)
             raise
+
+    def _tell(self, number: int, error: BaseException) -> None:
+        """Writes a failure into the log of its job, at once; the array may go on for long."""
+        self.note(number, error)
+        if not isinstance(error, self.ends):
+            level = logging.ERROR if self.board.leads else logging.INFO  # which others leave to files
+            explains_itself = isinstance(error, PipelineError | SystemExit)
+            _log.log(level, "#%d failed: %s", number, _text(error), exc_info=None if explains_itself else error)
 
 
 def _check_process(config: DictConfig, outside: DictConfig) -> None:

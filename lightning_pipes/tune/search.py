@@ -159,6 +159,7 @@ class Search:
 
     def _in_array(self, array: Multirun) -> Study:
         """With a launcher that takes the next trial when a place is free."""
+        array.ends += (optuna.TrialPruned,)
         with array.siblings():
             return lead_or_follow(
                 array.board,
@@ -169,6 +170,7 @@ class Search:
                 self._settings["timeout"],
                 Exception,
                 [self._note],
+                tracebacks=False,  # they are in the jobs' logs
             )
 
     def _job(self, array: Multirun, trial: ArrayTrial) -> Any:

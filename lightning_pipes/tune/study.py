@@ -87,12 +87,14 @@ def lead_or_follow(
     timeout: float | None,
     catch: type[Exception] | tuple[type[Exception], ...],
     callbacks: Sequence[Callback],
+    tracebacks: bool = True,
 ) -> Study:
-    """`optimize_array` on a board of the caller's, with a number of trials that depends on the study's."""
+    """`optimize_array` on a board of the caller's, with a number of trials that depends on the study's; `tracebacks` of
+    trials that fail are logged, or not."""
     array: JobArray[Any] = array_size if isinstance(array_size, JobArray) else JobArray(array_size)
     if not board.leads:
         return _Follower(board, objective).run(array, study if isinstance(study, Study) else None)
-    leader = _Leader(board, objective, timeout, catch, callbacks)
+    leader = _Leader(board, objective, timeout, catch, callbacks, tracebacks)
     try:
         led = leader.run(array, study, budget)
     except BaseException as error:
@@ -113,6 +115,7 @@ class _Leader:
         timeout: float | None,
         catch: type[Exception] | tuple[type[Exception], ...],
         callbacks: Sequence[Callback],
+        tracebacks: bool,
     ) -> None:
         self._board = board
         self._objective = objective
@@ -120,6 +123,7 @@ class _Leader:
         self._until = None if timeout is None else time.monotonic() + timeout
         self._catch = catch
         self._callbacks = callbacks
+        self._tracebacks = tracebacks
         self._open: dict[int, Trial] = {}
         self._error: BaseException | None = None
         self._over = False
@@ -186,7 +190,7 @@ class _Leader:
         if trial is None:
             return
         with storage_errors():
-            frozen = tell(self._study, trial, outcome.value, error)
+            frozen = tell(self._study, trial, outcome.value, error, self._tracebacks)
         if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, self._catch):
             self._error = self._error or error
         for callback in self._callbacks:

@@ -16,7 +16,7 @@ log = optuna.logging.get_logger("optuna.lightning_pipes")
 """Below Optuna's own logger, so that `optuna.logging.set_verbosity` is about it, too."""
 
 
-def tell(study: Study, trial: Trial, value: Any, error: BaseException | None) -> FrozenTrial:
+def tell(study: Study, trial: Trial, value: Any, error: BaseException | None, traceback: bool = True) -> FrozenTrial:
     """Ends a trial by what its objective returned or raised; what is no number makes it fail."""
     pruned = isinstance(error, optuna.TrialPruned)
     state = None if error is None else TrialState.PRUNED if pruned else TrialState.FAIL
@@ -36,7 +36,7 @@ def tell(study: Study, trial: Trial, value: Any, error: BaseException | None) ->
         log.warning(
             "Trial %d failed with parameters: %s because of the following error: %r.",
             *(trial.number, frozen.params, error),
-            exc_info=error,
+            exc_info=error if traceback else None,
         )
     return frozen
 

@@ -51,7 +51,7 @@ def multirun(rank: int, folder: str, *arguments: str) -> str:
     os.chdir(folder)
     sys.argv = ["app", "-m", f"devices={os.environ['WORLD_SIZE']}", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    logging.getLogger("lightning_pipes.tune").setLevel(logging.CRITICAL if rank else logging.INFO)
+    logging.getLogger("lightning_pipes.tune").setLevel(logging.INFO)
     try:
         app.main()
     except BaseException as error:
@@ -98,6 +98,13 @@ def test_failures_are_told_and_their_own(tmp_path: Path) -> None:
     said = run_ranks(multirun, 2, str(tmp_path), *ARRAY, "fail=value,exit,''", "width=6,7", timeout=90)
     assert said == ["ValueError: job 0 fails"] * 2
     assert sorted(losses(tmp_path / "out")) == [4]
+    for log in ("app.log", "app.rank1.log"):
+        told = [(tmp_path / "out" / str(job) / log).read_text() for job in range(6)]
+        assert "in main\n    raise ValueError" in told[0]
+        assert "#1 failed: ValueError: job 1 fails\nTraceback" in told[1]
+        assert "#2 failed: SystemExit: leaves" in told[2]
+        assert "failed" not in told[4]
+        assert "Its overrides differ by" in told[5] or "SiblingFailure" in told[5]
     (tmp_path / "again").mkdir()
     zero, _ = run_ranks(multirun, 2, str(tmp_path / "again"), *ARRAY, "width=6,7", "lr=0.01,0.1", timeout=90)
     assert "sibling 2 of the array has layers.0.0.weight of shape (7, 7)" in zero
@@ -145,7 +152,10 @@ def test_a_failing_trial_ends_the_search_unless_told(tmp_path: Path) -> None:
     assert re.fullmatch(r"ValueError: job \d fails", said)
     more = ["fail=value,no", "hydra.sweeper.max_failure_rate=1"]
     assert run_ranks(search, 1, str(tmp_path), *more, timeout=90) == [""]
-    assert len([*(tmp_path / "out").glob("[0-9]*")]) == 6
+    folders = [*(tmp_path / "out").glob("[0-9]*")]
+    assert len(folders) == 6
+    logs = [(folder / "app.log").read_text() for folder in folders]
+    assert all((" ends with " in log) != ("raise ValueError" in log) for log in logs)
 
 
 def test_what_is_known_is_not_run_again(tmp_path: Path) -> None:
@@ -186,12 +196,21 @@ def alone(rank: int, folder: str, *more: str) -> str:
         (["hydra.sweeper.storage=study.txt"], "a journal file that ends in .log"),
         (["hydra.sweeper.n_trials=-1"], "n_trials must be"),
         (["hydra.job.chdir=true"], "set hydra.job.chdir=false"),
+        (["hydra.launcher.array_size=0"], "hydra.launcher.array_size must be at least 1"),
     ],
 )
 def test_mistakes(more: list[str], said: str, tmp_path: Path) -> None:
     arguments = [a for a in SEARCH if not a.startswith(("lr", "batch"))]
     sweep = [] if "lr" in more[0] else ["lr=0.1,0.2"]
     assert said in run_ranks(multirun, 1, str(tmp_path), *arguments, *sweep, *more)[0]
+
+
+def test_a_mistake_is_a_sentence(tmp_path: Path) -> None:
+    """Hydra prints no traceback for it, which would hide it, but for who wants one."""
+    found = script(tmp_path, [sys.executable], ["hydra/launcher=job_array", "hydra.job.chdir=true", "lr=0.1,0.2"])
+    assert found.returncode == 1
+    assert "Traceback" not in found.stderr
+    assert found.stderr.splitlines()[0].endswith("use ${hydra:runtime.output_dir} for paths")
 
 
 def script(folder: Path, launcher: list[str], arguments: list[str]) -> subprocess.CompletedProcess[str]:
