@@ -230,7 +230,7 @@ class JobArray(Generic[T]):
         if sibling.outcome is None:
             self._display.after_turn(sibling.index, sibling.trainer)
         else:
-            self._display.ended(sibling.index)
+            self._display.ended(sibling.index, sibling.counts)
 
     def _ends_later_elsewhere(self, index: int, outcome: Outcome[T]) -> bool:
         """Whether a sibling that has ended here goes on to its next turn on other ranks, so that its place is taken

@@ -40,14 +40,10 @@ class ArrayDisplay:
         if not self._shown or trainer is None:
             return
         if index not in self._bars:
-            total = trainer.num_training_batches * (trainer.max_epochs or 0)
             place = self._places[index] = next(n for n in count(1) if n not in self._places.values())
-            finite = 0 < total < float("inf")
-            self._bars[index] = tqdm(
-                total=int(total) if finite else None, position=place, leave=False, file=sys.stderr, unit="batch"
-            )
+            self._bars[index] = tqdm(position=place, leave=False, file=sys.stderr, unit="batch")
         bar, now = self._bars[index], time.monotonic()
-        bar.n = trainer.fit_loop.total_batch_idx + 1
+        bar.n, bar.total = trainer.fit_loop.total_batch_idx + 1, _batches(trainer)
         if now > self._drawn.get(index, 0.0) + _REDRAW_SECONDS:
             self._drawn[index] = now
             bar.set_description(f"sibling {index}, epoch {trainer.current_epoch}", refresh=False)
@@ -55,9 +51,9 @@ class ArrayDisplay:
             bar.refresh()
             self._draw()
 
-    def ended(self, index: int) -> None:
+    def ended(self, index: int, counts: bool) -> None:
         """A sibling has ended."""
-        self._ended += 1
+        self._ended += counts
         bar = self._bars.pop(index, None)
         if bar is not None:
             del self._places[index]
@@ -75,3 +71,12 @@ class ArrayDisplay:
         self._whole.set_description_str(
             f"job array: {self._ended} ended, {len(self._bars)} under way, {share:.0%} busy"
         )
+
+
+def _batches(trainer: pl.Trainer) -> int | None:
+    """How many it trains on in all; None where that is not known, as before and during the sanity check."""
+    steps, epochs = trainer.max_steps, trainer.max_epochs
+    by_epochs = float("inf") if epochs in (None, -1) else trainer.num_training_batches * epochs
+    by_steps = float("inf") if steps == -1 else steps * trainer.accumulate_grad_batches
+    total = min(by_epochs, by_steps)
+    return int(total) if 0 < total < float("inf") else None

@@ -88,6 +88,7 @@ class Sibling(Generic[T]):
         outcome: how it ended; None before.
         engine: whose window is being worked on between its turns.
         trainer: the one that it has given its model last.
+        counts: whether it is to be shown as one that has ended; not where there was nothing left to do.
     """
 
     def __init__(self, index: int, fn: Callable[[], T], array: Host, state: Mapping[str, Any]) -> None:
@@ -98,6 +99,7 @@ class Sibling(Generic[T]):
         self.outcome: Outcome[T] | None = None
         self.engine: Engine | None = None
         self.trainer: pl.Trainer | None = None
+        self.counts = True
         self._fn = fn
         self._windows = 0
         self._meetings = 0

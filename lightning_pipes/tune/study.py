@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.trainer.array import JobArray
-from lightning_pipes.trainer.sibling import Outcome
+from lightning_pipes.trainer.sibling import Outcome, current_sibling
 from lightning_pipes.tune.board import Board
 from lightning_pipes.tune.telling import log, tell
 from lightning_pipes.tune.trial import ArrayTrial, StorageLostError, as_current, storage_errors
@@ -164,6 +164,9 @@ class _Leader:
                 self._over = trial is None
                 self._board.say(f"next/{index}", None if trial is None else (trial.number, self._study.directions))
                 if trial is None:
+                    sibling = current_sibling()
+                    assert sibling is not None
+                    sibling.counts = False
                     return None
                 self._open[index] = trial
                 return _try(self._objective, self._shared(index, trial))
