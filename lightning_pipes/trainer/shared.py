@@ -39,7 +39,7 @@ class Shared:
         if self.watch is None:
             self.watch = make()
             if ranks > 1:
-                self.board.open(self.watch.store(), rank, ranks)
+                self.board.open(self.watch, rank, ranks)
         return self.watch
 
     def connected(self, make: Callable[[], Transport]) -> Transport:
