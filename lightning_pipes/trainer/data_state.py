@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.rng import random_state, set_random_state
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.ignoring import ignore_warnings
 from lightning_pipes.trainer.resumable import Pass, ResumableLoader, State, resumable
 
 KEY = "lightning_pipes"
@@ -65,7 +66,7 @@ class TrainingData:
                 stacklevel=2,
             )
         elif all(isinstance(loader, ResumableLoader) or hasattr(loader, "state_dict") for loader in loaders):
-            warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
+            ignore_warnings(".*your dataloader is not resumable.*")
         set_random_state(state["random"], self._device)
         if not state["between_epochs"]:
             private.finish_batch(trainer, state["validation_follows"])

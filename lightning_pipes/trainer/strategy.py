@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -48,6 +47,7 @@ from lightning_pipes.trainer.files import AtomicCheckpointIO, existing, local_pa
 from lightning_pipes.trainer.gradient_logs import GradientLogs
 from lightning_pipes.trainer.grid import Grid
 from lightning_pipes.trainer.hooks import HookWrappers
+from lightning_pipes.trainer.ignoring import ignore_warnings
 from lightning_pipes.trainer.logs import metrics_gather_over
 from lightning_pipes.trainer.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.pipelined import CutModule, find_pipelined, layer_sizes
@@ -277,7 +277,7 @@ class PipelineStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         if self.grid.replicas == 1:  # every rank logs the same values: there is nothing to synchronise
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+            ignore_warnings(".*sync_dist=True.*")
         self.model = self.precision_plugin.convert_module(self.model)
         check_module(module, fitting)
         if fitting:

@@ -26,7 +26,7 @@ from lightning_pipes.ir import PlanError, check_count
 from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.space import distribution, suggest
 from lightning_pipes.tune.study import ask, fail_dead_trials, in_loop, lead_or_follow
-from lightning_pipes.tune.telling import in_root_log, needed, tell
+from lightning_pipes.tune.telling import in_root_log, tell
 from lightning_pipes.tune.trial import ArrayTrial, storage_errors, twin
 
 _log = logging.getLogger(__name__)
@@ -186,7 +186,8 @@ class Search:
     def _note(self, study: Study, trial: FrozenTrial) -> None:
         self._ended += 1
         if trial.state == TrialState.FAIL:
-            no_number = ValueError(f"trial {trial.number} did not return {needed(study)}")
+            needed = "a number" if len(self._directions) == 1 else f"{len(self._directions)} numbers"
+            no_number = ValueError(f"trial {trial.number} did not return {needed}")
             self._failures.append(self._errors.get(trial.number, no_number))
             if self._too_many_failures():
                 study.stop()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import optuna
 from optuna import Study
+from optuna.study._tell import _tell_with_warning
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 log = optuna.logging.get_logger("optuna.lightning_pipes")
@@ -20,31 +20,21 @@ def tell(study: Study, trial: Trial, value: Any, error: BaseException | None, tr
     """Ends a trial by what its objective returned or raised; what is no number makes it fail."""
     pruned = isinstance(error, optuna.TrialPruned)
     state = None if error is None else TrialState.PRUNED if pruned else TrialState.FAIL
-    with warnings.catch_warnings():  # of a value that is no number: said below, with the trial's
-        warnings.filterwarnings("ignore", module=r"optuna\.study\._tell")
-        frozen = study.tell(trial, value if error is None else None, state, skip_if_finished=True)
-    if frozen.state == TrialState.COMPLETE:
-        study._log_completed_trial(frozen.values, trial.number, frozen.params)
-    elif frozen.state == TrialState.PRUNED:
+    returned = value if error is None else None
+    state, values, why = _tell_with_warning(study, trial, returned, state, skip_if_finished=True, suppress_warning=True)
+    frozen = study._storage.get_trial(trial._trial_id)
+    if state == TrialState.COMPLETE:
+        assert values is not None
+        study._log_completed_trial(values, trial.number, frozen.params)
+    elif state == TrialState.PRUNED:
         log.info("Trial %d pruned. %s", trial.number, error or "")
-    elif error is None:
-        log.warning(
-            "Trial %d failed with parameters: %s because its objective returned %r; needed: %s",
-            *(trial.number, frozen.params, value, needed(study)),
-        )
     else:
         log.warning(
-            "Trial %d failed with parameters: %s because of the following error: %r.",
-            *(trial.number, frozen.params, error),
+            "Trial %d failed with parameters: %s because of the following error: %s.",
+            *(trial.number, frozen.params, why if error is None else repr(error)),
             exc_info=error if traceback else None,
         )
     return frozen
-
-
-def needed(study: Study) -> str:
-    """What an objective has to return, in words."""
-    count = len(study.directions)
-    return "a number that is not NaN" if count == 1 else f"{count} numbers, none of them NaN"
 
 
 @contextmanager

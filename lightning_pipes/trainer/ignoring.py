@@ -1,0 +1,17 @@
+"""Warnings that are wrong in a pipeline."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+
+def ignore_warnings(message: str) -> None:
+    """From now on warnings with this text, a regular expression, are ignored.
+
+    Nothing is done where they are: after any change of the filters Python shows all warnings of a process again, and
+    every sibling of an array would repeat those that a script shows once.
+    """
+    wanted = "ignore", re.compile(message, re.IGNORECASE), Warning, None, 0
+    if wanted not in warnings.filters:
+        warnings.filterwarnings("ignore", message=message)
