@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def objective(trial: optuna.trial.BaseTrial) -> float:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=PipelineStrategy("jap"),
+        strategy=PipelineStrategy("jap", partition=[2]),  # layers as small as these are cut by parameters, not by time
         max_epochs=arguments.epochs,
         callbacks=[OptunaPruning("val_loss")],
         logger=False,
@@ -60,6 +61,7 @@ if __name__ == "__main__":  # each process runs this script
     parser.add_argument("--out", type=Path, default=Path("outputs/sweep"), help="the directory of the picture")
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")
 
     def make_study() -> optuna.Study:
         return optuna.create_study(

@@ -69,4 +69,6 @@ def test_who_had_nothing_to_do_has_not_ended(capsys: pytest.CaptureFixture[str])
     display.ended(0, counts=True)
     display.ended(1, counts=False)
     display.close()
-    assert "1 ended" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "1 ended" in text
+    assert "2 ended" not in text
