@@ -62,8 +62,9 @@ class JobArray(Generic[T]):
 
     Attributes:
         size: siblings at a time, as far as it is decided.
-        timeline: when each rank computed for which sibling, on all ranks, once `run` has come to its end; the numbers
-            of its batches count those of a sibling. None before, after a failure, and where nothing was trained.
+        timeline: when each rank computed for which sibling, on all ranks, once `run` has come to its end. Its ranks are
+            in the order of the pipeline, from stage 0 on; the numbers of its batches count those of a sibling. None
+            before, after a failure, and where nothing was trained.
 
     Raises:
         PlanError: `size` is no positive number, or "auto" without `memory`, or there are rounds and memory is swapped;
