@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
@@ -33,14 +33,15 @@ from lightning_pipes.trainer.interrupts import Interrupts
 from lightning_pipes.trainer.memory_swap import MemorySwap
 from lightning_pipes.trainer.rounds import RoundOrder, Rounds
 from lightning_pipes.trainer.shared import Shared
-from lightning_pipes.trainer.sibling import ArrayCancelledError, Outcome, Sibling, SiblingFailure, current_sibling
-from lightning_pipes.trainer.sibling_board import Board
+from lightning_pipes.trainer.sibling import ArrayCancelledError, Outcome, Sibling, current_sibling
+from lightning_pipes.trainer.sibling_board import Board, Failure, NoMore, Return
 from lightning_pipes.trainer.sibling_memory import SiblingMemory
 
 T = TypeVar("T")
 
+_NO_MORE: Any = object()
 _NOTICE_SECONDS = 0.05
-"""How often a rank with nothing to do looks whether a sibling has failed elsewhere."""
+"""How often a rank with nothing to do looks whether a sibling has ended elsewhere."""
 _LOOK_SECONDS = 0.001
 """How often it looks whether something has come about that does not come as a message."""
 
@@ -98,6 +99,10 @@ class JobArray(Generic[T]):
         """Who has a turn next; None where a sibling has ended one turn earlier than on other ranks."""
         self._arrivals: Arrivals[Sibling[T]] = Arrivals()
         self._living: dict[int, Sibling[T]] = {}
+        self._heard: defaultdict[int, list[tuple[int, Failure | Return, float]]] = defaultdict(list)
+        """What other ranks have told of siblings that have not ended here: who, what, and when it was heard."""
+        self._jobs_elsewhere: dict[int, int] = {}
+        """Of ranks that have no more than these."""
         self._begun = 0
         self._home: Mapping[str, Any] = {}
         self._interrupts = Interrupts()
@@ -109,7 +114,7 @@ class JobArray(Generic[T]):
         A sibling that raises ends alone; whoever iterates decides whether the others go on.
 
         Raises:
-            PlanError: it is called by a sibling.
+            PlanError: it is called by a sibling, a job is no function, or one does other things on other ranks.
             PeerFailure: a rank has died.
             KeyboardInterrupt: after Ctrl-C, when all siblings have been told. A second one does not wait for them.
         """
@@ -127,10 +132,13 @@ class JobArray(Generic[T]):
             while True:
                 while more and len(self._queue) < self.size:
                     set_own_random_state(self._home)
-                    job = next(source, None)
-                    if job is None:
+                    job = next(source, _NO_MORE)
+                    if job is _NO_MORE:
                         more = False
+                        self.shared.board.tell_news(NoMore(self._begun))
                         break
+                    if not callable(job):
+                        raise PlanError(f"job {self._begun} of the array is {job!r}, and must be a function")
                     sibling = Sibling(self._begun, job, self, self._home)
                     self._living[self._begun] = sibling
                     self._begun += 1
@@ -193,6 +201,7 @@ class JobArray(Generic[T]):
             self._queue.append(sibling)
             return
         del self._living[sibling.index]
+        self._heard.pop(sibling.index, None)
         if self._ends_later_elsewhere(sibling.index, sibling.outcome):
             self._queue.append(None)
         set_own_random_state(self._home)
@@ -305,9 +314,25 @@ class JobArray(Generic[T]):
         now = time.monotonic()
         if now > self._looked + _NOTICE_SECONDS:
             self._looked = now
-            for failure in shared.board.failures():
-                if failure.index in self._living:
-                    self._living[failure.index].doom(failure.turn, SiblingFailure(failure.text))
+            self._hear(now)
+
+    def _hear(self, now: float) -> None:
+        """Takes note of how siblings end on other ranks, of those also that have not begun here."""
+        for rank, news in self.shared.board.news():
+            if isinstance(news, NoMore):
+                self._jobs_elsewhere[rank] = news.jobs
+            elif news.index >= self._begun or news.index in self._living:
+                self._heard[news.index].append((rank, news, now))
+        for rank, jobs in self._jobs_elsewhere.items():
+            if self._begun > jobs:
+                raise PlanError(
+                    f"rank {rank} has {jobs} jobs for the array, and rank {self.shared.board.rank} has begun another "
+                    "one: all ranks need the same jobs in the same order, so they can't depend on the rank, or on "
+                    "files that only some of them see"
+                )
+        for index in self._heard.keys() & self._living.keys():
+            for rank, news, since in self._heard[index]:
+                self._living[index].hear(rank, news, now - since)
 
     # ---- ends
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
+from lightning_pipes.ir import PlanError
 from lightning_pipes.sim.timeline import Event
 from lightning_pipes.trainer.control import Control, Place
 from lightning_pipes.trainer.sibling_board import Board
@@ -31,6 +32,7 @@ class Shared:
         self.transport: Transport | None = None
         self.board = Board()
         self.facts: dict[str, Any] = {}
+        self._sizes_are_equal = False
         self._controls: list[Control] = []
         self._places: Sequence[Place] = ()
 
@@ -38,9 +40,25 @@ class Shared:
         """The watch of all siblings; the first one makes it."""
         if self.watch is None:
             self.watch = make()
-            if ranks > 1:
-                self.board.open(self.watch.store(), rank, ranks)
+            self.board.open(self.watch.store, rank, ranks)
         return self.watch
+
+    def check_size(self, meeting: str, size: int) -> None:
+        """Compares the sizes that arrays have told at a `meeting`, unless they are known to be equal.
+
+        Raises:
+            PlanError: they are not equal.
+        """
+        if self._sizes_are_equal:
+            return
+        sizes = {self.board.rank: str(size)} | {rank: self.board.value(meeting, rank) for rank in self.board.others}
+        if len(set(sizes.values())) > 1:
+            each = ", ".join(f"{sizes[rank]} on rank {rank}" for rank in sorted(sizes))
+            raise PlanError(
+                f"the array has size {each}; all ranks need the same number of siblings at a time, so it can't depend "
+                "on what one of them finds"
+            )
+        self._sizes_are_equal = True
 
     def connected(self, make: Callable[[], Transport]) -> Transport:
         """The transport of all siblings, which no single one closes; the first one makes it."""

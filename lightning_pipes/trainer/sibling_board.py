@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 
@@ -23,8 +24,33 @@ class Failure:
     text: str
 
 
+@dataclass(frozen=True)
+class Return:
+    """A sibling has returned, and comes to nothing more.
+
+    Attributes:
+        index: of the sibling.
+        turn: the number of its last turn.
+        meetings: so many it came to.
+    """
+
+    index: int
+    turn: int
+    meetings: int
+
+
+@dataclass(frozen=True)
+class NoMore:
+    """A rank has no more jobs than these."""
+
+    jobs: int
+
+
+News = Failure | Return | NoMore
+
+
 class Board:
-    """A part of the ranks' store; nothing is told, or known, before `open`, and where there is a single rank.
+    """A part of the ranks' store. What is told before `open` is told then; nothing is where there is a single rank.
 
     Attributes:
         rank: this one.
@@ -35,16 +61,23 @@ class Board:
         self.others: Sequence[int] = ()
         self.rank = 0
         self._store: Any = None
-        self._failures = 0
+        self._early: list[Callable[[], None]] | None = []
+        self._news = 0
 
-    def open(self, store: Any, rank: int, ranks: int) -> None:
-        """This is rank number `rank` of so many, at least two."""
-        self.others = [other for other in range(ranks) if other != rank]
-        self.rank, self._store = rank, store
+    def open(self, make_store: Callable[[], Any], rank: int, ranks: int) -> None:
+        """This is rank number `rank` of so many."""
+        early, self._early = self._early or [], None
+        if ranks > 1:
+            self.others = [other for other in range(ranks) if other != rank]
+            self.rank, self._store = rank, make_store()
+            for say in early:
+                say()
 
     def tell(self, what: str, value: str = "") -> None:
         """This rank has something to say, once."""
-        if self._store is not None:
+        if self._early is not None:
+            self._early.append(partial(self.tell, what, value))
+        elif self._store is not None:
             self._store.set(f"{what}/{self.rank}", value)
 
     def told(self, what: str, rank: int) -> bool:
@@ -59,17 +92,19 @@ class Board:
         """What another rank has said."""
         return bytes(self._store.get(f"{what}/{rank}")).decode()
 
-    def tell_failure(self, failure: Failure) -> None:
-        """A sibling fails on this rank."""
-        if self._store is not None:
-            text = f"sibling {failure.index} failed on rank {self.rank}: {failure.text}"
-            number = self._store.add("failures", 1)
-            self._store.set(f"failure/{number}", pickle.dumps((self.rank, replace(failure, text=text))))
+    def tell_news(self, news: News) -> None:
+        """What others have to know that do not ask."""
+        if self._early is not None:
+            self._early.append(partial(self.tell_news, news))
+        elif self._store is not None:
+            if isinstance(news, Failure):
+                news = replace(news, text=f"sibling {news.index} failed on rank {self.rank}: {news.text}")
+            self._store.set(f"news/{self._store.add('news', 1)}", pickle.dumps((self.rank, news)))
 
-    def failures(self) -> Iterator[Failure]:
-        """Those on other ranks that were told since this was asked last."""
-        while self._store is not None and self._store.check([f"failure/{self._failures + 1}"]):
-            self._failures += 1
-            rank, failure = pickle.loads(self._store.get(f"failure/{self._failures}"))
+    def news(self) -> Iterator[tuple[int, News]]:
+        """What other ranks have told since this was asked last, with their numbers."""
+        while self._store is not None and self._store.check([f"news/{self._news + 1}"]):
+            self._news += 1
+            rank, news = pickle.loads(self._store.get(f"news/{self._news}"))
             if rank != self.rank:
-                yield failure
+                yield rank, news
