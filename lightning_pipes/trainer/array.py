@@ -155,6 +155,8 @@ class JobArray(Generic[T]):
                 self._queue.popleft()
                 if head is not None:
                     yield from self._have_turn(head)
+        except GeneratorExit:  # whoever iterates has enough, or has failed
+            raise
         except BaseException as error:
             end = error
             raise
@@ -343,7 +345,9 @@ class JobArray(Generic[T]):
             watch.fail(error)
         for sibling in self._living.values():
             self.take_home(sibling.index)
-        cancelled = ArrayCancelledError(f"the array has ended: {type(error).__name__} {error}".rstrip())
+        cancelled = error
+        if not isinstance(error, ArrayCancelledError):
+            cancelled = ArrayCancelledError(f"the array has ended: {type(error).__name__} {error}".rstrip())
         for sibling in self._living.values():
             sibling.cancel(cancelled)
         self._living.clear()

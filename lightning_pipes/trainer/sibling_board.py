@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+from lightning_pipes.engine.failure import PeerFailure
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ News = Failure | Return | NoMore
 class Board:
     """A part of the ranks' store. What is told before `open` is told then; nothing is where there is a single rank.
 
+    Where the store has ended nobody can be told any more, and who asks gets a PeerFailure.
+
     Attributes:
         rank: this one.
         others: the ranks that can be told.
@@ -78,19 +83,20 @@ class Board:
         if self._early is not None:
             self._early.append(partial(self.tell, what, value))
         elif self._store is not None:
-            self._store.set(f"{what}/{self.rank}", value)
+            with suppress(RuntimeError):
+                self._store.set(f"{what}/{self.rank}", value)
 
     def told(self, what: str, rank: int) -> bool:
         """Whether another rank has said it."""
-        return bool(self._store.check([f"{what}/{rank}"]))
+        return self._has([f"{what}/{rank}"])
 
     def all_told(self, what: str) -> bool:
         """Whether all ranks have said it, this one having done so."""
-        return self._store is None or bool(self._store.check([f"{what}/{rank}" for rank in self.others]))
+        return self._store is None or self._has([f"{what}/{rank}" for rank in self.others])
 
     def value(self, what: str, rank: int) -> str:
         """What another rank has said."""
-        return bytes(self._store.get(f"{what}/{rank}")).decode()
+        return self._get(f"{what}/{rank}").decode()
 
     def tell_news(self, news: News) -> None:
         """What others have to know that do not ask."""
@@ -99,12 +105,31 @@ class Board:
         elif self._store is not None:
             if isinstance(news, Failure):
                 news = replace(news, text=f"sibling {news.index} failed on rank {self.rank}: {news.text}")
-            self._store.set(f"news/{self._store.add('news', 1)}", pickle.dumps((self.rank, news)))
+            with suppress(RuntimeError):
+                self._store.set(f"news/{self._store.add('news', 1)}", pickle.dumps((self.rank, news)))
 
     def news(self) -> Iterator[tuple[int, News]]:
         """What other ranks have told since this was asked last, with their numbers."""
-        while self._store is not None and self._store.check([f"news/{self._news + 1}"]):
+        while self._store is not None and self._has([f"news/{self._news + 1}"]):
             self._news += 1
-            rank, news = pickle.loads(self._store.get(f"news/{self._news}"))
+            rank, news = pickle.loads(self._get(f"news/{self._news}"))
             if rank != self.rank:
                 yield rank, news
+
+    def _has(self, keys: list[str]) -> bool:
+        with _store_errors():
+            return bool(self._store.check(keys))
+
+    def _get(self, key: str) -> bytes:
+        with _store_errors():
+            return bytes(self._store.get(key))
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerFailure(
+            f"the process that hosts the store of this run, rank 0 or a launcher, has ended ({error})"
+        ) from error
