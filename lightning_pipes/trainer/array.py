@@ -17,13 +17,13 @@ import os
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.ir import PlanError, check_count
-from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.array_display import ArrayDisplay
 from lightning_pipes.trainer.array_record import ArrayRecord
 from lightning_pipes.trainer.array_size import AUTO, decided_size, enough_siblings
@@ -145,7 +145,7 @@ class JobArray(Generic[T]):
                     yield from self._have_turn(sibling, filling)
                 filling = False
                 if not self._queue:
-                    self.timeline = self._record.timeline(self.shared.gathered(self._record.events))
+                    self.timeline = self._record.timeline(self._gathered())
                     return
                 if self._rounds is not None:
                     self._compute_round(self._rounds)
@@ -224,17 +224,15 @@ class JobArray(Generic[T]):
         assert memory is not None
         self._asked = sibling.index
         trainer = None if sibling.outcome is not None or sibling.doomed else sibling.trainer
-        rooms = {board.rank: 0 if trainer is None else memory.room(trainer.num_devices)}
+        rooms = [0 if trainer is None else memory.room(trainer.num_devices)]
         room = f"room/{sibling.index}"
-        board.tell(room, str(rooms[board.rank]))
+        board.tell(room, str(rooms[0]))
         self._work_until(lambda: board.all_told(room))
-        rooms |= {rank: int(board.value(room, rank)) for rank in board.others}
-        if all(rooms.values()):
+        if board.others:
+            rooms = [int(each) for each in board.values(room)]
+        if all(rooms):
             assert engine is not None
-            self.size, self._deciding = (
-                decided_size([rooms[rank] for rank in sorted(rooms)], engine.plan.n_ranks),
-                False,
-            )
+            self.size, self._deciding = decided_size(rooms, engine.plan.n_ranks), False
 
     def _show(self, sibling: Sibling[T]) -> None:
         assert self._display is not None
@@ -337,6 +335,15 @@ class JobArray(Generic[T]):
                 self._living[index].hear(rank, news, now - since)
 
     # ---- ends
+
+    def _gathered(self) -> Sequence[Sequence[Event]]:
+        """What has run on each rank."""
+        shared, board, events = self.shared, self.shared.board, self._record.events
+        if not board.others:
+            return [events]
+        board.tell("last", shared.greeting(self.size))
+        self._work_until(lambda: board.all_told("last"))
+        return shared.gathered(board.values("last"), events)
 
     def _cancel(self, error: BaseException) -> None:
         """Ends all siblings that are left, none of which may count on other ranks any more."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextvars
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -131,19 +131,15 @@ class Sibling(Generic[T]):
         if self._runner.running and not ready():
             self._pause(ready)
 
-    def meet(self) -> None:
+    def meet(self, word: str) -> Sequence[str]:
         """Returns when all ranks have come here, so that calls that block find their like; a failure of this sibling
-        elsewhere ends it.
-
-        Raises:
-            PlanError: arrays of other ranks have other sizes.
-        """
-        shared = self.array.shared
+        elsewhere ends it. What each rank says, by rank; `word` where there are no others."""
+        board = self.array.shared.board
         self._meetings += 1
         meeting = f"meetings/{self.index}/{self._meetings}"
-        shared.board.tell(meeting, str(self.array.size))
-        self.wait_until(lambda: shared.board.all_told(meeting))
-        shared.check_size(meeting, self.array.size)
+        board.tell(meeting, word)
+        self.wait_until(lambda: board.all_told(meeting))
+        return board.values(meeting) if board.others else [word]
 
     def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
         """Has `check` called when `come()`, to raise what is wrong. All ranks ask for it in the same turn, go on as if

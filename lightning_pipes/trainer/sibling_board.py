@@ -94,9 +94,11 @@ class Board:
         """Whether all ranks have said it, this one having done so."""
         return self._store is None or self._has([f"{what}/{rank}" for rank in self.others])
 
-    def value(self, what: str, rank: int) -> str:
-        """What another rank has said."""
-        return self._get(f"{what}/{rank}").decode()
+    def values(self, what: str) -> list[str]:
+        """What all ranks have said, by rank; this one, too."""
+        with _store_errors():
+            found = self._store.multi_get([f"{what}/{rank}" for rank in range(len(self.others) + 1)])
+        return [bytes(each).decode() for each in found]
 
     def tell_news(self, news: News) -> None:
         """What others have to know that do not ask."""
@@ -112,17 +114,14 @@ class Board:
         """What other ranks have told since this was asked last, with their numbers."""
         while self._store is not None and self._has([f"news/{self._news + 1}"]):
             self._news += 1
-            rank, news = pickle.loads(self._get(f"news/{self._news}"))
+            with _store_errors():
+                rank, news = pickle.loads(self._store.get(f"news/{self._news}"))
             if rank != self.rank:
                 yield rank, news
 
     def _has(self, keys: list[str]) -> bool:
         with _store_errors():
             return bool(self._store.check(keys))
-
-    def _get(self, key: str) -> bytes:
-        with _store_errors():
-            return bytes(self._store.get(key))
 
 
 @contextmanager

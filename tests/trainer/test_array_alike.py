@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.optimizers import check_same_settings, settings_of
+from lightning_pipes.trainer.shared import Shared
 from lightning_pipes.trainer.sibling import RETURN_SECONDS, Sibling
 from lightning_pipes.trainer.sibling_board import Board, Failure, Return
 from tests.trainer.test_array import Job, _text, quiet
@@ -85,7 +87,7 @@ def test_ranks_that_go_apart_end_the_array(case: str, says: str) -> None:
 
 def test_sizes_and_orders_that_differ_fail_every_sibling() -> None:
     for siblings, error in run_ranks(told, 2, "other size", timeout=60):
-        assert not error
+        assert "the array has size 2 on rank 0, 3 on rank 1" in error
         assert len(siblings) == 2
         assert all("the array has size 2 on rank 0, 3 on rank 1" in text for _, text in siblings)
     for siblings, error in run_ranks(told, 2, "other order", timeout=60):
@@ -113,6 +115,38 @@ def test_siblings_share_one_cut() -> None:
         )
 
 
+@dataclass(frozen=True)
+class Connections:
+    """Stands for a control."""
+
+    name: str
+    places: tuple[()]
+
+
+def test_connections_that_were_left_on_some_ranks_only_are_given_up() -> None:
+    """A sibling that fails on one rank at its very end has given back its connections there, and elsewhere not."""
+    made: list[str] = []
+
+    def make(name: str) -> Callable[[Any], Any]:
+        def control(places: Any) -> Any:
+            made.append(name)
+            return Connections(f"{name}{made.count(name)}", places)
+
+        return control
+
+    def meet() -> list[Any]:
+        greetings = [each.greeting(2) for each in ranks]
+        return [each.control(greetings, make(name)) for each, name in zip(ranks, "ab", strict=True)]
+
+    ranks = Shared(), Shared()
+    first, second = meet(), meet()
+    assert [c.name for c in (*first, *second)] == ["a1", "b1", "a2", "b2"]
+    ranks[0].take_back(first[0])  # and not on the other rank
+    for shared, control in zip(ranks, second, strict=True):
+        shared.take_back(control)
+    assert [c.name for c in (*meet(), *meet())] == ["a2", "b2", "a3", "b3"]
+
+
 class Store(dict[str, bytes]):
     """As much of a c10d store as a board needs."""
 
@@ -131,6 +165,9 @@ class Store(dict[str, bytes]):
         self[key] = str(int(self.get(key, b"0")) + amount).encode()
         return int(self[key])
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self[key] for key in keys]
+
     def check(self, keys: list[str]) -> bool:
         self._meet()
         return all(key in self for key in keys)
@@ -148,7 +185,8 @@ def boards() -> tuple[Store, Board, Board]:
 def test_what_was_told_before_there_is_a_board_is_told_then() -> None:
     _, one, two = boards()
     assert two.told("early", 0)
-    assert two.value("early", 0) == "word"
+    two.tell("early", "too")
+    assert two.values("early") == ["word", "too"]
     assert list(two.news()) == [(0, Failure(3, 1, "sibling 3 failed on rank 0: ValueError: x"))]
     assert list(two.news()) == []
     assert list(one.news()) == []
