@@ -25,6 +25,7 @@ from lightning_pipes.ir import PipelineError
 _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
+REASON_SECONDS = 5 * POLL_SECONDS
 GRACE_SECONDS = 8.0
 """How long a rank that knows of a failure may take to leave by itself before its watchdog ends it."""
 TELL_SECONDS = 2.0
@@ -131,6 +132,14 @@ class FailureWatch:
         """Raises PeerFailure if any rank has failed."""
         if self.error is not None:
             raise self.error
+
+    def learn_reason(self) -> None:
+        """Raises PeerFailure once it gets to know of a failure, of which something else was noticed; returns if it does
+        not, a second later."""
+        until = time.monotonic() + REASON_SECONDS
+        while time.monotonic() < until:  # who fails tells the store first, and closes connections then
+            self.check()
+            time.sleep(POLL_SECONDS / 4)
 
     def close(self) -> None:
         """Stops watching; this process is safe from the watchdog, and needs to give no more signs of life."""

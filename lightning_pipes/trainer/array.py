@@ -16,14 +16,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.ir import PlanError, check_count
-from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.array_display import ArrayDisplay
 from lightning_pipes.trainer.array_record import ArrayRecord
 from lightning_pipes.trainer.array_size import AUTO, decided_size, enough_siblings
@@ -33,14 +33,15 @@ from lightning_pipes.trainer.interrupts import Interrupts
 from lightning_pipes.trainer.memory_swap import MemorySwap
 from lightning_pipes.trainer.rounds import RoundOrder, Rounds
 from lightning_pipes.trainer.shared import Shared
-from lightning_pipes.trainer.sibling import ArrayCancelledError, Outcome, Sibling, SiblingFailure, current_sibling
-from lightning_pipes.trainer.sibling_board import Board
+from lightning_pipes.trainer.sibling import ArrayCancelledError, Outcome, Sibling, current_sibling
+from lightning_pipes.trainer.sibling_board import Board, Failure, NoMore, Return
 from lightning_pipes.trainer.sibling_memory import SiblingMemory
 
 T = TypeVar("T")
 
+_NO_MORE: Any = object()
 _NOTICE_SECONDS = 0.05
-"""How often a rank with nothing to do looks whether a sibling has failed elsewhere."""
+"""How often a rank with nothing to do looks whether a sibling has ended elsewhere."""
 _LOOK_SECONDS = 0.001
 """How often it looks whether something has come about that does not come as a message."""
 
@@ -99,6 +100,10 @@ class JobArray(Generic[T]):
         """Who has a turn next; None where a sibling has ended one turn earlier than on other ranks."""
         self._arrivals: Arrivals[Sibling[T]] = Arrivals()
         self._living: dict[int, Sibling[T]] = {}
+        self._heard: defaultdict[int, list[tuple[int, Failure | Return, float]]] = defaultdict(list)
+        """What other ranks have told of siblings that have not ended here: who, what, and when it was heard."""
+        self._jobs_elsewhere: dict[int, int] = {}
+        """Of ranks that have no more than these."""
         self._begun = 0
         self._home: Mapping[str, Any] = {}
         self._interrupts = Interrupts()
@@ -110,7 +115,7 @@ class JobArray(Generic[T]):
         A sibling that raises ends alone; whoever iterates decides whether the others go on.
 
         Raises:
-            PlanError: it is called by a sibling.
+            PlanError: it is called by a sibling, a job is no function, or one does other things on other ranks.
             PeerFailure: a rank has died.
             KeyboardInterrupt: after Ctrl-C, when all siblings have been told. A second one does not wait for them.
         """
@@ -128,17 +133,20 @@ class JobArray(Generic[T]):
             while True:
                 while more and len(self._queue) < self.size:
                     set_own_random_state(self._home)
-                    job = next(source, None)
-                    if job is None:
+                    job = next(source, _NO_MORE)
+                    if job is _NO_MORE:
                         more = False
+                        self.shared.board.tell_news(NoMore(self._begun))
                         break
+                    if not callable(job):
+                        raise PlanError(f"job {self._begun} of the array is {job!r}, and must be a function")
                     sibling = Sibling(self._begun, job, self, self._home)
                     self._living[self._begun] = sibling
                     self._begun += 1
                     yield from self._have_turn(sibling, filling)
                 filling = False
                 if not self._queue:
-                    self.timeline = self._record.timeline(self.shared.gathered(self._record.events))
+                    self.timeline = self._record.timeline(self._gathered())
                     return
                 if self._rounds is not None:
                     self._compute_round(self._rounds)
@@ -148,6 +156,8 @@ class JobArray(Generic[T]):
                 self._queue.popleft()
                 if head is not None:
                     yield from self._have_turn(head)
+        except GeneratorExit:  # whoever iterates has enough, or has failed
+            raise
         except BaseException as error:
             end = error
             raise
@@ -194,6 +204,7 @@ class JobArray(Generic[T]):
             self._queue.append(sibling)
             return
         del self._living[sibling.index]
+        self._heard.pop(sibling.index, None)
         if self._ends_later_elsewhere(sibling.index, sibling.outcome):
             self._queue.append(None)
         set_own_random_state(self._home)
@@ -214,17 +225,15 @@ class JobArray(Generic[T]):
         assert memory is not None
         self._asked = sibling.index
         trainer = None if sibling.outcome is not None or sibling.doomed else sibling.trainer
-        rooms = {board.rank: 0 if trainer is None else memory.room(trainer.num_devices)}
+        rooms = [0 if trainer is None else memory.room(trainer.num_devices)]
         room = f"room/{sibling.index}"
-        board.tell(room, str(rooms[board.rank]))
+        board.tell(room, str(rooms[0]))
         self._work_until(lambda: board.all_told(room))
-        rooms |= {rank: int(board.value(room, rank)) for rank in board.others}
-        if all(rooms.values()):
+        if board.others:
+            rooms = [int(each) for each in board.values(room)]
+        if all(rooms):
             assert engine is not None
-            self.size, self._deciding = (
-                decided_size([rooms[rank] for rank in sorted(rooms)], engine.plan.n_ranks),
-                False,
-            )
+            self.size, self._deciding = decided_size(rooms, engine.plan.n_ranks), False
 
     def _show(self, sibling: Sibling[T]) -> None:
         assert self._display is not None
@@ -306,11 +315,36 @@ class JobArray(Generic[T]):
         now = time.monotonic()
         if now > self._looked + _NOTICE_SECONDS:
             self._looked = now
-            for failure in shared.board.failures():
-                if failure.index in self._living:
-                    self._living[failure.index].doom(failure.turn, SiblingFailure(failure.text))
+            self._hear(now)
+
+    def _hear(self, now: float) -> None:
+        """Takes note of how siblings end on other ranks, of those also that have not begun here."""
+        for rank, news in self.shared.board.news():
+            if isinstance(news, NoMore):
+                self._jobs_elsewhere[rank] = news.jobs
+            elif news.index >= self._begun or news.index in self._living:
+                self._heard[news.index].append((rank, news, now))
+        for rank, jobs in self._jobs_elsewhere.items():
+            if self._begun > jobs:
+                raise PlanError(
+                    f"rank {rank} has {jobs} jobs for the array, and rank {self.shared.board.rank} has begun another "
+                    "one: all ranks need the same jobs in the same order, so they can't depend on the rank, or on "
+                    "files that only some of them see"
+                )
+        for index in self._heard.keys() & self._living.keys():
+            for rank, news, since in self._heard[index]:
+                self._living[index].hear(rank, news, now - since)
 
     # ---- ends
+
+    def _gathered(self) -> Sequence[Sequence[Event]]:
+        """What has run on each rank."""
+        shared, board, events = self.shared, self.shared.board, self._record.events
+        if not board.others:
+            return [events]
+        board.tell("last", shared.greeting(self.size))
+        self._work_until(lambda: board.all_told("last"))
+        return shared.gathered(board.values("last"), events)
 
     def _cancel(self, error: BaseException) -> None:
         """Ends all siblings that are left, none of which may count on other ranks any more."""
@@ -319,7 +353,9 @@ class JobArray(Generic[T]):
             watch.fail(error)
         for sibling in self._living.values():
             self.take_home(sibling.index)
-        cancelled = ArrayCancelledError(f"the array has ended: {type(error).__name__} {error}".rstrip())
+        cancelled = error
+        if not isinstance(error, ArrayCancelledError):
+            cancelled = ArrayCancelledError(f"the array has ended: {type(error).__name__} {error}".rstrip())
         for sibling in self._living.values():
             sibling.cancel(cancelled)
         self._living.clear()

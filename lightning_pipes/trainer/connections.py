@@ -131,8 +131,9 @@ class SiblingConnections:
     watch: FailureWatch
 
     def connect(self, make: Make) -> Control:
-        self.sibling.meet()
-        control = self.sibling.array.shared.control(partial(make, self.watch, wait_in_turn))
+        array = self.sibling.array
+        greetings = self.sibling.meet(array.shared.greeting(array.size))
+        control = array.shared.control(greetings, partial(make, self.watch, wait_in_turn))
         self.sibling.trainer = self.trainer
         private.remove_progress_bars(self.trainer)
         return control

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,7 +14,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_pipes.engine.failure import POLL_SECONDS, FailureWatch
+from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.packing import Packed, unpacked
 
@@ -28,7 +27,6 @@ _LENGTH = 8
 _MOST_LEAVING = 8
 """Messages under way to others that a rank does not wait for."""
 _PREPARED = "prepared"
-_REASON_SECONDS = 5 * POLL_SECONDS
 T = TypeVar("T")
 Place = tuple[str, int]
 """The host and the process of a rank."""
@@ -286,21 +284,13 @@ class Control:
         packed.write(padded)
         return padded, lengths
 
-    def learn_reason(self) -> None:
-        """Raises PeerFailure once the watch gets to know of a failure, of which something else was noticed; returns if
-        it does not, a second later."""
-        until = time.monotonic() + _REASON_SECONDS
-        while time.monotonic() < until:  # who fails tells the watch first, and closes connections then
-            self.watch.check()
-            time.sleep(POLL_SECONDS / 4)
-
     def _raise_reason(self, error: RuntimeError) -> NoReturn:
         """Raises why a collective broke: what the watch gets to know, or is told of a process that has ended."""
         for _ in range(2):  # one that was killed may take its time to end
             for rank, place in zip(self.ranks, self._places, strict=True):
                 if has_ended(place):
                     self.watch.lost(rank, error)
-            self.learn_reason()
+            self.watch.learn_reason()
         raise PipelineError(f"another rank has ended without a word while this one waited for it: {error}") from error
 
     def _finish(self, work: dist.Work | None) -> None:

@@ -42,14 +42,15 @@ def decide_alike(
     """The decision for a sibling: the first one's cut, with the sibling's own schedule and micro-batches.
 
     Raises:
-        KinshipError: its parameters or its stages are not those of the first.
+        KinshipError: its parameters, its stages or the cut that it asks for are not those of the first.
     """
     own: Structure = {n: (tuple(p.shape), str(p.dtype)) for n, p in module.named_parameters()}
     facts = sibling.array.shared.facts
     if "structure" not in facts:
-        facts["structure"], facts["decision"] = (sibling.index, own), decide()
+        facts["structure"], facts["plain"], facts["decision"] = (sibling.index, own), plain, decide()
     first, structure = facts["structure"]
     decision: Decision = facts["decision"]
+    asked: Decision = facts["plain"]
     if first == sibling.index:
         return decision
     different = _difference(structure, own, first)
@@ -63,6 +64,13 @@ def decide_alike(
         raise KinshipError(
             f"sibling {sibling.index} of the array has stages on ranks {plain.ranks} with schedule "
             f"{plain.schedule.name!r}, sibling {first} on {decision.ranks}; give them the same schedule",
+            first,
+        )
+    if plain.layers != asked.layers:
+        cuts = [[span.start for span in each.layers[1:]] for each in (plain, asked)]
+        raise KinshipError(
+            f"sibling {sibling.index} of the array asks for stages that begin at the layers {cuts[0]}, sibling {first} "
+            f"at {cuts[1]}; siblings share one cut, so give them the same partition",
             first,
         )
     return replace(

@@ -136,3 +136,33 @@ def refuse_unsuitable(optimizers: Sequence[Optimizer]) -> None:
                 "LBFGS runs training_step several times per update and searches along the whole gradient, which is "
                 "spread over ranks; use an optimizer that takes one step per batch"
             )
+
+
+def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """Numbers, words and flags that the optimizers were made with, in words, by where they stand."""
+    found = {}
+    for n, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            where = f"{type(optimizer).__name__} {n}, group {g}, "
+            found.update({where + key: repr(value) for key, value in group.items() if _is_plain(value)})
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def check_same_settings(settings: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> None:
+    """Raises PipelineError unless the optimizers of all ranks have the same settings."""
+    for where in dict.fromkeys(key for each in settings for key in each):
+        found = [each.get(where, "nothing") for each in settings]
+        if len(set(found)) > 1:
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in zip(ranks, found, strict=True))
+            raise PipelineError(
+                f"the optimizers of one pipeline differ: {where} is {listed}. Stages would be trained by different "
+                "settings; take them from what is the same on all ranks, and give a job array its jobs in one order"
+            )

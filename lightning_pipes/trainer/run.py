@@ -26,6 +26,7 @@ from lightning_pipes.trainer.control import Coming, Control
 from lightning_pipes.trainer.gradients import FreshGradients
 from lightning_pipes.trainer.hidden_state import HiddenState
 from lightning_pipes.trainer.logs import LogReplay, merge, recorded
+from lightning_pipes.trainer.optimizers import check_same_settings, settings_of
 from lightning_pipes.trainer.pipelined import CutModule
 from lightning_pipes.trainer.plans import Plans
 from lightning_pipes.trainer.replicas import BufferSync
@@ -234,7 +235,9 @@ class PipelineRun:
 
     def _check(self, batch: Any, batch_idx: int, what: str) -> None:
         if min(batch_idx, len(self.windows)) < CHECKED_BATCHES and self._control.size > 1:
-            found, where = self._control.start_all_gather(fingerprint(batch)), f"{what}, batch {batch_idx}"
+            settings = settings_of(self._trainer.optimizers) if what == TRAINING else {}
+            found = self._control.start_all_gather((fingerprint(batch), settings))
+            where = f"{what}, batch {batch_idx}"
             check = partial(_check_same, found, self._control.ranks, where)
             if what == TRAINING:
                 soon(found.come, check, late=1)
@@ -247,5 +250,7 @@ class PipelineRun:
         return (self._trainer.fit_loop.total_batch_idx + 1 << 20) + self._evaluated
 
 
-def _check_same(found: Coming[list[str]], ranks: Sequence[int], where: str) -> None:
-    check_same(found(), ranks, where)
+def _check_same(found: Coming[list[tuple[str, dict[str, str]]]], ranks: Sequence[int], where: str) -> None:
+    batches, settings = zip(*found(), strict=True)
+    check_same_settings(settings, ranks)
+    check_same(batches, ranks, where)

@@ -135,7 +135,7 @@ def write_part(part: Part, control: Control, store: Any) -> None:
         else:
             store.set(_key(part, own), pickle.dumps(f"{type(error).__name__}: {error}"))
             if isinstance(error, FileNotFoundError) and not part.temporary.exists():
-                control.learn_reason()
+                control.watch.learn_reason()
                 raise PipelineError(f"rank {control.ranks[0]} has given it up") from error
         raise
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
+from lightning_pipes.ir import PlanError
 from lightning_pipes.sim.timeline import Event
 from lightning_pipes.trainer.control import Control, Place
 from lightning_pipes.trainer.sibling_board import Board
@@ -31,15 +33,18 @@ class Shared:
         self.transport: Transport | None = None
         self.board = Board()
         self.facts: dict[str, Any] = {}
-        self._controls: list[Control] = []
+        self._free: dict[int, Control] = {}
+        """Connections that siblings have left, by number."""
+        self._numbers: dict[Control, int] = {}
+        """Of those that siblings have."""
+        self._made = 0
         self._places: Sequence[Place] = ()
 
     def watched(self, make: Callable[[], FailureWatch], rank: int, ranks: int) -> FailureWatch:
         """The watch of all siblings; the first one makes it."""
         if self.watch is None:
             self.watch = make()
-            if ranks > 1:
-                self.board.open(self.watch, rank, ranks)
+            self.board.open(self.watch, rank, ranks)
         return self.watch
 
     def connected(self, make: Callable[[], Transport]) -> Transport:
@@ -48,29 +53,56 @@ class Shared:
             self.transport = make()
         return _Kept(self.transport)
 
-    def control(self, make: Callable[[Sequence[Place]], Control]) -> Control:
-        """Connections for one sibling, made unless one that has ended left its own. Collective: all ranks have met, for
-        one that took connections although the sibling has failed elsewhere would have others than those later."""
-        control = self._controls.pop(0) if self._controls else make(self._places)
+    def greeting(self, size: int) -> str:
+        """What ranks have to know of each other before they take `control`, by the meeting of a sibling."""
+        return json.dumps([size, sorted(self._free)])
+
+    def control(self, greetings: Sequence[str], make: Callable[[Sequence[Place]], Control]) -> Control:
+        """Connections for one sibling, made unless one that has ended left its own on all ranks. Collective. Those that
+        it left on some ranks only are given up: it has failed on others before it was through with them.
+
+        Args:
+            greetings: of all ranks, by rank.
+
+        Raises:
+            PlanError: arrays of other ranks have other sizes.
+        """
+        sizes, free = zip(*map(json.loads, greetings), strict=True)
+        if len(set(sizes)) > 1:
+            each = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sizes))
+            raise PlanError(
+                f"the array has size {each}; all ranks need the same number of siblings at a time, so it can't depend "
+                "on what one of them finds"
+            )
+        common = set.intersection(*map(set, free))
+        self._free = {number: control for number, control in self._free.items() if number in common}
+        if self._free:
+            number = min(self._free)
+            control = self._free.pop(number)
+        else:
+            self._made += 1
+            number, control = self._made, make(self._places)
+        self._numbers[control] = number
         self._places = control.places
         return control
 
     def take_back(self, control: Control) -> None:
-        """A sibling has no use for its connections any more. Collective: all calls on them were made by all ranks."""
-        self._controls.append(control)
+        """A sibling has no use for its connections any more: all calls on them were made by this rank."""
+        self._free[self._numbers.pop(control)] = control
 
-    def gathered(self, events: Sequence[Event]) -> Sequence[Sequence[Event]]:
+    def gathered(self, greetings: Sequence[str], events: Sequence[Event]) -> Sequence[Sequence[Event]]:
         """What each rank gives. Collective."""
-        if not self.board.others:
-            return [events]
-        if not self._controls:  # siblings that were pruned, or failed, leave none
-            assert self.watch is not None
-            self._controls.append(Control(range(len(self.board.others) + 1), self.watch, _GATHER_TIMEOUT))
-        return self._controls[0].all_gather(events)
+        control = self.control(greetings, self._last)
+        self.take_back(control)
+        return control.all_gather(events)
+
+    def _last(self, places: Sequence[Place]) -> Control:
+        assert self.watch is not None, "there are other ranks"
+        return Control(range(len(self.board.others) + 1), self.watch, _GATHER_TIMEOUT, places=places)
 
     def close(self) -> None:
         """Ends them."""
-        for control in self._controls:
+        for control in self._free.values():
             control.close()
         if self.transport is not None:
             self.transport.close()

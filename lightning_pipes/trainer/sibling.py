@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextvars
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,10 +16,10 @@ import lightning.pytorch as pl
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.failure import FailureWatch
-from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.baton import Runner, own_random_state, set_own_random_state
 from lightning_pipes.trainer.shared import Shared
-from lightning_pipes.trainer.sibling_board import Failure
+from lightning_pipes.trainer.sibling_board import Failure, Return
 
 T = TypeVar("T")
 
@@ -29,6 +29,8 @@ _LOOK_SECONDS = 0.001
 """How often it looks whether an answer of other ranks has come."""
 _REASON_SECONDS = 1.0
 """How long a computation that failed waits for an answer of other ranks that may say why."""
+RETURN_SECONDS = 60.0
+"""How long a sibling may go on in a turn in which it has returned on another rank, for what that has said before."""
 _PATIENCE = 100
 """How often a sibling that was told to end may go on waiting for something before it is left alone."""
 _current: contextvars.ContextVar[Sibling[Any] | None] = contextvars.ContextVar("lightning_pipes_sibling", default=None)
@@ -131,14 +133,15 @@ class Sibling(Generic[T]):
         if self._runner.running and not ready():
             self._pause(ready)
 
-    def meet(self) -> None:
+    def meet(self, word: str) -> Sequence[str]:
         """Returns when all ranks have come here, so that calls that block find their like; a failure of this sibling
-        elsewhere ends it."""
+        elsewhere ends it. What each rank says, by rank; `word` where there are no others."""
         board = self.array.shared.board
         self._meetings += 1
         meeting = f"meetings/{self.index}/{self._meetings}"
-        board.tell(meeting)
+        board.tell(meeting, word)
         self.wait_until(lambda: board.all_told(meeting))
+        return board.values(meeting) if board.others else [word]
 
     def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
         """Has `check` called when `come()`, to raise what is wrong. All ranks ask for it in the same turn, go on as if
@@ -157,7 +160,7 @@ class Sibling(Generic[T]):
         """Tells the other ranks that it ends by `error`, unless they know."""
         if not self._failed and not isinstance(error, (SiblingFailure, ArrayCancelledError)):
             text = f"{type(error).__name__}: {error}" + (f", in {where}" if where else "")
-            self.array.shared.board.tell_failure(Failure(self.index, self.next_turn, text))
+            self.array.shared.board.tell_news(Failure(self.index, self.next_turn, text))
         self._failed = True
 
     def _pause(self, ready: Callable[[], bool]) -> None:
@@ -177,7 +180,9 @@ class Sibling(Generic[T]):
     def _body(self) -> None:
         token = _current.set(self)
         try:
-            self.outcome = Outcome(self.index, value=self._fn())
+            value = self._fn()
+            self.array.shared.board.tell_news(Return(self.index, self.turns, self._meetings))
+            self.outcome = Outcome(self.index, value=value)
         except BaseException as error:  # SystemExit of one sibling must not end the others
             self.fail(error)
             self.outcome = Outcome(self.index, error=error)
@@ -229,6 +234,24 @@ class Sibling(Generic[T]):
         if self._fate is None:
             self._fate = turn, error
             self._meet_fate()
+
+    def hear(self, rank: int, news: Failure | Return, seconds: float) -> None:
+        """It has ended on another rank, which is known here for so many seconds.
+
+        Raises:
+            PlanError: it has returned there, and does something else here. What other siblings say in turns finds no
+                partner any more then.
+        """
+        if isinstance(news, Failure):
+            self.doom(news.turn, SiblingFailure(news.text))
+        elif not self.doomed and (
+            self.next_turn > news.turn or self._meetings > news.meetings or seconds > RETURN_SECONDS
+        ):
+            raise PlanError(
+                f"sibling {self.index} of the array has returned on rank {rank}, in its turn {news.turn}, and goes on "
+                f"here, in its turn {self.next_turn}. Its function must do the same on all ranks: what a Trainer is "
+                "called for, and how often, can't depend on the rank, the time, or unseeded random numbers"
+            )
 
     def cancel(self, error: BaseException) -> None:
         """Ends it by `error`, wherever it waits."""

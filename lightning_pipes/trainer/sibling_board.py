@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from lightning_pipes.engine.failure import POLL_SECONDS, FailureWatch, PeerFailure
-
-_REASON_SECONDS = 5 * POLL_SECONDS
-"""How long the watch may take to find out why the store does not answer."""
+from lightning_pipes.engine.failure import FailureWatch, PeerFailure
 
 
 @dataclass(frozen=True)
@@ -30,9 +27,35 @@ class Failure:
     text: str
 
 
+@dataclass(frozen=True)
+class Return:
+    """A sibling has returned, and comes to nothing more.
+
+    Attributes:
+        index: of the sibling.
+        turn: the number of its last turn.
+        meetings: so many it came to.
+    """
+
+    index: int
+    turn: int
+    meetings: int
+
+
+@dataclass(frozen=True)
+class NoMore:
+    """A rank has no more jobs than these."""
+
+    jobs: int
+
+
+News = Failure | Return | NoMore
+
+
 class Board:
-    """A part of the ranks' store; nothing is told, or known, before `open`, and where there is a single rank. Where the
-    store has gone with its host, whatever asks it raises PeerFailure.
+    """A part of the ranks' store. What is told before `open` is told then; nothing is where there is a single rank.
+
+    Where the store has ended nobody can be told any more, and who asks gets a PeerFailure.
 
     Attributes:
         rank: this one.
@@ -44,52 +67,62 @@ class Board:
         self.rank = 0
         self._watch: FailureWatch | None = None
         self._store: Any = None
-        self._failures = 0
+        self._early: list[Callable[[], None]] | None = []
+        self._news = 0
 
     def open(self, watch: FailureWatch, rank: int, ranks: int) -> None:
-        """This is rank number `rank` of so many, at least two."""
-        self.others = [other for other in range(ranks) if other != rank]
-        self.rank, self._watch, self._store = rank, watch, watch.store()
+        """This is rank number `rank` of so many."""
+        early, self._early = self._early or [], None
+        if ranks > 1:
+            self.others = [other for other in range(ranks) if other != rank]
+            self.rank, self._watch, self._store = rank, watch, watch.store()
+            for say in early:
+                say()
 
     def tell(self, what: str, value: str = "") -> None:
         """This rank has something to say, once."""
-        if self._store is not None:
-            with self._asked():
+        if self._early is not None:
+            self._early.append(partial(self.tell, what, value))
+        elif self._store is not None:
+            with suppress(RuntimeError):
                 self._store.set(f"{what}/{self.rank}", value)
 
     def told(self, what: str, rank: int) -> bool:
         """Whether another rank has said it."""
-        return self._has(f"{what}/{rank}")
+        return self._has([f"{what}/{rank}"])
 
     def all_told(self, what: str) -> bool:
         """Whether all ranks have said it, this one having done so."""
-        return self._store is None or self._has(*(f"{what}/{rank}" for rank in self.others))
+        return self._store is None or self._has([f"{what}/{rank}" for rank in self.others])
 
-    def value(self, what: str, rank: int) -> str:
-        """What another rank has said."""
+    def values(self, what: str) -> list[str]:
+        """What all ranks have said, by rank; this one, too."""
         with self._asked():
-            return bytes(self._store.get(f"{what}/{rank}")).decode()
+            found = self._store.multi_get([f"{what}/{rank}" for rank in range(len(self.others) + 1)])
+        return [bytes(each).decode() for each in found]
 
-    def tell_failure(self, failure: Failure) -> None:
-        """A sibling fails on this rank; where the store has gone, so have the others."""
-        if self._store is not None:
-            text = f"sibling {failure.index} failed on rank {self.rank}: {failure.text}"
+    def tell_news(self, news: News) -> None:
+        """What others have to know that do not ask."""
+        if self._early is not None:
+            self._early.append(partial(self.tell_news, news))
+        elif self._store is not None:
+            if isinstance(news, Failure):
+                news = replace(news, text=f"sibling {news.index} failed on rank {self.rank}: {news.text}")
             with suppress(RuntimeError):
-                number = self._store.add("failures", 1)
-                self._store.set(f"failure/{number}", pickle.dumps((self.rank, replace(failure, text=text))))
+                self._store.set(f"news/{self._store.add('news', 1)}", pickle.dumps((self.rank, news)))
 
-    def failures(self) -> Iterator[Failure]:
-        """Those on other ranks that were told since this was asked last."""
-        while self._store is not None and self._has(f"failure/{self._failures + 1}"):
-            self._failures += 1
+    def news(self) -> Iterator[tuple[int, News]]:
+        """What other ranks have told since this was asked last, with their numbers."""
+        while self._store is not None and self._has([f"news/{self._news + 1}"]):
+            self._news += 1
             with self._asked():
-                rank, failure = pickle.loads(self._store.get(f"failure/{self._failures}"))
+                rank, news = pickle.loads(self._store.get(f"news/{self._news}"))
             if rank != self.rank:
-                yield failure
+                yield rank, news
 
-    def _has(self, *keys: str) -> bool:
+    def _has(self, keys: list[str]) -> bool:
         with self._asked():
-            return bool(self._store.check(list(keys)))
+            return bool(self._store.check(keys))
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
@@ -98,8 +131,5 @@ class Board:
             yield
         except RuntimeError as error:
             assert self._watch is not None
-            until = time.monotonic() + _REASON_SECONDS
-            while time.monotonic() < until:
-                self._watch.check()
-                time.sleep(POLL_SECONDS / 4)
+            self._watch.learn_reason()
             raise PeerFailure(f"the store through which ranks know of each other does not answer ({error})") from error

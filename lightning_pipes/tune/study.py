@@ -17,10 +17,11 @@ from optuna import Study
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from lightning_pipes.engine.failure import PeerFailure
 from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.sibling import Outcome, current_sibling
-from lightning_pipes.tune.board import Board
+from lightning_pipes.tune.board import Board, RankZeroEndedError
 from lightning_pipes.tune.telling import log, tell
 from lightning_pipes.tune.trial import ArrayTrial, StorageLostError, as_current, storage_errors
 
@@ -28,6 +29,9 @@ OWNER = "lightning_pipes:owner"
 """The user attribute of a trial that says which process runs it."""
 RETRY = "lightning_pipes:retry_of"
 """The user attribute of a trial that repeats one whose process has died: the number of that one."""
+
+_REASON_SECONDS = 2.0
+"""How long other ranks wait for rank 0 to say why it ends the study."""
 
 Objective = Callable[[ArrayTrial], Any]
 Callback = Callable[[Study, FrozenTrial], None]
@@ -215,14 +219,26 @@ class _Follower:
         self._over = False
 
     def run(self, array: JobArray[Any], study: Study | None) -> Study:
-        for outcome in array.run(self._jobs()):  # what becomes of it is rank 0's business
-            if outcome.error is not None and array.shared.watch is None:
-                self._check_alike(outcome)
+        try:
+            for outcome in array.run(self._jobs()):  # what becomes of it is rank 0's business
+                if outcome.error is not None and array.shared.watch is None:
+                    self._check_alike(outcome)
+        except PeerFailure:
+            with suppress(RankZeroEndedError):
+                self._check_ended()
+            raise
         end = self._board.hear("end")
         self._board.leave()
         if isinstance(end, str):
             raise StudyFailedError(f"the study has ended on rank 0: {end}")
         return _with_trials(study, *end)
+
+    def _check_ended(self) -> None:
+        """Raises why rank 0 has ended the study, if it says so; its array, which ends before, does not know it."""
+        until = time.monotonic() + _REASON_SECONDS
+        end = self._board.hear("end", until=lambda: time.monotonic() > until)
+        if isinstance(end, str):
+            raise StudyFailedError(f"the study has ended on rank 0: {end}")
 
     def _jobs(self) -> Iterator[Callable[[], Any]]:
         for index in itertools.count():

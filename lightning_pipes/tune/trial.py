@@ -148,8 +148,11 @@ def storage_errors() -> Iterator[None]:
     try:
         yield
     except (StorageInternalError, OSError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Optuna says that something has failed, the last one what
+            cause = cause.__cause__
         raise StorageLostError(
-            f"the study's storage can't be used any more ({type(error).__name__}: {error}); trials that had ended are "
+            f"the study's storage can't be used any more ({type(cause).__name__}: {cause}); trials that had ended are "
             "in it: make it reachable and run again, and the others are tried again"
         ) from error
 

@@ -48,15 +48,13 @@ def evolved(problem: ArrayProblem, effort: Effort, seed: int = 0, settings: Gene
         if not effort.left:
             break
         pairs = int(rng.integers(1, settings.population // 2 + 1))
-        chance = 1 / spans
-        parents = people[rng.choice(len(people), (pairs, 2), p=chance / chance.sum())]
+        parents = people[_parents(spans, pairs, rng)]
         children = np.concatenate(_crossed(parents[:, 0], parents[:, 1], problem.jobs, rng))
         mutants = _swapped(people[rng.random(len(people)) < settings.mutation], rng)
         children = np.concatenate([children, mutants])[: settings.population - 1]
         fresh = decoded(problem, children)[0]
         effort.spent += len(children)
-        rivals = rng.integers(len(people), size=(settings.population - 1 - len(children), settings.rivals))
-        winners = rivals[np.arange(len(rivals)), spans[rivals].argmin(1)]
+        winners = _winners(spans, settings.population - 1 - len(children), settings.rivals, rng)
         kept = np.concatenate([[spans.argmin()], winners])
         people, spans = np.concatenate([people[kept], children]), np.concatenate([spans[kept], fresh])
     _, starts = decoded(problem, people[spans.argmin()][None])
@@ -89,6 +87,18 @@ def decoded(problem: ArrayProblem, people: Array) -> tuple[Array, Array]:
     by_block = np.empty((count, n), np.int64)
     np.put_along_axis(by_block, blocks, starts.T, 1)
     return ready.reshape(count, -1).max(1), by_block
+
+
+def _parents(spans: Array, pairs: int, rng: np.random.Generator) -> Array:
+    """Two individuals for each pair, by a roulette on 1 / makespan."""
+    chance = 1 / spans
+    return rng.choice(len(spans), (pairs, 2), p=chance / chance.sum())
+
+
+def _winners(spans: Array, count: int, rivals: int, rng: np.random.Generator) -> Array:
+    """The shortest of each tournament's rivals."""
+    drawn = rng.integers(len(spans), size=(count, rivals))
+    return np.asarray(drawn[np.arange(count), spans[drawn].argmin(1)])
 
 
 def _crossed(one: Array, two: Array, jobs: int, rng: np.random.Generator) -> tuple[Array, Array]:

@@ -77,6 +77,7 @@ class Job:
     schedule: str = "jap"
     recompute: bool = False
     microbatches: int = 2
+    partition: tuple[int, ...] = ()
 
     def __call__(self) -> Any:
         warnings.filterwarnings("ignore")
@@ -101,7 +102,11 @@ class Job:
             accelerator="cpu",
             devices=int(os.environ.get("WORLD_SIZE", "1")),
             strategy=PipelineStrategy(
-                self.schedule, microbatches=self.microbatches, seed=self.number, recompute=self.recompute
+                self.schedule,
+                microbatches=self.microbatches,
+                seed=self.number,
+                recompute=self.recompute,
+                partition=list(self.partition) or "auto",
             ),
             max_epochs=self.epochs,
             callbacks=callbacks,

@@ -345,8 +345,8 @@ def warned(rank: int, ways: list[tuple[int, int | None, bool]]) -> list[bool]:
 
 
 def test_batch_normalisation_warns_where_batches_are_cut():
-    """Siblings of an array cut them where there are fewer of them than stages."""
-    ways = [(0, 1, False), (0, None, False), (0, 1, True), (1, None, False), (2, None, False), (2, 2, False)]
+    """Siblings of an array cut them where there are fewer of them than twice the stages."""
+    ways = [(0, 1, False), (0, None, False), (0, 1, True), (1, None, False), (4, None, False), (4, 2, False)]
     assert run_ranks(warned, 2, ways, timeout=60) == [[False, True, True, True, False, True]] * 2
 
 

@@ -28,16 +28,16 @@ def test_a_store_that_has_gone_is_a_peer_that_failed(monkeypatch: pytest.MonkeyP
     board = Board()
     board.open(watch, 1, 2)
     try:
-        board.tell_failure(Failure(0, 1, "of no use to anybody"))
+        board.tell_news(Failure(0, 1, "of no use to anybody"))
+        board.tell("ended/0")
         with pytest.raises(PeerFailure, match=r"does not answer \(Connection reset"):
             board.told("ended/0", 0)
         watch.lost(0, OSError("closed"))
         for ask in (
-            lambda: board.tell("ended/0"),
             lambda: board.told("ended/0", 0),
             lambda: board.all_told("ended/0"),
-            lambda: board.value("room/0", 0),
-            lambda: [*board.failures()],
+            lambda: board.values("room/0"),
+            lambda: [*board.news()],
         ):
             with pytest.raises(PeerFailure, match="rank 0 has ended"):
                 ask()

@@ -268,10 +268,30 @@ def test_storage_that_vanishes(tmp_path: Path) -> None:
             path.write_bytes(b"no database" * 1000)
         return toy(trial)
 
-    with pytest.raises(StorageLostError, match="can't be used any more"):
+    with pytest.raises(StorageLostError, match=r"can't be used any more \(DatabaseError: file is not a database"):
         optimize_array(study, loses, 6, 2, catch=Exception)
     kept = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/kept")
     assert states(kept)[:2] == ["COMPLETE"] * 2
+
+
+def told_why(rank: int) -> str:
+    """A callback of rank 0's study fails while the other rank trains."""
+    logging.disable(logging.CRITICAL)
+
+    def fails(study: optuna.Study, trial: FrozenTrial) -> None:
+        raise KeyError("callback")
+
+    try:
+        optimize_array(new_study(), lambda trial: fit(0.01, epochs=1 + 3 * trial.number), 4, 2, callbacks=[fails])
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_other_ranks_are_told_why_rank_0_ends_a_study() -> None:
+    zero, one = run_ranks(told_why, 2, timeout=60)
+    assert zero == "KeyError: 'callback'"
+    assert one == "StudyFailedError: the study has ended on rank 0: KeyError: 'callback'"
 
 
 class Harm(Callback):

@@ -10,7 +10,16 @@ from lightning_pipes.strategies.jap import Effort, solved
 from lightning_pipes.strategies.jap.bounds import busiest_stage, interrupted, longest_job, lower_bound
 from lightning_pipes.strategies.jap.branch import branched
 from lightning_pipes.strategies.jap.generator import random_array
-from lightning_pipes.strategies.jap.genetic import Genetic, _crossed, _filled, decoded, evolved
+from lightning_pipes.strategies.jap.genetic import (
+    Genetic,
+    _crossed,
+    _filled,
+    _parents,
+    _swapped,
+    _winners,
+    decoded,
+    evolved,
+)
 from lightning_pipes.strategies.jap.greedy import as_printed
 from lightning_pipes.strategies.jap.machine import PYTHON, numba_kernel
 from lightning_pipes.strategies.jap.problem import ArrayProblem
@@ -203,6 +212,27 @@ def test_crossover_keeps_the_places_of_some_jobs_and_the_order_of_the_others():
     children = np.concatenate(_crossed(one, two, 4, rng))
     assert (np.sort(children, axis=1) == np.sort(one[0])).all()
     assert (children != np.concatenate([one, two])).any(1).mean() > 0.5  # not where a single job does not stay
+
+
+def test_parents_and_survivors_are_drawn_by_their_makespans():
+    """A roulette on 1 / makespan; the best of three at random, each of which may be any of four."""
+    rng = np.random.default_rng(0)
+    spans = np.array([1, 2, 4, 4])
+    drawn = np.bincount(_parents(spans, 20_000, rng).reshape(-1), minlength=4) / 40_000
+    assert drawn == pytest.approx([4 / 8, 2 / 8, 1 / 8, 1 / 8], abs=0.01)
+    won = np.bincount(_winners(np.array([3, 9, 1, 5]), 40_000, 3, rng), minlength=4) / 40_000
+    at_least = [(n / 4) ** 3 for n in (4, 3, 2, 1, 0)]  # that all three are the best, second, ... or worse
+    assert won[[2, 0, 3, 1]] == pytest.approx(-np.diff(at_least), abs=0.01)
+
+
+def test_mutation_exchanges_two_genes():
+    rng = np.random.default_rng(0)
+    people = rng.permuted(np.tile(np.repeat(np.arange(4), 6), (200, 1)), axis=1)
+    mutants = _swapped(people.copy(), rng)
+    assert (np.sort(mutants, axis=1) == np.sort(people[0])).all()
+    changed = (mutants != people).sum(1)
+    assert set(changed.tolist()) == {0, 2}
+    assert (changed == 2).mean() == pytest.approx(18 / 24, abs=0.1)  # two genes of one job change nothing
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,0 +1,91 @@
+"""Algorithm 1 beside its sentences: longest paths by repeated passes, one machine second by second."""
+
+import numpy as np
+import pytest
+
+from lightning_pipes.strategies.jap.greedy import as_printed
+from tests.strategies.jap.by_hand import random_problem
+
+
+def chain(stages):
+    return [("F", s) for s in range(stages)] + [("B", s) for s in reversed(range(stages))]
+
+
+def times(problem, j, step):
+    """Stage, occupancy of it, and lag to the job's next block."""
+    d, s = chain(problem.stages)[step]
+    table = {
+        name: int(getattr(problem, name)[j, s]) for name in ("forward", "backward", "recompute", "update", "switch")
+    }
+    if d == "F":
+        busy = table["forward"] + table["switch"]
+        last = s == problem.stages - 1
+        return s, busy, busy if last else table["forward"] + int(problem.transfer[j, s])
+    busy = table["recompute"] + table["backward"] + table["update"] + table["switch"]
+    gone = table["recompute"] + table["backward"] + int(problem.transfer_back[j, s])
+    return s, busy, busy if s == 0 else gone
+
+
+def second_by_second(blocks):
+    """When blocks (head, busy, tail) end on a stage that always runs the one with the longest tail (Jackson)."""
+    left = [busy for _, busy, _ in blocks]
+    t, end = 0, 0
+    while any(left):
+        ready = [i for i, (head, _, _) in enumerate(blocks) if left[i] and head <= t]
+        t += 1
+        if ready:
+            i = max(ready, key=lambda i: blocks[i][2])
+            left[i] -= 1
+            if not left[i]:
+                end = max(end, t + blocks[i][2])
+    return end
+
+
+def promise(problem, done, ready, free):
+    """The bound of a partial selection: critical path, and each stage on its own."""
+    steps, stages = 2 * problem.stages, problem.stages
+    machines = [[] for _ in range(stages)]
+    worst = 0
+    for j in range(problem.jobs):
+        head = ready[j]
+        for k in range(done[j], steps):
+            s, busy, lag = times(problem, j, k)
+            head = max(head, free[s])
+            tail = sum(times(problem, j, i)[2] for i in range(k, steps))
+            worst = max(worst, head + tail)
+            machines[s].append((head, busy, tail - busy))
+            head += lag
+    return max([worst, *map(second_by_second, machines)])
+
+
+def by_sentences(problem):
+    """Orders of stages, as (job, direction)."""
+    jobs, steps = range(problem.jobs), 2 * problem.stages
+    done, ready, free = [0] * problem.jobs, [0] * problem.jobs, [0] * problem.stages
+    rows = [[] for _ in free]
+    over = 0
+    while any(k < steps for k in done):
+        open_ = [(j, *times(problem, j, done[j])) for j in jobs if done[j] < steps]  # omega
+        earliest = min(max(ready[j], free[s]) + busy for j, s, busy, _ in open_)
+        machine = next(s for j, s, busy, _ in open_ if max(ready[j], free[s]) + busy == earliest)
+        found = []
+        for j, s, busy, lag in open_:  # omega'
+            start = max(ready[j], free[s])
+            if s == machine and start < earliest:
+                after = [done.copy(), ready.copy(), free.copy()]
+                after[0][j], after[1][j], after[2][s] = done[j] + 1, start + lag, start + busy
+                ends = max(over, start + lag) if after[0][j] == steps else over
+                found.append((max(ends, promise(problem, *after)), j, after, ends))
+        least = min(bound for bound, *_ in found)
+        _, j, after, over = [each for each in found if each[0] == least][-1]  # the print's <=
+        rows[machine].append((j, chain(problem.stages)[done[j]][0]))
+        done, ready, free = after
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_choice_is_that_of_the_sentences(seed):
+    problem = random_problem(seed, 2 + seed % 4, 1 + seed % 3, equal=seed % 5 == 0, late=(1, 9, 30)[seed % 3])
+    numbers = np.arange(problem.blocks).reshape(problem.stages, 2, problem.jobs)
+    expected = [[int(numbers[s, "FB".index(d), j]) for j, d in row] for s, row in enumerate(by_sentences(problem))]
+    assert as_printed(problem).order.tolist() == expected

@@ -1,0 +1,228 @@
+"""What ranks of an array do not do alike ends with a sentence, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.array import JobArray
+from lightning_pipes.trainer.optimizers import check_same_settings, settings_of
+from lightning_pipes.trainer.shared import Shared
+from lightning_pipes.trainer.sibling import RETURN_SECONDS, Sibling
+from lightning_pipes.trainer.sibling_board import Board, Failure, Return
+from tests.trainer.test_array import Job, _text, quiet
+
+
+def fails_before_fit(rank: int, victim: int, job: Job) -> Any:
+    if rank == victim:
+        raise FileNotFoundError("no such file")
+    return job()
+
+
+def returns_before_fit(rank: int, job: Job) -> Any:
+    return job() if rank == 0 else None
+
+
+def fits_again(rank: int, job: Job) -> Any:
+    job()
+    return job() if rank == 0 else None
+
+
+CASES: dict[str, Callable[[int], list[Callable[[], Any]]]] = {
+    "fails first": lambda rank: [partial(fails_before_fit, rank, 1, Job(0)), Job(1, epochs=1)],
+    "all fail": lambda rank: [*(partial(fails_before_fit, rank, 0, Job(n)) for n in range(3)), Job(3, epochs=1)],
+    "returns": lambda rank: [Job(0), partial(returns_before_fit, rank, Job(1)), Job(2)],
+    "returns first": lambda rank: [partial(returns_before_fit, rank, Job(0)), Job(1)],
+    "fits again": lambda rank: [Job(0), partial(fits_again, rank, Job(1)), Job(2)],
+    "fewer jobs": lambda rank: [Job(0, epochs=1), Job(1, epochs=1), Job(2, epochs=1)][: 3 - rank],
+    "other size": lambda rank: [Job(0), Job(1)],
+    "other order": lambda rank: [Job(0), Job(1)][:: 1 - 2 * rank],
+}
+
+
+def told(rank: int, case: str) -> tuple[list[tuple[int, str]], str]:
+    """How siblings ended, and the array."""
+    quiet()
+    found: list[tuple[int, str]] = []
+    try:
+        size = 2 + rank if case == "other size" else 2
+        found.extend((o.index, _text(o.error)) for o in JobArray[Any](size).run(CASES[case](rank)))
+    except PipelineError as error:
+        return found, _text(error)
+    return found, ""
+
+
+@pytest.mark.parametrize(("case", "victim"), [("fails first", 1), ("all fail", 0)])
+def test_one_that_fails_on_a_rank_before_any_rank_trains_ends_alone(case: str, victim: int) -> None:
+    for rank, (siblings, error) in enumerate(run_ranks(told, 2, case, timeout=60)):
+        assert not error
+        *failed, last = [text for _, text in sorted(siblings)]
+        assert not last
+        expected = "" if rank == victim else f"failed on rank {victim}: "
+        assert all(f"{expected}FileNotFoundError: no such file" in text for text in failed)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("returns", "sibling 1 of the array has returned on rank 1, in its turn 1, and goes on here, in its turn 1"),
+        ("returns first", "sibling 0 of the array has returned on rank 1, in its turn 1, and goes on here"),
+        ("fits again", "sibling 1 of the array has returned on rank 1, in its turn 19, and goes on here"),
+        ("fewer jobs", "rank 1 has 2 jobs for the array, and rank 0 has begun another one"),
+    ],
+)
+def test_ranks_that_go_apart_end_the_array(case: str, says: str) -> None:
+    (_, zero), (_, one) = run_ranks(told, 2, case, timeout=60)
+    assert says in zero
+    assert says in one
+
+
+def test_sizes_and_orders_that_differ_fail_every_sibling() -> None:
+    for siblings, error in run_ranks(told, 2, "other size", timeout=60):
+        assert "the array has size 2 on rank 0, 3 on rank 1" in error
+        assert len(siblings) == 2
+        assert all("the array has size 2 on rank 0, 3 on rank 1" in text for _, text in siblings)
+    for siblings, error in run_ranks(told, 2, "other order", timeout=60):
+        assert not error
+        assert "Adam 0, group 0, lr is 0.01 on rank 0, 0.02 on rank 1" in dict(siblings)[0]
+        assert "give a job array its jobs in one order" in dict(siblings)[1]
+
+
+def test_a_job_that_is_no_function() -> None:
+    with pytest.raises(PlanError, match="job 1 of the array is None"):
+        list(JobArray[Any](2).run([lambda: 1, None, lambda: 2]))  # type: ignore[list-item]
+
+
+def other_cuts(rank: int) -> list[str]:
+    quiet()
+
+    return [_text(o.error) for o in JobArray[Any](2).run([Job(n, epochs=1, partition=(1 + n % 2,)) for n in range(3)])]
+
+
+def test_siblings_share_one_cut() -> None:
+    for texts in run_ranks(other_cuts, 2, timeout=60):
+        assert sorted(texts)[:2] == ["", ""]
+        assert any(
+            "sibling 1 of the array asks for stages that begin at the layers [2], sibling 0 at [1]" in t for t in texts
+        )
+
+
+@dataclass(frozen=True)
+class Connections:
+    """Stands for a control."""
+
+    name: str
+    places: tuple[()]
+
+
+def test_connections_that_were_left_on_some_ranks_only_are_given_up() -> None:
+    """A sibling that fails on one rank at its very end has given back its connections there, and elsewhere not."""
+    made: list[str] = []
+
+    def make(name: str) -> Callable[[Any], Any]:
+        def control(places: Any) -> Any:
+            made.append(name)
+            return Connections(f"{name}{made.count(name)}", places)
+
+        return control
+
+    def meet() -> list[Any]:
+        greetings = [each.greeting(2) for each in ranks]
+        return [each.control(greetings, make(name)) for each, name in zip(ranks, "ab", strict=True)]
+
+    ranks = Shared(), Shared()
+    first, second = meet(), meet()
+    assert [c.name for c in (*first, *second)] == ["a1", "b1", "a2", "b2"]
+    ranks[0].take_back(first[0])  # and not on the other rank
+    for shared, control in zip(ranks, second, strict=True):
+        shared.take_back(control)
+    assert [c.name for c in (*meet(), *meet())] == ["a2", "b2", "a3", "b3"]
+
+
+class Store(dict[str, bytes]):
+    """As much of a c10d store as a board needs."""
+
+    def set(self, key: str, value: Any) -> None:
+        self[key] = value if isinstance(value, bytes) else str(value).encode()
+
+    def add(self, key: str, amount: int) -> int:
+        self[key] = str(int(self.get(key, b"0")) + amount).encode()
+        return int(self[key])
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self[key] for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def boards() -> tuple[Board, Board]:
+    store, one, two = Store(), Board(), Board()
+    one.tell("early", "word")
+    one.tell_news(Failure(3, 1, "ValueError: x"))
+    for rank, board in enumerate((one, two)):
+        watch: Any = SimpleNamespace(store=lambda: store)
+        board.open(watch, rank, 2)
+    return one, two
+
+
+def test_what_was_told_before_there_is_a_board_is_told_then() -> None:
+    one, two = boards()
+    assert two.told("early", 0)
+    two.tell("early", "too")
+    assert two.values("early") == ["word", "too"]
+    assert list(two.news()) == [(0, Failure(3, 1, "sibling 3 failed on rank 0: ValueError: x"))]
+    assert list(two.news()) == []
+    assert list(one.news()) == []
+    alone = Board()
+    nobody: Any = None
+    alone.open(nobody, 0, 1)
+    alone.tell("word")
+    assert alone.all_told("word")
+
+
+def test_news_of_a_sibling_that_begins_later_is_kept() -> None:
+    """A rank that is ahead may fail in a sibling that this rank has not begun."""
+    array = JobArray[Any](2)
+    *_, array.shared.board = boards()
+    array._hear(0.0)
+    array._begun = 4
+    array._living[3] = sibling = Sibling(3, lambda: None, array, {})
+    sibling.begin_turn()
+    array._hear(1.0)
+    assert sibling.doomed
+
+
+def test_going_on_after_a_return_elsewhere() -> None:
+    """In the same turn it may lag, but not for ever; in a later one, or at another meeting, it can't."""
+    sibling = Sibling[Any](0, lambda: None, JobArray[Any](2), {})
+    sibling.begin_turn()
+    sibling.hear(1, Return(0, 1, 0), 0.0)
+    sibling._meetings = 1
+    sibling.hear(1, Return(0, 1, 1), RETURN_SECONDS - 1)
+    for news, seconds in ((Return(0, 1, 0), 0.0), (Return(0, 0, 1), 0.0), (Return(0, 1, 1), RETURN_SECONDS + 1)):
+        with pytest.raises(PlanError, match="has returned on rank 1"):
+            sibling.hear(1, news, seconds)
+
+
+def test_settings_of_optimizers() -> None:
+    def made(lr: float, **more: Any) -> dict[str, str]:
+        weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.5}]
+        return settings_of([torch.optim.SGD(groups, lr=lr, **more)])
+
+    check_same_settings([made(0.1), made(0.1)], [0, 1])
+    with pytest.raises(PipelineError, match=r"SGD 0, group 0, lr is 0.1 on rank 0, 0.2 on rank 1"):
+        check_same_settings([made(0.1), made(0.2)], [0, 1])
+    with pytest.raises(PipelineError, match=r"group 1, momentum is 0 on rank 4, 0.9 on rank 5"):
+        check_same_settings([{k: v for k, v in made(0.1).items() if "group 1" in k}, made(0.1, momentum=0.9)], [4, 5])
+    with pytest.raises(PipelineError, match="nothing on rank 1"):
+        check_same_settings([made(0.1), {}], [0, 1])
