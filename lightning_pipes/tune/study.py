@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -57,7 +57,8 @@ def optimize_array(
     once. Which one ends first follows the order of their batches and not the clock, so that a seeded sampler gives the
     same trials again.
 
-    Trials that a process which has died left behind fail, and their parameters are tried again first.
+    Trials that a process which has died left behind fail, those under way when another rank dies do, too, and the
+    parameters of both are tried again first when the study goes on.
 
     Args:
         study: rank 0's is used; nobody else writes to its storage. A function that makes it is called by rank 0 alone.
@@ -141,14 +142,20 @@ class _Leader:
             self._left = budget(study)
         study._stop_flag = False
         with in_loop(study):
+            lost: PeerFailure | None = None
             try:
                 for outcome in array.run(self._jobs()):
                     self._board.say(_ended(outcome.index), None)
                     self._end(outcome)
+            except PeerFailure as error:
+                lost = error
+                raise
             finally:
                 for trial in self._open.values():
                     with suppress(StorageLostError), storage_errors():
                         study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+                        if lost is not None:
+                            try_again(study, trial.number, trial.params)
         if self._error is not None:
             raise self._error
         return study
@@ -198,6 +205,8 @@ class _Leader:
             return
         with storage_errors():
             frozen = tell(self._study, trial, outcome.value, error, self._tracebacks)
+            if isinstance(error, PeerFailure):
+                try_again(self._study, trial.number, frozen.params)
         if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, self._catch):
             self._error = self._error or error
         for callback in self._callbacks:
@@ -290,12 +299,17 @@ def fail_dead_trials(study: Study) -> int:
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if OWNER in trial.user_attrs and not _alive(trial.user_attrs[OWNER]):
             study.tell(trial.number, state=TrialState.FAIL)
-            if trial.params:
-                study.enqueue_trial(trial.params, user_attrs={RETRY: trial.number})
+            try_again(study, trial.number, trial.params)
             dead += 1
     if dead:
         log.info("%d trial(s) of a process that has died are tried again", dead)
     return dead
+
+
+def try_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
+    """Queues the parameters of a trial that a process has taken with it."""
+    if params:
+        study.enqueue_trial(dict(params), user_attrs={RETRY: number})
 
 
 def _alive(owner: str) -> bool:

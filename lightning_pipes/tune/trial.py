@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any
+from typing import Any, Never
 
 from optuna.distributions import BaseDistribution, CategoricalChoiceType
 from optuna.exceptions import StorageInternalError
@@ -47,6 +47,18 @@ class ArrayTrial(BaseTrial):
     @property
     def number(self) -> int:
         return self._number
+
+    @property
+    def study(self) -> Never:
+        """Nothing that ranks could share.
+
+        Raises:
+            AttributeError: always, with what to do instead.
+        """
+        raise AttributeError(
+            "a trial of an array has no study, for only rank 0 has one and all must do the same: stop it, or read what "
+            "it knows, in optimize_array(callbacks=[lambda study, trial: ...]); trial.twin() finds equal parameters"
+        )
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False

@@ -153,6 +153,8 @@ def test_stop_and_maximal_trials() -> None:
         return 1.0
 
     assert len(optimize_array(study, stops_itself, 9, 1).trials) == 3
+    with pytest.raises(AttributeError, match="stop it, or read what it knows, in optimize_array"):
+        optimize_array(new_study(), lambda trial: trial.study.best_value, 1, 1)
     grid = optuna.create_study(sampler=optuna.samplers.GridSampler({"x": [-1.0, 0.0, 1.0]}, seed=0))
     assert sorted(t.params["x"] for t in optimize_array(grid, toy, None, 1).trials) == [-1.0, 0.0, 1.0]
 
@@ -362,6 +364,13 @@ def test_harm_leaves_a_study_to_go_on_with(harm: str, tmp_path: Path) -> None:
     else:
         assert "SiblingFailure: sibling 3 failed on rank 1: KeyError" in found[0]
         assert found[1].startswith("StudyFailedError")
+    lost = [t for t in study.trials if t.state == TrialState.FAIL and t.params]
+    again = [t for t in study.trials if t.state == TrialState.WAITING]
+    if harm == "rank 1 is killed":
+        assert {t.user_attrs[RETRY] for t in again} == {t.number for t in lost}
+        assert again
+    else:
+        assert not again
     left = [t.number for t in study.trials if t.state == TrialState.RUNNING]
     assert bool(left) == (harm == "rank 0 is killed")
     resumed = optimize_array(study, toy_of_sweep, 3, 2)
