@@ -20,6 +20,7 @@ from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.baton import Runner, own_random_state, set_own_random_state
 from lightning_pipes.trainer.shared import Shared
 from lightning_pipes.trainer.sibling_board import Failure, Return
+from lightning_pipes.trainer.sibling_failure import SiblingFailure, error_elsewhere, packed_error
 
 T = TypeVar("T")
 
@@ -38,10 +39,6 @@ _current: contextvars.ContextVar[Sibling[Any] | None] = contextvars.ContextVar("
 
 class ArrayCancelledError(PipelineError):
     """The array ends before this sibling does: Ctrl-C, a rank that died, or a caller that has enough."""
-
-
-class SiblingFailure(PipelineError):  # noqa: N818 - reads as what it is: the failure is elsewhere
-    """This sibling failed on another rank; the message says where and why."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +107,7 @@ class Sibling(Generic[T]):
         self._ready: Callable[[], bool] = lambda: True
         self._task: Callable[[], None] | None = None
         self._fate: tuple[int, BaseException] | None = None  # the turn that it does not survive, and what ends it
+        self._heard: BaseException | None = None  # what ends it, if another rank has said so
         self._runner = Runner(self._body, f"sibling {index}", state)
 
     # ---- called on its own thread
@@ -158,9 +156,10 @@ class Sibling(Generic[T]):
 
     def fail(self, error: BaseException, where: str = "") -> None:
         """Tells the other ranks that it ends by `error`, unless they know."""
-        if not self._failed and not isinstance(error, (SiblingFailure, ArrayCancelledError)):
+        heard = error is self._heard or isinstance(error, (SiblingFailure, ArrayCancelledError))
+        if not self._failed and not heard:
             text = f"{type(error).__name__}: {error}" + (f", in {where}" if where else "")
-            self.array.shared.board.tell_news(Failure(self.index, self.next_turn, text))
+            self.array.shared.board.tell_news(Failure(self.index, self.next_turn, text, packed_error(error)))
         self._failed = True
 
     def _pause(self, ready: Callable[[], bool]) -> None:
@@ -236,14 +235,16 @@ class Sibling(Generic[T]):
             self._meet_fate()
 
     def hear(self, rank: int, news: Failure | Return, seconds: float) -> None:
-        """It has ended on another rank, which is known here for so many seconds.
+        """It has ended on another rank, which is known here for so many seconds; of an error it gets the same here.
 
         Raises:
             PlanError: it has returned there, and does something else here. What other siblings say in turns finds no
                 partner any more then.
         """
         if isinstance(news, Failure):
-            self.doom(news.turn, SiblingFailure(news.text))
+            if self._heard is None:
+                self._heard = error_elsewhere(news.text, news.error)
+                self.doom(news.turn, self._heard)
         elif not self.doomed and (
             self.next_turn > news.turn or self._meetings > news.meetings or seconds > RETURN_SECONDS
         ):

@@ -20,11 +20,13 @@ class Failure:
         index: of the sibling.
         turn: the number of the turn that it does not survive.
         text: where and why.
+        error: the packed error.
     """
 
     index: int
     turn: int
     text: str
+    error: bytes = b""
 
 
 @dataclass(frozen=True)

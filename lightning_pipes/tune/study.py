@@ -67,7 +67,8 @@ def optimize_array(
         array_size: how many at a time; or a new `JobArray`, which has the timeline afterwards, and may swap memory.
         timeout: seconds after which no trial is started; those under way go on.
         catch: errors of an objective after which the study goes on. After another one no trial is started, and it is
-            raised when those under way have ended. One on another rank than 0 is a SiblingFailure.
+            raised when those under way have ended. One on another rank counts as one on rank 0; where it can't be
+            pickled it is a SiblingFailure.
         callbacks: called on rank 0 after each trial, in its order.
 
     Returns:

@@ -14,7 +14,7 @@ from optuna.study import StudyDirection
 from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
 
 from lightning_pipes.ir import PipelineError, PlanError
-from lightning_pipes.trainer.sibling import SiblingFailure
+from lightning_pipes.trainer.sibling_failure import SiblingFailure
 from lightning_pipes.tune.board import Board
 
 _trial: ContextVar[ArrayTrial | None] = ContextVar("lightning_pipes_trial", default=None)

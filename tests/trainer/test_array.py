@@ -28,7 +28,8 @@ from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.arrivals import Arrivals
 from lightning_pipes.trainer.memory_swap import MemorySwap
-from lightning_pipes.trainer.sibling import ArrayCancelledError, Sibling, SiblingFailure, current_sibling
+from lightning_pipes.trainer.sibling import ArrayCancelledError, Sibling, current_sibling
+from lightning_pipes.trainer.sibling_failure import SiblingFailure
 from lightning_pipes.trainer.sibling_memory import SiblingMemory
 
 LAST = 0
@@ -172,7 +173,9 @@ def array_and_alone(rank: int, jobs: list[Job], size: int) -> tuple[list[Any], l
 
 
 def _text(error: BaseException | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}"
+    cause = error and error.__cause__
+    told = f" <- {type(cause).__name__}: {cause}" if isinstance(cause, SiblingFailure) else ""
+    return "" if error is None else f"{type(error).__name__}: {error}{told}"
 
 
 def assert_equal(a: Any, b: Any) -> None:
@@ -348,7 +351,8 @@ def test_a_failure_ends_one_sibling_only(size: int) -> None:
             assert not errors[2 * n + 1], errors
             if harm != "after fit" or rank == LAST:
                 assert errors[2 * n], harm
-        assert "SiblingFailure: sibling 2 failed on rank 0: ValueError: one rank" in errors[2] or rank == LAST
+        elsewhere = " <- SiblingFailure: sibling 2 failed on rank 0: ValueError: one rank"
+        assert errors[2] == "ValueError: one rank" + (elsewhere if rank != LAST else "")
     values = [{index: value for index, value, error in r if not error} for r in results]
     for index in values[1].keys() & values[0].keys():
         assert values[0][index][0] == values[1][index][0]

@@ -29,6 +29,7 @@ from lightning_pipes import OptunaPruning, optimize_array
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer.sibling import current_sibling
+from lightning_pipes.trainer.sibling_failure import SiblingFailure
 from lightning_pipes.tune.board import Board
 from lightning_pipes.tune.study import OWNER, RETRY, StudyFailedError, _Follower
 from lightning_pipes.tune.trial import StorageLostError, current_trial
@@ -332,7 +333,9 @@ def interrupted(rank: int, harm: str, storage: str) -> tuple[str, list[str]]:
     try:
         optimize_array(make, harmful, 6, 3, catch=ValueError)
     except BaseException as error:
-        return f"{type(error).__name__}: {error}", []
+        cause = error.__cause__
+        told = f" <- {type(cause).__name__}: {cause}" if isinstance(cause, SiblingFailure) else ""
+        return f"{type(error).__name__}: {error}{told}", []
     return "", []
 
 
@@ -362,7 +365,7 @@ def test_harm_leaves_a_study_to_go_on_with(harm: str, tmp_path: Path) -> None:
     elif harm == "differs":
         assert "rank 0 calls 'suggest_int n0', rank 1 'suggest_int n1'" in found[0]
     else:
-        assert "SiblingFailure: sibling 3 failed on rank 1: KeyError" in found[0]
+        assert found[0] == "KeyError: 'harm' <- SiblingFailure: sibling 3 failed on rank 1: KeyError: 'harm'"
         assert found[1].startswith("StudyFailedError")
     lost = [t for t in study.trials if t.state == TrialState.FAIL and t.params]
     again = [t for t in study.trials if t.state == TrialState.WAITING]
@@ -376,6 +379,22 @@ def test_harm_leaves_a_study_to_go_on_with(harm: str, tmp_path: Path) -> None:
     resumed = optimize_array(study, toy_of_sweep, 3, 2)
     assert [t.number for t in resumed.trials if t.state == TrialState.RUNNING] == []
     assert len(resumed.get_trials(states=(TrialState.COMPLETE,))) >= len(finished)
+
+
+def caught(rank: int) -> list[str]:
+    """One trial raises on both ranks, another on rank 1 alone."""
+    logging.disable(logging.CRITICAL)
+
+    def one(trial: BaseTrial) -> float:
+        if trial.number == 1 or (trial.number == 2 and rank == 1):
+            raise ValueError("harm")
+        return fit(0.01, epochs=1)
+
+    return states(optimize_array(new_study(), one, 4, 2, catch=(ValueError,)))
+
+
+def test_what_another_rank_raises_is_caught() -> None:
+    assert run_ranks(caught, 2) == [["COMPLETE", "FAIL", "FAIL", "COMPLETE"]] * 2
 
 
 def apart(rank: int, flag: str) -> str:
