@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
@@ -136,11 +137,16 @@ class Control:
 
         After a failure they stay open: gloo waits for a collective that was given up, which may never end.
         """
+        close_all([self])
+
+    def _parted(self) -> list[Any]:
+        """Its groups, known to nobody else any more, if they may be closed."""
         whole = [control._is_idle() for control in (self, self._part) if control is not None]
-        if dist.is_initialized() and all(whole):
-            for group in self._groups.values():
-                dist.destroy_process_group(group)
+        groups = [*self._groups.values()] if dist.is_initialized() and all(whole) else []
+        for group in groups:
+            dist.destroy_process_group(group)
         self._groups.clear()
+        return groups
 
     def _is_idle(self) -> bool:
         """Whether no collective was given up; waits for those that are sure to end."""
@@ -309,6 +315,17 @@ class Control:
                     self._raise_reason(error)
                 if self._idle is not None:
                     self._idle(work.is_completed)
+
+
+def close_all(controls: Iterable[Control]) -> None:
+    """Ends the connections of all of them at a time: each takes some 15 ms, in which gloo's threads see that they are to
+    end."""
+    groups = [group for control in controls for group in control._parted()]
+    threads = [threading.Thread(target=groups.pop) for _ in groups]  # closed by who forgets it last
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _message(thing: Any) -> torch.Tensor:

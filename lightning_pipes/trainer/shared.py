@@ -11,7 +11,7 @@ from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
 from lightning_pipes.ir import PlanError
 from lightning_pipes.sim.timeline import Event
-from lightning_pipes.trainer.control import Control, Place
+from lightning_pipes.trainer.control import Control, Place, close_all
 from lightning_pipes.trainer.sibling_board import Board
 
 _GATHER_TIMEOUT = timedelta(minutes=5)
@@ -102,8 +102,7 @@ class Shared:
 
     def close(self) -> None:
         """Ends them."""
-        for control in self._free.values():
-            control.close()
+        close_all(self._free.values())
         if self.transport is not None:
             self.transport.close()
         if self.watch is not None:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +28,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.barriers import has_purpose
 from lightning_pipes.trainer.batches import check_same, fingerprint, join, rows_of, take
 from lightning_pipes.trainer.capture import Interceptor
-from lightning_pipes.trainer.control import Control, has_ended
+from lightning_pipes.trainer.control import Control, close_all, has_ended
 from lightning_pipes.trainer.equal_starts import checksum
 from lightning_pipes.trainer.hooks import HookWrappers
 from lightning_pipes.trainer.logs import LogCall, merge, recorded
@@ -265,6 +266,25 @@ def test_control():
     for rank, found in enumerate(run_ranks(everything_about_control, 3, timeout=30)):
         gathered = ["", "x", "xx"] if rank == 2 else None
         assert found == [1, [1, 2], "short", gathered, [0, 1, 4], [True, False], 3.0]
+
+
+def test_connections_end_at_a_time(monkeypatch):
+    """Each of these takes until all others are being closed, too."""
+    everybody, closed = threading.Barrier(6), []
+
+    class Group:
+        def __del__(self):
+            closed.append(everybody.wait(timeout=10))
+
+    monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: Group())
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    controls = [Control((0, 1), FailureWatch(None, 0), timedelta(seconds=1), places=[("", 0)] * 2) for _ in range(3)]
+    for control in controls:
+        control.connect()
+        control.get_ready()
+    close_all(controls)
+    assert sorted(closed) == list(range(6))
 
 
 def test_names_in_lightning_s_registry():
