@@ -175,6 +175,8 @@ def _rank_main(
     die_with_parent()
     threading.Thread(target=_die_with_starter, name="owner", daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Locks of other kinds, such as those of progress bars, have names in the file system until an orderly end.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.update(environment(rank, n, "127.0.0.1", port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"} | env)
     torch.set_num_threads(1)
     with open(stacks, "w") as file:

@@ -318,8 +318,7 @@ class Control:
 
 
 def close_all(controls: Iterable[Control]) -> None:
-    """Ends the connections of all of them at a time: each takes some 15 ms, in which gloo's threads see that they are to
-    end."""
+    """Ends the connections of all of them at a time: each takes 15 ms, until threads of gloo see that they end."""
     groups = [group for control in controls for group in control._parted()]
     threads = [threading.Thread(target=groups.pop) for _ in groups]  # closed by who forgets it last
     for thread in threads:
