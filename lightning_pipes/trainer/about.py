@@ -14,16 +14,15 @@ from lightning_pipes.planning.wording import schedule_settings
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.report import About, Window
 from lightning_pipes.trainer.run import PipelineRun
-from lightning_pipes.trainer.sibling import siblings_at_a_time
 
 if TYPE_CHECKING:
     from lightning_pipes.trainer.strategy import PipelineStrategy
 
 
-def describe_run(strategy: PipelineStrategy) -> About:
-    """What this rank knows by itself."""
+def describe_run(strategy: PipelineStrategy, siblings: int) -> About:
+    """What this rank knows by itself of a training with so many siblings at a time, itself included."""
     device, plugin = strategy.root_device, strategy.precision_plugin
-    threads, siblings = torch.get_num_threads(), siblings_at_a_time()
+    threads = torch.get_num_threads()
     facts = {
         "module": type(strategy.lightning_module).__name__,
         "device": torch.cuda.get_device_name(device)

@@ -9,14 +9,17 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 
+from lightning_pipes.engine.engine import Turns, Watch
 from lightning_pipes.engine.failure import FailureWatch, PeerFailure
+from lightning_pipes.engine.mailbox import Transport
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.barriers import has_purpose
 from lightning_pipes.trainer.control import Control, Place
 from lightning_pipes.trainer.decision import Decision, Wanted
 from lightning_pipes.trainer.kinship import decide_alike, microbatches_among
-from lightning_pipes.trainer.sibling import Sibling, current_sibling, wait_in_turn
+from lightning_pipes.trainer.sibling import Sibling, SiblingWatch, current_sibling, wait_in_turn
+from lightning_pipes.trainer.stopping import SiblingAgreement, StopAgreement
 
 Idle = Callable[[Callable[[], bool]], None] | None
 """What to do while waiting for a condition."""
@@ -32,6 +35,10 @@ class Connections(Protocol):
     """
 
     watch: FailureWatch
+
+    @property
+    def trainings(self) -> int:
+        """How many share the ranks, this one included."""
 
     def connect(self, make: Make) -> Control:
         """What all ranks tell each other, from now on."""
@@ -54,6 +61,26 @@ class Connections(Protocol):
         Raises:
             PlanError: it will not.
         """
+
+    def transport(self, make: Callable[[], Transport]) -> Transport:
+        """What messages between stages travel by; made where there is none yet."""
+
+    @property
+    def engine_watch(self) -> Watch:
+        """Where the training's engine tells of failures."""
+
+    @property
+    def turns(self) -> Turns | None:
+        """What decides when the engine works; None where it has the rank for itself."""
+
+    def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
+        """`Sibling.check_later`, or at once where nobody else needs the rank meanwhile."""
+
+    def check(self) -> None:
+        """Returns when all that was to be checked later is right."""
+
+    def agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
+        """What has the ranks of `control`, which are at the same batch, agree on stopping after it."""
 
     def go_home(self) -> None:
         """The training's weights and optimizers are to be its own again."""
@@ -87,6 +114,10 @@ class OwnConnections:
 
     watch: FailureWatch
 
+    @property
+    def trainings(self) -> int:
+        return 1
+
     def connect(self, make: Make) -> Control:
         return make(self.watch, None, ())
 
@@ -104,6 +135,26 @@ class OwnConnections:
 
     def check_endless(self, schedule: str) -> None:
         pass
+
+    def transport(self, make: Callable[[], Transport]) -> Transport:
+        return make()
+
+    @property
+    def engine_watch(self) -> Watch:
+        return self.watch
+
+    @property
+    def turns(self) -> Turns | None:
+        return None
+
+    def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
+        check()
+
+    def check(self) -> None:
+        pass
+
+    def agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
+        return stops.agree
 
     def go_home(self) -> None:
         pass
@@ -130,6 +181,10 @@ class SiblingConnections:
     trainer: pl.Trainer
     watch: FailureWatch
 
+    @property
+    def trainings(self) -> int:
+        return self.sibling.array.size
+
     def connect(self, make: Make) -> Control:
         array = self.sibling.array
         greetings = self.sibling.meet(array.shared.greeting(array.size))
@@ -155,6 +210,26 @@ class SiblingConnections:
             f"{schedule} does not flush between batches, which siblings of an array have to; they keep each other's "
             "stages busy, so choose 'jap' or '1f1b'"
         )
+
+    def transport(self, make: Callable[[], Transport]) -> Transport:
+        return self.sibling.array.shared.connected(make)
+
+    @property
+    def engine_watch(self) -> Watch:
+        return SiblingWatch(self.sibling, self.watch)
+
+    @property
+    def turns(self) -> Turns | None:
+        return self.sibling
+
+    def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
+        self.sibling.check_later(come, check, late)
+
+    def check(self) -> None:
+        self.sibling.check()
+
+    def agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
+        return SiblingAgreement(trainer, stops, control, self.sibling).agree
 
     def go_home(self) -> None:
         self.sibling.array.take_home(self.sibling.index)

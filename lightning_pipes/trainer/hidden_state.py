@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -23,7 +23,6 @@ from torch import nn
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.batches import fingerprint
 from lightning_pipes.trainer.control import Control
-from lightning_pipes.trainer.sibling import soon
 
 _MOST = 10_000
 """Objects that are looked at for one layer; a layer from which more can be reached knows the whole program."""
@@ -67,6 +66,9 @@ class _Change(NamedTuple):
     by_layer: bool
 
 
+CheckLater = Callable[[Callable[[], bool], Callable[[], object], int], None]
+
+
 class HiddenState:
     """Watches the objects that layers of several stages have, in the first batch of training and of evaluation.
 
@@ -76,15 +78,23 @@ class HiddenState:
         stages: of each layer.
         ranks: of each layer.
         control: of the pipeline.
+        check_later: `Connections.check_later`.
     """
 
     def __init__(
-        self, module: pl.LightningModule, path: str, stages: Sequence[int], ranks: Sequence[int], control: Control
+        self,
+        module: pl.LightningModule,
+        path: str,
+        stages: Sequence[int],
+        ranks: Sequence[int],
+        control: Control,
+        check_later: CheckLater,
     ) -> None:
         self._path = path
         self._stages = tuple(stages)
         self._ranks = tuple(ranks)
         self._control = control
+        self._check_later = check_later
         self._shared = self._find(module)
         self._seen: set[bool] = set()
         self._watching = False
@@ -150,7 +160,7 @@ class HiddenState:
     def _compare(self, training: bool) -> None:
         changes = self._control.start_all_gather([_changes(s) for s in self._shared])
         if training:
-            soon(changes.come, lambda: self._check(changes()), late=1)
+            self._check_later(changes.come, lambda: self._check(changes()), 1)
         else:
             self._check(changes())
 

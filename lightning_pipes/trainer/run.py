@@ -22,6 +22,7 @@ from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.transport import make_transport
 from lightning_pipes.trainer.batches import check_same, fingerprint, rows_of
 from lightning_pipes.trainer.checks import warn_about_small_batch
+from lightning_pipes.trainer.connections import Connections
 from lightning_pipes.trainer.control import Coming, Control
 from lightning_pipes.trainer.gradients import FreshGradients
 from lightning_pipes.trainer.hidden_state import HiddenState
@@ -32,10 +33,9 @@ from lightning_pipes.trainer.plans import Plans
 from lightning_pipes.trainer.replicas import BufferSync
 from lightning_pipes.trainer.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.shared_parameters import SharedParameters
-from lightning_pipes.trainer.sibling import SiblingWatch, current_sibling, soon
 from lightning_pipes.trainer.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.steps import Context, EvaluationBatch, Steps, TrainingBatch
-from lightning_pipes.trainer.stopping import SiblingAgreement, StopAgreement
+from lightning_pipes.trainer.stopping import StopAgreement
 from lightning_pipes.trainer.tape import TapedLayer
 
 CHECKED_BATCHES = 2
@@ -54,6 +54,7 @@ class PipelineRun:
         cut: the module with the layers of this rank.
         plans: how batches are cut and ordered.
         steps: runs the user's steps.
+        connections: to the other ranks.
         control: what the ranks of the pipeline tell each other outside of it.
         shared: the parameters that several ranks hold.
         reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
@@ -74,6 +75,7 @@ class PipelineRun:
         cut: CutModule,
         plans: Plans,
         steps: Steps,
+        connections: Connections,
         control: Control,
         shared: SharedParameters,
         reducer: Reducer | None,
@@ -94,6 +96,7 @@ class PipelineRun:
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self._trainer = trainer
         self._module = cut.module
+        self._connections = connections
         self._control = control
         self._device = device
         self._gradients = FreshGradients()
@@ -121,17 +124,16 @@ class PipelineRun:
             for number in plan.stages[rank]
         ]
         connect = partial(make_transport, plan, rank, global_ranks, device, control.watch, transport)
-        sibling = current_sibling()
         self.engine = Engine(
             plan,
             order,
             self._stages,
-            connect() if sibling is None else sibling.array.shared.connected(connect),
+            connections.transport(connect),
             rank=rank,
             device=device,
             seed=seed,
-            watch=control.watch if sibling is None else SiblingWatch(sibling, control.watch),
-            turns=sibling,
+            watch=connections.engine_watch,
+            turns=connections.turns,
         )
 
     def train(
@@ -163,7 +165,7 @@ class PipelineRun:
                 self.shared.sum_gradients()
                 if self._reducer is not None:
                     self._reducer.finish()
-        self.check()
+        self._connections.check()
         self.windows.append(Window(plan, order, self.engine.events))
         self._evaluated = 0
         message = None
@@ -175,18 +177,12 @@ class PipelineRun:
             self.replay.replay(logged)
         return move_data_to_device(out, self._device)
 
-    def check(self) -> None:
-        """Raises what a sibling was to find out after a batch, at the end of the next one or of the run."""
-        sibling = current_sibling()
-        if sibling is not None:
-            sibling.check()
-
     def drain(self) -> None:
         """Finishes what `train` has left for later: here nothing."""
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
         """What has the ranks agree on stopping after a batch; they all are at the same one."""
-        return stops.agree if current_sibling() is None else SiblingAgreement(self._trainer, stops, self._control).agree
+        return self._connections.agreement(self._trainer, stops, self._control)
 
     def _batch_complete(self, item: Item) -> None:
         """Called when a stage's gradients of a batch are complete; Lightning steps when those of all are."""
@@ -240,7 +236,7 @@ class PipelineRun:
             where = f"{what}, batch {batch_idx}"
             check = partial(_check_same, found, self._control.ranks, where)
             if what == TRAINING:
-                soon(found.come, check, late=1)
+                self._connections.check_later(found.come, check, late=1)
             else:
                 check()
 

@@ -12,6 +12,7 @@ from lightning_pipes.engine.rng import replica_seed
 from lightning_pipes.ir import Program
 from lightning_pipes.trainer.capture import Interceptor
 from lightning_pipes.trainer.checks import warn_about, warn_about_pieces
+from lightning_pipes.trainer.connections import Connections
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.deciding import Deciding
 from lightning_pipes.trainer.decision import Decision, Wanted
@@ -32,6 +33,7 @@ class PipelineSetup:
 
     Args:
         path: the pipelined container in the module.
+        connections: to the other ranks.
         control: what all ranks tell each other.
         pipeline: the same for those of this pipeline.
         device: of this rank.
@@ -43,6 +45,7 @@ class PipelineSetup:
         module: pl.LightningModule,
         path: str,
         grid: Grid,
+        connections: Connections,
         control: Control,
         pipeline: Control,
         device: torch.device,
@@ -54,6 +57,7 @@ class PipelineSetup:
         self._trainer = trainer
         self._module = module
         self._grid = grid
+        self._connections = connections
         self._control = control
         self._pipeline = pipeline
         self._device = device
@@ -77,7 +81,14 @@ class PipelineSetup:
         self.endless = isinstance(order, Program) and order.endless
         self._control.watch.stages = dict(layout.stages_of_processes())
         self._who = holders(self._module, self.path, layout.place_of_layer, range(self._grid.length))
-        self._hidden = HiddenState(self._module, self.path, layout.stage_of_layer, layout.rank_of_layer, self._pipeline)
+        self._hidden = HiddenState(
+            self._module,
+            self.path,
+            layout.stage_of_layer,
+            layout.rank_of_layer,
+            self._pipeline,
+            self._connections.check_later,
+        )
 
     def tied(self) -> list[str]:
         """Names of parameters that several ranks train."""
@@ -115,6 +126,7 @@ class PipelineSetup:
             self._cut,
             self._plans,
             steps,
+            self._connections,
             self._pipeline,
             SharedParameters(outside, self._who, self._grid, self._control),
             replicas.reducer(stages, alone),

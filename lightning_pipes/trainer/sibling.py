@@ -313,21 +313,6 @@ def wait_in_turn(ready: Callable[[], bool]) -> None:
         sibling.wait_until(ready)
 
 
-def soon(come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
-    """`Sibling.check_later`, or `check` at once where no sibling is running."""
-    sibling = current_sibling()
-    if sibling is None:
-        check()
-    else:
-        sibling.check_later(come, check, late)
-
-
 def current_sibling() -> Sibling[Any] | None:
     """The sibling whose function is running; None outside of arrays."""
     return _current.get()
-
-
-def siblings_at_a_time() -> int:
-    """How many share the ranks with the one that is running, itself included; 1 outside of arrays."""
-    sibling = current_sibling()
-    return 1 if sibling is None else sibling.array.size

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.control import Coming, Control
-from lightning_pipes.trainer.sibling import soon
+from lightning_pipes.trainer.sibling import Sibling
 
 
 class StopAgreement:
@@ -108,10 +108,11 @@ class SiblingAgreement:
     wants alone can't be had: the others have gone on.
     """
 
-    def __init__(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> None:
+    def __init__(self, trainer: pl.Trainer, stops: StopAgreement, control: Control, sibling: Sibling[object]) -> None:
         self._trainer = trainer
         self._stops = stops
         self._control = control
+        self._sibling = sibling
         self._asked: tuple[int, Coming[list[bool]]] | None = None
 
     def agree(self) -> None:
@@ -131,7 +132,7 @@ class SiblingAgreement:
             self._asked = None
             self._stops.settle(_agreed(batch, answer), batch)
         else:
-            soon(answer.come, lambda: _agreed(batch, answer), late=0)
+            self._sibling.check_later(answer.come, lambda: _agreed(batch, answer), late=0)
 
 
 def _agreed(batch: int, answer: Coming[list[bool]]) -> list[bool]:

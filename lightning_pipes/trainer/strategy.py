@@ -66,7 +66,6 @@ from lightning_pipes.trainer.settings import (
 )
 from lightning_pipes.trainer.setup import PipelineSetup
 from lightning_pipes.trainer.sharded import ShardedCheckpoint
-from lightning_pipes.trainer.sibling import siblings_at_a_time
 from lightning_pipes.trainer.steps import Context
 from lightning_pipes.trainer.stopping import StopAgreement
 from lightning_pipes.trainer.streaming import StreamingRun, check_streaming
@@ -201,6 +200,11 @@ class PipelineStrategy(ParallelStrategy):
         return Grid(self._data_parallel, self.world_size, self.global_rank)
 
     @property
+    def _connected(self) -> Connections:
+        assert self._connections is not None, "setup_environment has not run"
+        return self._connections
+
+    @property
     def control(self) -> Control:
         """What all ranks tell each other."""
         assert self._control is not None, "setup_environment has not run"
@@ -285,9 +289,8 @@ class PipelineStrategy(ParallelStrategy):
             if self._async:
                 check_async(private.callbacks(trainer))
         path = find_pipelined(module, self._path)
-        made = PipelineSetup(trainer, module, path, self.grid, self.control, self.pipeline, self.root_device)
-        connected = self._connections
-        assert connected is not None, "setup_environment has not run"
+        connected = self._connected
+        made = PipelineSetup(trainer, module, path, self.grid, connected, self.control, self.pipeline, self.root_device)
         wanted = connected.wanted(self._wanted, self.grid.length)
         plain = wanted.unmeasured(layer_sizes(made.full), self.grid.length)
         spread = equal_weights(module, self.control)
@@ -353,9 +356,11 @@ class PipelineStrategy(ParallelStrategy):
         state = None
         if run is not None:
             if not self._down:
-                state, reported = gather_run(run, self.pipeline, self.optimizers, self.root_device, describe_run(self))
+                state, reported = gather_run(
+                    run, self.pipeline, self.optimizers, self.root_device, describe_run(self, self._connected.trainings)
+                )
                 self._reported = reported or self._reported
-                run.check()
+                self._connected.check()
             run.close()
         if self._connections is not None:
             self._connections.leave(self._control, self._down)
@@ -494,7 +499,7 @@ class PipelineStrategy(ParallelStrategy):
         windows = self._running.windows
         if not windows:
             return None
-        return Timing.of(self.pipeline.all_gather(Share.of(windows[-1].events)), siblings_at_a_time() == 1)
+        return Timing.of(self.pipeline.all_gather(Share.of(windows[-1].events)), self._connected.trainings == 1)
 
     @property
     def _trainer(self) -> pl.Trainer:

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_pipes.engine import FailureWatch
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.connections import OwnConnections
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.hidden_state import HiddenState
 
@@ -110,12 +111,13 @@ CASES: dict[str, tuple[Any, bool, Any]] = {  # a module, whether it is trained, 
 
 def found_on(rank: int) -> dict[str, str]:
     dist.init_process_group("gloo")
-    control = Control((0, 1), FailureWatch(None, rank), timedelta(seconds=20))
+    watch = FailureWatch(None, rank)
+    control = Control((0, 1), watch, timedelta(seconds=20))
     found = {}
     for name, (make, training, step) in CASES.items():
         torch.manual_seed(0)
         module = make()
-        hidden = HiddenState(module, "model", [0, 1], [1, 0], control)
+        hidden = HiddenState(module, "model", [0, 1], [1, 0], control, OwnConnections(watch).check_later)
         number = 1 - rank
         found[name] = ""
         with warnings.catch_warnings(record=True) as warned:
