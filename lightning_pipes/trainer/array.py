@@ -205,7 +205,7 @@ class JobArray(Generic[T]):
             return
         del self._living[sibling.index]
         self._heard.pop(sibling.index, None)
-        if self._ends_later_elsewhere(sibling.index, sibling.outcome):
+        if self._ends_later_elsewhere(sibling):
             self._queue.append(None)
         set_own_random_state(self._home)
         yield sibling.outcome
@@ -242,13 +242,13 @@ class JobArray(Generic[T]):
         else:
             self._display.ended(sibling.index, sibling.counts)
 
-    def _ends_later_elsewhere(self, index: int, outcome: Outcome[T]) -> bool:
+    def _ends_later_elsewhere(self, sibling: Sibling[T]) -> bool:
         """Whether a sibling that has ended here goes on to its next turn on other ranks, so that its place is taken
         until then. One that has returned does the same everywhere, or fails by the same turn."""
         board, later = self.shared.board, False
-        ended, late = f"ended/{index}", f"late/{index}"
+        ended, late = f"ended/{sibling.index}", f"late/{sibling.index}"
         board.tell(ended)
-        if outcome.error is None:
+        if not sibling.failed:
             return False
         for rank in board.others:
             self._work_until(partial(_either, board, ended, late, rank))

@@ -133,7 +133,16 @@ class Sibling(Generic[T]):
 
     def meet(self, word: str) -> Sequence[str]:
         """Returns when all ranks have come here, so that calls that block find their like; a failure of this sibling
-        elsewhere ends it. What each rank says, by rank; `word` where there are no others."""
+        elsewhere ends it. What each rank says, by rank; `word` where there are no others.
+
+        Raises:
+            PlanError: it has failed before; ranks may be in different turns since.
+        """
+        if self.failed:
+            raise PlanError(
+                f"sibling {self.index} of the array has failed, and its function goes on to train: ranks are not at "
+                "one place any more. Return, or raise, and try again in another job, or trial"
+            )
         board = self.array.shared.board
         self._meetings += 1
         meeting = f"meetings/{self.index}/{self._meetings}"
@@ -161,6 +170,11 @@ class Sibling(Generic[T]):
             text = f"{type(error).__name__}: {error}" + (f", in {where}" if where else "")
             self.array.shared.board.tell_news(Failure(self.index, self.next_turn, text, packed_error(error)))
         self._failed = True
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed on any rank, as far as this one knows, also if its function has caught the error."""
+        return self._failed or self._heard is not None
 
     def _pause(self, ready: Callable[[], bool]) -> None:
         self._ready = ready

@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,8 @@ class Net(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.fails_in == "hook" and batch_idx == 1:
             fail_last(DivergedError(1, 0.5))
+        if self.fails_in == "one rank" and batch_idx == 1 and self.trainer.global_rank == 0:
+            raise DivergedError(1, 0.5)
 
     def configure_optimizers(self) -> Any:
         if self.fails_in == "configure_optimizers":
@@ -84,7 +87,13 @@ def job(fails_in: str, survives: bool = False) -> str:
     return "trained"
 
 
-PLACES = ["function", "hook", "configure_optimizers", "training_step", "loss"]
+def tries_again() -> str:
+    with suppress(DivergedError):
+        job("one rank")
+    return job("")
+
+
+PLACES = ["function", "hook", "configure_optimizers", "training_step", "loss", "one rank"]
 
 
 def all_jobs(rank: int) -> list[str]:
@@ -93,6 +102,8 @@ def all_jobs(rank: int) -> list[str]:
         logging.getLogger(name).setLevel(logging.ERROR)
     jobs: list[Callable[[], str]] = [partial(job, place) for place in ["", *PLACES]]
     jobs += [partial(job, place, survives=True) for place in PLACES[1:]]
+    jobs += [partial(job, ""), partial(job, ""), partial(job, "one rank", survives=True), tries_again]
+    jobs.append(partial(job, ""))
     outcomes = sorted(JobArray[str](3).run(jobs), key=lambda o: o.index)
     return [o.value or f"{type(o.error).__name__}: {o.error}" for o in outcomes]
 
@@ -101,8 +112,10 @@ def test_one_error_on_all_ranks() -> None:
     """Whoever hears of another's failure before its own: `except` and who reads outcomes find the same."""
     for found in run_ranks(all_jobs, 2, timeout=60):
         assert found[0] == "trained"
-        assert found[1:6] == ["DivergedError: loss 0.5 in step 1"] * 5
-        assert found[6:] == ["diverged in step 1"] * 4
+        assert found[1:7] == ["DivergedError: loss 0.5 in step 1"] * 6
+        assert found[7:12] == ["diverged in step 1"] * 5
+        assert found[12:] == ["trained", "trained", "diverged in step 1", found[-2], "trained"]
+        assert found[-2].startswith("PlanError: sibling 15 of the array has failed, and its function goes on to train")
 
 
 @pytest.mark.parametrize(
