@@ -6,6 +6,7 @@ step with torch.distributed.pipelining's best, in the same processes.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ MICROBATCHES = (1, 2, 4, 8)
 TOKENS = 96
 SHORT = 4
 """Batches of each sibling in an array of a real model which says what blocks take while all ranks compute."""
+SIMULATIONS, UNEVEN = 25, 0.005
+"""So many of an array, with stages that differ by so much from what they are said to take."""
 SCHEDULES: dict[str, Schedule] = {"gpipe": GPipe(), "1f1b": OneFOneB()}
 
 
@@ -99,12 +102,25 @@ class Case:
             total += self.batches * makespan(SCHEDULES[name].program(plan), plan, self.costs)
         return total / 1e9
 
-    def simulated(self, costs: CostModel) -> float:
-        """Seconds of the array in virtual time, when nothing but blocks takes any."""
+    def simulated(self, costs: CostModel) -> list[float]:
+        """Seconds of the array in virtual time, when nothing but blocks takes any, in ascending order: many times, with
+        blocks of each stage that take `UNEVEN` more or less, for who comes first is often a matter of less than that,
+        and what follows differs by some percent."""
+        return sorted(self._simulated(uneven(costs, seed)) for seed in range(SIMULATIONS))
+
+    def _simulated(self, costs: CostModel) -> float:
         stream = Stream(self.stages, costs, self.siblings)
         for n in range(self.siblings):
-            stream.admit(Job(n, Cut.even(self.rows(n), 1, self.stages), self.batches))
+            earlier = (self.siblings - n) ** 4  # who has most to do begins first, and here they begin as they come
+            stream.admit(Job(n, Cut.even(self.rows(n), 1, self.stages), self.batches, expected=self.batches * earlier))
         return stream.advance().time / 1e9
+
+
+def uneven(costs: CostModel, seed: int) -> CostModel:
+    """Costs of stages that are not quite what they are said to be."""
+    draw = random.Random(seed).gauss
+    tables = costs.seconds.items()
+    return replace(costs, seconds={key: tuple((n, s * draw(1.0, UNEVEN)) for n, s in table) for key, table in tables})
 
 
 def slow_layers(stages: int, seconds: float) -> ModelProfile:
@@ -233,8 +249,8 @@ def block_seconds(timeline: Timeline) -> dict[tuple[Kind, int], Table]:
     }
 
 
-def array_and_simulated(case: Case, start: float) -> tuple[Took, float]:
-    """All siblings together, and the seconds of their simulation: of layers that sleep with what they are told, of
+def array_and_simulated(case: Case, start: float) -> tuple[Took, list[float]]:
+    """All siblings together, and the seconds of their simulations: of layers that sleep with what they are told, of
     others with what blocks took in a short array just before."""
     costs = CostModel(array(replace(case, batches=SHORT), start).seconds) if case.real else case.costs
     return array(case, start), case.simulated(costs)
@@ -409,7 +425,8 @@ def executed(cases: Sequence[Case], pairs: int) -> tuple[list[str], dict[str, fl
         busy = statistics.median(took.busy for took in arrays)
         computing = statistics.median(took.computing for took in arrays)
         rest = statistics.median(took.rest for took in arrays)
-        simulated = statistics.median(seconds for _, seconds in found["array"])
+        simulations = sorted(seconds for _, several in found["array"] for seconds in several)
+        simulated = statistics.median(simulations)
         ratios = sorted(alone / ours.whole for alone, ours in zip(found["alone"], arrays, strict=True))
         speedup = statistics.median(ratios)
         lines.append(
@@ -418,14 +435,16 @@ def executed(cases: Sequence[Case], pairs: int) -> tuple[list[str], dict[str, fl
             f"{statistics.median(found['alone']):12.2f}{speedup:10.2f}{found['torch']:12.2f}"
             f"{found['torch'] / whole:10.2f}{busy:13.1%}"
         )
-        errors = sorted(took.computing / seconds - 1 for took, seconds in found["array"])
+        errors = sorted(took.computing / statistics.median(several) - 1 for took, several in found["array"])
         error = statistics.median(errors)
+        foretold = case.simulated_one_by_one / statistics.median(case.simulated(case.costs))
+        work = statistics.median(took.work for took in arrays)
         lines.append(
             f"        {case.batches} batches each; speed-ups {ratios[0]:.2f} to {ratios[-1]:.2f}; from first to last "
             f"computation {computing:.2f} s, {error:+.1%} of the simulation ({errors[0]:+.1%} to {errors[-1]:+.1%}), "
-            f"and {rest:.2f} s besides; the busiest stage computes "
-            f"{statistics.median(took.work for took in arrays):.2f} s; "
-            f"simulated speed-up {case.simulated_one_by_one / case.simulated(case.costs):.2f}"
+            f"which takes {simulations[0]:.2f} to {simulations[-1]:.2f} s where blocks vary by {UNEVEN:.1%}, and "
+            f"{rest:.2f} s besides; the busiest stage computes {work:.2f} s; "
+            f"simulated speed-up {foretold:.2f}"
         )
         lines.append(
             f"        start and end of a sibling, nobody computing: {1000 * arrays[0].start:.0f} ms, of all of them "
