@@ -65,9 +65,8 @@ def two_stages(problem: ArrayProblem) -> int:
         rate = share * np.cumsum(np.repeat([1.0, -1.0], len(begin))[order])[:-1]
         late = _after(rate * steps)  # work that comes after each time
         sums = _after((late[1:] + rate * steps / 2) * steps)
-        whole = share * lasted.sum()
         rest = np.sqrt(2 * sums)
-        rest = np.where(rest > whole, sums / whole + whole / 2, rest)
+        rest = np.where(rest > late[0], sums / late[0] + late[0] / 2, rest)
         worst = max(worst, float((times + rest).max() + (tails[u, 1] - back).min()))
     return ceil(worst * (1 - 1e-12))  # floats have 1e-16
 
