@@ -26,10 +26,9 @@ def draw(rng, below):
     return rng[0] % below
 
 
-def follower(o, jobs, n):
-    """The job's next block; -1 after its last one."""
-    s = o // (2 * jobs)
-    if o % (2 * jobs) < jobs:
+def follower(o, s, jobs, n):
+    """The next block of the job of o, which is on stage s; -1 after its last one."""
+    if o - 2 * jobs * s < jobs:
         if (s + 1) * 2 * jobs < n:
             return o + 2 * jobs
         return o + jobs
@@ -38,18 +37,34 @@ def follower(o, jobs, n):
     return -1
 
 
-def listed(jobs, n, busy, lag, first, second, window, active, k, limit, ready, free, soon, known, count, starts):
+def needed(jobs, n, busy, tail, active, k, need):
+    """Fills `need`: by stage, the least time from the start of its first block to the end of the jobs `active[:k]`."""
+    for s in range(n // (2 * jobs)):
+        work = 0
+        after = NEVER
+        for i in range(k):
+            o = 2 * jobs * s + active[i]
+            work += busy[o] + busy[o + jobs]
+            after = min(after, tail[o] - busy[o], tail[o + jobs] - busy[o + jobs])
+        need[s] = work + after
+
+
+def listed(
+    jobs, n, busy, lag, tail, need, first, second, window, active, k, limit,
+    ready, free, soon, left, known, count, starts,
+):  # fmt: skip
     """Fills `starts` for the jobs `active[:k]` and returns when they end; NEVER if that is after `limit`.
 
     Whenever a stage is free, it takes that block which has the smallest number among those ready within `window`:
     `first[j]` is the number of a job's forwards, `second[j]` of its backwards, all different. It may so wait for a
     better one. `soon` (s) is when a stage can begin its next block; the first `count[s]` of `known[2 jobs s:]` are its
-    blocks whose `ready` is known.
+    blocks whose `ready` is known; `left` (s) is what remains of `need`.
     """
     stages = n // (2 * jobs)
     for s in range(stages):
         free[s] = 0
         soon[s] = NEVER
+        left[s] = need[s]
         count[s] = 0
     for i in range(k):
         ready[active[i]] = 0
@@ -64,8 +79,6 @@ def listed(jobs, n, busy, lag, first, second, window, active, k, limit, ready, f
             if soon[x] < t:
                 t = soon[x]
                 s = x
-        if t > limit:
-            return NEVER
         base = 2 * jobs * s
         until = t + window
         best = NEVER
@@ -82,9 +95,12 @@ def listed(jobs, n, busy, lag, first, second, window, active, k, limit, ready, f
         known[at] = known[base + count[s]]
         if ready[o] > t:
             t = ready[o]
+        if t + tail[o] > limit or t + left[s] > limit:
+            return NEVER
+        left[s] -= busy[o]
         starts[o] = t
         free[s] = t + busy[o]
-        f = follower(o, jobs, n)
+        f = follower(o, s, jobs, n)
         if f < 0:
             last = max(last, free[s])
         else:
@@ -110,18 +126,21 @@ def timed(jobs, n, busy, lag, sequence, place, starts, cause, queue, unmet):
     width = 2 * jobs
     low = 0
     high = 0
-    for o in range(n):
-        starts[o] = 0
-        cause[o] = -1
-        unmet[o] = (o >= jobs) + (place[o] % width > 0)  # all but the first forwards follow a block of their job
-        if unmet[o] == 0:
-            queue[high] = o
-            high += 1
+    for row in range(0, n, width):
+        for p in range(row, row + width):
+            o = sequence[p]
+            starts[o] = 0
+            cause[o] = -1
+            unmet[o] = (o >= jobs) + (p > row)  # all but the first forwards follow a block of their job
+            if unmet[o] == 0:
+                queue[high] = o
+                high += 1
     last = 0
     while low < high:
         o = queue[low]
         low += 1
-        f = follower(o, jobs, n)
+        s = o // width
+        f = follower(o, s, jobs, n)
         if f < 0:
             last = max(last, starts[o] + busy[o])
         else:
@@ -133,9 +152,9 @@ def timed(jobs, n, busy, lag, sequence, place, starts, cause, queue, unmet):
             if unmet[f] == 0:
                 queue[high] = f
                 high += 1
-        p = place[o]
-        if p % width + 1 < width:
-            f = sequence[p + 1]
+        p = place[o] + 1
+        if p < (s + 1) * width:
+            f = sequence[p]
             t = starts[o] + busy[o]
             if t > starts[f]:
                 starts[f] = t
@@ -148,8 +167,9 @@ def timed(jobs, n, busy, lag, sequence, place, starts, cause, queue, unmet):
 
 
 def inserted(
-    jobs, n, busy, lag, ahead, order, k, row, first, second, limit, active, ready, free, soon, known, count, starts
-):
+    jobs, n, busy, lag, tail, need, ahead, order, k, row, first, second, limit, active,
+    ready, free, soon, left, known, count, starts,
+):  # fmt: skip
     """Puts job `order[k]` where it does least harm among the k jobs of `row`, and returns when these then end.
 
     `ahead` is added to the numbers of forwards: 4 jobs lets backwards go first.
@@ -158,6 +178,7 @@ def inserted(
     at = 0
     for i in range(k + 1):
         active[i] = order[i]
+    needed(jobs, n, busy, tail, active, k + 1, need)
     for p in range(k + 1):
         for i in range(k):
             second[row[i]] = 2 * (i + (i >= p))
@@ -165,23 +186,9 @@ def inserted(
         second[order[k]] = 2 * p
         first[order[k]] = 2 * p + 1 + ahead
         t = listed(
-            jobs,
-            n,
-            busy,
-            lag,
-            first,
-            second,
-            0,
-            active,
-            k + 1,
-            min(limit, best),
-            ready,
-            free,
-            soon,
-            known,
-            count,
-            starts,
-        )
+            jobs, n, busy, lag, tail, need, first, second, 0, active, k + 1, min(limit, best),
+            ready, free, soon, left, known, count, starts,
+        )  # fmt: skip
         if t < best:
             best = t
             at = p
@@ -203,9 +210,9 @@ def moved(places, a, to):
 
 
 def annealed(
-    jobs, n, busy, lag, mean, target, luck, heat, begin, end, total, rng,
+    jobs, n, busy, lag, tail, need, mean, target, luck, heat, begin, end, total, rng,
     there, back, style, there_old, back_old, there_best, back_best, best_style,
-    first, second, active, ready, free, soon, known, count, starts,
+    first, second, active, ready, free, soon, left, known, count, starts,
 ):  # fmt: skip
     """Evaluations `begin` to `end` of `total`: changes the places of jobs in the order of forwards (`there`) and of
     backwards (`back`), and `style`: [what goes first, window, value]; keeps the best.
@@ -214,6 +221,7 @@ def annealed(
     """
     for j in range(jobs):
         active[j] = j
+    needed(jobs, n, busy, tail, active, jobs, need)
     for e in range(begin, end):
         if best_style[2] <= target:
             return
@@ -243,23 +251,9 @@ def annealed(
         warm = style[2] // heat * (total - e) // total
         slack = warm * luck[draw(rng, len(luck))] // SCALE
         v = listed(
-            jobs,
-            n,
-            busy,
-            lag,
-            first,
-            second,
-            window,
-            active,
-            jobs,
-            style[2] + slack,
-            ready,
-            free,
-            soon,
-            known,
-            count,
-            starts,
-        )
+            jobs, n, busy, lag, tail, need, first, second, window, active, jobs, style[2] + slack,
+            ready, free, soon, left, known, count, starts,
+        )  # fmt: skip
         if v <= style[2] + slack:
             style[0] = rule
             style[1] = window
@@ -311,7 +305,7 @@ def polished(
         seen = 0
         while o >= 0:  # one of the longest path's arcs on a stage, each equally likely
             p = cause[o]
-            if p >= 0 and place[p] + 1 == place[o] and follower(p, jobs, n) != o:
+            if p >= 0 and place[p] + 1 == place[o] and follower(p, p // width, jobs, n) != o:
                 seen += 1
                 if draw(rng, seen) == 0:
                     chosen = p

@@ -15,6 +15,7 @@ from lightning_pipes.strategies.jap import kernel
 FUNCTIONS = (
     kernel.draw,
     kernel.follower,
+    kernel.needed,
     kernel.listed,
     kernel.timed,
     kernel.inserted,

@@ -11,8 +11,8 @@ from lightning_pipes.strategies.jap.problem import problem_of
 from lightning_pipes.strategies.jap.search import Effort
 from lightning_pipes.strategies.jap.solve import solved
 
-EFFORT = 300
-"""Orders that are tried."""
+EFFORT = 40_000
+"""Blocks that are placed in all orders that are tried: what Python does in 50 ms, whenever siblings change."""
 
 
 @lru_cache(maxsize=256)
@@ -28,4 +28,4 @@ def round_order(rows: tuple[int, ...], stages: int) -> Program:
     """
     plan = Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows))
     problem = problem_of(plan, CostModel.uniform(stages, 1e-3, 2e-3, rows=1))
-    return program_of(solved(problem, effort=Effort(EFFORT)).order, plan)
+    return program_of(solved(problem, effort=Effort(EFFORT // problem.blocks)).order, plan)

@@ -56,10 +56,10 @@ def listed(problem: ArrayProblem, there: Array, back: Array, style: int, window:
     """Starts by block number, from places of forwards and backwards; see `kernel.listed`."""
     n, j = problem.blocks, problem.jobs
     first, second = numbers(there, back, style)
-    starts = by.fill(n)
+    starts, active, need = by.fill(n), by.copy(np.arange(j)), by.fill(problem.stages)
     by.run.listed(
-        j, n, by.copy(problem.busy), by.copy(problem.lag), by.copy(first), by.copy(second), window,
-        by.copy(np.arange(j)), j, NEVER, *scratch(problem, by), starts,
+        j, n, by.copy(problem.busy), by.copy(problem.lag), by.copy(problem.tails), need,
+        by.copy(first), by.copy(second), window, active, j, NEVER, *scratch(problem, by), starts,
     )  # fmt: skip
     return np.array(starts, np.int64)
 
@@ -73,7 +73,7 @@ def numbers(there: Array, back: Array, style: int) -> tuple[Array, Array]:
 def scratch(problem: ArrayProblem, by: Kernel) -> tuple[Any, ...]:
     """What `kernel.listed` notes of blocks and stages."""
     n, s = problem.blocks, problem.stages
-    return by.fill(n), by.fill(s), by.fill(s), by.fill(n), by.fill(s)
+    return by.fill(n), by.fill(s), by.fill(s), by.fill(s), by.fill(n), by.fill(s)
 
 
 def places(order: Array) -> Array:

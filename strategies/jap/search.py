@@ -83,6 +83,7 @@ class _Search:
         self._effort = effort
         self._by = by = kernel_for(effort.orders * problem.blocks)
         self._head = (problem.jobs, problem.blocks, by.copy(problem.busy), by.copy(problem.lag))
+        self._tail = by.copy(problem.tails)
         self._luck = by.copy(LUCK)
         self._rng = by.copy([seed % 2147483646 + 1])
 
@@ -110,13 +111,13 @@ class _Search:
         places = rules.longest_first(self.problem)
         order = by.copy(np.argsort(places if longest_first else -places))
         row, first, second, active = (by.fill(jobs) for _ in range(4))
-        scratch = rules.scratch(self.problem, by)
+        need, scratch = by.fill(self.problem.stages), rules.scratch(self.problem, by)
         for k in range(jobs):
             if not self.wanted:
                 return []
             by.run.inserted(
-                *self._head, 4 * jobs * (style == 0), order, k, row, first, second, NEVER, active, *scratch,
-                by.fill(self.problem.blocks),
+                *self._head, self._tail, need, 4 * jobs * (style == 0), order, k, row, first, second, NEVER, active,
+                *scratch, by.fill(self.problem.blocks),
             )  # fmt: skip
             self._effort.spent += k + 1
         there = rules.places(np.array(row, np.int64))
@@ -129,10 +130,11 @@ class _Search:
         style, best = (by.copy([beginning.style, 0, beginning.makespan]) for _ in range(2))
         mean = max(1, int(p.forward.mean()))
         first, second, active = (by.fill(p.jobs) for _ in range(3))
+        need = by.fill(p.stages)
         self._in_chunks(
             ROUND,
             lambda begin, end, total: by.run.annealed(
-                *self._head, mean, self.bound, self._luck, HEAT, begin, end, total, self._rng,
+                *self._head, self._tail, need, mean, self.bound, self._luck, HEAT, begin, end, total, self._rng,
                 there, back, style, there_old, back_old, there_best, back_best, best,
                 first, second, active, *rules.scratch(p, by), by.fill(p.blocks),
             ),
