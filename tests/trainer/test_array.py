@@ -227,7 +227,9 @@ def begun_before_computing(rank: int, siblings: int, size: int) -> list[int]:
     as_it_is = Sibling.compute
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sibling, "compute", compute)
-        for outcome in JobArray(size).run(partial(begins, Job(n, epochs=1)) for n in range(siblings)):
+        for outcome in JobArray(size).run(
+            partial(begins, Job(n, epochs=3 if 0 < n < size else 1)) for n in range(siblings)
+        ):
             assert outcome.error is None
     return found
 
