@@ -59,7 +59,8 @@ def pids(directory: Path, ranks: list[int]) -> list[int]:
 def go_on(case: Case, directory: Path) -> None:
     """Waits until the ranks have stopped themselves, then until they shall continue, and lets them."""
     until = time.monotonic() + DEADLINE
-    while not all((directory / f"harmed{rank}").exists() for rank in case.stopped) and time.monotonic() < until:
+    count = any if case.seconds is not None else all  # who stops first may keep the other from coming to its place
+    while not count((directory / f"harmed{rank}").exists() for rank in case.stopped) and time.monotonic() < until:
         time.sleep(0.05)
     others = pids(directory, [r for r in range(case.ranks) if r not in case.stopped])
     if case.seconds is not None:
@@ -68,6 +69,10 @@ def go_on(case: Case, directory: Path) -> None:
         time.sleep(0.05)
     for pid in pids(directory, list(case.stopped)):
         os.kill(pid, signal.SIGCONT)
+    while case.seconds is not None and any(map(alive, mine := pids(directory, list(case.stopped)))):
+        for pid in filter(alive, mine):
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(0.5)
 
 
 def run(case: Case, directory: Path) -> list[Outcome]:
