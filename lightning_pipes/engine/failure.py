@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.heartbeat import BEAT_SECONDS, Silence, heart_of
+from lightning_pipes.engine.points import point
 from lightning_pipes.ir import PipelineError
 
 _log = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class FailureWatch:
                 thread = threading.Thread(target=target, name=f"lightning_pipes failure {name}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
+            point("watch.made")
 
     def store(self) -> Any:
         """A part of the store for one purpose of this run; ranks that ask equally often get the same."""
@@ -143,12 +145,14 @@ class FailureWatch:
 
     def close(self) -> None:
         """Stops watching; this process is safe from the watchdog, and needs to give no more signs of life."""
+        point("watch.close")
         self._closed.set()
         until = time.monotonic() + 1.0  # that long only where the store does not answer
         while self._threads:
             thread = self._threads.pop()
             if thread is not threading.current_thread():
                 thread.join(timeout=max(0.0, until - time.monotonic()))
+        point("watch.closed")
 
     def _watch(self) -> None:
         """Listens to the store, and for the next rank's signs of life. Its calls block where the store is stopped."""

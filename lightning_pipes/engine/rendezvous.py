@@ -13,6 +13,8 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from lightning_pipes.engine.points import point
+
 _ASK_SECONDS = 0.02
 
 
@@ -51,8 +53,10 @@ def agreed_name(store: TCPStore, rank: int, size: int, timeout: timedelta) -> st
     of the dead too, until each rank has confirmed to have this name.
     """
     own = secrets.token_hex(8)
+    point("rendezvous")
     if rank != 0:
         store.set(f"lightning_pipes/asks/{rank}", own)
+        point("rendezvous.asked")
         name: str = store.get(f"lightning_pipes/answers/{own}").decode()
         store.set(f"lightning_pipes/confirms/{name}/{own}", "")
         return name
@@ -69,6 +73,7 @@ def agreed_name(store: TCPStore, rank: int, size: int, timeout: timedelta) -> st
             elif number != before:
                 store.set(f"lightning_pipes/answers/{number}", own)
                 answered[other] = number
+                point("rendezvous.answered")
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, sorted(missing)))
             raise TimeoutError(f"rank {ranks} did not come within {timeout.total_seconds():.0f} s")

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from lightning_pipes.engine.engine import Engine
+from lightning_pipes.engine.points import point
 from lightning_pipes.ir import PlanError, check_count
 from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.array_display import ArrayDisplay
@@ -342,6 +343,7 @@ class JobArray(Generic[T]):
         shared, board, events = self.shared, self.shared.board, self._record.events
         if not board.others:
             return [events]
+        point("array.gather")
         board.tell("last", shared.greeting(self.size))
         self._work_until(lambda: board.all_told("last"))
         return shared.gathered(board.values("last"), events)
@@ -366,6 +368,7 @@ class JobArray(Generic[T]):
         if self._display is not None:
             self._display.close()
         self.memory.close()
+        point("array.close")
         shared.close()
 
 

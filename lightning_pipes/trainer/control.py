@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipes.engine.failure import FailureWatch
+from lightning_pipes.engine.points import point
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.packing import Packed, unpacked
 
@@ -106,7 +107,9 @@ class Control:
         """
         key = purpose, tuple(sorted(ranks))
         if key not in self._groups:
+            point("new_group")
             self._groups[key] = dist.new_group(list(key[1]), timeout=self._timeout, backend="gloo")
+            point("new_group.made")
         return self._groups[key]
 
     def split(self, parts: Sequence[Sequence[int]]) -> Control:
@@ -302,6 +305,7 @@ class Control:
     def _finish(self, work: dist.Work | None) -> None:
         assert work is not None, "this process is not among the ranks"
         self._waiting = True
+        point("collective")
         self.watch.doing = f"a collective call of {self.size} ranks"
         patience = _SLICE if self._idle is None else _PROMPT
         while True:
@@ -319,6 +323,7 @@ class Control:
 
 def close_all(controls: Iterable[Control]) -> None:
     """Ends the connections of all of them at a time: each takes 15 ms, until threads of gloo see that they end."""
+    point("control.close")
     groups = [group for control in controls for group in control._parted()]
     threads = [threading.Thread(target=groups.pop) for _ in groups]  # closed by who forgets it last
     for thread in threads:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.item import Item
+from lightning_pipes.engine.points import point
 from lightning_pipes.engine.reducer import Reducer
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.transport import make_transport
@@ -135,6 +136,7 @@ class PipelineRun:
             watch=connections.engine_watch,
             turns=connections.turns,
         )
+        point("transport.made")
 
     def train(
         self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool = True

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.failure import FailureWatch
+from lightning_pipes.engine.points import point
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.baton import Runner, own_random_state, set_own_random_state
 from lightning_pipes.trainer.shared import Shared
@@ -147,6 +148,7 @@ class Sibling(Generic[T]):
         self._meetings += 1
         meeting = f"meetings/{self.index}/{self._meetings}"
         board.tell(meeting, word)
+        point("sibling.meet")
         self.wait_until(lambda: board.all_told(meeting))
         return board.values(meeting) if board.others else [word]
 
@@ -194,6 +196,7 @@ class Sibling(Generic[T]):
         token = _current.set(self)
         try:
             value = self._fn()
+            point("sibling.ended")
             self.array.shared.board.tell_news(Return(self.index, self.turns, self._meetings))
             self.outcome = Outcome(self.index, value=value)
         except BaseException as error:  # SystemExit of one sibling must not end the others
@@ -217,6 +220,7 @@ class Sibling(Generic[T]):
 
     def begin_turn(self) -> None:
         """Its next turn comes now; `go_on` until it is over."""
+        point("sibling.turn")
         self.turns += 1
         self.in_turn = True
 

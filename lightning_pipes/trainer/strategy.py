@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch
+from lightning_pipes.engine.points import point
 from lightning_pipes.engine.rendezvous import own_store, store_host
 from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_count
 from lightning_pipes.trainer import checkpoints
@@ -242,6 +243,7 @@ class PipelineStrategy(ParallelStrategy):
         grid = self.grid
         device = self.root_device
         started = not private.distributed_is_initialized()
+        point("process_group")
         private.init_distributed(
             self.cluster_environment,
             self._backend or private.default_backend(device),
@@ -249,6 +251,7 @@ class PipelineStrategy(ParallelStrategy):
             device_id=device if device.type != "cpu" else None,
             store=own_store(self.global_rank, self.world_size, self._timeout) if started else None,
         )
+        point("process_group.made")
         if started:
             atexit.register(_leave)
         self._failed = False
@@ -345,6 +348,7 @@ class PipelineStrategy(ParallelStrategy):
         self._undo.append(partial(private.forget_training_data, trainer))
 
     def teardown(self) -> None:
+        point("teardown")
         module, cut, run = self.lightning_module, self._cut, self._run
         for undo in self._undo:
             undo()
@@ -361,7 +365,9 @@ class PipelineStrategy(ParallelStrategy):
                 )
                 self._reported = reported or self._reported
                 self._connected.check()
+            point("teardown.gathered")
             run.close()
+            point("teardown.closed")
         if self._connections is not None:
             self._connections.leave(self._control, self._down)
         if module is not None and not has_meta(module):
@@ -613,6 +619,7 @@ class PipelineStrategy(ParallelStrategy):
         if self._control is None:  # nothing has run yet, and the module is whole
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        point("checkpoint")
         if "optimizer_states" in checkpoint:  # not for weights alone
             checkpoint[KEY] = self._data.state(self._trainer)
         if self._down and self._run is not None and self.world_size > 1:
@@ -706,6 +713,7 @@ class PipelineStrategy(ParallelStrategy):
 
 def _leave() -> None:
     """Destroys the process groups before the interpreter ends: gloo's threads abort the process otherwise."""
+    point("exit")
     if private.distributed_is_initialized():
         dist.destroy_process_group()
 

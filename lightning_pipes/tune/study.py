@@ -18,6 +18,7 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lightning_pipes.engine.failure import PeerFailure
+from lightning_pipes.engine.points import point
 from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.sibling import Outcome, current_sibling
@@ -204,6 +205,7 @@ class _Leader:
             raise error
         if trial is None:
             return
+        point("trial.tell")
         with storage_errors():
             frozen = tell(self._study, trial, outcome.value, error, self._tracebacks)
             if isinstance(error, PeerFailure):
@@ -280,6 +282,7 @@ def _ended(index: int) -> str:
 
 
 def _try(objective: Objective, trial: ArrayTrial) -> Any:
+    point("trial")
     with as_current(trial):
         return objective(trial)
 
