@@ -70,7 +70,8 @@ class Fault:
     Attributes:
         rank: whose process, as its launcher numbers them.
         point: where; a key of `POINTS`.
-        file: gets the time at which it happens, of the monotonic clock.
+        file: gets the time at which it happens, of the monotonic clock. Nothing happens to whom finds it there, as
+            processes do that were started again.
         nth: at which passing, from 1 on.
         act: "kill" and "stop" send SIGKILL and SIGSTOP to the process itself; "wait" only holds it up until `file` is
             gone.
@@ -97,6 +98,8 @@ class Fault:
     def happen(self) -> None:
         """Does it to this process, now."""
         path = Path(self.file)
+        if path.exists():
+            return
         unnamed = path.with_name(f"{path.name}.{os.getpid()}")
         unnamed.write_text(str(time.monotonic()))
         unnamed.rename(path)  # whoever waits for it finds it whole
