@@ -25,7 +25,6 @@ VARIABLE = "FAULT_JOB"
 EPOCHS, STEPS, ROWS, WIDTH, BLOCKS = 4, 6, 16, 16, 8
 RATES = (1e-2, 2e-2, 5e-3, 1e-3)
 """Learning rates: of a training the first one, of siblings and trials one each."""
-MARKS = ("born", "imported", "connected", "training", "trained", "ended")
 _trained: list[str] = []
 """The trainings of this process that have come to their end."""
 
@@ -174,7 +173,7 @@ def train(job: Job, name: str, rate: float) -> float:
     )
     if trainer.is_global_zero:
         Path(job.folder, f"{name}.weights").write_text(digest(net))
-    return float(trainer.callback_metrics["train_loss"])
+    return float(trainer.callback_metrics.get("train_loss", 0.0))  # none where it was through before
 
 
 def network(rate: float) -> pl.LightningModule:

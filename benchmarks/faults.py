@@ -32,10 +32,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice
 from pathlib import Path
 
-from fault_job import MARKS, Job, again
+from fault_job import Job, again
 
 from lightning_pipes.engine.points import Fault
 from lightning_pipes.testing import namespaces
@@ -60,6 +60,7 @@ HEARTBEAT, TIMEOUT = 5.0, 30.0
 LONG = 240.0
 """Seconds in which a run that nothing happens to is through on the slowest machine."""
 PHASES = ("launch", "connecting", "training", "saving", "hand-over", "end")
+QUICK = 8
 ACTS = ("kill", "stop", "cut")
 CAUSES = r"has ended|declared dead|not answered|did not come|never came|not come|can't be reached|was killed|has died"
 
@@ -78,7 +79,7 @@ class Case:
         point: the place; empty for an instant.
         nth: at which passing.
         delay: seconds from the passing to the fault.
-        after: of `MARKS`, what the instant lies behind.
+        after: a mark of the job, which the instant lies behind.
         part: where it lies, as a part of the time to the next mark.
         restarts: torchrun's.
     """
@@ -107,6 +108,13 @@ class Case:
         return f"{self.act} {who} of {self.ranks}, {self.launcher}, {self.kind}, {self.form}, {where}{again}"
 
     @property
+    def length(self) -> float:
+        """Seconds from the mark of an instant to the next one, on a machine that is not busy."""
+        launches = self.launcher == "lightning" and self.victim == 0
+        seconds = {"born": 6.0, "imported": 6.0 if launches else 0.5, "training": 0.6, "trained": 0.5}[self.after]
+        return seconds * 3 if self.after == "training" and self.kind != "fit" else seconds
+
+    @property
     def early(self) -> bool:
         """Whether ranks may not be connected yet."""
         return self.phase == "launch" or self.point == "process_group.made" or self.after == "imported"
@@ -121,7 +129,7 @@ class Result:
         wrong: what was not clean; nothing if all was.
         bit_equal: whether the weights are those of an undisturbed run, after going on.
         seconds: from when the others can know to the end of the last one.
-        log: what the ranks have said, where something was wrong.
+        log: what the ranks have said.
     """
 
     case: Case
@@ -143,6 +151,20 @@ def cases(seed: int, hosts: bool) -> Iterator[Case]:
         number += 1
 
 
+def few(every: Iterator[Case]) -> list[Case]:
+    """One fault of every phase, and two more that are no kills, all on two ranks."""
+    phases, others = dict[str, Case](), list[Case]()
+    while len(phases) < len(PHASES) or len(others) < QUICK - len(PHASES):
+        each = next(every)
+        if each.ranks > 2 or (each.early and each.act != "kill"):  # those take their time
+            continue
+        if each.phase not in phases:
+            phases[each.phase] = each
+        elif each.act != "kill":
+            others.append(each)
+    return [*phases.values(), *others[: QUICK - len(PHASES)]]
+
+
 def case(draw: random.Random, number: int, hosts: bool) -> Case:
     phase = PHASES[number % len(PHASES)]
     act = draw.choices(ACTS, (60, 20, 20 if hosts else 0))[0]
@@ -156,9 +178,11 @@ def case(draw: random.Random, number: int, hosts: bool) -> Case:
     form = draw.choice(("full", "sharded", "async", "sharded async"))
     of_rank_zero = ("sharded" not in form and phase == "saving") or (kind == "study" and draw.random() < 0.3)
     victim = 0 if of_rank_zero else draw.choice(victims)
-    after = "" if phase in ("saving", "hand-over") or draw.random() < 0.5 else instants(phase)
+    after = "" if phase in ("saving", "hand-over") or draw.random() < 0.6 else instants(phase)
     if launcher == "torchrun" and after and draw.random() < 0.3:
         victim = LAUNCHER
+    if act == "stop" and kind == "study" and phase in ("launch", "connecting"):
+        act = "kill"  # nobody can tell who has not come yet from who is slow, and a study waits for half an hour
     restarts = int(launcher == "torchrun" and act == "kill" and victim != LAUNCHER and draw.random() < 0.4)
     made = Case(number, kind, form, launcher, ranks, victim, act, phase, after=after, restarts=restarts)
     if after:
@@ -271,12 +295,8 @@ class Run:
 
     # ---- the fault
 
-    def strike(self, length: float) -> float | None:
-        """When the fault happened; None if the process had ended before.
-
-        Args:
-            length: seconds to the mark after that of an instant.
-        """
+    def strike(self) -> float | None:
+        """When the fault happened; None if the process had ended before."""
         if self.case.after:
             place = self.job.mark(self.case.after, max(self.case.victim, 0))
         else:
@@ -291,7 +311,7 @@ class Run:
                 at = time.monotonic()
                 self.file.unlink()
             return at
-        time.sleep(self.case.part * length)
+        time.sleep(self.case.part * self.case.length)
         pid = self.pid()
         if pid is None:
             return None
@@ -405,24 +425,24 @@ class Run:
         return "\n".join(f"---- {path.stem}\n{path.read_text()[-6000:]}" for path in paths)
 
 
-def one(case: Case, soon: float, lengths: Mapping[tuple[str, str], float], wanted: Mapping[str, str]) -> Result:
+def one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
     """Has it happen, and goes on afterwards."""
     for _ in range(4):
-        found = try_one(case, soon, lengths.get((case.kind, case.after), 1.0), wanted)
+        found = try_one(case, soon, wanted)
         if found.happened:
             return found
         case = replace(case, nth=max(1, case.nth // 3), part=case.part / 2)
     return found
 
 
-def try_one(case: Case, soon: float, length: float, wanted: Mapping[str, str]) -> Result:
+def try_one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     try:
         before = left_in(SHM)
         run = Run(case, folder, soon)
         wrong: list[str] = []
         with run.started():
-            at = run.strike(length)
+            at = run.strike()
             if at is None:
                 return Result(case, False, log=run.log())
             wrong, seconds = run.watch(at)
@@ -430,7 +450,7 @@ def try_one(case: Case, soon: float, length: float, wanted: Mapping[str, str]) -
                 wrong += run.check()
         if left := left_in(SHM) - before:
             wrong.append(f"left in /dev/shm: {', '.join(sorted(left))}")
-        log = run.log() if wrong else ""
+        log = run.log()
         equal = run.job.weights() == wanted if case.restarts else False
         if not case.restarts:
             for path in Path(run.job.folder).glob("*.weights"):
@@ -460,22 +480,6 @@ def undisturbed(kind: str, ranks: int) -> dict[str, str]:
         return job.weights()
 
 
-def lengths_of(kind: str) -> dict[tuple[str, str], float]:
-    """Seconds from each mark of a job that nothing happens to to the next one, on the machine as it is."""
-    folder = Path(tempfile.mkdtemp(prefix="faults-"))
-    try:
-        run = Run(Case(0, kind, "full", "lightning", 2, 0, "kill", "launch", after="born"), folder, 10.0)
-        with run.started():
-            if not wait_until(run.ended, LONG):
-                raise SystemExit(f"a {kind} that nothing happens to does not end\n{run.log()}")
-        if not run.complete:
-            raise SystemExit(f"a {kind} that nothing happens to is not done\n{run.log()}")
-        at = {name: float(run.job.mark(name, 0).read_text()) for name in MARKS}
-        return {(kind, mark): at[following] - at[mark] for mark, following in pairwise(MARKS)}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def table(results: Sequence[Result]) -> str:
     """Clean ends of all, by phase and by what happened."""
     rows = ["| phase | " + " | ".join(ACTS) + " |", "| --- |" + " --- |" * len(ACTS)]
@@ -501,9 +505,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="8 faults")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     parser.add_argument("--faults", type=int, default=150)
-    parser.add_argument("--first", type=int, default=0, help="number of the first fault")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="the number of a single fault, which tells all that was said")
+    parser.add_argument("--only", type=int, nargs="+", help="the numbers of the faults, which tell all that was said")
     parser.add_argument("--at-once", type=int, default=2, help="faults at a time")
     parser.add_argument("--soon", type=float, default=10.0, help="seconds in which all have to end")
     options = parser.parse_args()
@@ -512,23 +515,24 @@ def main() -> None:
     if not hosts:
         print(f"without hosts of their own and cut links: {namespaces.why_not()}")
     every = cases(options.seed, hosts)
-    count = 8 if options.quick else options.faults
-    first = options.first if options.only is None else options.only
-    chosen = [c for c, _ in zip(skipped(every, first), range(count if options.only is None else 1), strict=False)]
+    if options.quick:
+        chosen = few(every)
+    elif options.only:
+        chosen = [*islice(every, max(options.only) + 1)]
+        chosen = [chosen[number] for number in options.only]
+    else:
+        chosen = [*islice(every, options.faults)]
     results: list[Result] = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.at_once, context, initializer=own_shared_memory) as pool:
-        kinds = sorted({c.kind for c in chosen if c.after})
-        measured = [pool.submit(lengths_of, kind) for kind in kinds]
         plain = {(c.kind, c.ranks) for c in chosen}
         weights = {each: pool.submit(undisturbed, *each) for each in sorted(plain)}
-        lengths = {key: value for each in measured for key, value in each.result().items()}
         wanted = {each: future.result() for each, future in weights.items()}
-        futures = [pool.submit(one, c, options.soon, lengths, wanted[c.kind, c.ranks]) for c in chosen]
+        futures = [pool.submit(one, c, options.soon, wanted[c.kind, c.ranks]) for c in chosen]
         for future in as_completed(futures):
             results.append(future.result())
             say(results[-1], len(chosen), len(results))
-            if results[-1].log and (options.only is not None or results[-1].wrong):
+            if options.only or results[-1].wrong or not results[-1].bit_equal:
                 print(results[-1].log, file=sys.stderr, flush=True)
     done = [r for r in results if r.happened]
     print()
@@ -540,10 +544,6 @@ def main() -> None:
     if options.json:
         headline = {"faults": len(done), "clean_ends": clean, "bit_equal_resumes": equal}
         print(json.dumps({**headline, "slowest_end_s": round(slowest, 2)}))
-
-
-def skipped(every: Iterator[Case], first: int) -> Iterator[Case]:
-    return (c for c in every if c.number >= first)
 
 
 if __name__ == "__main__":

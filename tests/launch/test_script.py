@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from tests.launch.example import SCRIPT, SETTINGS, environment, processes, wait_until
+from lightning_pipes.testing.interpreters import processes
+from tests.launch.example import SCRIPT, SETTINGS, environment, wait_until
 
 
 @pytest.mark.slow
@@ -26,14 +27,14 @@ def test_nobody_survives(victim, tmp_path):
             command, cwd=tmp_path, env={**os.environ, **environment(token)}, stdout=said, stderr=said, text=True
         )
         wait_until(lambda: [*tmp_path.rglob("last.ckpt")], [script])
-        pids = {int(env.get("LOCAL_RANK", "0")): pid for pid, env in processes(token)}
+        pids = {int(env.get("LOCAL_RANK", "0")): pid for pid, env in processes(token).items()}
         assert pids.keys() == {0, 1}
         os.kill(pids[victim], signal.SIGKILL)
         assert script.wait(timeout=30) != 0
         until = time.monotonic() + 30  # the interpreter takes its time on a busy machine
-        while [*processes(token)] and time.monotonic() < until:
+        while processes(token) and time.monotonic() < until:
             time.sleep(0.02)
-        assert not [*processes(token)]
+        assert not processes(token)
     text = (tmp_path / "said").read_text()
     named = (
         f"rank {victim} (stage {1 - victim}) has ended",

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from lightning_pipes.testing import namespaces
-from tests.launch.example import EPOCHS, SCRIPT, SETTINGS, environment, processes, wait_until
+from lightning_pipes.testing.interpreters import processes
+from tests.launch.example import EPOCHS, SCRIPT, SETTINGS, environment, wait_until
 
 Start = Callable[[int, list[str], dict[str, str], Path], "subprocess.Popen[str]"]
 """Starts a command on one of the hosts, in a directory."""
@@ -65,12 +66,12 @@ def torchrun(
         agents.append(start(host, [*command, *where, SCRIPT, *SETTINGS], env, folder))
     if kill is not None:
         wait_until(lambda: [*folder.rglob("last.ckpt")], agents)
-        (pid,) = [pid for pid, ours in processes(token) if ours.get("RANK") == str(kill)]
+        (pid,) = [pid for pid, ours in processes(token).items() if ours.get("RANK") == str(kill)]
         os.kill(pid, signal.SIGKILL)
     with ThreadPoolExecutor(hosts) as pool:
         said = list(pool.map(lambda agent: agent.communicate(timeout=120)[0], agents))
     assert [agent.returncode for agent in agents] == [0] * hosts, "\n".join(said)
-    assert not [*processes(token)], "processes were left behind"
+    assert not processes(token), "processes were left behind"
     (directory,) = {path.parent.parent for path in folder.glob("outputs/**/last.ckpt")}
     assert len([*folder.glob("outputs/*/*")]) == 1
     return Training(directory, "".join(said))
