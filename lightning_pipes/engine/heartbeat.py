@@ -1,10 +1,16 @@
-"""Signs of life: every process counts up in the store, and whoever waits for it looks whether the count moves."""
+"""Signs of life: every process counts up in the store, and whoever waits for it looks whether the count moves.
+
+There it also says which process it is, and in the end that it has come to its end.
+"""
 
 from __future__ import annotations
 
 import atexit
+import json
 import threading
 from typing import Any
+
+from lightning_pipes.engine.places import Place, own_place
 
 BEAT_SECONDS = 1.0
 
@@ -43,13 +49,30 @@ class Heart:
         self.store = store
         self.line, self.last_words = store.clone(), store.clone()
         self._rank = rank
+        self._places: dict[int, Place] = {}
         self._ended = threading.Event()
+        self.line.set(_key("place", rank), json.dumps(own_place()))
         self._thread = threading.Thread(target=self._beat, name="lightning_pipes heart", daemon=True)
         self._thread.start()
 
     def beats(self, rank: int) -> int:
         """How often the heart of `rank` has beaten."""
-        return int(self.line.add(_key(rank), 0))
+        return int(self.line.add(_key("heart", rank), 0))
+
+    def place(self, rank: int) -> Place | None:
+        """Which process is `rank`; None where it has not said so yet, or `ask` has not asked."""
+        return self._places.get(rank)
+
+    def ask(self, rank: int) -> Place | None:
+        """Which process is `rank`; None where it has not said so yet."""
+        if rank not in self._places and self.line.check([_key("place", rank)]):
+            host, pid = json.loads(self.line.get(_key("place", rank)))
+            self._places[rank] = host, pid
+        return self._places.get(rank)
+
+    def has_come_to_its_end(self, rank: int) -> bool:
+        """Whether the interpreter of `rank` has ended, as it says itself."""
+        return bool(self.line.check([_key("ended", rank)]))
 
     def stop(self) -> None:
         """No more beats; the interpreter can end."""
@@ -59,7 +82,8 @@ class Heart:
     def _beat(self) -> None:
         try:
             while not self._ended.wait(BEAT_SECONDS):
-                self.line.add(_key(self._rank), 1)
+                self.line.add(_key("heart", self._rank), 1)
+            self.line.set(_key("ended", self._rank), "")
         except RuntimeError:  # the store is gone, which the watch of a run notices and tells
             return
 
@@ -83,5 +107,5 @@ def _stop() -> None:
         _heart.stop()
 
 
-def _key(rank: int) -> str:
-    return f"lightning_pipes/heart/{rank}"
+def _key(what: str, rank: int) -> str:
+    return f"lightning_pipes/{what}/{rank}"

@@ -6,16 +6,23 @@ gloo would connect there. The count of restarts can't be the name of a fresh par
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import socket
 import time
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from lightning_pipes.engine.places import has_ended, own_place
 from lightning_pipes.engine.points import point
 
 _ASK_SECONDS = 0.02
+_LOOK_SECONDS = 0.1
+_store: Any = None
 
 
 def launcher_hosts_store() -> bool:
@@ -28,25 +35,76 @@ def store_host() -> str:
     return "the launcher" if launcher_hosts_store() else "rank 0"
 
 
-def launcher_store(timeout: timedelta) -> TCPStore:
-    """A connection to the launcher's store."""
+def run_store(rank: int, size: int, timeout: timedelta, check: Callable[[], None]) -> Any:
+    """The store in which the ranks of this job meet, the same in all of its runs. `check` is called while the host of
+    the store has not come, and may raise.
+
+    Raises:
+        TimeoutError: it does not come.
+        ConnectionRefusedError: the launcher hosted it, and is gone.
+    """
+    global _store
+    if _store is None:
+        _store = own_store(rank, size, timeout, check) or _met_store(rank, timeout, check)
+    return _store
+
+
+def made_store() -> Any:
+    """What `run_store` has returned; None where processes found each other in another way."""
+    return _store
+
+
+def _met_store(rank: int, timeout: timedelta, check: Callable[[], None]) -> TCPStore:
+    """The store that rank 0 hosts."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)
+    _wait_for_host(address, port, timeout, check)
     return TCPStore(address, port, is_master=False, timeout=timeout)
 
 
-def own_store(rank: int, size: int, timeout: timedelta) -> PrefixStore | None:
+def _wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[], None]) -> None:
+    """Returns when somebody listens there; a store's own client would wait for that without a word."""
+    until = time.monotonic() + timeout.total_seconds()
+    while True:
+        check()
+        try:
+            with socket.create_connection((address, port), timeout=1.0):
+                return
+        except OSError as error:
+            if launcher_hosts_store() and isinstance(error, ConnectionRefusedError):
+                raise  # it was there before it started this process
+            if time.monotonic() > until:
+                seconds = timeout.total_seconds()
+                raise TimeoutError(
+                    f"rank 0 has not come within {seconds:.0f} s: nobody listens at {address}:{port} ({error})"
+                ) from error
+        time.sleep(_LOOK_SECONDS)
+
+
+def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None) -> TCPStore:
+    """A connection to the launcher's store."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _wait_for_host(address, port, timeout, check)
+    return TCPStore(address, port, is_master=False, timeout=timeout)
+
+
+def own_store(rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None) -> PrefixStore | None:
     """The part of the launcher's store that belongs to this attempt's `size` processes; None without such a store.
 
     Raises:
         TimeoutError: not all ranks came.
+        ConnectionAbortedError: one has ended since it came.
     """
     if not launcher_hosts_store():
         return None
-    store = launcher_store(timeout)
-    return PrefixStore(f"lightning_pipes/attempts/{agreed_name(store, rank, size, timeout)}", store)
+    store = launcher_store(timeout, check)
+    return PrefixStore(f"lightning_pipes/attempts/{agreed_name(store, rank, size, timeout, check)}", store)
 
 
-def agreed_name(store: TCPStore, rank: int, size: int, timeout: timedelta) -> str:
+def agreed_name(
+    store: TCPStore, rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None
+) -> str:
     """A name that rank 0 has just made up, the same on all ranks.
 
     Each other rank leaves a number that nobody has used before. Rank 0 answers every such number that it finds, those
@@ -54,14 +112,29 @@ def agreed_name(store: TCPStore, rank: int, size: int, timeout: timedelta) -> st
     """
     own = secrets.token_hex(8)
     point("rendezvous")
+    store.set(f"lightning_pipes/place/{own}", json.dumps(own_place()))
+    store.set(f"lightning_pipes/asks/{rank}", own)
+    living = _Living(store)
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def wait(missing: Iterable[int]) -> None:
+        check()
+        for other in missing:
+            living.look_after(other)
+        if time.monotonic() > deadline:
+            ranks = ", ".join(map(str, sorted(missing)))
+            raise TimeoutError(f"rank {ranks} did not come within {timeout.total_seconds():.0f} s")
+        time.sleep(_ASK_SECONDS)
+
     if rank != 0:
-        store.set(f"lightning_pipes/asks/{rank}", own)
         point("rendezvous.asked")
+        while not store.check([f"lightning_pipes/answers/{own}"]):
+            wait([0])
         name: str = store.get(f"lightning_pipes/answers/{own}").decode()
         store.set(f"lightning_pipes/confirms/{name}/{own}", "")
         return name
     answered: dict[int, str] = {}
-    missing, deadline = set(range(1, size)), time.monotonic() + timeout.total_seconds()
+    missing = set(range(1, size))
     while missing:
         for other in sorted(missing):
             if not store.check([f"lightning_pipes/asks/{other}"]):
@@ -74,8 +147,24 @@ def agreed_name(store: TCPStore, rank: int, size: int, timeout: timedelta) -> st
                 store.set(f"lightning_pipes/answers/{number}", own)
                 answered[other] = number
                 point("rendezvous.answered")
-        if time.monotonic() > deadline:
-            ranks = ", ".join(map(str, sorted(missing)))
-            raise TimeoutError(f"rank {ranks} did not come within {timeout.total_seconds():.0f} s")
-        time.sleep(_ASK_SECONDS)
+        wait(missing)
     return own
+
+
+class _Living:
+    """Those of this attempt that were seen alive; the store has the dead of earlier ones, too."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+        self._seen: set[str] = set()
+
+    def look_after(self, rank: int) -> None:
+        """Raises ConnectionAbortedError if the rank has been alive, and is not any more."""
+        if not self._store.check([f"lightning_pipes/asks/{rank}"]):
+            return
+        number = self._store.get(f"lightning_pipes/asks/{rank}").decode()
+        host, pid = json.loads(self._store.get(f"lightning_pipes/place/{number}"))
+        if not has_ended((host, pid)):
+            self._seen.add(number)
+        elif number in self._seen:
+            raise ConnectionAbortedError(f"rank {rank} has ended before all ranks had come")

@@ -195,7 +195,8 @@ def _rank_main(
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if error else 0)
+    # As an interpreter of its own ends; what processes of `multiprocessing` do instead would hide who waits there.
+    ctypes.pythonapi.Py_Exit(1 if error else 0)
 
 
 def _die_with_starter() -> None:

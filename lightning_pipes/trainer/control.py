@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +9,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -30,8 +27,6 @@ _MOST_LEAVING = 8
 """Messages under way to others that a rank does not wait for."""
 _PREPARED = "prepared"
 T = TypeVar("T")
-Place = tuple[str, int]
-"""The host and the process of a rank."""
 
 
 class Coming(Generic[T]):
@@ -58,7 +53,6 @@ class Control:
     Args:
         ranks: the global ranks; all of the job, but for a part that `split` makes.
         idle: called with a condition to wait for, where there may be something else to do meanwhile.
-        places: the host and process of each rank, where they are known.
     """
 
     def __init__(
@@ -68,7 +62,6 @@ class Control:
         timeout: timedelta,
         connect: Callable[[str], Any] | None = None,
         idle: Callable[[Callable[[], bool]], None] | None = None,
-        places: Sequence[Place] = (),
     ) -> None:
         self.ranks = tuple(ranks)
         self.watch = watch
@@ -80,7 +73,6 @@ class Control:
         self._waiting = False
         self._leaving: deque[dist.Work] = deque()
         """Broadcasts of this rank that it has not waited for, the oldest first."""
-        self._places = places or self.all_gather((socket.gethostname(), os.getpid()))
 
     @property
     def size(self) -> int:
@@ -108,7 +100,8 @@ class Control:
         key = purpose, tuple(sorted(ranks))
         if key not in self._groups:
             point("new_group")
-            self._groups[key] = dist.new_group(list(key[1]), timeout=self._timeout, backend="gloo")
+            new_group = partial(dist.new_group, list(key[1]), timeout=self._timeout, backend="gloo")
+            self._groups[key] = self.watch.call(new_group)
             point("new_group.made")
         return self._groups[key]
 
@@ -126,14 +119,9 @@ class Control:
         self._part = Control(mine, self.watch, self._timeout, connect, self._idle)
         return self._part
 
-    @property
-    def places(self) -> Sequence[Place]:
-        """The host and process of each rank."""
-        return self._places
-
     def ended(self, position: int) -> bool:
         """Whether the process of a rank is known to have ended; that of another host never is."""
-        return has_ended(self._places[position])
+        return self.watch.has_ended(self.ranks[position])
 
     def close(self) -> None:
         """Ends the connections; a later call makes new ones.
@@ -296,8 +284,8 @@ class Control:
     def _raise_reason(self, error: RuntimeError) -> NoReturn:
         """Raises why a collective broke: what the watch gets to know, or is told of a process that has ended."""
         for _ in range(2):  # one that was killed may take its time to end
-            for rank, place in zip(self.ranks, self._places, strict=True):
-                if has_ended(place):
+            for rank in self.ranks:
+                if self.watch.has_ended(rank):
                     self.watch.lost(rank, error)
             self.watch.learn_reason()
         raise PipelineError(f"another rank has ended without a word while this one waited for it: {error}") from error
@@ -363,16 +351,3 @@ def _broke(work: dist.Work) -> bool:
 
 def _wait(work: dist.Work) -> None:
     work.wait()
-
-
-def has_ended(place: tuple[str, int]) -> bool:
-    """Whether a process, given by its host and number, is known to have ended; another host's never is."""
-    host, pid = place
-    if host != socket.gethostname():
-        return False
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.AccessDenied:
-        return False

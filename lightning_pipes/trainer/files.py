@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from lightning_pipes.engine.places import has_ended
 from lightning_pipes.engine.points import point
-from lightning_pipes.trainer.control import has_ended
 
 _numbers = itertools.count()
 _AT_CWD, _EXCHANGE = -100, 2  # of Linux

@@ -124,7 +124,8 @@ class PipelineRun:
             )
             for number in plan.stages[rank]
         ]
-        connect = partial(make_transport, plan, rank, global_ranks, device, control.watch, transport)
+        make = partial(make_transport, plan, rank, global_ranks, device, control.watch, transport)
+        connect = partial(control.watch.call, make)
         self.engine = Engine(
             plan,
             order,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.failure import FailureWatch
@@ -67,6 +68,10 @@ class Host(Protocol):
 
     size: int
     shared: Shared
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether this process got SIGTERM."""
 
     def keep(self, index: int, engine: Engine) -> None:
         """Writes down what was computed for a batch of sibling number `index`."""
@@ -167,7 +172,7 @@ class Sibling(Generic[T]):
 
     def fail(self, error: BaseException, where: str = "") -> None:
         """Tells the other ranks that it ends by `error`, unless they know."""
-        heard = error is self._heard or isinstance(error, (SiblingFailure, ArrayCancelledError))
+        heard = error is self._heard or isinstance(error, (SiblingFailure, ArrayCancelledError, SIGTERMException))
         if not self._failed and not heard:
             text = f"{type(error).__name__}: {error}" + (f", in {where}" if where else "")
             self.array.shared.board.tell_news(Failure(self.index, self.next_turn, text, packed_error(error)))

@@ -13,6 +13,7 @@ from typing import Any
 
 import optuna
 import psutil
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from optuna import Study
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -208,7 +209,7 @@ class _Leader:
         point("trial.tell")
         with storage_errors():
             frozen = tell(self._study, trial, outcome.value, error, self._tracebacks)
-            if isinstance(error, PeerFailure):
+            if isinstance(error, (PeerFailure, SIGTERMException)):
                 try_again(self._study, trial.number, frozen.params)
         if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, self._catch):
             self._error = self._error or error

@@ -22,13 +22,14 @@ from torch import nn
 
 import lightning_pipes.trainer
 from lightning_pipes.engine import FailureWatch
+from lightning_pipes.engine.places import has_ended
 from lightning_pipes.ir import DeadlockError, Instruction, Kind, PipelineError, Plan, Program, RankView, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.barriers import has_purpose
 from lightning_pipes.trainer.batches import check_same, fingerprint, join, rows_of, take
 from lightning_pipes.trainer.capture import Interceptor
-from lightning_pipes.trainer.control import Control, close_all, has_ended
+from lightning_pipes.trainer.control import Control, close_all
 from lightning_pipes.trainer.equal_starts import checksum
 from lightning_pipes.trainer.hooks import HookWrappers
 from lightning_pipes.trainer.logs import LogCall, merge, recorded
@@ -279,7 +280,7 @@ def test_connections_end_at_a_time(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: Group())
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    controls = [Control((0, 1), FailureWatch(None, 0), timedelta(seconds=1), places=[("", 0)] * 2) for _ in range(3)]
+    controls = [Control((0, 1), FailureWatch(None, 0), timedelta(seconds=1)) for _ in range(3)]
     for control in controls:
         control.connect()
         control.get_ready()
