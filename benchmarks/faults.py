@@ -55,14 +55,14 @@ SCRIPT = str(Path(__file__).with_name("fault_job.py"))
 SHM = Path("/dev/shm")
 LAUNCHER = -1
 """A victim that is no rank: torchrun's agent."""
-HEARTBEAT, TIMEOUT = 5.0, 30.0
-"""Seconds, where something is stopped or cut. Otherwise the defaults are in force: nobody may need them."""
+HEARTBEAT = 5.0
+"""Seconds of `heartbeat_timeout` where something is stopped or cut; where something is killed nobody may need it."""
 LONG = 240.0
 """Seconds in which a run that nothing happens to is through on the slowest machine."""
 PHASES = ("launch", "connecting", "training", "saving", "hand-over", "end")
 QUICK = 8
 ACTS = ("kill", "stop", "cut")
-CAUSES = r"has ended|declared dead|not answered|did not come|never came|not come|can't be reached|was killed|has died"
+CAUSES = r"has ended|was ended|declared dead|not answered|did not come|not come|can't be reached|its process gone"
 
 
 @dataclass(frozen=True)
@@ -247,14 +247,9 @@ class Run:
         self.case = case
         self.soon = soon
         waits = case.act != "kill"
-        self.job = Job(
-            str(folder / "job"),
-            case.kind,
-            case.form,
-            case.ranks,
-            HEARTBEAT if waits else 120.0,
-            TIMEOUT if waits else 1800.0,
-        )
+        self.timeout = 3 * soon if waits and case.early else 1800.0
+        heartbeat = HEARTBEAT if waits else 120.0
+        self.job = Job(str(folder / "job"), case.kind, case.form, case.ranks, heartbeat, self.timeout)
         self.token = secrets.token_hex(16)
         self.temporary = folder / "tmp"
         self.file = folder / "fault"
@@ -360,7 +355,7 @@ class Run:
         wrong = []
         known = at
         if self.case.act != "kill":
-            known += TIMEOUT if self.case.early else HEARTBEAT
+            known += self.timeout if self.case.early else HEARTBEAT
         alone = not self.others()
         restarted = self.case.restarts and not self.complete
         limit = known + (LONG if restarted else self.soon)
@@ -395,16 +390,11 @@ class Run:
         if self.case.restarts and self.roots[0].returncode != 0:
             wrong.append(f"torchrun did not bring it to its end: exit status {self.roots[0].returncode}")
         texts = {path.stem: path.read_text() for path in Path(self.job.folder).glob("*.said")}
-        own = texts.pop(f"rank{self.case.victim}", "")
+        texts.pop(f"rank{self.case.victim}", None)
         aborted = [name for name, text in texts.items() if "Fatal Python error" in text or "terminate called" in text]
         if aborted:
             wrong.append(f"{', '.join(aborted)} ended by an abort")
-        del own
-        if (
-            not self.complete
-            and any(text for name, text in texts.items())
-            and not self.named("\n".join(texts.values()))
-        ):
+        if not self.complete and any(texts.values()) and not self.named("\n".join(texts.values())):
             wrong.append("nobody names the rank")
         if left := left_in(self.temporary):
             wrong.append(f"left in TMPDIR: {', '.join(sorted(left))}")
@@ -413,12 +403,14 @@ class Run:
     def named(self, text: str) -> bool:
         """Whether it says who it was."""
         rank = self.case.victim
+        patterns = [rf"(?<!\[)rank [\d, ]*\b{rank}\b.*({CAUSES})", rf"({CAUSES}).*rank [\d, ]*\b{rank}\b"]
         if rank == LAUNCHER:
-            return "the launcher, which hosts the store" in text or "the launcher has ended" in text
-        ours = rf"(?<!\[)rank {rank}\b.*({CAUSES})|({CAUSES}).*rank {rank}\b"
-        lightnings = rf"\[rank: {rank}\] Child process"
-        torchruns = rf"Root Cause.*\n(.*\n)*? *rank +: {rank} \("
-        return any(re.search(pattern, text) for pattern in (ours, lightnings, torchruns))
+            patterns = ["the launcher, which hosts the store", "the launcher has ended"]
+        if rank == LAUNCHER or (rank == 0 and self.case.launcher == "lightning"):
+            patterns.append("which has started this one, has ended")
+        if self.case.launcher == "torchrun":  # says so itself, and ends the others before they can
+            patterns.append(rf"Root Cause.*\n(.*\n)*? *rank +: {rank} \(")
+        return any(re.search(pattern, text) for pattern in patterns)
 
     def log(self) -> str:
         paths = sorted(Path(self.job.folder).glob("*.said"))
