@@ -30,7 +30,7 @@ needs_hosts = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.w
 
 @pytest.mark.root
 @needs_hosts
-@pytest.mark.parametrize("place", ["forward", pytest.param("save", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["forward", "save"])
 def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
     run = Run(str(tmp_path), "cut", place, (1,), strategy={"heartbeat_timeout": TIMEOUT})
     with namespaces.Hosts(2) as hosts:

@@ -101,8 +101,7 @@ def test_the_result_of_one_process(undisturbed, tmp_path):
     assert undisturbed.attempts == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+@pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
 def test_a_restart_goes_on_where_the_dead_one_was(rendezvous, undisturbed, tmp_path):
     options = []  # torchrun's own choice on one host is c10d
     if rendezvous == "static":
@@ -132,9 +131,8 @@ ENDPOINT = f"{namespaces.address(0)}:29500"
 
 
 @pytest.mark.root
-@pytest.mark.slow
 @needs_hosts
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_two_hosts_that_find_each_other(victim, undisturbed, tmp_path):
     """With the c10d rendezvous each host counts restarts for itself, and ranks may change hosts."""
     options = ["--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={ENDPOINT}", "--max-restarts=2"]
