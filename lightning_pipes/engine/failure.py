@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 REASON_SECONDS = 5 * POLL_SECONDS
-GRACE_SECONDS = 8.0
+GRACE_SECONDS = 7.0
 """How long a rank that knows of a failure may take to leave by itself before its watchdog ends it."""
 TELL_SECONDS = 2.0
 """How long a failing rank waits for the store to take its word."""

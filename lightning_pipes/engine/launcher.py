@@ -26,10 +26,10 @@ LAUNCHER = "LIGHTNING_PIPES_LAUNCHER"
 """The process that starts the others, in the environment of those."""
 TERMINATED = 128 + 15
 """The exit status of who has ended in order after SIGTERM."""
-GRACE_SECONDS = 8.0
+GRACE_SECONDS = 6.0
 """How long a process goes on whose launcher, or a rank that it has started, has died: it may have heard of it, and be
 about to end with an error that says more."""
-_PATIENCE_SECONDS = 6.0
+_PATIENCE_SECONDS = 4.0
 """How long a process that has failed waits in its end for those that it has started."""
 _LOOK_SECONDS = 0.3
 _TORCHRUN = "TORCHELASTIC_RUN_ID"

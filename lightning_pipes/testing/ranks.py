@@ -181,11 +181,11 @@ def _rank_main(
     torch.set_num_threads(1)
     with open(stacks, "w") as file:
         faulthandler.dump_traceback_later(max(timeout - 3.0, timeout / 2), file=file)
-        value, error = None, ""
+        value, error, status = None, "", 0
         try:
             value = fn(rank, *args)
-        except BaseException:
-            error = traceback.format_exc()
+        except BaseException as raised:
+            error, status = traceback.format_exc(), _status(raised)
         try:
             pipe.send_bytes(pickle.dumps((value, error)))  # by value: `send` would pass tensors by shared memory
         except Exception:
@@ -196,7 +196,12 @@ def _rank_main(
     sys.stdout.flush()
     sys.stderr.flush()
     # As an interpreter of its own ends; what processes of `multiprocessing` do instead would hide who waits there.
-    ctypes.pythonapi.Py_Exit(1 if error else 0)
+    ctypes.pythonapi.Py_Exit(status)
+
+
+def _status(raised: BaseException) -> int:
+    """The exit status of an interpreter that ends by an exception."""
+    return raised.code if isinstance(raised, SystemExit) and isinstance(raised.code, int) else 1
 
 
 def _die_with_starter() -> None:

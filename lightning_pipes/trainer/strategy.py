@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipes.engine.ending import has_given_up, never_destroy
+from lightning_pipes.engine.ending import has_given_up, hurry, never_destroy
 from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch
 from lightning_pipes.engine.launcher import check_launcher, dead_ranks, heed_launcher
 from lightning_pipes.engine.points import point
@@ -701,6 +701,7 @@ class PipelineStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):
             as_terminated(exception)
+            atexit.register(hurry)
         if self._leaving_together and isinstance(exception, SIGTERMException):
             self.control.barrier()  # whoever started them may end all when the first one has ended
         else:
@@ -756,6 +757,7 @@ def _leave() -> None:
     point("exit")
     if has_given_up():
         never_destroy(private.process_groups())
+        hurry()
     elif private.distributed_is_initialized():
         dist.destroy_process_group()
 
