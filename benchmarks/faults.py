@@ -255,7 +255,6 @@ class Run:
         self.file = folder / "fault"
         self.hosts: namespaces.Hosts | None = None
         self.roots: list[subprocess.Popen[str]] = []
-        self.exits: dict[int, int] = {}
         for each in (Path(self.job.folder), self.temporary):
             each.mkdir(parents=True)
 

@@ -38,7 +38,7 @@ _TENSORS = "lightning_pipes_tensors"
 _ORDER = "lightning_pipes_order"
 """In the rest: the keys of the whole state dict."""
 _POLL_SECONDS = 0.02
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 3.0
 """How long after a failure a rank of another host, which may be gone, may take to say that its part is written."""
 
 
