@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
 from lightning_pipes.engine.heartbeat import BEAT_SECONDS, Silence, heart_of
+from lightning_pipes.engine.trust import Seal, part_of, printable, seal_of
 from lightning_pipes.ir import PipelineError
 
 _log = logging.getLogger(__name__)
@@ -81,8 +80,7 @@ class FailureWatch:
         self._threads: list[threading.Thread] = []
         if store is not None:
             self._heart = heart_of(store, rank)
-            run = self._heart.line.add(f"lightning_pipes/runs/{rank}", 1)  # the same on every rank
-            self._prefix = f"lightning_pipes/{run}"
+            self._prefix = f"lightning_pipes/{self._heart.next_run(rank)}"
             self._key = f"{self._prefix}/failure"
             for name, target in (("watch", self._watch), ("watchdog", self._guard)):
                 thread = threading.Thread(target=target, name=f"lightning_pipes failure {name}", daemon=True)
@@ -98,7 +96,12 @@ class FailureWatch:
         second."""
         self._stores += 1
         prefix = f"{self._prefix}/{self._stores}"
-        return lambda: PrefixStore(prefix, self._store.clone())
+        return lambda: part_of(self._store, prefix)
+
+    @property
+    def seal(self) -> Seal | None:
+        """What proves that something comes from another rank; None where nothing does."""
+        return seal_of(self._store)
 
     def name(self, rank: int) -> str:
         """A rank and its stages, as messages call it."""
@@ -196,6 +199,7 @@ class FailureWatch:
 
     def _tell(self, text: str, elsewhere: bool = True) -> None:
         """Makes `text` the failure of the run, unless there is one; `elsewhere` if it is not this rank's own."""
+        text = printable(text)
         first = None
         if self._store is not None:  # the store may be gone with its host; closed connections tell the others then
             thread, answers = self._write(text)
@@ -219,7 +223,7 @@ class FailureWatch:
         return thread, answers
 
     def _learn(self, text: str) -> None:
-        doing = self._while_doing()
+        doing, text = self._while_doing(), printable(text)
         self._notice(text + (f"\nrank {self._rank} learnt of it{doing}" if doing else ""))
 
     def _notice(self, text: str, elsewhere: bool = True) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
+from collections import Counter
 from typing import Any
 
 BEAT_SECONDS = 1.0
@@ -43,13 +45,20 @@ class Heart:
         self.store = store
         self.line, self.last_words = store.clone(), store.clone()
         self._rank = rank
+        self._runs: Counter[int] = Counter()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lightning_pipes heart", daemon=True)
         self._thread.start()
 
     def beats(self, rank: int) -> int:
         """How often the heart of `rank` has beaten."""
-        return int(self.line.add(_key(rank), 0))
+        key = _key(rank)
+        return int(self.line.get(key)) if self.line.check([key]) else 0
+
+    def next_run(self, rank: int) -> int:
+        """The number of the run that begins; the same on every rank."""
+        self._runs[rank] += 1
+        return self._runs[rank]
 
     def stop(self) -> None:
         """No more beats; the interpreter can end."""
@@ -58,8 +67,10 @@ class Heart:
 
     def _beat(self) -> None:
         try:
-            while not self._ended.wait(BEAT_SECONDS):
-                self.line.add(_key(self._rank), 1)
+            for beats in itertools.count(1):
+                if self._ended.wait(BEAT_SECONDS):
+                    return
+                self.line.set(_key(self._rank), str(beats))  # and not `add`: what that makes can't be signed
         except RuntimeError:  # the store is gone, which the watch of a run notices and tells
             return
 

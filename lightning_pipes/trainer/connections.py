@@ -11,11 +11,12 @@ import lightning.pytorch as pl
 
 from lightning_pipes.engine.engine import Turns, Watch
 from lightning_pipes.engine.failure import FailureWatch, PeerFailure
+from lightning_pipes.engine.identity import Process
 from lightning_pipes.engine.mailbox import Transport
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.barriers import has_purpose
-from lightning_pipes.trainer.control import Control, Place
+from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.decision import Decision, Wanted
 from lightning_pipes.trainer.kinship import decide_alike, microbatches_among
 from lightning_pipes.trainer.sibling import Sibling, SiblingWatch, current_sibling, wait_in_turn
@@ -23,7 +24,7 @@ from lightning_pipes.trainer.stopping import SiblingAgreement, StopAgreement
 
 Idle = Callable[[Callable[[], bool]], None] | None
 """What to do while waiting for a condition."""
-Make = Callable[[FailureWatch, Idle, Sequence[Place]], Control]
+Make = Callable[[FailureWatch, Idle, Sequence[Process]], Control]
 """Makes a control; the places are those of the ranks, where they are known."""
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,11 +9,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from lightning_pipes.engine.failure import FailureWatch
+from lightning_pipes.engine.identity import Process
+from lightning_pipes.engine.trust import Seal
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.packing import Packed, unpacked
 
@@ -29,8 +28,6 @@ _MOST_LEAVING = 8
 """Messages under way to others that a rank does not wait for."""
 _PREPARED = "prepared"
 T = TypeVar("T")
-Place = tuple[str, int]
-"""The host and the process of a rank."""
 
 
 class Coming(Generic[T]):
@@ -57,7 +54,7 @@ class Control:
     Args:
         ranks: the global ranks; all of the job, but for a part that `split` makes.
         idle: called with a condition to wait for, where there may be something else to do meanwhile.
-        places: the host and process of each rank, where they are known.
+        places: the process of each rank, where they are known.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class Control:
         timeout: timedelta,
         connect: Callable[[str], Any] | None = None,
         idle: Callable[[Callable[[], bool]], None] | None = None,
-        places: Sequence[Place] = (),
+        places: Sequence[Process] = (),
     ) -> None:
         self.ranks = tuple(ranks)
         self.watch = watch
@@ -79,7 +76,7 @@ class Control:
         self._waiting = False
         self._leaving: deque[dist.Work] = deque()
         """Broadcasts of this rank that it has not waited for, the oldest first."""
-        self._places = places or self.all_gather((socket.gethostname(), os.getpid()))
+        self._places = places or [Process(*place) for place in self.all_gather(tuple(Process.own()))]
 
     @property
     def size(self) -> int:
@@ -124,13 +121,13 @@ class Control:
         return self._part
 
     @property
-    def places(self) -> Sequence[Place]:
-        """The host and process of each rank."""
+    def places(self) -> Sequence[Process]:
+        """The process of each rank."""
         return self._places
 
     def ended(self, position: int) -> bool:
         """Whether the process of a rank is known to have ended; that of another host never is."""
-        return has_ended(self._places[position])
+        return self._places[position].has_ended()
 
     def close(self) -> None:
         """Ends the connections; a later call makes new ones.
@@ -225,7 +222,9 @@ class Control:
     def _send(self, source: int, group: Any, thing: Any) -> Any:
         while self._leaving and (len(self._leaving) > _MOST_LEAVING or self._leaving[0].is_completed()):
             self._finish(self._leaving.popleft())
-        self._leaving.extend(dist.broadcast(m, source, group=group, async_op=True) for m in _messages(thing))
+        self._leaving.extend(
+            dist.broadcast(m, source, group=group, async_op=True) for m in _messages(thing, self._seal)
+        )
         return thing
 
     def _received(self, first: torch.Tensor, source: int, group: Any) -> Any:
@@ -234,7 +233,7 @@ class Control:
         rest = torch.empty(max(0, length - _FIRST + _LENGTH), dtype=torch.uint8)
         if rest.numel():
             self._finish(dist.broadcast(rest, source, group=group, async_op=True))
-        return unpacked(torch.cat([first[_LENGTH : _LENGTH + length], rest]))
+        return unpacked(torch.cat([first[_LENGTH : _LENGTH + length], rest]), self._seal)
 
     def gather(self, thing: Any, to: int) -> list[Any] | None:
         """On global rank `to` the things of all ranks in order, None elsewhere; tensors arrive on the CPU."""
@@ -243,7 +242,7 @@ class Control:
         data, sizes = self._announced(thing)
         into = [torch.empty_like(data) for _ in self.ranks] if dist.get_rank() == to else None
         self._finish(dist.gather(data, into, to, group=self._group, async_op=True))
-        return None if into is None else [unpacked(t[:n]) for t, n in zip(into, sizes, strict=True)]
+        return None if into is None else [unpacked(t[:n], self._seal) for t, n in zip(into, sizes, strict=True)]
 
     def all_gather(self, thing: Any) -> list[Any]:
         """The things of all ranks in order, on every rank; tensors arrive on the CPU."""
@@ -254,7 +253,7 @@ class Control:
         call, too, and they are never said to have come."""
         if self.size == 1:
             return Coming(lambda: True, lambda: [thing])
-        data = _message(thing)
+        data = _message(thing, self._seal)
         first = [torch.empty(_FIRST, dtype=torch.uint8) for _ in self.ranks]
         work = dist.all_gather(first, data[:_FIRST], group=self._group, async_op=True)
 
@@ -273,15 +272,19 @@ class Control:
             rest = [torch.empty_like(own) for _ in first]
             self._finish(dist.all_gather(rest, own, group=self._group, async_op=True))
             whole = [torch.cat(parts) for parts in zip(first, rest, strict=True)]
-        return [unpacked(message[_LENGTH:end]) for message, end in zip(whole, ends, strict=True)]
+        return [unpacked(message[_LENGTH:end], self._seal) for message, end in zip(whole, ends, strict=True)]
 
     @property
     def _group(self) -> Any:
         return self.connect()
 
+    @property
+    def _seal(self) -> Seal | None:
+        return self.watch.seal
+
     def _announced(self, thing: Any) -> tuple[torch.Tensor, list[int]]:
         """The thing's bytes, padded to the longest of all ranks, and every rank's true length."""
-        packed = Packed(thing)
+        packed = Packed(thing, self._seal)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
         own = torch.tensor([packed.size], dtype=torch.int64)
         self._finish(dist.all_gather(sizes, own, group=self._group, async_op=True))
@@ -294,7 +297,7 @@ class Control:
         """Raises why a collective broke: what the watch gets to know, or is told of a process that has ended."""
         for _ in range(2):  # one that was killed may take its time to end
             for rank, place in zip(self.ranks, self._places, strict=True):
-                if has_ended(place):
+                if place.has_ended():
                     self.watch.lost(rank, error)
             self.watch.learn_reason()
         raise PipelineError(f"another rank has ended without a word while this one waited for it: {error}") from error
@@ -327,9 +330,9 @@ def close_all(controls: Iterable[Control]) -> None:
         thread.join()
 
 
-def _message(thing: Any) -> torch.Tensor:
+def _message(thing: Any, seal: Seal | None) -> torch.Tensor:
     """Its length and its bytes, in at least as many as a first message has."""
-    packed = Packed(thing)
+    packed = Packed(thing, seal)
     data = torch.zeros(max(_FIRST, _LENGTH + packed.size), dtype=torch.uint8)
     data[:_LENGTH] = torch.tensor([packed.size], dtype=torch.int64).view(torch.uint8)
     packed.write(data[_LENGTH:])
@@ -341,9 +344,9 @@ def _end(message: torch.Tensor) -> int:
     return _LENGTH + int(message[:_LENGTH].view(torch.int64))
 
 
-def _messages(thing: Any) -> list[torch.Tensor]:
+def _messages(thing: Any, seal: Seal | None) -> list[torch.Tensor]:
     """What `Control._received` takes: one message of a known length, and the rest if that is not enough."""
-    data = _message(thing)
+    data = _message(thing, seal)
     return [part for part in (data[:_FIRST], data[_FIRST:]) if part.numel()]
 
 
@@ -358,16 +361,3 @@ def _broke(work: dist.Work) -> bool:
 
 def _wait(work: dist.Work) -> None:
     work.wait()
-
-
-def has_ended(place: tuple[str, int]) -> bool:
-    """Whether a process, given by its host and number, is known to have ended; another host's never is."""
-    host, pid = place
-    if host != socket.gethostname():
-        return False
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.AccessDenied:
-        return False

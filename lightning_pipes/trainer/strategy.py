@@ -25,7 +25,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch
-from lightning_pipes.engine.rendezvous import own_store, store_host
+from lightning_pipes.engine.identity import Process
+from lightning_pipes.engine.meeting import meet, run_store
+from lightning_pipes.engine.rendezvous import store_host
+from lightning_pipes.engine.trust import secret_for_children
 from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_count
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
@@ -34,7 +37,7 @@ from lightning_pipes.trainer.adopting import adopt
 from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.connections import Connections, Idle, connections
-from lightning_pipes.trainer.control import Control, Place
+from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.data_state import KEY, TrainingData
 from lightning_pipes.trainer.decision import Decision, Wanted
 from lightning_pipes.trainer.deferred import (
@@ -225,6 +228,8 @@ class PipelineStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
+            if self.num_nodes == 1:
+                secret_for_children()
             self._launcher = private.SubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -247,7 +252,7 @@ class PipelineStrategy(ParallelStrategy):
             self._backend or private.default_backend(device),
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
-            store=own_store(self.global_rank, self.world_size, self._timeout) if started else None,
+            store=self._meet() if started else None,
         )
         if started:
             atexit.register(_leave)
@@ -264,11 +269,26 @@ class PipelineStrategy(ParallelStrategy):
         self._saver = Saver(self._pipeline)
         broadcast_random_state(self._control, device)
 
-    def _make_watch(self) -> FailureWatch:
-        store = private.default_store() if self.world_size > 1 else None
-        return FailureWatch(store, self.global_rank, self.world_size, self._heartbeat_timeout, store_host=store_host())
+    def _meet(self) -> Any:
+        """The store through which the ranks find each other."""
+        environment = self.cluster_environment
+        assert environment is not None
+        return meet(
+            self.global_rank,
+            self.world_size,
+            self.num_processes,
+            environment.main_address,
+            environment.main_port,
+            self._timeout,
+        )
 
-    def _make_control(self, watch: FailureWatch, idle: Idle, places: Sequence[Place]) -> Control:
+    def _make_watch(self) -> FailureWatch:
+        store, rank, ranks = None, self.global_rank, self.world_size
+        if ranks > 1:
+            store = run_store(private.default_store(), rank, ranks, self.num_processes)
+        return FailureWatch(store, rank, ranks, self._heartbeat_timeout, store_host=store_host())
+
+    def _make_control(self, watch: FailureWatch, idle: Idle, places: Sequence[Process]) -> Control:
         return Control(range(self.world_size), watch, self._timeout, idle=idle, places=places)
 
     # ---- setup and teardown of a run

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import socket
-import subprocess
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +24,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.barriers import has_purpose
 from lightning_pipes.trainer.batches import check_same, fingerprint, join, rows_of, take
 from lightning_pipes.trainer.capture import Interceptor
-from lightning_pipes.trainer.control import Control, close_all, has_ended
+from lightning_pipes.trainer.control import Control, close_all
 from lightning_pipes.trainer.equal_starts import checksum
 from lightning_pipes.trainer.hooks import HookWrappers
 from lightning_pipes.trainer.logs import LogCall, merge, recorded
@@ -380,15 +376,3 @@ def test_barriers_are_for_what_users_hooks_do() -> None:
     assert not has_purpose("run-stage", writing)
     assert has_purpose("of the user's own", plain)
     assert has_purpose(None, plain)
-
-
-def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
-    """As rank 1 is, if rank 0 has started it and it is killed."""
-    with subprocess.Popen(["sleep", "60"]) as process:
-        place = socket.gethostname(), process.pid
-        assert not has_ended(place)
-        assert not has_ended(("another host", process.pid))
-        process.send_signal(signal.SIGKILL)
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert has_ended(place)
-    assert has_ended(place)
