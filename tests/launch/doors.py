@@ -34,7 +34,7 @@ class Net(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         (FOLDER / f"trains{self.trainer.global_rank}").touch()
         time.sleep(0.01)
-        if (FOLDER / "planted").exists():
+        if self.trainer.strategy.broadcast((FOLDER / "planted").exists()):
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> Any:
