@@ -20,6 +20,7 @@ from lightning_pipes.engine.trust import sealed
 LOOPBACK = "127.0.0.1"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _store: Any = None
+_kept: list[Any] = []
 _adopted: tuple[Any, Any] = None, None
 
 
@@ -54,6 +55,12 @@ def made_store() -> Any:
 def lone_store() -> HashStore:
     """A store for one process, which needs no port."""
     return HashStore()
+
+
+def kept(store: Any) -> Any:
+    """The store, kept for as long as a process group may use it: torch keeps only its own half of ours."""
+    _kept.append(store)
+    return store
 
 
 def adopted_store(default: Any, rank: int, size: int, local: int) -> Any:
