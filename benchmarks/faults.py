@@ -1,188 +1,540 @@
-"""Kills a rank of a running training at a random instant, again and again.
+"""Faults in real processes: does everything end, does it say why, and does training go on as if nothing had happened?
 
-Each time: do all ranks end by themselves, how soon, and does training resume from the last checkpoint to losses that
-are equal, bit for bit, to those of a run that nobody disturbed?
+Trainings, job arrays and studies run as a user's script does, started by Lightning, by torchrun, or on hosts of their
+own, on 2 to 4 ranks, with every form of checkpoint. One process is killed or stopped, or its host's link is cut, at a
+random instant from launch to exit, or at one of the places that lightning_pipes.engine.points names.
 
-    python benchmarks/faults.py [--quick] [--json] [--kills N] [--ranks N] [--schedule NAME]
+An end is clean if every other process has ended within ten seconds of when it can know (of a kill at once, of a stop
+or a cut link after heartbeat_timeout, before the ranks are connected after timeout), by itself and with an error, if
+the rank is named in what they say, if no process and nothing in /dev/shm and TMPDIR is left, and if who was stopped
+ends within ten seconds of being continued. Then the same is started again; its weights in the end have to equal those
+of an undisturbed run, bit for bit.
+
+    python benchmarks/faults.py [--quick] [--json] [--faults N] [--seed N] [--only N] [--at-once N] [--soon SECONDS]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
+import multiprocessing
 import os
 import random
+import re
+import secrets
+import shutil
 import signal
+import subprocess
+import sys
 import tempfile
-import threading
 import time
-import warnings
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import nn
+from fault_job import Job, again
 
-from lightning_pipes.testing.ranks import Outcome, watch_ranks
+from lightning_pipes.engine.points import Fault
+from lightning_pipes.testing import namespaces
+from lightning_pipes.testing.interpreters import (
+    end_all,
+    environment,
+    left_in,
+    own_shared_memory,
+    processes,
+    rank_of,
+    wait_until,
+)
+from lightning_pipes.testing.ranks import die_with_parent, watch_ranks
+from lightning_pipes.testing.ranks import environment as rank_environment
 
-EPOCHS, STEPS, ROWS, WIDTH = 12, 8, 32, 128
-DEADLINE = 90.0
+SCRIPT = str(Path(__file__).with_name("fault_job.py"))
+SHM = Path("/dev/shm")
+LAUNCHER = -1
+"""A victim that is no rank: torchrun's agent."""
+HEARTBEAT = 5.0
+"""Seconds of `heartbeat_timeout` where something is stopped or cut; where something is killed nobody may need it."""
+LONG = 240.0
+"""Seconds in which a run that nothing happens to is through on the slowest machine."""
+PHASES = ("launch", "connecting", "training", "saving", "hand-over", "end")
+QUICK = 8
+ACTS = ("kill", "stop", "cut")
+CAUSES = r"has ended|was ended|declared dead|not answered|did not come|not come|can't be reached|its process gone"
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training, as its ranks are told.
+class Case:
+    """A fault, and what it happens to.
 
     Attributes:
-        directory: for checkpoints and for the losses of the last stage.
-        victim: the rank that ends itself, and `after` seconds of training; -1 for nobody.
-        resume: continue from the last checkpoint.
+        kind: of the job: "fit", "array" or "study".
+        form: of its checkpoints.
+        launcher: "lightning", "torchrun", or "hosts" where each rank has a host of its own.
+        victim: a rank, or `LAUNCHER`.
+        act: of `ACTS`.
+        phase: of `PHASES`.
+        point: the place; empty for an instant.
+        nth: at which passing.
+        delay: seconds from the passing to the fault.
+        after: a mark of the job, which the instant lies behind.
+        part: where it lies, as a part of the time to the next mark.
+        restarts: torchrun's.
     """
 
-    directory: str
-    schedule: str
-    victim: int = -1
-    after: float = 0.0
-    resume: bool = False
+    number: int
+    kind: str
+    form: str
+    launcher: str
+    ranks: int
+    victim: int
+    act: str
+    phase: str
+    point: str = ""
+    nth: int = 1
+    delay: float = 0.0
+    after: str = ""
+    part: float = 0.0
+    restarts: int = 0
 
+    def __str__(self) -> str:
+        who = "torchrun" if self.victim == LAUNCHER else f"rank {self.victim}"
+        where = f"{self.part:.0%} of the way after {self.after!r}" if self.after else f"{self.point} #{self.nth}"
+        if self.delay:
+            where += f" + {1000 * self.delay:.0f} ms"
+        again = ", restarted" if self.restarts else ""
+        return f"{self.act} {who} of {self.ranks}, {self.launcher}, {self.kind}, {self.form}, {where}{again}"
 
-def train(rank: int, run: Run) -> float:
-    """Trains a small network with dropout; the last stage writes every loss, with all its bits, to a file.
+    @property
+    def length(self) -> float:
+        """Seconds from the mark of an instant to the next one, on a machine that is not busy."""
+        launches = self.launcher == "lightning" and self.victim == 0
+        seconds = {"born": 6.0, "imported": 6.0 if launches else 0.5, "training": 0.6, "trained": 0.5}[self.after]
+        return seconds * 3 if self.after == "training" and self.kind != "fit" else seconds
 
-    Returns the seconds from the first step to the end.
-    """
-    import lightning as L
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    from lightning_pipes import PipelineStrategy
-
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_pipes"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-    class Net(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            parts: list[nn.Module] = []
-            for _ in range(8):
-                parts += [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)]
-            self.layers = nn.Sequential(*parts)
-
-        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-            x, target = batch
-            loss: torch.Tensor = ((self.layers(x) - target) ** 2).mean()
-            if self.trainer.is_global_zero:
-                with open(Path(run.directory, "losses.txt"), "a") as file:
-                    file.write(f"{self.trainer.fit_loop.total_batch_idx} {float(loss).hex()}\n")
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-        def on_train_start(self) -> None:
-            self.started = time.monotonic()
-            if rank == run.victim:
-                threading.Timer(run.after, os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, STEPS * ROWS, WIDTH, generator=generator)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[0], x[1]), batch_size=ROWS)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        strategy=PipelineStrategy(run.schedule, microbatches=4, seed=3),
-        max_epochs=EPOCHS,
-        callbacks=[ModelCheckpoint(run.directory, filename="last", enable_version_counter=False)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    last = Path(run.directory, "last.ckpt")
-    net = Net()
-    trainer.fit(net, loader, ckpt_path=str(last) if run.resume and last.exists() else None)
-    return time.monotonic() - net.started
-
-
-def losses(directory: str) -> dict[int, set[str]]:
-    """The losses of every step's micro-batches, with all their bits; a step that ran twice must not add any."""
-    found: dict[int, set[str]] = {}
-    path = Path(directory, "losses.txt")
-    for line in path.read_text().splitlines() if path.exists() else ():
-        step, bits = line.split()
-        found.setdefault(int(step), set()).add(bits)
-    return found
-
-
-def finish(outcomes: list[Outcome]) -> None:
-    """Raises if any rank failed."""
-    if any(o.error for o in outcomes):
-        raise SystemExit("\n".join(f"rank {o.rank}: {o.error}" for o in outcomes if o.error))
+    @property
+    def early(self) -> bool:
+        """Whether ranks may not be connected yet."""
+        return self.phase == "launch" or self.point == "process_group.made" or self.after == "imported"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one kill led to; seconds from the kill to the end of the last rank."""
+    """What a fault led to.
 
-    victim: int
-    clean: bool
-    bit_equal: bool
-    seconds: float
+    Attributes:
+        happened: whether the process was there at that instant.
+        wrong: what was not clean; nothing if all was.
+        bit_equal: whether the weights are those of an undisturbed run, after going on.
+        seconds: from when the others can know to the end of the last one.
+        log: what the ranks have said.
+    """
+
+    case: Case
+    happened: bool
+    wrong: tuple[str, ...] = ()
+    bit_equal: bool = False
+    seconds: float = 0.0
+    log: str = ""
 
 
-def one_kill(number: int, ranks: int, schedule: str, wanted: dict[int, set[str]], length: float) -> Result | None:
-    """Kills a random rank at a random instant of a training of `length` seconds, and resumes; None if too late."""
-    rng = random.Random(number)
-    victim, after = rng.randrange(ranks), rng.uniform(0.0, length)
-    with tempfile.TemporaryDirectory() as directory:
-        outcomes = watch_ranks(train, ranks, Run(directory, schedule, victim, after), timeout=DEADLINE)
-        if outcomes[victim].exitcode != -signal.SIGKILL:  # it was through before
+# ---- which faults
+
+
+def cases(seed: int, hosts: bool) -> Iterator[Case]:
+    """All of them; number n is the same for one seed, however many are run."""
+    number = 0
+    while True:
+        yield case(random.Random(f"{seed}/{number}"), number, hosts)
+        number += 1
+
+
+def few(every: Iterator[Case]) -> list[Case]:
+    """One fault of every phase, and two more that are no kills, all on two ranks."""
+    phases, others = dict[str, Case](), list[Case]()
+    while len(phases) < len(PHASES) or len(others) < QUICK - len(PHASES):
+        each = next(every)
+        if each.ranks > 2 or (each.early and each.act != "kill"):  # those take their time
+            continue
+        if each.phase not in phases:
+            phases[each.phase] = each
+        elif each.act != "kill":
+            others.append(each)
+    return [*phases.values(), *others[: QUICK - len(PHASES)]]
+
+
+def case(draw: random.Random, number: int, hosts: bool) -> Case:
+    phase = PHASES[number % len(PHASES)]
+    act = draw.choices(ACTS, (60, 20, 20 if hosts else 0))[0]
+    kind = draw.choice(("array", "study") if phase == "hand-over" else ("fit", "fit", "array", "study"))
+    launchers = {"lightning": 5, "torchrun": 3, "hosts": 2 if hosts and kind != "study" else 0}
+    if act == "cut":
+        launchers, kind = {"hosts": 1}, draw.choice(("array",) if phase == "hand-over" else ("fit", "array"))
+    launcher = draw.choices([*launchers], [*launchers.values()])[0]
+    ranks = draw.choices((2, 3, 4), (6, 3, 1))[0]
+    victims = [*range(ranks)]
+    form = draw.choice(("full", "sharded", "async", "sharded async"))
+    of_rank_zero = ("sharded" not in form and phase == "saving") or (kind == "study" and draw.random() < 0.3)
+    victim = 0 if of_rank_zero else draw.choice(victims)
+    after = "" if phase in ("saving", "hand-over") or draw.random() < 0.6 else instants(phase)
+    if launcher == "torchrun" and after and draw.random() < 0.3:
+        victim = LAUNCHER
+    if act == "stop" and kind == "study" and phase in ("launch", "connecting"):
+        act = "kill"  # nobody can tell who has not come yet from who is slow, and a study waits for half an hour
+    restarts = int(launcher == "torchrun" and act == "kill" and victim != LAUNCHER and draw.random() < 0.4)
+    made = Case(number, kind, form, launcher, ranks, victim, act, phase, after=after, restarts=restarts)
+    if after:
+        return replace(made, part=draw.random())
+    point, most = draw.choice(places(made))
+    delay = draw.choice((0.0, draw.uniform(0, 0.03))) if point in ("new_group", "transport") and act != "cut" else 0.0
+    return replace(made, point=point, nth=draw.randint(1, most), delay=delay)
+
+
+def instants(phase: str) -> str:
+    """The mark after which the instants of a phase lie."""
+    return {"launch": "born", "connecting": "imported", "training": "training", "end": "trained"}[phase]
+
+
+def places(case: Case) -> Sequence[tuple[str, int]]:
+    """The named places of a phase that the victim comes to, and how often at least."""
+    torchrun, array, sharded = case.launcher == "torchrun", case.kind != "fit", "sharded" in case.form
+    first, last = case.victim == case.ranks - 1, case.victim == 0
+    trainings = 4 if array else 1
+    found = {
+        "launch": [("process_group", 1)],
+        "connecting": [
+            ("process_group.made", 1),
+            ("watch.made", 1),
+            ("new_group", 2 if array else 1),
+            ("new_group", 1),
+            ("new_group.made", 1),
+            ("collective", 8),
+            ("transport", 1),
+            ("transport.told", 1),
+            ("transport.made", 1),
+        ],
+        "training": [("F", 60), ("B", 60), ("STEP", 20), ("collective", 60)],
+        "saving": [("checkpoint", 4), ("checkpoint.write", 4)],
+        "hand-over": [("sibling.turn", 60), ("sibling.meet", 4), ("sibling.pause", 60), ("sibling.ended", 4)],
+        "end": [("teardown", trainings), ("teardown.gathered", trainings), ("teardown.closed", trainings)],
+    }[case.phase]
+    more: list[tuple[str, int]] = []
+    if case.phase == "launch" and torchrun:
+        more = [("rendezvous", 1), ("rendezvous.answered", case.ranks - 1) if last else ("rendezvous.asked", 1)]
+    if case.phase == "training":
+        more = [] if first else [("RF", 60), ("SB", 60)]
+        more += [] if last else [("SF", 60), ("RB", 60)]
+    if case.phase == "saving":
+        more = [("checkpoint.part", 4)] if sharded else []
+        more += [("checkpoint.put", 4)] if last else []
+    if case.phase == "hand-over" and case.kind == "study":
+        more = [("trial", 4)] + ([("trial.tell", 4)] if last else [])
+    if case.phase == "end":
+        more = [("control.close", 1), ("watch.close", 1), ("watch.closed", 1), ("exit", 1)]
+        more += [("array.gather", 1), ("array.close", 1)] if array else []
+    return [*found, *more]
+
+
+# ---- one of them
+
+
+class Run:
+    """A job whose ranks are interpreters of their own, and the fault that happens to one of them."""
+
+    def __init__(self, case: Case, folder: Path, soon: float) -> None:
+        self.case = case
+        self.soon = soon
+        waits = case.act != "kill"
+        self.timeout = 3 * soon if waits and case.early else 1800.0
+        heartbeat = HEARTBEAT if waits else 120.0
+        self.job = Job(str(folder / "job"), case.kind, case.form, case.ranks, heartbeat, self.timeout)
+        self.token = secrets.token_hex(16)
+        self.temporary = folder / "tmp"
+        self.file = folder / "fault"
+        self.hosts: namespaces.Hosts | None = None
+        self.roots: list[subprocess.Popen[str]] = []
+        for each in (Path(self.job.folder), self.temporary):
+            each.mkdir(parents=True)
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.callback(end_all, self.token)
+            env = {**environment(self.token, self.temporary), **self.job.environment()}
+            if self.case.point:
+                act = "wait" if self.case.act == "cut" else self.case.act
+                fault = Fault(self.case.victim, self.case.point, str(self.file), self.case.nth, act, self.case.delay)
+                env |= fault.environment()
+            said = stack.enter_context(open(Path(self.job.folder, "launcher.said"), "w"))
+            if self.case.launcher == "hosts":
+                self.hosts = stack.enter_context(namespaces.Hosts(self.case.ranks))
+                for rank in range(self.case.ranks):
+                    more = rank_environment(rank, self.case.ranks, namespaces.address(0), namespaces.PORT)
+                    more |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": str(self.case.ranks)}
+                    more |= {"GROUP_RANK": str(rank)}
+                    command = [sys.executable, SCRIPT]
+                    self.roots.append(self.hosts.start(rank, command, {**env, **more}, stdout=said, stderr=said))
+            else:
+                command = [sys.executable, SCRIPT]
+                if self.case.launcher == "torchrun":
+                    options = ["--standalone", f"--nproc-per-node={self.case.ranks}"]
+                    options += [f"--max-restarts={self.case.restarts}", f"--log-dir={self.job.folder}"]
+                    command = [sys.executable, "-m", "torch.distributed.run", *options, SCRIPT]
+                self.roots.append(
+                    subprocess.Popen(command, env=env, stdout=said, stderr=said, text=True, preexec_fn=die_with_parent)
+                )
+            yield
+
+    # ---- the fault
+
+    def strike(self) -> float | None:
+        """When the fault happened; None if the process had ended before."""
+        if self.case.after:
+            place = self.job.mark(self.case.after, max(self.case.victim, 0))
+        else:
+            place = self.file
+        wait_until(lambda: place.exists() or self.ended(), LONG)
+        if not place.exists():
             return None
-        died = outcomes[victim].seconds
-        seconds = max(o.seconds for o in outcomes) - died
-        clean = all(o.exitcode is not None for o in outcomes) and seconds < 10
-        finish(watch_ranks(train, ranks, Run(directory, schedule, resume=True), timeout=DEADLINE))
-        return Result(victim, clean, losses(directory) == wanted, max(seconds, 0.0))
+        if self.case.point:
+            at = float(self.file.read_text())
+            if self.case.act == "cut":
+                self.cut()
+                at = time.monotonic()
+                self.file.unlink()
+            return at
+        time.sleep(self.case.part * self.case.length)
+        pid = self.pid()
+        if pid is None:
+            return None
+        at = time.monotonic()
+        if self.case.act == "cut":
+            self.cut()
+        else:
+            try:
+                os.kill(pid, signal.SIGKILL if self.case.act == "kill" else signal.SIGSTOP)
+            except ProcessLookupError:
+                return None
+        return at
+
+    def cut(self) -> None:
+        assert self.hosts is not None
+        self.hosts.cut(self.case.victim)
+
+    def pid(self) -> int | None:
+        """The victim's process, while it is there."""
+        if self.case.victim == LAUNCHER:
+            return self.roots[0].pid if self.roots[0].poll() is None else None
+        for pid, env in processes(self.token).items():
+            is_rank = self.case.launcher != "torchrun" or pid != self.roots[0].pid
+            if is_rank and rank_of(env) == self.case.victim:
+                return pid
+        return None
+
+    # ---- the ends
+
+    def ended(self) -> bool:
+        return all(root.poll() is not None for root in self.roots) and not processes(self.token)
+
+    def others(self) -> set[int]:
+        """The processes that have to end by themselves: not who is stopped, nor the agent that waits for it."""
+        for root in self.roots:
+            root.poll()
+        found = {*processes(self.token)}
+        if self.case.act == "stop":
+            found.discard(self.pid() or 0)
+            if self.case.launcher == "torchrun" and self.case.victim != LAUNCHER:
+                found.discard(self.roots[0].pid)
+        return found
+
+    def watch(self, at: float) -> tuple[list[str], float]:
+        """What is not as it should be in how the processes end, and in how many seconds they did."""
+        wrong = []
+        known = at
+        if self.case.act != "kill":
+            known += self.timeout if self.case.early else HEARTBEAT
+        alone = not self.others()
+        restarted = self.case.restarts and not self.complete
+        limit = known + (LONG if restarted else self.soon)
+        while left := self.others():
+            if time.monotonic() > limit:
+                there = ", ".join(f"rank {rank_of(env)}" for pid, env in processes(self.token).items() if pid in left)
+                wrong.append(f"{there} still there {self.soon:.0f} s after they could know")
+                break
+            time.sleep(0.2)
+        seconds = max(0.0, time.monotonic() - known)
+        if not left and self.case.act == "stop":
+            pid = self.pid()
+            if pid is not None:
+                os.kill(pid, signal.SIGCONT)
+            if not wait_until(self.ended, LONG if alone else self.soon):
+                wrong.append(f"who was stopped is there {self.soon:.0f} s after it could go on")
+        return wrong, 0.0 if self.case.restarts else seconds
+
+    @property
+    def complete(self) -> bool:
+        """Whether all was trained nevertheless."""
+        return len(self.job.weights()) == self.job.trainings
+
+    def check(self) -> list[str]:
+        """What is not as it should be after all have ended."""
+        wrong = []
+        for number, root in enumerate(self.roots):
+            victim = self.case.victim == (number if self.case.launcher == "hosts" else LAUNCHER)
+            victim |= self.case.launcher == "lightning" and self.case.victim == 0
+            if not victim and not self.complete and root.returncode == 0:
+                wrong.append("an exit status of 0, and the work is not done")
+        if self.case.restarts and self.roots[0].returncode != 0:
+            wrong.append(f"torchrun did not bring it to its end: exit status {self.roots[0].returncode}")
+        texts = {path.stem: path.read_text() for path in Path(self.job.folder).glob("*.said")}
+        texts.pop(f"rank{self.case.victim}", None)
+        aborted = [name for name, text in texts.items() if "Fatal Python error" in text or "terminate called" in text]
+        if aborted:
+            wrong.append(f"{', '.join(aborted)} ended by an abort")
+        if not self.complete and any(texts.values()) and not self.named("\n".join(texts.values())):
+            wrong.append("nobody names the rank")
+        if left := left_in(self.temporary):
+            wrong.append(f"left in TMPDIR: {', '.join(sorted(left))}")
+        return wrong
+
+    def named(self, text: str) -> bool:
+        """Whether it says who it was."""
+        rank = self.case.victim
+        patterns = [rf"(?<!\[)rank [\d, ]*\b{rank}\b.*({CAUSES})", rf"({CAUSES}).*rank [\d, ]*\b{rank}\b"]
+        if rank == LAUNCHER:
+            patterns = ["the launcher, which hosts the store", "the launcher has ended"]
+        if rank == LAUNCHER or (rank == 0 and self.case.launcher == "lightning"):
+            patterns.append("which has started this one, has ended")
+        if self.case.launcher == "torchrun":  # says so itself, and ends the others before they can
+            patterns.append(rf"Root Cause.*\n(.*\n)*? *rank +: {rank} \(")
+        return any(re.search(pattern, text) for pattern in patterns)
+
+    def log(self) -> str:
+        paths = sorted(Path(self.job.folder).glob("*.said"))
+        return "\n".join(f"---- {path.stem}\n{path.read_text()[-6000:]}" for path in paths)
+
+
+def one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
+    """Has it happen, and goes on afterwards."""
+    for _ in range(4):
+        found = try_one(case, soon, wanted)
+        if found.happened:
+            return found
+        case = replace(case, nth=max(1, case.nth // 3), part=case.part / 2)
+    return found
+
+
+def try_one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    try:
+        before = left_in(SHM)
+        run = Run(case, folder, soon)
+        wrong: list[str] = []
+        with run.started():
+            at = run.strike()
+            if at is None:
+                return Result(case, False, log=run.log())
+            wrong, seconds = run.watch(at)
+            if not wrong:
+                wrong += run.check()
+        if left := left_in(SHM) - before:
+            wrong.append(f"left in /dev/shm: {', '.join(sorted(left))}")
+        log = run.log()
+        equal = run.job.weights() == wanted if case.restarts else False
+        if not case.restarts:
+            for path in Path(run.job.folder).glob("*.weights"):
+                path.unlink()
+            outcomes = watch_ranks(again, case.ranks, replace(run.job, heartbeat=120.0, timeout=1800.0), timeout=LONG)
+            errors = [f"rank {o.rank} does not go on: {o.error}" for o in outcomes if o.error]
+            equal = run.job.weights() == wanted
+            if errors:
+                log += "\n".join(["", *errors])
+        if left_over := [str(path) for path in Path(run.job.folder).rglob("*.saving")]:
+            wrong.append(f"half a checkpoint is left: {', '.join(left_over)}")
+        return Result(case, True, tuple(wrong), equal, seconds, log)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- all of them
+
+
+def undisturbed(kind: str, ranks: int) -> dict[str, str]:
+    """The weights of a job that nothing happens to."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(folder, kind, "full", ranks, 120.0, 1800.0)
+        outcomes = watch_ranks(again, ranks, job, timeout=LONG)
+        if errors := [o.error for o in outcomes if o.error]:
+            raise SystemExit("\n".join(errors))
+        return job.weights()
+
+
+def table(results: Sequence[Result]) -> str:
+    """Clean ends of all, by phase and by what happened."""
+    rows = ["| phase | " + " | ".join(ACTS) + " |", "| --- |" + " --- |" * len(ACTS)]
+    for phase in PHASES:
+        cells = []
+        for act in ACTS:
+            these = [r for r in results if r.case.phase == phase and r.case.act == act]
+            cells.append(f"{sum(not r.wrong for r in these)} of {len(these)}" if these else "")
+        rows.append(f"| {phase} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def say(result: Result, total: int, done: int) -> None:
+    words = "clean" if not result.wrong else f"NOT CLEAN ({'; '.join(result.wrong)})"
+    words += f" after {result.seconds:.1f} s, {'bit-equal' if result.bit_equal else 'NOT EQUAL'}"
+    if not result.happened:
+        words = "did not happen"
+    print(f"{done:3}/{total} number {result.case.number:3}: {result.case}: {words}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="5 kills")
+    parser.add_argument("--quick", action="store_true", help="8 faults")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--faults", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, nargs="+", help="the numbers of the faults, which tell all that was said")
+    parser.add_argument("--at-once", type=int, default=2, help="faults at a time")
+    parser.add_argument("--soon", type=float, default=10.0, help="seconds in which all have to end")
     options = parser.parse_args()
-    kills = 5 if options.quick else options.kills
-    with tempfile.TemporaryDirectory() as directory:
-        undisturbed = watch_ranks(train, options.ranks, Run(directory, options.schedule), timeout=DEADLINE)
-        finish(undisturbed)
-        length, wanted = undisturbed[0].value, losses(directory)
-    print(f"undisturbed: {len(wanted)} steps in {length:.1f} s on {options.ranks} ranks, {options.schedule}")
+    began = time.monotonic()
+    hosts = not namespaces.why_not()
+    if not hosts:
+        print(f"without hosts of their own and cut links: {namespaces.why_not()}")
+    every = cases(options.seed, hosts)
+    if options.quick:
+        chosen = few(every)
+    elif options.only:
+        chosen = [*islice(every, max(options.only) + 1)]
+        chosen = [chosen[number] for number in options.only]
+    else:
+        chosen = [*islice(every, options.faults)]
     results: list[Result] = []
-    for number in count():
-        if len(results) == kills:
-            break
-        result = one_kill(number, options.ranks, options.schedule, wanted, length)
-        if result is None:
-            continue
-        results.append(result)
-        words = f"{'clean' if result.clean else 'NOT CLEAN'}, {'bit-equal' if result.bit_equal else 'NOT EQUAL'}"
-        print(
-            f"kill {number + 1:2} of rank {result.victim}: all ended after {result.seconds:.1f} s, {words}", flush=True
-        )
-    headline: dict[str, Any] = {
-        "kills": kills,
-        "clean_ends": sum(r.clean for r in results),
-        "bit_equal_resumes": sum(r.bit_equal for r in results),
-        "slowest_end_s": round(max(r.seconds for r in results), 2),
-    }
-    print(f"{headline['clean_ends']} clean ends and {headline['bit_equal_resumes']} bit-equal resumes of {kills}")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.at_once, context, initializer=own_shared_memory) as pool:
+        plain = {(c.kind, c.ranks) for c in chosen}
+        weights = {each: pool.submit(undisturbed, *each) for each in sorted(plain)}
+        wanted = {each: future.result() for each, future in weights.items()}
+        futures = [pool.submit(one, c, options.soon, wanted[c.kind, c.ranks]) for c in chosen]
+        for future in as_completed(futures):
+            results.append(future.result())
+            say(results[-1], len(chosen), len(results))
+            if options.only or results[-1].wrong or not results[-1].bit_equal:
+                print(results[-1].log, file=sys.stderr, flush=True)
+    done = [r for r in results if r.happened]
+    print()
+    print(table(done))
+    clean, equal = sum(not r.wrong for r in done), sum(r.bit_equal for r in done)
+    slowest = max((r.seconds for r in done), default=0.0)
+    print(f"\n{len(done)} faults: {clean} clean ends, {equal} bit-equal resumes, the slowest end after {slowest:.1f} s")
+    print(f"{time.monotonic() - began:.0f} s in all")
     if options.json:
-        print(json.dumps(headline))
+        headline = {"faults": len(done), "clean_ends": clean, "bit_equal_resumes": equal}
+        print(json.dumps({**headline, "slowest_end_s": round(slowest, 2)}))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from lightning_pipes.engine import autograd, split
 from lightning_pipes.engine.autograd import Saved
 from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.mailbox import Transport
+from lightning_pipes.engine.points import point
 from lightning_pipes.engine.spans import Shelf
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.weights import Version
@@ -64,6 +65,7 @@ class Executor:
     def run(self, i: Instruction) -> None:
         """Runs one instruction; its needs must be met."""
         item = self._items[i.job, i.batch]
+        point(i.kind)
         if i.kind is Kind.STEP:
             started = time.monotonic_ns()
             self._step(i, item)

@@ -1,4 +1,7 @@
-"""Signs of life: every process counts up in the store, and whoever waits for it looks whether the count moves."""
+"""Signs of life: every process counts up in the store, and whoever waits for it looks whether the count moves.
+
+There it also says which process it is, and in the end that it has come to its end.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import itertools
 import threading
 from collections import Counter
 from typing import Any
+
+from lightning_pipes.engine.identity import Process
 
 BEAT_SECONDS = 1.0
 
@@ -45,15 +50,33 @@ class Heart:
         self.store = store
         self.line, self.last_words = store.clone(), store.clone()
         self._rank = rank
+        self._processes: dict[int, Process] = {}
         self._runs: Counter[int] = Counter()
         self._ended = threading.Event()
+        self.line.set(_key("place", rank), str(Process.own()))
         self._thread = threading.Thread(target=self._beat, name="lightning_pipes heart", daemon=True)
         self._thread.start()
 
     def beats(self, rank: int) -> int:
         """How often the heart of `rank` has beaten."""
-        key = _key(rank)
+        key = _key("heart", rank)
         return int(self.line.get(key)) if self.line.check([key]) else 0
+
+    def process(self, rank: int) -> Process | None:
+        """The process of `rank`; None where it has not said so yet, or `ask` has not asked."""
+        return self._processes.get(rank)
+
+    def ask(self, rank: int) -> Process | None:
+        """The process of `rank`; None where it has not said so yet."""
+        if rank not in self._processes and self.line.check([_key("place", rank)]):
+            process = Process.parse(self.line.get(_key("place", rank)).decode())
+            if process is not None:
+                self._processes[rank] = process
+        return self._processes.get(rank)
+
+    def has_come_to_its_end(self, rank: int) -> bool:
+        """Whether the interpreter of `rank` has ended, as it says itself."""
+        return bool(self.line.check([_key("ended", rank)]))
 
     def next_run(self, rank: int) -> int:
         """The number of the run that begins; the same on every rank."""
@@ -69,8 +92,9 @@ class Heart:
         try:
             for beats in itertools.count(1):
                 if self._ended.wait(BEAT_SECONDS):
-                    return
-                self.line.set(_key(self._rank), str(beats))  # and not `add`: what that makes can't be signed
+                    break
+                self.line.set(_key("heart", self._rank), str(beats))  # and not `add`: what that makes can't be signed
+            self.line.set(_key("ended", self._rank), "")
         except RuntimeError:  # the store is gone, which the watch of a run notices and tells
             return
 
@@ -94,5 +118,5 @@ def _stop() -> None:
         _heart.stop()
 
 
-def _key(rank: int) -> str:
-    return f"lightning_pipes/heart/{rank}"
+def _key(what: str, rank: int) -> str:
+    return f"lightning_pipes/{what}/{rank}"

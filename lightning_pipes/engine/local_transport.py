@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.local import CONNECT_SECONDS, HELLO, LocalInbox, LocalMailbox, LocalOutbox
 from lightning_pipes.engine.mailbox import Key
+from lightning_pipes.engine.points import point
 from lightning_pipes.engine.trust import same_user
 from lightning_pipes.ir import Kind, Plan, send_of
 
@@ -76,6 +77,7 @@ class LocalTransport:
         mine = global_ranks[rank]
         listener = Listener()
         store.set(f"address/{mine}", listener.name)
+        point("transport.told")
 
         def lost(peer: int) -> Callable[[BaseException], None]:
             return lambda error: watch.lost(peer, error)

@@ -7,57 +7,66 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import psutil
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from lightning_pipes.engine.rendezvous import own_store
+from lightning_pipes.engine.rendezvous import own_store, wait_for_host
 from lightning_pipes.engine.trust import sealed
 
 LOOPBACK = "127.0.0.1"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_kept: list[Any] = []
-_run_store: tuple[Any, Any] = None, None
+_store: Any = None
+_adopted: tuple[Any, Any] = None, None
 
 
-def meet(rank: int, size: int, local: int, address: str, port: int, timeout: timedelta) -> Any:
-    """The store in which this attempt's `size` processes, so many of them on this host, meet; only what they write
-    counts there. Nobody on another host reaches it, nor connections made later, where all are on this one.
+def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Callable[[], None]) -> Any:
+    """The store in which this job's `size` processes meet, so many of them on this host, the same in all of its runs;
+    only what they write counts there. Nobody on another host reaches it, nor connections made later, where all are on
+    this one.
 
     Args:
-        address: of rank 0, where no launcher hosts a store.
-        port: its.
+        check: called while others have not come; may raise.
 
     Raises:
-        TimeoutError: not all ranks came.
-        PipelineError: they do not believe each other.
+        TimeoutError: not all that are needed came.
+        ConnectionRefusedError: the launcher hosted the store, and is gone.
+        PipelineError: the ranks do not believe each other.
     """
-    if size == 1:
-        return HashStore()
-    one_host = _on_one_host(size, local)
-    if one_host:
-        _stay_on_host()
-    store = own_store(rank, size, timeout)
-    if store is None:
-        store = _store_of(rank, LOOPBACK if one_host else address, port, timeout)
-    met = sealed(store, rank, one_host, size)
-    _kept.append(met)  # torch, which has it from now on, keeps only its own half of it
-    return met
+    global _store
+    if _store is None:
+        one_host = _on_one_host(size, local)
+        if one_host:
+            _stay_on_host()
+        store = own_store(rank, size, timeout, check) or _met_store(rank, one_host, timeout, check)
+        _store = sealed(store, rank, one_host, size, timeout, check)
+    return _store
 
 
-def run_store(default: Any, rank: int, size: int, local: int) -> Any:
-    """The store for what ranks write, given that of their process group: the one where they met, or, where others have
-    made the group, this one, in which only what they write counts from now on. Collective.
+def made_store() -> Any:
+    """The store that `run_store` has returned; None where processes found each other in another way."""
+    return _store
+
+
+def lone_store() -> HashStore:
+    """A store for one process, which needs no port."""
+    return HashStore()
+
+
+def adopted_store(default: Any, rank: int, size: int, local: int) -> Any:
+    """The store of a process group that others have made, in which only what ranks write counts from now on.
+    Collective.
 
     Raises:
-        PipelineError: they do not believe each other.
+        PipelineError: the ranks do not believe each other.
     """
-    global _run_store
-    if _run_store[0] is not default:
-        _run_store = default, _met(default) or sealed(default, rank, _on_one_host(size, local), size)
-    return _run_store[1]
+    global _adopted
+    if _adopted[0] is not default:
+        _adopted = default, sealed(default, rank, _on_one_host(size, local), size)
+    return _adopted[1]
 
 
 def store_on_loopback(port: int, timeout: timedelta) -> TCPStore:
@@ -85,20 +94,15 @@ def _stay_on_host() -> None:
             os.environ[_GLOO_INTERFACE] = name
 
 
-def _met(store: Any) -> Any:
-    """That of ours of which a store is a part, if any."""
-    while not any(store is ours for ours in _kept):
-        if not isinstance(store, PrefixStore):
-            return None
-        store = store.underlying_store
-    return store
-
-
 def _on_one_host(size: int, local: int) -> bool:
     return int(os.environ.get("LOCAL_WORLD_SIZE", local)) == size
 
 
-def _store_of(rank: int, address: str, port: int, timeout: timedelta) -> TCPStore:
-    if rank == 0 and address == LOOPBACK:
+def _met_store(rank: int, one_host: bool, timeout: timedelta, check: Callable[[], None]) -> TCPStore:
+    """The store that rank 0 hosts."""
+    address, port = LOOPBACK if one_host else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank:
+        wait_for_host(address, port, timeout, check)
+    elif one_host:
         return store_on_loopback(port, timeout)
-    return TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout, multi_tenant=True)
+    return TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)

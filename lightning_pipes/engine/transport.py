@@ -16,6 +16,7 @@ from lightning_pipes.engine.local import CONNECT_SECONDS
 from lightning_pipes.engine.local_transport import LocalTransport, host
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.message import Decoder, Encoder
+from lightning_pipes.engine.points import point
 from lightning_pipes.ir import Kind, Plan, PlanError, send_of
 
 IDLE = timedelta(days=30)
@@ -56,6 +57,7 @@ class GlooTransport:
             self._neighbours.add(peer)
             name = f"{global_ranks[source]}-{global_ranks[destination]}-{kind}"
             end = int(rank == destination)
+            point("transport.told")
             group = ProcessGroupGloo(PrefixStore(name, self._store), end, 2, IDLE)
 
             def lost(error: BaseException, peer: int = peer) -> None:
@@ -135,6 +137,7 @@ def make_transport(
     """
     if plan.n_ranks == 1:
         return LoopbackTransport([Mailbox()], 0)
+    point("transport")
     store = watch.store()
     if kind == "auto":
         kind = _choose(store, global_ranks[rank], list(global_ranks), device)

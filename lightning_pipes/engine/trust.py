@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +33,7 @@ SECRET = "LIGHTNING_PIPES_SECRET"
 _CODE_BYTES = 32
 _LOOK_SECONDS = 0.05
 _EXCHANGE_SECONDS = 60.0
+_PATIENCE = timedelta(minutes=30)
 _PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
 _DOOR, _PROOF = "lightning_pipes/door", "lightning_pipes/proofs"
 _DOORS = "\0lightning_pipes-"
@@ -237,21 +238,40 @@ def secret_for_children() -> None:
     os.environ.setdefault(SECRET, secrets.token_hex(32))
 
 
-def sealed(store: Any, rank: int, one_host: bool, size: int = 1) -> Any:
+def sealed(
+    store: Any,
+    rank: int,
+    one_host: bool,
+    size: int = 1,
+    timeout: timedelta = _PATIENCE,
+    check: Callable[[], None] = lambda: None,
+) -> Any:
     """The store, in which only what ranks write counts from now on, if they have a secret in common. Collective.
 
     Args:
         one_host: all ranks are on this host, and belong to one user.
         size: how many there are; of those that find no secret in their environment.
+        timeout: how long the others wait for rank 0.
+        check: called meanwhile; may raise.
 
     Raises:
         PipelineError: ranks have different secrets, or somebody is in between.
     """
+
+    def wait(key: str) -> bytes:
+        until = time.monotonic() + timeout.total_seconds()
+        while not store.check([key]):
+            check()
+            if time.monotonic() > until:
+                raise TimeoutError(f"rank 0 has not come within {timeout.total_seconds():.0f} s")
+            time.sleep(_LOOK_SECONDS)
+        return bytes(store.get(key))
+
     text = os.environ.get(SECRET)
     if text:
         secret = hashlib.sha256(text.encode()).digest()
     elif one_host and sys.platform == "linux":
-        return SignedStore(store, Seal(_tell(store, size) if rank == 0 else _ask(store)))
+        return SignedStore(store, Seal(_tell(store, size) if rank == 0 else _ask(store, wait)))
     else:
         secret = b""
         if rank == 0:
@@ -261,16 +281,16 @@ def sealed(store: Any, rank: int, one_host: bool, size: int = 1) -> Any:
                 "long random text",
                 SECRET,
             )
-    _check_same(store, rank, secret)
+    _check_same(store, rank, secret, wait)
     return SignedStore(store, Seal(secret)) if secret else store
 
 
-def _check_same(store: Any, rank: int, secret: bytes) -> None:
+def _check_same(store: Any, rank: int, secret: bytes, wait: Callable[[str], bytes]) -> None:
     """Raises PipelineError if rank 0 has another secret."""
     proof = hmac.digest(secret, _PROOF.encode(), "sha256").hex()
     if rank == 0:
         store.set(_PROOF, proof)
-    elif not hmac.compare_digest(store.get(_PROOF), proof.encode()):
+    elif not hmac.compare_digest(wait(_PROOF), proof.encode()):
         raise PipelineError(
             f"rank {rank} and rank 0 have different secrets: set {SECRET} to the same text for the processes of all "
             "hosts, or for none"
@@ -303,9 +323,9 @@ def _tell(store: Any, size: int) -> bytes:
     return secret
 
 
-def _ask(store: Any) -> bytes:
+def _ask(store: Any, wait: Callable[[str], bytes]) -> bytes:
     """The secret of rank 0."""
-    name = store.get(_DOOR).decode(errors="replace")
+    name = wait(_DOOR).decode(errors="replace")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_EXCHANGE_SECONDS)
         try:

@@ -81,6 +81,10 @@ class Hosts:
         inside = [*_nsenter(self.holders[host]), *command]
         return self._popen(inside, {"GLOO_SOCKET_IFNAME": DEVICE, **env}, **more)
 
+    def cut(self, host: int) -> None:
+        """Takes down the link of a host."""
+        self._in(self.holders[host], "ip", "link", "set", DEVICE, "down")
+
     def run_ranks(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
     ) -> list[Any]:

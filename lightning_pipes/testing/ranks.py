@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -179,13 +180,14 @@ def _rank_main(
     multiprocessing.set_start_method("fork", force=True)
     os.environ.update(environment(rank, n, "127.0.0.1", port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"} | env)
     torch.set_num_threads(1)
+    gc.freeze()  # what is loaded is no garbage, and looking at it in the end takes a second
     with open(stacks, "w") as file:
         faulthandler.dump_traceback_later(max(timeout - 3.0, timeout / 2), file=file)
-        value, error = None, ""
+        value, error, status = None, "", 0
         try:
             value = fn(rank, *args)
-        except BaseException:
-            error = traceback.format_exc()
+        except BaseException as raised:
+            error, status = traceback.format_exc(), _status(raised)
         try:
             pipe.send_bytes(pickle.dumps((value, error)))  # by value: `send` would pass tensors by shared memory
         except Exception:
@@ -195,7 +197,14 @@ def _rank_main(
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if error else 0)
+    if error:  # ends as an interpreter of its own does: there, too, nobody may wait for the dead
+        ctypes.pythonapi.Py_Exit(status)
+    os._exit(0)
+
+
+def _status(raised: BaseException) -> int:
+    """The exit status of an interpreter that ends by an exception."""
+    return raised.code if isinstance(raised, SystemExit) and isinstance(raised.code, int) else 1
 
 
 def _die_with_starter() -> None:

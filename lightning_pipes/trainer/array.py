@@ -21,7 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 from lightning_pipes.engine.engine import Engine
+from lightning_pipes.engine.points import point
 from lightning_pipes.ir import PlanError, check_count
 from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.array_display import ArrayDisplay
@@ -36,6 +39,7 @@ from lightning_pipes.trainer.shared import Shared
 from lightning_pipes.trainer.sibling import ArrayCancelledError, Outcome, Sibling, current_sibling
 from lightning_pipes.trainer.sibling_board import Board, Failure, NoMore, Return
 from lightning_pipes.trainer.sibling_memory import SiblingMemory
+from lightning_pipes.trainer.stopping import terminated
 
 T = TypeVar("T")
 
@@ -107,6 +111,8 @@ class JobArray(Generic[T]):
         self._begun = 0
         self._home: Mapping[str, Any] = {}
         self._interrupts = Interrupts()
+        self._terminated = False
+        """Whether siblings end by SIGTERM, as all ranks have agreed."""
         self._looked = 0.0
 
     def run(self, jobs: Iterable[Callable[[], T]]) -> Iterator[Outcome[T]]:
@@ -117,6 +123,8 @@ class JobArray(Generic[T]):
         Raises:
             PlanError: it is called by a sibling, a job is no function, or one does other things on other ranks.
             PeerFailure: a rank has died.
+            SIGTERMException: after SIGTERM to any rank, once the siblings under way have ended by it, each after the
+                same batch on all ranks. No other job is begun then.
             KeyboardInterrupt: after Ctrl-C, when all siblings have been told. A second one does not wait for them.
         """
         if current_sibling() is not None:
@@ -131,7 +139,7 @@ class JobArray(Generic[T]):
         try:
             more = filling = True
             while True:
-                while more and len(self._queue) < self.size:
+                while more and not self._terminated and len(self._queue) < self.size:
                     set_own_random_state(self._home)
                     job = next(source, _NO_MORE)
                     if job is _NO_MORE:
@@ -145,6 +153,8 @@ class JobArray(Generic[T]):
                     self._begun += 1
                     yield from self._have_turn(sibling, filling)
                 filling = False
+                if not self._queue and self._terminated:
+                    raise terminated()
                 if not self._queue:
                     self.timeline = self._record.timeline(self._gathered())
                     return
@@ -167,6 +177,7 @@ class JobArray(Generic[T]):
             set_own_random_state(self._home)
             self._interrupts.close()
             self._close()
+        self._interrupts.raise_later()
 
     # ---- what its siblings ask for
 
@@ -175,6 +186,11 @@ class JobArray(Generic[T]):
         batches of different sizes, too."""
         size = enough_siblings(stages) if self._rounds is not None or self._decides is not None else self.size
         return -(-enough_siblings(stages) // size)
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether this process got SIGTERM."""
+        return self._interrupts.terminated
 
     def keep(self, index: int, engine: Engine) -> None:
         """Writes down what was computed for a batch of sibling number `index`."""
@@ -203,6 +219,7 @@ class JobArray(Generic[T]):
         if sibling.outcome is None:
             self._queue.append(sibling)
             return
+        self._terminated |= isinstance(sibling.outcome.error, SIGTERMException)  # on all ranks, in the same turn
         del self._living[sibling.index]
         self._heard.pop(sibling.index, None)
         if self._ends_later_elsewhere(sibling):
@@ -342,6 +359,7 @@ class JobArray(Generic[T]):
         shared, board, events = self.shared, self.shared.board, self._record.events
         if not board.others:
             return [events]
+        point("array.gather")
         board.tell("last", shared.greeting(self.size))
         self._work_until(lambda: board.all_told("last"))
         return shared.gathered(board.values("last"), events)
@@ -366,6 +384,7 @@ class JobArray(Generic[T]):
         if self._display is not None:
             self._display.close()
         self.memory.close()
+        point("array.close")
         shared.close()
 
 

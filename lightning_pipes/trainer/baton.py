@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_pipes.engine.points import point
 from lightning_pipes.engine.rng import random_state, set_random_state
 
 
@@ -51,6 +52,7 @@ class Runner:
     def pause(self) -> None:
         """Called by the function: returns at the next `go`. The random state may be another then."""
         self._device = _device()
+        point("sibling.pause")
         self._back.release()
         self._go.acquire()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 
 from lightning_pipes.engine.engine import Turns, Watch
 from lightning_pipes.engine.failure import FailureWatch, PeerFailure
-from lightning_pipes.engine.identity import Process
 from lightning_pipes.engine.mailbox import Transport
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer import private_lightning as private
@@ -24,8 +23,8 @@ from lightning_pipes.trainer.stopping import SiblingAgreement, StopAgreement
 
 Idle = Callable[[Callable[[], bool]], None] | None
 """What to do while waiting for a condition."""
-Make = Callable[[FailureWatch, Idle, Sequence[Process]], Control]
-"""Makes a control; the places are those of the ranks, where they are known."""
+Make = Callable[[FailureWatch, Idle], Control]
+"""Makes a control."""
 
 
 class Connections(Protocol):
@@ -49,6 +48,10 @@ class Connections(Protocol):
 
     def waits_at(self, barrier: str | None) -> bool:
         """Whether ranks wait for each other at the barrier of that name."""
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether this process got SIGTERM, where the Trainer does not hear of it."""
 
     def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
         """What a training wants, with what follows from the company that it is in."""
@@ -120,13 +123,17 @@ class OwnConnections:
         return 1
 
     def connect(self, make: Make) -> Control:
-        return make(self.watch, None, ())
+        return make(self.watch, None)
 
     def get_ready(self, pipeline: Control) -> None:
         pass
 
     def waits_at(self, barrier: str | None) -> bool:
         return True
+
+    @property
+    def told_to_end(self) -> bool:
+        return False
 
     def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
         return wanted
@@ -199,6 +206,10 @@ class SiblingConnections:
 
     def waits_at(self, barrier: str | None) -> bool:
         return has_purpose(barrier, self.trainer)
+
+    @property
+    def told_to_end(self) -> bool:
+        return self.sibling.array.told_to_end
 
     def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
         return microbatches_among(wanted, self.sibling, ranks)

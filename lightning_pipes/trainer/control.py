@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipes.engine.failure import FailureWatch
-from lightning_pipes.engine.identity import Process
+from lightning_pipes.engine.points import point
 from lightning_pipes.engine.trust import Seal
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.packing import Packed, unpacked
@@ -54,7 +54,6 @@ class Control:
     Args:
         ranks: the global ranks; all of the job, but for a part that `split` makes.
         idle: called with a condition to wait for, where there may be something else to do meanwhile.
-        places: the process of each rank, where they are known.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class Control:
         timeout: timedelta,
         connect: Callable[[str], Any] | None = None,
         idle: Callable[[Callable[[], bool]], None] | None = None,
-        places: Sequence[Process] = (),
     ) -> None:
         self.ranks = tuple(ranks)
         self.watch = watch
@@ -76,7 +74,6 @@ class Control:
         self._waiting = False
         self._leaving: deque[dist.Work] = deque()
         """Broadcasts of this rank that it has not waited for, the oldest first."""
-        self._places = places or [Process(*place) for place in self.all_gather(tuple(Process.own()))]
 
     @property
     def size(self) -> int:
@@ -103,7 +100,10 @@ class Control:
         """
         key = purpose, tuple(sorted(ranks))
         if key not in self._groups:
-            self._groups[key] = dist.new_group(list(key[1]), timeout=self._timeout, backend="gloo")
+            point("new_group")
+            new_group = partial(dist.new_group, list(key[1]), timeout=self._timeout, backend="gloo")
+            self._groups[key] = self.watch.call(new_group)
+            point("new_group.made")
         return self._groups[key]
 
     def split(self, parts: Sequence[Sequence[int]]) -> Control:
@@ -120,14 +120,9 @@ class Control:
         self._part = Control(mine, self.watch, self._timeout, connect, self._idle)
         return self._part
 
-    @property
-    def places(self) -> Sequence[Process]:
-        """The process of each rank."""
-        return self._places
-
     def ended(self, position: int) -> bool:
         """Whether the process of a rank is known to have ended; that of another host never is."""
-        return self._places[position].has_ended()
+        return self.watch.has_ended(self.ranks[position])
 
     def close(self) -> None:
         """Ends the connections; a later call makes new ones.
@@ -296,8 +291,8 @@ class Control:
     def _raise_reason(self, error: RuntimeError) -> NoReturn:
         """Raises why a collective broke: what the watch gets to know, or is told of a process that has ended."""
         for _ in range(2):  # one that was killed may take its time to end
-            for rank, place in zip(self.ranks, self._places, strict=True):
-                if place.has_ended():
+            for rank in self.ranks:
+                if self.watch.has_ended(rank):
                     self.watch.lost(rank, error)
             self.watch.learn_reason()
         raise PipelineError(f"another rank has ended without a word while this one waited for it: {error}") from error
@@ -305,6 +300,7 @@ class Control:
     def _finish(self, work: dist.Work | None) -> None:
         assert work is not None, "this process is not among the ranks"
         self._waiting = True
+        point("collective")
         self.watch.doing = f"a collective call of {self.size} ranks"
         patience = _SLICE if self._idle is None else _PROMPT
         while True:
@@ -322,6 +318,7 @@ class Control:
 
 def close_all(controls: Iterable[Control]) -> None:
     """Ends the connections of all of them at a time: each takes 15 ms, until threads of gloo see that they end."""
+    point("control.close")
     groups = [group for control in controls for group in control._parted()]
     threads = [threading.Thread(target=groups.pop) for _ in groups]  # closed by who forgets it last
     for thread in threads:

@@ -20,6 +20,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_pipes.engine.identity import Process
+from lightning_pipes.engine.points import point
 
 _numbers = itertools.count()
 _AT_CWD, _EXCHANGE = -100, 2  # of Linux
@@ -62,6 +63,7 @@ def save(thing: Any, path: Path) -> None:
     Raises:
         OSError: it could not be written.
     """
+    point("checkpoint.write")
     with saying_why(), open(path, "wb") as file:  # given a name, torch.save lets no other thread run while it writes
         torch.save(thing, file)
         file.flush()
@@ -111,6 +113,7 @@ def put(temporary: Path, path: Path) -> None:
     A folder that replaces something takes two steps where the system can't exchange names, as over NFS: a process that
     is killed between them leaves the earlier checkpoint where `existing` finds it.
     """
+    point("checkpoint.put")
     if not os.path.lexists(path) or not (_is_folder(path) or _is_folder(temporary)):
         os.replace(temporary, path)
         sync(path.parent)

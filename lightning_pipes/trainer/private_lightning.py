@@ -7,6 +7,7 @@ this module may use a name with a leading underscore that is not ours.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _set_num_threads_if_needed,
     _sync_ddp,
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
@@ -42,6 +44,7 @@ from torchmetrics import Metric
 distributed_is_initialized = _distributed_is_initialized
 default_backend = _get_default_process_group_backend_for_device
 init_distributed = _init_dist_connection
+set_num_threads_if_needed = _set_num_threads_if_needed
 optimizer_to_device = _optimizer_to_device
 optimizers_to_device = _optimizers_to_device
 init_optimizers = _init_optimizers_and_lr_schedulers
@@ -56,6 +59,11 @@ SignalHandler = Callable[[int, FrameType | None], None]
 def default_store() -> Any:
     """The store through which the ranks of the default process group found each other."""
     return dist.distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[object]:
+    """All process groups of this process."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
@@ -95,6 +103,11 @@ def restore_signal_handlers(trainer: pl.Trainer) -> None:
     """Undoes `replace_signal_handlers`."""
     for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
         trainer._signal_connector.__dict__.pop(name, None)
+
+
+def ends_at_sigterm(trainer: pl.Trainer) -> bool:
+    """Whether SIGTERM ends the process where no Trainer runs."""
+    return trainer._signal_connector._original_handlers.get(signal.SIGTERM) == signal.SIG_DFL
 
 
 def set_received_sigterm(trainer: pl.Trainer) -> None:

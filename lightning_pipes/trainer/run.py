@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.item import Item
+from lightning_pipes.engine.points import point
 from lightning_pipes.engine.reducer import Reducer
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.transport import make_transport
@@ -123,7 +124,8 @@ class PipelineRun:
             )
             for number in plan.stages[rank]
         ]
-        connect = partial(make_transport, plan, rank, global_ranks, device, control.watch, transport)
+        make = partial(make_transport, plan, rank, global_ranks, device, control.watch, transport)
+        connect = partial(control.watch.call, make)
         self.engine = Engine(
             plan,
             order,
@@ -135,6 +137,7 @@ class PipelineRun:
             watch=connections.engine_watch,
             turns=connections.turns,
         )
+        point("transport.made")
 
     def train(
         self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool = True

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from lightning_pipes.engine.points import point
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.files import existing, put, remove, replacing, save, saying_why, sync, temporary_for
@@ -37,7 +38,7 @@ _TENSORS = "lightning_pipes_tensors"
 _ORDER = "lightning_pipes_order"
 """In the rest: the keys of the whole state dict."""
 _POLL_SECONDS = 0.02
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 3.0
 """How long after a failure a rank of another host, which may be gone, may take to say that its part is written."""
 
 
@@ -107,12 +108,14 @@ def write_part(part: Part, control: Control, store: Any) -> None:
     """
     writer = FileSystemWriter(part.temporary)
     own = control.position
+    point("checkpoint.write")
     try:
         if own == 0:
             save(part.rest, part.temporary / REST)
         with saying_why():
             written = writer.write_data(part.plan, part.planner)
             written.wait()
+        point("checkpoint.part")
         if own > 0:
             store.set(_key(part, own), pickle.dumps(written.value()))
             return

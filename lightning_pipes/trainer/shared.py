@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_pipes.engine.failure import FailureWatch
-from lightning_pipes.engine.identity import Process
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
 from lightning_pipes.ir import PlanError
 from lightning_pipes.sim.timeline import Event
@@ -39,7 +38,6 @@ class Shared:
         self._numbers: dict[Control, int] = {}
         """Of those that siblings have."""
         self._made = 0
-        self._places: Sequence[Process] = ()
 
     def watched(self, make: Callable[[], FailureWatch], rank: int, ranks: int) -> FailureWatch:
         """The watch of all siblings; the first one makes it."""
@@ -58,7 +56,7 @@ class Shared:
         """What ranks have to know of each other before they take `control`, by the meeting of a sibling."""
         return json.dumps([size, sorted(self._free)])
 
-    def control(self, greetings: Sequence[str], make: Callable[[Sequence[Process]], Control]) -> Control:
+    def control(self, greetings: Sequence[str], make: Callable[[], Control]) -> Control:
         """Connections for one sibling, made unless one that has ended left its own on all ranks. Collective. Those that
         it left on some ranks only are given up: it has failed on others before it was through with them.
 
@@ -82,9 +80,8 @@ class Shared:
             control = self._free.pop(number)
         else:
             self._made += 1
-            number, control = self._made, make(self._places)
+            number, control = self._made, make()
         self._numbers[control] = number
-        self._places = control.places
         return control
 
     def take_back(self, control: Control) -> None:
@@ -97,9 +94,9 @@ class Shared:
         self.take_back(control)
         return control.all_gather(events)
 
-    def _last(self, places: Sequence[Process]) -> Control:
+    def _last(self) -> Control:
         assert self.watch is not None, "there are other ranks"
-        return Control(range(len(self.board.others) + 1), self.watch, _GATHER_TIMEOUT, places=places)
+        return Control(range(len(self.board.others) + 1), self.watch, _GATHER_TIMEOUT)
 
     def close(self) -> None:
         """Ends them."""

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.failure import FailureWatch
+from lightning_pipes.engine.points import point
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.baton import Runner, own_random_state, set_own_random_state
 from lightning_pipes.trainer.shared import Shared
@@ -66,6 +68,10 @@ class Host(Protocol):
 
     size: int
     shared: Shared
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether this process got SIGTERM."""
 
     def keep(self, index: int, engine: Engine) -> None:
         """Writes down what was computed for a batch of sibling number `index`."""
@@ -147,6 +153,7 @@ class Sibling(Generic[T]):
         self._meetings += 1
         meeting = f"meetings/{self.index}/{self._meetings}"
         board.tell(meeting, word)
+        point("sibling.meet")
         self.wait_until(lambda: board.all_told(meeting))
         return board.values(meeting) if board.others else [word]
 
@@ -165,7 +172,7 @@ class Sibling(Generic[T]):
 
     def fail(self, error: BaseException, where: str = "") -> None:
         """Tells the other ranks that it ends by `error`, unless they know."""
-        heard = error is self._heard or isinstance(error, (SiblingFailure, ArrayCancelledError))
+        heard = error is self._heard or isinstance(error, (SiblingFailure, ArrayCancelledError, SIGTERMException))
         if not self._failed and not heard:
             text = f"{type(error).__name__}: {error}" + (f", in {where}" if where else "")
             self.array.shared.board.tell_news(Failure(self.index, self.next_turn, text, packed_error(error)))
@@ -194,6 +201,7 @@ class Sibling(Generic[T]):
         token = _current.set(self)
         try:
             value = self._fn()
+            point("sibling.ended")
             self.array.shared.board.tell_news(Return(self.index, self.turns, self._meetings))
             self.outcome = Outcome(self.index, value=value)
         except BaseException as error:  # SystemExit of one sibling must not end the others
@@ -217,6 +225,7 @@ class Sibling(Generic[T]):
 
     def begin_turn(self) -> None:
         """Its next turn comes now; `go_on` until it is over."""
+        point("sibling.turn")
         self.turns += 1
         self.in_turn = True
 

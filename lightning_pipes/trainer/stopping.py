@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pipes.engine.launcher import TERMINATED, signal_launched
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.control import Coming, Control
@@ -18,17 +23,25 @@ from lightning_pipes.trainer.sibling import Sibling
 class StopAgreement:
     """Signal handlers only take note; `agree` is called where all ranks are, and makes the note common.
 
+    Args:
+        told: whether the process was told to end in another way, as an array's siblings are.
+
     Attributes:
         terminated: Lightning is about to raise SIGTERMException, on every rank after the same batch.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, control: Control, writing_at_once: Callable[[], AbstractContextManager[None]]
+        self,
+        trainer: pl.Trainer,
+        control: Control,
+        writing_at_once: Callable[[], AbstractContextManager[None]],
+        told: Callable[[], bool],
     ) -> None:
         self._trainer = trainer
         self._control = control
         self.terminated = False
         self._writing_at_once = writing_at_once
+        self._told = told
         self._sigterm = False
         self._requeue: tuple[int, FrameType | None] | None = None
         self._requeue_handler = private.replace_signal_handlers(trainer, self._note_sigterm, self._note_requeue)
@@ -45,7 +58,7 @@ class StopAgreement:
     def flags(self) -> tuple[bool, ...]:
         """What this rank has to say, for `settle`."""
         last = self._trainer.is_last_batch
-        return self._trainer.should_stop, self._sigterm, self._requeue is not None, last, not last
+        return self._trainer.should_stop, self._is_to_end, self._requeue is not None, last, not last
 
     def settle(self, found: Sequence[bool], batch: int | None = None) -> None:
         """Does what the flags of all ranks ask for, which they raised after batch number `batch`, by default this one.
@@ -68,7 +81,7 @@ class StopAgreement:
     def agree_to_leave(self, pipeline: Control) -> None:
         """The part of `agree` that matters where nothing is trained: SIGTERM. Replicas may have other numbers of
         batches there, so each is asked by itself."""
-        if any(pipeline.any(self._sigterm)):
+        if any(pipeline.any(self._is_to_end)):
             self._terminate()
 
     def remove(self) -> None:
@@ -76,18 +89,45 @@ class StopAgreement:
         private.restore_signal_handlers(self._trainer)
         private.restore_sigterm_broadcast(self._trainer)
 
+    def end(self) -> None:
+        """Called when the run is over: ends a process that SIGTERM came to after the last batch, as SIGTERM does."""
+        if self._sigterm and not self.terminated and private.ends_at_sigterm(self._trainer):
+            end_as_terminated()
+
+    @property
+    def _is_to_end(self) -> bool:
+        return self._sigterm or self._told()
+
     def _terminate(self) -> None:
         self.terminated = True
         private.set_received_sigterm(self._trainer)
 
     def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        launcher = self._trainer.strategy.launcher
-        if not self._sigterm and launcher is not None:
-            launcher.kill(signum)
+        if not self._sigterm:
+            signal_launched(signum)
         self._sigterm = True
 
     def _note_requeue(self, signum: int, frame: FrameType | None) -> None:
         self._requeue = (signum, frame)
+
+
+def end_as_terminated() -> None:
+    """Ends the process, or lets it go on where it can't be in the thread that asks."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def as_terminated(error: SIGTERMException) -> SIGTERMException:
+    """An exception of Lightning's which would end the process as if all were well, with the status of a process that
+    was terminated, so that who started it knows."""
+    error.code = TERMINATED
+    return error
+
+
+def terminated() -> SIGTERMException:
+    """What Lightning raises after SIGTERM, with that status."""
+    return as_terminated(SIGTERMException())
 
 
 def check_ends(found: Sequence[bool], batch: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,16 +21,19 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import AsyncCheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_pipes.engine.ending import has_given_up, hurry, never_destroy
 from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch
-from lightning_pipes.engine.identity import Process
-from lightning_pipes.engine.meeting import meet, run_store
+from lightning_pipes.engine.launcher import check_launcher, dead_ranks, heed_launcher
+from lightning_pipes.engine.meeting import adopted_store, lone_store, made_store, run_store
+from lightning_pipes.engine.points import point
 from lightning_pipes.engine.rendezvous import store_host
 from lightning_pipes.engine.trust import secret_for_children
-from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_count
+from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_count
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.about import describe_run, gather_run
@@ -51,6 +55,7 @@ from lightning_pipes.trainer.gradient_logs import GradientLogs
 from lightning_pipes.trainer.grid import Grid
 from lightning_pipes.trainer.hooks import HookWrappers
 from lightning_pipes.trainer.ignoring import ignore_warnings
+from lightning_pipes.trainer.launching import Launcher
 from lightning_pipes.trainer.logs import metrics_gather_over
 from lightning_pipes.trainer.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.pipelined import CutModule, find_pipelined, layer_sizes
@@ -70,7 +75,7 @@ from lightning_pipes.trainer.settings import (
 from lightning_pipes.trainer.setup import PipelineSetup
 from lightning_pipes.trainer.sharded import ShardedCheckpoint
 from lightning_pipes.trainer.steps import Context
-from lightning_pipes.trainer.stopping import StopAgreement
+from lightning_pipes.trainer.stopping import StopAgreement, as_terminated
 from lightning_pipes.trainer.streaming import StreamingRun, check_streaming
 from lightning_pipes.trainer.summary import log_graphs, show_summaries
 from lightning_pipes.trainer.timing import Share, Timing
@@ -138,6 +143,7 @@ class PipelineStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.num_nodes = 1
+        heed_launcher()
         self.schedule = known_schedule(schedule, schedule_args or {})
         self._wanted = Wanted(
             self.schedule,
@@ -171,7 +177,7 @@ class PipelineStrategy(ParallelStrategy):
         self._stops: StopAgreement | None = None
         self._accumulating = False
         self._streams = False
-        self._failed = False
+        self._failed: BaseException | None = None
         self._undo: list[Callable[[], None]] = []
         self._decision: Decision | None = None
         self._reported: tuple[Sequence[Sequence[Window]], About] = ((), About())
@@ -230,7 +236,7 @@ class PipelineStrategy(ParallelStrategy):
         if not self.cluster_environment.creates_processes_externally:
             if self.num_nodes == 1:
                 secret_for_children()
-            self._launcher = private.SubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tells the environment who we are, as Lightning's own strategies do."""
@@ -246,20 +252,19 @@ class PipelineStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         grid = self.grid
         device = self.root_device
-        started = not private.distributed_is_initialized()
-        private.init_distributed(
-            self.cluster_environment,
-            self._backend or private.default_backend(device),
-            timeout=self._timeout,
-            device_id=device if device.type != "cpu" else None,
-            store=self._meet() if started else None,
-        )
-        if started:
-            atexit.register(_leave)
-        self._failed = False
+        self._failed = None
         if self._control is not None and self._connections is not None:
             self._connections.renew(self._control)
+            self._control = None
+        started = not private.distributed_is_initialized()
+        if started:
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+            if self.world_size > 1:
+                run_store(self.global_rank, self.world_size, self.num_processes, self._timeout, check_launcher)
         self._connections = connections(self._trainer, self.global_rank, self.world_size, self._make_watch)
+        if started:
+            self._make_process_group(self._connections.watch, device)
         self._control = self._connections.connect(self._make_control)
         self._pipeline = self._control.split(grid.pipelines)
         self._connections.get_ready(self._pipeline)
@@ -269,27 +274,31 @@ class PipelineStrategy(ParallelStrategy):
         self._saver = Saver(self._pipeline)
         broadcast_random_state(self._control, device)
 
-    def _meet(self) -> Any:
-        """The store through which the ranks find each other."""
-        environment = self.cluster_environment
-        assert environment is not None
-        return meet(
-            self.global_rank,
-            self.world_size,
-            self.num_processes,
-            environment.main_address,
-            environment.main_port,
-            self._timeout,
+    def _make_process_group(self, watch: FailureWatch, device: torch.device) -> None:
+        """The default one, once all ranks have come."""
+        watch.meet(self._timeout.total_seconds(), check_launcher, dead_ranks)
+        point("process_group")
+        atexit.register(_leave)
+        watch.call(
+            partial(
+                private.init_distributed,
+                self.cluster_environment,
+                self._backend or private.default_backend(device),
+                timeout=self._timeout,
+                device_id=device if device.type != "cpu" else None,
+                store=watch.store() if self.world_size > 1 else lone_store(),
+            )
         )
+        point("process_group.made")
 
     def _make_watch(self) -> FailureWatch:
         store, rank, ranks = None, self.global_rank, self.world_size
         if ranks > 1:
-            store = run_store(private.default_store(), rank, ranks, self.num_processes)
+            store = made_store() or adopted_store(private.default_store(), rank, ranks, self.num_processes)
         return FailureWatch(store, rank, ranks, self._heartbeat_timeout, store_host=store_host())
 
-    def _make_control(self, watch: FailureWatch, idle: Idle, places: Sequence[Process]) -> Control:
-        return Control(range(self.world_size), watch, self._timeout, idle=idle, places=places)
+    def _make_control(self, watch: FailureWatch, idle: Idle) -> Control:
+        return Control(range(self.world_size), watch, self._timeout, idle=idle)
 
     # ---- setup and teardown of a run
 
@@ -352,7 +361,7 @@ class PipelineStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         private.optimizers_to_device(self.optimizers, self.root_device)
         agreement = GradientAgreement(self.precision_plugin, run.shared, self.pipeline, self.root_device)
-        self._stops = stops = StopAgreement(trainer, self.control, self.writing_at_once)
+        self._stops = stops = StopAgreement(trainer, self.control, self.writing_at_once, lambda: connected.told_to_end)
         hooks = HookWrappers(
             module, self.pipeline, run.replay, run.last_rank, run.last, run.agreement(stops), self._start_epoch
         )
@@ -365,10 +374,11 @@ class PipelineStrategy(ParallelStrategy):
         self._undo.append(partial(private.forget_training_data, trainer))
 
     def teardown(self) -> None:
+        point("teardown")
         module, cut, run = self.lightning_module, self._cut, self._run
         for undo in self._undo:
             undo()
-        self._undo, self._stops = [], None
+        self._undo, stops, self._stops = [], self._stops, None
         if self._control is not None:
             self._finish_saving()
         if self._connections is not None:
@@ -381,7 +391,9 @@ class PipelineStrategy(ParallelStrategy):
                 )
                 self._reported = reported or self._reported
                 self._connected.check()
+            point("teardown.gathered")
             run.close()
+            point("teardown.closed")
         if self._connections is not None:
             self._connections.leave(self._control, self._down)
         if module is not None and not has_meta(module):
@@ -393,6 +405,8 @@ class PipelineStrategy(ParallelStrategy):
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             assert part is not None
             part.teardown()
+        if stops is not None and not self._down:
+            stops.end()
 
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
@@ -414,6 +428,7 @@ class PipelineStrategy(ParallelStrategy):
     # ---- steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_whole()
         with self._telling_others():
             self._saver.check()
             batch, arguments = _batch_and_arguments(args, kwargs)
@@ -429,6 +444,7 @@ class PipelineStrategy(ParallelStrategy):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
     def _evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_whole()
         with self._telling_others():
             step = getattr(self.lightning_module, name)
             output = self._running.evaluate(step, context, *_batch_and_arguments(args, kwargs))
@@ -579,6 +595,7 @@ class PipelineStrategy(ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """The checkpoint that rank 0 means: a tuner names its own after a random number of its process."""
+        self._check_whole()
         self._finish_saving()
         checkpoint = self._read(self.broadcast(checkpoint_path), weights_only)
         if self._run is None:  # while training, tuners go back to where they started
@@ -633,6 +650,7 @@ class PipelineStrategy(ParallelStrategy):
         if self._control is None:  # nothing has run yet, and the module is whole
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        point("checkpoint")
         if "optimizer_states" in checkpoint:  # not for weights alone
             checkpoint[KEY] = self._data.state(self._trainer)
         if self._down and self._run is not None and self.world_size > 1:
@@ -686,13 +704,27 @@ class PipelineStrategy(ParallelStrategy):
         return self.replicas.all_gather(tensor, group, sync_grads)
 
     def on_exception(self, exception: BaseException) -> None:
-        if not self._leaving_together:
+        if isinstance(exception, SIGTERMException):
+            as_terminated(exception)
+            atexit.register(hurry)
+        if self._leaving_together and isinstance(exception, SIGTERMException):
+            self.control.barrier()  # whoever started them may end all when the first one has ended
+        else:
             self._tell_others(exception)
+
+    def _check_whole(self) -> None:
+        """Raises PipelineError if a step of this run has failed, and whoever called it goes on."""
+        if self._failed is not None:
+            raise PipelineError(
+                f"a step of this run has ended in {type(self._failed).__name__}, and ranks can't go on together after "
+                "that. If BatchSizeFinder has found a batch size that is too large, the one before it fits: set that, "
+                "or let the search end there by max_trials"
+            ) from self._failed
 
     @property
     def _down(self) -> bool:
         """Whether the other ranks can't be counted on: before they are connected, or once this one is failing."""
-        if self._control is None or self._failed:
+        if self._control is None or self._failed is not None:
             return True
         module = self.lightning_module
         if module is None or module._trainer is None:
@@ -714,7 +746,7 @@ class PipelineStrategy(ParallelStrategy):
             raise
 
     def _tell_others(self, error: BaseException) -> None:
-        self._failed = True
+        self._failed = self._failed or error
         if self._connections is not None:
             self._connections.fail(error)
 
@@ -725,8 +757,13 @@ class PipelineStrategy(ParallelStrategy):
 
 
 def _leave() -> None:
-    """Destroys the process groups before the interpreter ends: gloo's threads abort the process otherwise."""
-    if private.distributed_is_initialized():
+    """Destroys the process groups before the interpreter ends: gloo's threads abort the process otherwise. Not where
+    one of them may sit on a collective that was given up: who destroys its group waits for it."""
+    point("exit")
+    if has_given_up():
+        never_destroy(private.process_groups())
+        hurry()
+    elif private.distributed_is_initialized():
         dist.destroy_process_group()
 
 

@@ -19,7 +19,8 @@ from optuna.trial import FrozenTrial
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine import plain
-from lightning_pipes.engine.meeting import LOOPBACK, meet, run_store, store_on_loopback
+from lightning_pipes.engine.launcher import check_launcher
+from lightning_pipes.engine.meeting import LOOPBACK, adopted_store, made_store, run_store, store_on_loopback
 from lightning_pipes.engine.rendezvous import launcher_hosts_store
 from lightning_pipes.engine.trust import KNOWN, dumps, loads, part_of, seal_of, sealed, secret_for_children
 from lightning_pipes.ir import PipelineError, PlanError
@@ -107,10 +108,10 @@ class _Line:
         self.hosted = False
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, size = dist.get_rank(), dist.get_world_size()
-            self.store = run_store(default_store(), self.rank, size, 1)
+            self.store = made_store() or adopted_store(default_store(), self.rank, size, 1)
         elif launcher_hosts_store():
             self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            self.store = meet(self.rank, size, size, "", 0, _TIMEOUT)
+            self.store = run_store(self.rank, size, size, _TIMEOUT, check_launcher)
         elif ADDRESS in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
             self.rank = int(os.environ["LOCAL_RANK"])
             store = TCPStore(LOOPBACK, int(os.environ[ADDRESS]), is_master=False, timeout=_TIMEOUT)

@@ -10,12 +10,14 @@ from functools import partial
 from typing import Any
 
 import optuna
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from optuna import Study
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lightning_pipes.engine.failure import PeerFailure
 from lightning_pipes.engine.identity import Process
+from lightning_pipes.engine.points import point
 from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.sibling import Outcome, current_sibling
@@ -202,9 +204,10 @@ class _Leader:
             raise error
         if trial is None:
             return
+        point("trial.tell")
         with storage_errors():
             frozen = tell(self._study, trial, outcome.value, error, self._tracebacks)
-            if isinstance(error, PeerFailure):
+            if isinstance(error, (PeerFailure, SIGTERMException)):
                 try_again(self._study, trial.number, frozen.params)
         if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, self._catch):
             self._error = self._error or error
@@ -278,6 +281,7 @@ def _ended(index: int) -> str:
 
 
 def _try(objective: Objective, trial: ArrayTrial) -> Any:
+    point("trial")
     with as_current(trial):
         return objective(trial)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from lightning_pipes.engine.failure import FailureWatch
-from lightning_pipes.engine.meeting import meet, run_store, store_on_loopback
+from lightning_pipes.engine.meeting import adopted_store, lone_store, run_store, store_on_loopback
 from lightning_pipes.engine.trust import SECRET, ForgedError, Seal, SignedStore, part_of, seal_of, sealed
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
@@ -111,14 +111,16 @@ def listens(rank: int) -> tuple[list[Any], str, str]:
     """What ranks say through groups over the store, made with and without lazy connections, and its class."""
     logging.getLogger("lightning_pipes").setLevel(logging.ERROR)
     os.environ.pop("LIGHTNING_PIPES_SECRET", None)
-    store = meet(rank, 2, 2, "", 0, SOON)
+    store = run_store(rank, 2, 2, SOON, lambda: None)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
     found: list[Any] = [None, None]
     dist.all_gather_object(found, rank)
     group = dist.new_group([0, 1], backend="gloo")
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
-    assert run_store(dist.distributed_c10d._get_default_store(), rank, 2, 2) is store
+    adopted = adopted_store(dist.distributed_c10d._get_default_store(), rank, 2, 2)
+    assert run_store(rank, 2, 2, SOON, lambda: None) is store is not adopted
+    assert type(adopted) is type(store)
     return [*found, float(total)], type(store).__name__, os.environ["GLOO_SOCKET_IFNAME"]
 
 
@@ -130,7 +132,7 @@ def test_process_groups_over_it() -> None:
 
 
 def test_one_process_needs_no_port() -> None:
-    store = meet(0, 1, 1, "", 0, SOON)
+    store = lone_store()
     assert not isinstance(store, TCPStore)
 
 

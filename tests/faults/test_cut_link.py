@@ -24,22 +24,23 @@ from lightning_pipes.testing.emulated import Emulation, sleeping
 from tests.engine.pipes import connect
 from tests.faults.training import Run, train
 
-TIMEOUT, SOON = 5.0, 8.0
+TIMEOUT, SOON = 5.0, 80.0
+"""Seconds; on a machine that is not busy all are through 8 after the timeout, and who hangs is so for half an hour."""
 needs_hosts = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
 
 
 @pytest.mark.root
 @needs_hosts
-@pytest.mark.parametrize("place", ["forward", pytest.param("save", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["forward", "save"])
 def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
     run = Run(str(tmp_path), "cut", place, (1,), strategy={"heartbeat_timeout": TIMEOUT})
     with namespaces.Hosts(2) as hosts:
-        with_store, without = hosts.watch_ranks(train, run)
+        with_store, without = hosts.watch_ranks(train, run, timeout=120)
     assert time.monotonic() - float((tmp_path / "harmed1").read_text()) < TIMEOUT + SOON
     for o in (with_store, without):
         assert o.exitcode == 1
         assert "PeerFailure" in o.error
-    seconds = "for [5-9] s"  # more than five on a busy machine
+    seconds = r"for \d+ s"
     assert re.search(rf"rank 1 \(stage 0\) was declared dead by rank 0: no sign of life {seconds}", with_store.error)
     assert re.search(rf"rank 0, which hosts the store .*, has not answered rank 1 {seconds}", without.error)
 

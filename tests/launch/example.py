@@ -1,11 +1,13 @@
-"""The example as a process of its own, and how to find what it has started."""
+"""The example as a process of its own."""
 
 from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+
+from lightning_pipes.testing.interpreters import TOKEN
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "train.py")
@@ -22,25 +24,11 @@ SETTINGS = [
     "trainer.log_every_n_steps=1",
     "trainer.enable_progress_bar=false",
 ]
-TOKEN = "LIGHTNING_PIPES_TEST"
-"""What it is started with is found in the environment of all its processes."""
 
 
 def environment(token: str) -> dict[str, str]:
     """What to add to the environment; one thread a process, so that sums are the same whatever starts it."""
     return {TOKEN: token, "PYTHONPATH": str(ROOT), "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
-
-
-def processes(token: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """The processes, and their environments, that were started with this token."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            pairs = path.read_text().split("\0")
-        except OSError:
-            continue
-        env = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-        if env.get(TOKEN) == token:
-            yield int(path.parent.name), env
 
 
 def wait_until(ready: Callable[[], object], agents: list[subprocess.Popen[str]]) -> None:

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from lightning_pipes.testing import namespaces
-from tests.launch.example import EPOCHS, SCRIPT, SETTINGS, environment, processes, wait_until
+from lightning_pipes.testing.interpreters import processes
+from tests.launch.example import EPOCHS, SCRIPT, SETTINGS, environment, wait_until
 
 Start = Callable[[int, list[str], dict[str, str], Path], "subprocess.Popen[str]"]
 """Starts a command on one of the hosts, in a directory."""
@@ -65,12 +66,12 @@ def torchrun(
         agents.append(start(host, [*command, *where, SCRIPT, *SETTINGS], env, folder))
     if kill is not None:
         wait_until(lambda: [*folder.rglob("last.ckpt")], agents)
-        (pid,) = [pid for pid, ours in processes(token) if ours.get("RANK") == str(kill)]
+        (pid,) = [pid for pid, ours in processes(token).items() if ours.get("RANK") == str(kill)]
         os.kill(pid, signal.SIGKILL)
     with ThreadPoolExecutor(hosts) as pool:
         said = list(pool.map(lambda agent: agent.communicate(timeout=120)[0], agents))
     assert [agent.returncode for agent in agents] == [0] * hosts, "\n".join(said)
-    assert not [*processes(token)], "processes were left behind"
+    assert not processes(token), "processes were left behind"
     (directory,) = {path.parent.parent for path in folder.glob("outputs/**/last.ckpt")}
     assert len([*folder.glob("outputs/*/*")]) == 1
     return Training(directory, "".join(said))
@@ -100,8 +101,7 @@ def test_the_result_of_one_process(undisturbed, tmp_path):
     assert undisturbed.attempts == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+@pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
 def test_a_restart_goes_on_where_the_dead_one_was(rendezvous, undisturbed, tmp_path):
     options = []  # torchrun's own choice on one host is c10d
     if rendezvous == "static":
@@ -131,9 +131,8 @@ ENDPOINT = f"{namespaces.address(0)}:29500"
 
 
 @pytest.mark.root
-@pytest.mark.slow
 @needs_hosts
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_two_hosts_that_find_each_other(victim, undisturbed, tmp_path):
     """With the c10d rendezvous each host counts restarts for itself, and ranks may change hosts."""
     options = ["--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={ENDPOINT}", "--max-restarts=2"]

@@ -275,7 +275,7 @@ def test_connections_end_at_a_time(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: Group())
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    controls = [Control((0, 1), FailureWatch(None, 0), timedelta(seconds=1), places=[("", 0)] * 2) for _ in range(3)]
+    controls = [Control((0, 1), FailureWatch(None, 0), timedelta(seconds=1)) for _ in range(3)]
     for control in controls:
         control.connect()
         control.get_ready()

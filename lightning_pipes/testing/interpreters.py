@@ -1,0 +1,92 @@
+"""Runs whose processes are interpreters of their own, whoever has started them: found by a token in their environment.
+
+They end as a user's do, which forked ones that leave by `os._exit` do not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+TOKEN = "LIGHTNING_PIPES_RUN"
+"""The environment variable that all processes of a run have from who started it."""
+_FOREIGN = ("TORCHELASTIC_", "SLURM_", "PET_", "LIGHTNING_PIPES_")
+_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+_CLONE_NEWNS = 0x20000
+
+
+def environment(token: str, temporary: Path) -> dict[str, str]:
+    """The whole environment of a run's first process, without what another launcher has left in ours.
+
+    One thread a process, so that sums are the same whatever starts it.
+    """
+    own = {name: value for name, value in os.environ.items() if name not in _OTHERS and not name.startswith(_FOREIGN)}
+    return own | {
+        TOKEN: token,
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(temporary.parent),  # made by the import of torch
+        "OMP_NUM_THREADS": "1",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
+
+
+def processes(token: str) -> dict[int, dict[str, str]]:
+    """The environment of each process that was started with this token and has not ended."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            text = path.read_bytes()
+        except OSError:
+            continue
+        if token.encode() in text:
+            env = dict(pair.split("=", 1) for pair in text.decode(errors="replace").split("\0") if "=" in pair)
+            if env.get(TOKEN) == token:
+                found[int(path.parent.name)] = env
+    return found
+
+
+def rank_of(env: Mapping[str, str]) -> int:
+    """The rank of the process with that environment, on one host."""
+    return int(env.get("RANK", env.get("LOCAL_RANK", "0")))
+
+
+def wait_until(ready: Callable[[], object], seconds: float) -> bool:
+    """Whether `ready()` came about in so many seconds."""
+    until = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def end_all(token: str) -> None:
+    """Ends what is left of a run. Who has `faulthandler` enabled says where it was."""
+    for number, patience in ((signal.SIGABRT, 3.0), (signal.SIGKILL, 30.0)):
+        for pid in processes(token):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, number)
+        if wait_until(lambda: not processes(token), patience):
+            return
+
+
+def own_shared_memory() -> bool:
+    """Gives this process, and those that it starts, a /dev/shm of their own, in which nothing of others is; whether
+    that can be had: it needs root on Linux."""
+    libc = ctypes.CDLL(None)
+    if os.geteuid() != 0 or not hasattr(libc, "unshare") or libc.unshare(_CLONE_NEWNS):
+        return False
+    commands = (("--make-rprivate", "/"), ("-t", "tmpfs", "tmpfs", "/dev/shm"))
+    return all(subprocess.run(["mount", *each], check=False).returncode == 0 for each in commands)
+
+
+def left_in(*folders: Path) -> set[str]:
+    """The names of what is in some folders."""
+    return {str(path) for folder in folders for path in folder.iterdir()}

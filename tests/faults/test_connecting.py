@@ -1,0 +1,250 @@
+"""A rank dies while connections are made, or before or after; or goes its own way. Nobody is left waiting for it.
+
+Ranks end as interpreters do: with what waits there for threads of theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
+
+from lightning_pipes import JobArray, PipelineStrategy
+from lightning_pipes.engine.failure import PeerFailure
+from lightning_pipes.engine.points import Fault
+from lightning_pipes.testing.ranks import Outcome, run_ranks, watch_ranks
+from tests.faults.training import ROWS, Net, Run, pairs, terminate, train
+from tests.trainer.lit import quiet
+
+SOON = 30.0
+"""Seconds on a busy machine; each limit of ours is below ten, and half a minute and more was waited without them."""
+
+KILLED = {
+    "met some": Fault(1, "rendezvous.asked", ""),
+    "before the process group": Fault(1, "process_group", ""),
+    "before the first group": Fault(1, "new_group", ""),
+    "in a later group": Fault(1, "new_group", "", nth=2),
+    "rank 0": Fault(0, "new_group", "", nth=2),
+    "connecting stages": Fault(1, "transport.told", ""),
+    "teardown": Fault(1, "teardown", ""),
+}
+
+
+def killed(fault: Fault, folder: Path) -> list[Outcome]:
+    fault = Fault(fault.rank, fault.point, str(folder / "when"), fault.nth)
+    return watch_ranks(train, 2, Run(str(folder)), timeout=60, env=dict(fault.environment()))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Outcome], float]]:
+    """Of each case, with the seconds from the death to the end of the last rank."""
+    found = {}
+    for name, fault in KILLED.items():
+        folder = tmp_path_factory.mktemp("killed")
+        outcomes = killed(fault, folder)
+        found[name] = outcomes, time.monotonic() - float((folder / "when").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_death_while_connections_are_made(name, outcomes):
+    found, seconds = outcomes[name]
+    victim = KILLED[name].rank
+    assert found[victim].exitcode == -signal.SIGKILL
+    assert found[1 - victim].exitcode == 1
+    assert f"rank {victim} " in found[1 - victim].error
+    assert "has ended" in found[1 - victim].error
+    assert seconds < SOON
+
+
+def fit(**options: Any) -> pl.Trainer:
+    quiet()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineStrategy(microbatches=2, partition="parameters"),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"enable_checkpointing": False, "max_steps": 2, **options},
+    )
+    trainer.fit(Net(options.get("default_root_dir", os.devnull)), loader())
+    return trainer
+
+
+def loader(rows: int = 3 * ROWS, batch_size: int = ROWS) -> DataLoader[Any]:
+    return DataLoader(pairs(0, rows), batch_size=batch_size)
+
+
+class Quiet(Net):
+    """Writes nothing."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return ((self.layers(batch[0]) - batch[1]) ** 2).mean()
+
+
+def one_goes_on(rank: int, folder: str, who: int) -> str:
+    fit(default_root_dir=folder)
+    if rank == who:
+        fit(default_root_dir=folder)
+    return "through"
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_goes_on_alone_hears_that_the_other_has_ended(who, tmp_path):
+    """As `if trainer.is_global_zero: trainer.test()` would have it."""
+    outcomes = watch_ranks(one_goes_on, 2, str(tmp_path), who, timeout=60)
+    assert outcomes[1 - who].value == "through"
+    error = outcomes[who].error
+    assert f"rank {1 - who}" in error
+    assert "has ended by itself, while others were in a run, in which all ranks must take part" in error
+    assert abs(outcomes[0].seconds - outcomes[1].seconds) < SOON
+
+
+# ---- out of memory
+
+
+def no_threads(rank: int) -> str:
+    """What a rank says that fails when it can't have a thread; or what the other hears."""
+    quiet()
+
+    class Full(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step == 2 and rank == 1:
+                threading.Thread.start = refuse  # type: ignore[method-assign]
+                raise MemoryError("no room")
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineStrategy(microbatches=2, partition="parameters"),
+        max_steps=9,
+        callbacks=[Full()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(Quiet(os.devnull), loader(9 * ROWS))
+    except (MemoryError, PeerFailure) as error:
+        return f"{type(error).__name__}: {error}"
+    return "through"
+
+
+def test_a_failure_is_told_without_a_new_thread():
+    other, own = run_ranks(no_threads, 2, timeout=40)
+    assert own == "MemoryError: no room"
+    assert other.startswith("PeerFailure: rank 1 (stage 0) failed: MemoryError: no room")
+
+
+class TooSmall(Quiet):
+    """Finds no room on stage 0 for more than 8 rows."""
+
+    def __init__(self, batch_size: int = 2) -> None:
+        super().__init__(os.devnull)
+        self.batch_size = batch_size
+        self.layers[0].register_forward_pre_hook(self._need)
+
+    def _need(self, module: Any, arguments: tuple[torch.Tensor]) -> None:
+        if self.trainer.global_rank == 1 and self.batch_size > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(64, self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(64, self.batch_size)
+
+
+def find_batch_size(rank: int, folder: str) -> str:
+    quiet()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineStrategy(microbatches=2, partition="parameters"),
+        max_steps=3,
+        callbacks=[BatchSizeFinder(steps_per_trial=1)],
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(TooSmall())
+    return "through"
+
+
+def test_a_batch_size_that_is_too_large_ends_all_ranks(tmp_path):
+    outcomes = watch_ranks(find_batch_size, 2, str(tmp_path), timeout=60)
+    for o in outcomes:
+        assert "If BatchSizeFinder has found a batch size that is too large, the one before it fits" in o.error
+    assert "OutOfMemoryError" in outcomes[1].error
+    assert abs(outcomes[0].seconds - outcomes[1].seconds) < SOON
+
+
+# ---- SIGTERM in an array
+
+
+class Told(Callback):
+    """The process gets SIGTERM, once, in the fourth step of the first sibling."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 4:
+            terminate()
+
+
+def array(rank: int, folder: str) -> list[tuple[Any, str]]:
+    """Steps and errors of siblings, of which a third is not begun."""
+    quiet()
+    begun: list[pl.Trainer] = []
+
+    def job(number: int) -> None:
+        saver = OnExceptionCheckpoint(folder, filename=f"left{number}")
+        begun.append(
+            trainer := pl.Trainer(
+                accelerator="cpu",
+                devices=2,
+                strategy=PipelineStrategy(microbatches=2, partition="parameters"),
+                max_steps=2000,
+                callbacks=[saver, *([Told()] if number == 0 else [])],
+                logger=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+        )
+        trainer.fit(Quiet(os.devnull), loader())
+
+    def jobs() -> Any:
+        for number in range(3):
+            yield lambda number=number: job(number)
+
+    ended = JobArray(2).run(jobs())
+    found = []
+    with pytest.raises(SIGTERMException) as raised:
+        found.extend((begun[outcome.index].global_step, type(outcome.error).__name__) for outcome in ended)
+    return [*found, (raised.value.code, "array")]
+
+
+def test_sigterm_ends_all_siblings_with_whole_checkpoints(tmp_path):
+    zero, one = run_ranks(array, 2, str(tmp_path), timeout=60)
+    assert zero == one
+    *siblings, end = zero
+    assert end == (128 + 15, "array")
+    assert [kind for _, kind in siblings] == ["SIGTERMException"] * 2
+    for number, (steps, _) in enumerate(siblings):
+        checkpoint = torch.load(tmp_path / f"left{number}.ckpt", weights_only=False)
+        assert checkpoint["global_step"] == steps
+        assert checkpoint["state_dict"].keys() == Net("").state_dict().keys()
