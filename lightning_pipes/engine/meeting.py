@@ -20,6 +20,7 @@ from lightning_pipes.engine.trust import sealed
 LOOPBACK = "127.0.0.1"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _store: Any = None
+_kept: list[Any] = []
 _adopted: tuple[Any, Any] = None, None
 
 
@@ -49,6 +50,12 @@ def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Calla
 def made_store() -> Any:
     """The store that `run_store` has returned; None where processes found each other in another way."""
     return _store
+
+
+def kept(store: Any) -> Any:
+    """The store, which lasts as long as this process: torch, which gets it, would keep only its own half of it."""
+    _kept.append(store)
+    return store
 
 
 def lone_store() -> HashStore:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes.engine.ending import has_given_up, hurry, never_destroy
 from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch
 from lightning_pipes.engine.launcher import check_launcher, dead_ranks, heed_launcher
-from lightning_pipes.engine.meeting import adopted_store, lone_store, made_store, run_store
+from lightning_pipes.engine.meeting import adopted_store, kept, lone_store, made_store, run_store
 from lightning_pipes.engine.points import point
 from lightning_pipes.engine.rendezvous import store_host
 from lightning_pipes.engine.trust import secret_for_children
@@ -286,7 +286,7 @@ class PipelineStrategy(ParallelStrategy):
                 self._backend or private.default_backend(device),
                 timeout=self._timeout,
                 device_id=device if device.type != "cpu" else None,
-                store=watch.store() if self.world_size > 1 else lone_store(),
+                store=kept(watch.store()) if self.world_size > 1 else lone_store(),
             )
         )
         point("process_group.made")
