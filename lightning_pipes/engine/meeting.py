@@ -52,15 +52,15 @@ def made_store() -> Any:
     return _store
 
 
-def kept(store: Any) -> Any:
-    """The store, which lasts as long as this process: torch, which gets it, would keep only its own half of it."""
-    _kept.append(store)
-    return store
-
-
 def lone_store() -> HashStore:
     """A store for one process, which needs no port."""
     return HashStore()
+
+
+def kept(store: Any) -> Any:
+    """The store, kept for as long as a process group may use it: torch keeps only its own half of ours."""
+    _kept.append(store)
+    return store
 
 
 def adopted_store(default: Any, rank: int, size: int, local: int) -> Any:
