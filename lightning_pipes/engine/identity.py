@@ -59,9 +59,10 @@ class Process(NamedTuple):
     def parse(cls, text: str) -> Process | None:
         """The process of which `str` is `text`; None if that is no process."""
         parts = text.split("-")
-        if len(parts) != 5 or not (parts[3].isdigit() and parts[4].isdigit()):
+        if len(parts) != 5 or not all(part.isdigit() for part in parts[3:]):
             return None
-        return cls(*parts[:3], int(parts[3]), int(parts[4]))
+        machine, boot, space, pid, started = parts
+        return cls(machine, boot, space, int(pid), int(started))
 
     def __str__(self) -> str:
         """Letters, digits and hyphens."""

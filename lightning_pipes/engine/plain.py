@@ -75,15 +75,18 @@ class _Writer(pickle.Pickler):
             array = np.asarray(thing)
             if array.dtype.kind in _NUMBERS and array.dtype.itemsize:
                 whole = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                parts = pickle.PickleBuffer(whole), array.dtype.str, array.shape, isinstance(thing, np.generic)
+                parts = pickle.PickleBuffer(whole.data), array.dtype.str, array.shape, isinstance(thing, np.generic)
                 return _array, parts
         return NotImplemented
 
 
-class _Reader(pickle._Unpickler):
+_Unpickler: Any = pickle._Unpickler  # the one in Python; type checkers do not know what is in it
+
+
+class _Reader(_Unpickler):  # type: ignore[misc]
     """In Python, so that each step can be looked at."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)
+    dispatch = dict(_Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         found: Any = sys.modules.get(module)
@@ -96,18 +99,18 @@ class _Reader(pickle._Unpickler):
     def _call(self) -> None:
         if not _is_callable(self.stack[-2]):
             raise NotPlainError(f"{self.stack[-2]} is not to be called")
-        pickle._Unpickler.load_reduce(self)
+        _Unpickler.load_reduce(self)
 
     def _make(self) -> None:
         if not isinstance(self.stack[-2], type):
             raise NotPlainError(f"{self.stack[-2]} is no class")
-        pickle._Unpickler.load_newobj(self)
+        _Unpickler.load_newobj(self)
 
     def _build(self) -> None:
         thing = self.stack[-2]
         if isinstance(thing, type) or not _is_plain(type(thing)):
             raise NotPlainError(f"{thing} is not to be changed")
-        pickle._Unpickler.load_build(self)
+        _Unpickler.load_build(self)
 
     dispatch[pickle.REDUCE[0]] = _call
     dispatch[pickle.NEWOBJ[0]] = _make

@@ -1,9 +1,9 @@
 """Whom a rank believes: the other ranks, which share a secret with it, and nobody else who reaches a port.
 
 What ranks tell each other goes through sockets that gloo and a store of torch listen on, and neither asks who connects.
-So each value in the store, and each object in a message, carries a code that only who has the secret can make (HMAC).
-Ranks of one host get the secret from rank 0 through a socket at which the system says whose the other end is. Those of
-several hosts find it in their environment; without one, they take nothing but data from each other.
+So each value in the store, and each object in a message, carries a code that only who has the secret can make: a MAC,
+by keyed BLAKE2. Ranks of one host get the secret from rank 0 through a socket at which the system says whose the other
+end is. Those of several hosts find it in their environment; without one, they take nothing but data from each other.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Seal:
     """What makes and checks the codes of those who share a secret."""
 
     def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+        self._keyed = hashlib.blake2b(key=secret, digest_size=_CODE_BYTES)  # OpenSSL's HMAC takes nine times as long
 
     def sign(self, data: bytes, name: str = "") -> bytes:
         """A code, and the data that are known by that name."""
@@ -67,8 +67,10 @@ class Seal:
         return data
 
     def _code(self, data: bytes, name: str) -> bytes:
-        key = name.encode()
-        return hmac.digest(self._secret, b"%d/" % len(key) + key + data, "sha256")
+        code, key = self._keyed.copy(), name.encode()
+        code.update(b"%d/%b" % (len(key), key))
+        code.update(data)
+        return code.digest()
 
 
 class Known(Seal):

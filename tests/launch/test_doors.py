@@ -18,8 +18,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from lightning_pipes.testing import namespaces
+from lightning_pipes.testing.interpreters import processes, wait_until
 from lightning_pipes.testing.ranks import run_ranks
-from tests.launch.example import environment, processes, wait_until
+from tests.launch.example import environment
 
 pytestmark = [
     pytest.mark.root,
@@ -56,7 +57,7 @@ def listening(pid: int) -> Iterator[tuple[bool, int]]:
 def doors(token: str) -> tuple[dict[int, bool], Mapping[str, str]]:
     """The ports of all processes, whether other hosts reach them, and the environment of rank 1."""
     ports, env = dict[int, bool](), dict[str, str]()
-    for pid, found in processes(token):
+    for pid, found in processes(token).items():
         ports.update((port, outside) for outside, port in listening(pid))
         env = found if found.get("LOCAL_RANK") == "1" else env
     return ports, env
@@ -108,7 +109,7 @@ def test_a_run_on_one_host(what: str, tmp_path: Path) -> None:
     command = ["env", "-u", "GLOO_SOCKET_IFNAME", sys.executable, SCRIPT, what, str(tmp_path)]
     with namespaces.Hosts(2) as hosts:
         run = hosts.start(0, command, environment(token), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        wait_until(lambda: all((tmp_path / f"trains{rank}").exists() for rank in range(2)), [run])
+        assert wait_until(lambda: all((tmp_path / f"trains{rank}").exists() for rank in range(2)), 300)
         ports, env = doors(token)
         assert ports
         assert run_ranks(reached, 1, hosts.holders[1], sorted(ports)) == [[]]
@@ -122,7 +123,7 @@ def test_a_run_on_one_host(what: str, tmp_path: Path) -> None:
             said = run.communicate(timeout=2)[0]
         except subprocess.TimeoutExpired:
             (tmp_path / "planted").touch()
-            said = run.communicate(timeout=90)[0]
+            said = run.communicate(timeout=300)[0]
     assert run.returncode == 0, said
     assert said.count("came to its end") == 2
     assert not ran.exists()
