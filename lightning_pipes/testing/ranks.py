@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -179,6 +180,7 @@ def _rank_main(
     multiprocessing.set_start_method("fork", force=True)
     os.environ.update(environment(rank, n, "127.0.0.1", port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"} | env)
     torch.set_num_threads(1)
+    gc.freeze()  # what is loaded is no garbage, and looking at it in the end takes a second
     with open(stacks, "w") as file:
         faulthandler.dump_traceback_later(max(timeout - 3.0, timeout / 2), file=file)
         value, error, status = None, "", 0
@@ -195,8 +197,9 @@ def _rank_main(
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # As an interpreter of its own ends; what processes of `multiprocessing` do instead would hide who waits there.
-    ctypes.pythonapi.Py_Exit(status)
+    if error:  # ends as an interpreter of its own does: there, too, nobody may wait for the dead
+        ctypes.pythonapi.Py_Exit(status)
+    os._exit(0)
 
 
 def _status(raised: BaseException) -> int:

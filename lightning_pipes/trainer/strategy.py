@@ -591,6 +591,7 @@ class PipelineStrategy(ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """The checkpoint that rank 0 means: a tuner names its own after a random number of its process."""
+        self._check_whole()
         self._finish_saving()
         checkpoint = self._read(self.broadcast(checkpoint_path), weights_only)
         if self._run is None:  # while training, tuners go back to where they started

@@ -170,7 +170,7 @@ class TooSmall(Quiet):
         return loader(64, self.batch_size)
 
 
-def find_batch_size(rank: int) -> str:
+def find_batch_size(rank: int, folder: str) -> str:
     quiet()
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -178,6 +178,7 @@ def find_batch_size(rank: int) -> str:
         strategy=PipelineStrategy(microbatches=2, partition="parameters"),
         max_steps=3,
         callbacks=[BatchSizeFinder(steps_per_trial=1)],
+        default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -186,8 +187,8 @@ def find_batch_size(rank: int) -> str:
     return "through"
 
 
-def test_a_batch_size_that_is_too_large_ends_all_ranks():
-    outcomes = watch_ranks(find_batch_size, 2, timeout=60)
+def test_a_batch_size_that_is_too_large_ends_all_ranks(tmp_path):
+    outcomes = watch_ranks(find_batch_size, 2, str(tmp_path), timeout=60)
     for o in outcomes:
         assert "If BatchSizeFinder has found a batch size that is too large, the one before it fits" in o.error
     assert "OutOfMemoryError" in outcomes[1].error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 from typing import Any
 
 import lightning.pytorch as pl
@@ -165,6 +166,47 @@ def test_distributed_is_initialized():
 
 def test_subprocess_script_launcher():
     assert arguments(private.SubprocessLauncher)[:3] == ["cluster_environment", "num_processes", "num_nodes"]
+
+
+def test_call_children_scripts():
+    """`_call_children_scripts` fills `procs`, and gives the children this process's environment."""
+    source = inspect.getsource(private.SubprocessLauncher._call_children_scripts)
+    assert "self.procs.append(new_process)" in source
+    assert "env_copy = os.environ.copy()" in source
+
+
+def test_set_num_threads_if_needed(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    before = torch.get_num_threads()
+    private.set_num_threads_if_needed(num_processes=1)
+    assert torch.get_num_threads() == before
+
+
+def groups_of(rank: int) -> int:
+    dist.init_process_group("gloo")
+    dist.new_group([0, 1])
+    return len(private.process_groups())
+
+
+def test_process_groups():
+    assert run_ranks(groups_of, 2, timeout=20) == [2, 2]
+
+
+def test_original_signal_handlers():
+    """`_original_handlers` has what was there before Lightning's own."""
+    trainer = pl.Trainer(accelerator="cpu", logger=False)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        trainer._signal_connector.register_signal_handlers()
+        assert private.ends_at_sigterm(trainer)
+        trainer._signal_connector.teardown()
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        trainer._signal_connector.register_signal_handlers()
+        assert not private.ends_at_sigterm(trainer)
+        trainer._signal_connector.teardown()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def store_of(rank: int) -> bool:

@@ -1,0 +1,140 @@
+"""Interpreters of their own, which somebody launches: who dies, stops or is terminated takes nobody's time.
+
+Processes end as users' do, with all that Python does then.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_pipes.engine import launcher
+from lightning_pipes.testing.interpreters import processes
+from tests.launch.example import environment, wait_until
+from tests.launch.fit import HEARTBEAT_TIMEOUT
+
+SCRIPT = str(Path(__file__).with_name("fit.py"))
+SOON = 40.0
+"""Seconds on a busy machine, where the end of an interpreter alone takes five; our own limits are below ten."""
+
+
+@dataclass
+class Script:
+    """A script with two ranks that was launched.
+
+    Attributes:
+        launched: the process that launches, which under Lightning is rank 0.
+    """
+
+    launched: subprocess.Popen[str]
+    folder: Path
+    token: str
+
+    def send(self, signum: signal.Signals, rank: int | None, when: str) -> None:
+        """Sends a signal to a rank, or to the launcher, when all ranks are there."""
+        ready = [self.folder / f"{when}{r}" for r in range(2)]
+        wait_until(lambda: all(map(Path.exists, ready)), [self.launched])
+        pid = self.launched.pid if rank is None else int((self.folder / f"started{rank}").read_text())
+        os.kill(pid, signum)
+
+    def end(self, but: int | None = None) -> tuple[int | None, str]:
+        """The exit status of the launcher, and what was said; all processes end soon, `but` for a rank that is stopped,
+        which may stay."""
+        until = time.monotonic() + SOON
+        stays = "-1" if but is None else (self.folder / f"started{but}").read_text()
+        while any(str(pid) != stays for pid in processes(self.token)):
+            assert time.monotonic() < until, "processes are left"
+            self.launched.poll()
+            time.sleep(0.05)
+        return self.launched.wait(5), (self.folder / "said").read_text()
+
+
+@contextmanager
+def script(folder: Path, *launcher: str) -> Iterator[Script]:
+    token = secrets.token_hex(8)
+    env = {**os.environ, **environment(token)}
+    with open(folder / "said", "w") as said:
+        command = [sys.executable, *launcher, SCRIPT, "1000000"]
+        started = subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=said, text=True)
+    try:
+        yield Script(started, folder, token)
+    finally:
+        for pid, _ in processes(token):
+            os.kill(pid, signal.SIGKILL)
+        started.wait()
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+
+
+def test_who_raises_ends_though_a_stopped_rank_owes_it_an_answer(tmp_path):
+    with script(tmp_path) as run:
+        run.send(signal.SIGSTOP, 1, "training")
+        status, said = run.end(but=1)
+    assert status == 1
+    assert f"rank 1 (stage 0) was declared dead by rank 0: no sign of life for {HEARTBEAT_TIMEOUT:.0f} s" in said
+    assert "Traceback" in said
+
+
+def test_sigterm_is_no_success(tmp_path):
+    with script(tmp_path) as run:
+        run.send(signal.SIGTERM, 0, "training")
+        status, _ = run.end()
+    assert status == 128 + signal.SIGTERM
+    assert len(torch.load(tmp_path / "left.ckpt", weights_only=False)["state_dict"]) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["started", "training"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_under_lightnings_launcher(victim, when, tmp_path):
+    with script(tmp_path) as run:
+        run.send(signal.SIGKILL, victim, when)
+        status, said = run.end()
+    assert status == (1 if victim else -signal.SIGKILL)
+    named = {
+        0: ("rank 0, which hosts the store of this run, has ended", "which has started this one, has ended"),
+        1: ("rank 1 was ended by signal 9 before it came", "rank 1 (stage 0) has ended", "rank 1 has ended"),
+    }
+    assert any(name in said for name in named[victim])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["started", "training"])
+def test_a_death_of_torchruns_agent(when, tmp_path):
+    with script(tmp_path, *TORCHRUN) as run:
+        run.send(signal.SIGKILL, None, when)
+        _, said = run.end()
+    assert "has started this one, has ended" in said or "the launcher, which hosts the store" in said
+
+
+@pytest.mark.slow
+def test_a_terminated_rank_is_a_failure_for_torchrun(tmp_path):
+    with script(tmp_path, *TORCHRUN) as run:
+        run.send(signal.SIGTERM, 1, "training")
+        status, said = run.end()
+    assert status == 1
+    assert "exitcode  : 143" in said
+    assert (tmp_path / "left.ckpt").exists()
+
+
+def test_who_was_started_by_a_rank_is_no_rank(monkeypatch):
+    """It has the rank's environment."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv(launcher.LAUNCHER, str(os.getpid()))
+    code = "from lightning_pipes.engine.launcher import _launcher; import os; print(_launcher() == os.getppid())"
+    below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    for program, ours in ((code, "True\n"), (below, "False\n")):
+        found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert found.stdout == ours
