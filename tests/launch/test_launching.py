@@ -70,7 +70,7 @@ def script(folder: Path, *launcher: str) -> Iterator[Script]:
     try:
         yield Script(started, folder, token)
     finally:
-        for pid, _ in processes(token):
+        for pid in processes(token):
             os.kill(pid, signal.SIGKILL)
         started.wait()
 
