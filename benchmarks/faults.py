@@ -5,7 +5,7 @@ own, on 2 to 4 ranks, with every form of checkpoint. One process is killed or st
 random instant from launch to exit, or at one of the places that lightning_pipes.engine.points names.
 
 An end is clean if every other process has ended within ten seconds of when it can know (of a kill at once, of a stop
-or a cut link after heartbeat_timeout, before the ranks are connected after timeout), by itself and with an error, if
+or a cut link after heartbeat_timeout, before hosts are connected after timeout), by itself and with an error, if
 the rank is named in what they say, if no process and nothing in /dev/shm and TMPDIR is left, and if who was stopped
 ends within ten seconds of being continued. Then the same is started again; its weights in the end have to equal those
 of an undisturbed run, bit for bit.
@@ -118,7 +118,13 @@ class Case:
     @property
     def early(self) -> bool:
         """Whether ranks may not be connected yet."""
-        return self.phase == "launch" or self.point == "process_group.made" or self.after == "imported"
+        first = self.nth == 1 and self.point in ("process_group.made", "sibling.turn", "trial")
+        return self.phase == "launch" or self.after == "imported" or first
+
+    @property
+    def told(self) -> bool:
+        """Whether others can know of it at once: of a kill by connections that break, or by a launcher."""
+        return self.act == "kill" and not (self.early and self.launcher == "hosts")
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ def few(every: Iterator[Case]) -> list[Case]:
     phases, others = dict[str, Case](), list[Case]()
     while len(phases) < len(PHASES) or len(others) < QUICK - len(PHASES):
         each = next(every)
-        if each.ranks > 2 or (each.early and each.act != "kill"):  # those take their time
+        if each.ranks > 2 or (each.early and not each.told):  # those take their time
             continue
         if each.phase not in phases:
             phases[each.phase] = each
@@ -247,9 +253,8 @@ class Run:
     def __init__(self, case: Case, folder: Path, soon: float) -> None:
         self.case = case
         self.soon = soon
-        waits = case.act != "kill"
-        self.timeout = 3 * soon if waits and case.early else 1800.0
-        heartbeat = HEARTBEAT if waits else 120.0
+        self.timeout = 1800.0 if case.told or not case.early else 3 * soon
+        heartbeat = 120.0 if case.told else HEARTBEAT
         self.job = Job(str(folder / "job"), case.kind, case.form, case.ranks, heartbeat, self.timeout)
         self.token = secrets.token_hex(16)
         self.temporary = folder / "tmp"
@@ -354,7 +359,7 @@ class Run:
         """What is not as it should be in how the processes end, and in how many seconds they did."""
         wrong = []
         known = at
-        if self.case.act != "kill":
+        if not self.case.told:
             known += self.timeout if self.case.early else HEARTBEAT
         alone = not self.others()
         restarted = self.case.restarts and not self.complete
