@@ -186,7 +186,7 @@ def case(draw: random.Random, number: int, hosts: bool) -> Case:
     of_rank_zero = ("sharded" not in form and phase == "saving") or (kind == "study" and draw.random() < 0.3)
     victim = 0 if of_rank_zero else draw.choice(victims)
     after = "" if phase in ("saving", "hand-over") or draw.random() < 0.6 else instants(phase)
-    if launcher == "torchrun" and after and draw.random() < 0.3:
+    if launcher == "torchrun" and after and draw.random() < 0.6:
         victim = LAUNCHER
     if act == "stop" and kind == "study" and phase in ("launch", "connecting"):
         act = "kill"  # nobody can tell who has not come yet from who is slow, and a study waits for half an hour
