@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.message import FRONT_BYTES, Decoder, Encoder, Message, Wire, ordinary, pinned
+from lightning_pipes.engine.trust import Seal
 from lightning_pipes.ir import Instruction
 
 POSTED = 4
@@ -51,9 +52,16 @@ class Outbox:
     would cost the computing thread more than the message does.
     """
 
-    def __init__(self, group: ProcessGroupGloo, peer: int, device: torch.device, lost: Callable[[BaseException], None]):
+    def __init__(
+        self,
+        group: ProcessGroupGloo,
+        peer: int,
+        device: torch.device,
+        lost: Callable[[BaseException], None],
+        seal: Seal | None,
+    ):
         self._group, self._lost = group, lost
-        self._encoder = Encoder(pinned if device.type == "cuda" else ordinary)
+        self._encoder = Encoder(pinned if device.type == "cuda" else ordinary, seal=seal)
         self._slots = deque([FIRST_SLOT] * POSTED)  # sizes of the receives that the peer has posted, or will next
         self._slot = FIRST_SLOT
         self._stager = _StageOut(device, self._post, lost) if device.type == "cuda" else None
@@ -175,10 +183,11 @@ class Inbox:
         device: torch.device,
         deliver: Callable[[Message], None],
         lost: Callable[[BaseException], None],
+        seal: Seal | None,
     ):
         self._group, self._peer, self._device = group, peer, device
         self._deliver, self._lost = deliver, lost
-        self._decoder = Decoder()
+        self._decoder = Decoder(seal)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._posted: deque[tuple[Work, torch.Tensor, int]] = deque()
         for _ in range(POSTED):

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.channel import RECEIVER, SENDER, Inbox, Outbox, Work
 from lightning_pipes.engine.message import Message
+from lightning_pipes.engine.trust import Seal
 from lightning_pipes.ir import Instruction
 
 CPU = torch.device("cpu")
@@ -82,8 +83,9 @@ class DirectOutbox:
         peer: int,
         device: torch.device,
         lost: Callable[[BaseException], None],
+        seal: Seal | None,
     ) -> None:
-        self._headers = Outbox(headers, peer, CPU, lost)
+        self._headers = Outbox(headers, peer, CPU, lost, seal)
         self._payload, self._lost = payload, lost
         self._stream = _Stream(device)
         self._leaving: SimpleQueue[list[tuple[Work, torch.Tensor]] | None] = SimpleQueue()
@@ -128,10 +130,11 @@ class DirectInbox:
         device: torch.device,
         deliver: Callable[[Message], None],
         lost: Callable[[BaseException], None],
+        seal: Seal | None,
     ) -> None:
         self._payload, self._device, self._deliver = payload, device, deliver
         self._stream = _Stream(device)
-        self._headers = Inbox(headers, peer, CPU, self._fetch, lost)
+        self._headers = Inbox(headers, peer, CPU, self._fetch, lost, seal)
 
     def close(self, failed: bool) -> None:
         self._headers.close(failed)

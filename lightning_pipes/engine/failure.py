@@ -22,12 +22,11 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine import ending
 from lightning_pipes.engine.heartbeat import BEAT_SECONDS, Silence, heart_of
-from lightning_pipes.engine.places import has_ended, is_near
 from lightning_pipes.engine.points import point
+from lightning_pipes.engine.trust import Seal, part_of, printable, seal_of
 from lightning_pipes.ir import PipelineError
 
 _log = logging.getLogger(__name__)
@@ -120,8 +119,7 @@ class FailureWatch:
         self._threads: list[threading.Thread] = []
         if store is not None:
             self._heart = heart_of(store, rank)
-            run = self._heart.line.add(f"lightning_pipes/runs/{rank}", 1)  # the same on every rank
-            self._prefix = f"lightning_pipes/{run}"
+            self._prefix = f"lightning_pipes/{self._heart.next_run(rank)}"
             self._key = f"{self._prefix}/failure"
             for name, target in (("watch", self._watch), ("watchdog", self._guard), ("last words", self._write)):
                 thread = threading.Thread(target=target, name=f"lightning_pipes failure {name}", daemon=True)
@@ -138,7 +136,12 @@ class FailureWatch:
         second."""
         self._stores += 1
         prefix = f"{self._prefix}/{self._stores}"
-        return lambda: PrefixStore(prefix, self._store.clone())
+        return lambda: part_of(self._store, prefix)
+
+    @property
+    def seal(self) -> Seal | None:
+        """What proves that something comes from another rank; None where nothing does."""
+        return seal_of(self._store)
 
     def name(self, rank: int) -> str:
         """A rank and its stages, as messages call it."""
@@ -170,8 +173,8 @@ class FailureWatch:
 
     def has_ended(self, rank: int) -> bool:
         """Whether the process of `rank` is known to have ended; that of another host never is."""
-        place = None if self._store is None else self._heart.place(rank)
-        return place is not None and has_ended(place)
+        process = None if self._store is None else self._heart.process(rank)
+        return process is not None and process.has_ended()
 
     def check(self) -> None:
         """Raises PeerFailure if any rank has failed."""
@@ -288,8 +291,8 @@ class FailureWatch:
     def _look_after(self, other: int) -> None:
         """Tells all if the process of another rank has ended, as far as can be seen from here, in the middle of this
         run."""
-        place = self._heart.ask(other)
-        if place is not None and is_near(place) and has_ended(place) and not self._has_left(other):
+        process = self._heart.ask(other)
+        if process is not None and process.has_ended() and not self._has_left(other):
             self._tell(
                 f"{self.name(other)} has ended{self._how(other)}: rank {self._rank} found its process gone"
                 f"{self._while_doing()}"
@@ -349,6 +352,7 @@ class FailureWatch:
 
     def _tell(self, text: str, elsewhere: bool = True) -> None:
         """Makes `text` the failure of the run, unless there is one; `elsewhere` if it is not this rank's own."""
+        text = printable(text)
         first = None
         if (
             self._store is not None and not self._closed.is_set()
@@ -370,7 +374,7 @@ class FailureWatch:
                 words.answer(None)
 
     def _learn(self, text: str) -> None:
-        doing = self._while_doing()
+        doing, text = self._while_doing(), printable(text)
         self._notice(text + (f"\nrank {self._rank} learnt of it{doing}" if doing else ""))
 
     def _notice(self, text: str, elsewhere: bool = True) -> None:

@@ -6,11 +6,12 @@ There it also says which process it is, and in the end that it has come to its e
 from __future__ import annotations
 
 import atexit
-import json
+import itertools
 import threading
+from collections import Counter
 from typing import Any
 
-from lightning_pipes.engine.places import Place, own_place
+from lightning_pipes.engine.identity import Process
 
 BEAT_SECONDS = 1.0
 
@@ -49,30 +50,38 @@ class Heart:
         self.store = store
         self.line, self.last_words = store.clone(), store.clone()
         self._rank = rank
-        self._places: dict[int, Place] = {}
+        self._processes: dict[int, Process] = {}
+        self._runs: Counter[int] = Counter()
         self._ended = threading.Event()
-        self.line.set(_key("place", rank), json.dumps(own_place()))
+        self.line.set(_key("place", rank), str(Process.own()))
         self._thread = threading.Thread(target=self._beat, name="lightning_pipes heart", daemon=True)
         self._thread.start()
 
     def beats(self, rank: int) -> int:
         """How often the heart of `rank` has beaten."""
-        return int(self.line.add(_key("heart", rank), 0))
+        key = _key("heart", rank)
+        return int(self.line.get(key)) if self.line.check([key]) else 0
 
-    def place(self, rank: int) -> Place | None:
-        """Which process is `rank`; None where it has not said so yet, or `ask` has not asked."""
-        return self._places.get(rank)
+    def process(self, rank: int) -> Process | None:
+        """The process of `rank`; None where it has not said so yet, or `ask` has not asked."""
+        return self._processes.get(rank)
 
-    def ask(self, rank: int) -> Place | None:
-        """Which process is `rank`; None where it has not said so yet."""
-        if rank not in self._places and self.line.check([_key("place", rank)]):
-            host, pid = json.loads(self.line.get(_key("place", rank)))
-            self._places[rank] = host, pid
-        return self._places.get(rank)
+    def ask(self, rank: int) -> Process | None:
+        """The process of `rank`; None where it has not said so yet."""
+        if rank not in self._processes and self.line.check([_key("place", rank)]):
+            process = Process.parse(self.line.get(_key("place", rank)).decode())
+            if process is not None:
+                self._processes[rank] = process
+        return self._processes.get(rank)
 
     def has_come_to_its_end(self, rank: int) -> bool:
         """Whether the interpreter of `rank` has ended, as it says itself."""
         return bool(self.line.check([_key("ended", rank)]))
+
+    def next_run(self, rank: int) -> int:
+        """The number of the run that begins; the same on every rank."""
+        self._runs[rank] += 1
+        return self._runs[rank]
 
     def stop(self) -> None:
         """No more beats; the interpreter can end."""
@@ -81,8 +90,10 @@ class Heart:
 
     def _beat(self) -> None:
         try:
-            while not self._ended.wait(BEAT_SECONDS):
-                self.line.add(_key("heart", self._rank), 1)
+            for beats in itertools.count(1):
+                if self._ended.wait(BEAT_SECONDS):
+                    break
+                self.line.set(_key("heart", self._rank), str(beats))  # and not `add`: what that makes can't be signed
             self.line.set(_key("ended", self._rank), "")
         except RuntimeError:  # the store is gone, which the watch of a run notices and tells
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,9 +15,8 @@ from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.local import CONNECT_SECONDS, HELLO, LocalInbox, LocalMailbox, LocalOutbox
 from lightning_pipes.engine.mailbox import Key
 from lightning_pipes.engine.points import point
+from lightning_pipes.engine.trust import same_user
 from lightning_pipes.ir import Kind, Plan, send_of
-
-_PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
 
 
 def host() -> str:
@@ -56,8 +54,7 @@ class Listener:
                 if time.monotonic() > deadline:
                     raise
                 continue
-            _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-            if uid != os.getuid():  # messages are unpickled: nobody else may send any
+            if not same_user(connection):  # messages are unpickled: nobody else may send any
                 connection.close()
                 continue
             connection.settimeout(CONNECT_SECONDS)

@@ -1,12 +1,11 @@
 """One message as bytes: a fixed header, what its leaves are, and the tensors themselves.
 
 gloo checks neither size nor order, so everything that a receiver must know travels along and is checked. The
-structure of the tree is pickled once per channel and signature, and named by number afterwards.
+structure of the tree is sent once per channel and signature, and named by number afterwards.
 """
 
 from __future__ import annotations
 
-import pickle
 import struct
 import threading
 from collections import OrderedDict
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.trust import KNOWN, Seal, dumps, loads
 from lightning_pipes.ir import Instruction, Kind, PipelineError, Span
 
 KINDS = tuple(Kind)
@@ -67,15 +67,15 @@ class Signature:
     leaves: tuple[tuple[torch.Size, torch.dtype] | None, ...]
     flags: tuple[bool, ...]
 
-    def to_bytes(self) -> bytes:
-        """Itself pickled, the structure as a tree of numbers."""
+    def to_bytes(self, seal: Seal | None) -> bytes:
+        """Itself, the structure as a tree of numbers."""
         skeleton = None if self.spec is None else pytree.tree_unflatten(range(len(self.leaves)), self.spec)
-        return pickle.dumps((skeleton, self.leaves, self.flags))
+        return dumps((skeleton, self.leaves, self.flags), seal)
 
     @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> Signature:
+    def from_bytes(cls, data: bytes | memoryview, seal: Seal | None) -> Signature:
         """What `to_bytes` wrote."""
-        skeleton, leaves, flags = pickle.loads(data)
+        skeleton, leaves, flags = loads(data, seal)
         return cls(None if skeleton is None else pytree.tree_structure(skeleton), leaves, flags)
 
     def tree(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Any:
@@ -138,11 +138,16 @@ class Encoder:
     Args:
         allocate: where wires lie.
         drop: told of each wire that is not kept any longer.
+        seal: of whom the receiver believes.
     """
 
     def __init__(
-        self, allocate: Callable[[int], torch.Tensor] = ordinary, drop: Callable[[Wire], None] = lambda wire: None
+        self,
+        allocate: Callable[[int], torch.Tensor] = ordinary,
+        drop: Callable[[Wire], None] = lambda wire: None,
+        seal: Seal | None = KNOWN,
     ) -> None:
+        self._seal = seal
         self._allocate = allocate
         self._drop = drop
         self._known: dict[Any, tuple[int, Signature]] = {}
@@ -161,12 +166,12 @@ class Encoder:
             described = tuple((t.shape, t.dtype) if isinstance(t, torch.Tensor) else None for t in leaves)
             tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
             plain = [v for v in leaves if not isinstance(v, torch.Tensor)]
-            values = pickle.dumps(plain) if plain else b""
+            values = dumps(plain, self._seal) if plain else b""
         known = self._known.get((spec, described, flags))
         spec_bytes = b""
         if known is None:
             known = self._known[spec, described, flags] = (len(self._known), Signature(spec, described, flags))
-            spec_bytes = known[1].to_bytes()
+            spec_bytes = known[1].to_bytes(self._seal)
         number, signature = known
         extra = spec_bytes + values
         wire = self._wire((number, -(-(_EXTRA + len(extra)) // ALIGN) * ALIGN), signature)
@@ -204,9 +209,14 @@ class Encoder:
 
 
 class Decoder:
-    """The receiving end of one channel."""
+    """The receiving end of one channel.
 
-    def __init__(self) -> None:
+    Args:
+        seal: of whom it believes.
+    """
+
+    def __init__(self, seal: Seal | None = KNOWN) -> None:
+        self._seal = seal
         self._signatures: dict[int, Signature] = {}
 
     def decode(
@@ -227,10 +237,10 @@ class Decoder:
             raise PipelineError(f"received {bytes(magic)!r} instead of a message: do all ranks run the same version?")
         at = _EXTRA
         if n_spec:
-            self._signatures[number] = Signature.from_bytes(view[at : at + n_spec])
+            self._signatures[number] = Signature.from_bytes(view[at : at + n_spec], self._seal)
             at += n_spec
         signature = self._signatures[number]
-        values = pickle.loads(view[at : at + n_values]) if n_values else ()
+        values = loads(view[at : at + n_values], self._seal) if n_values else ()
         key = (window, Instruction(KINDS[kind], stage, job, batch, Span(start, stop)))
         tensors = views.get(number) if views is not None and not n_spec and not n_values else None
         if tensors is None:

@@ -6,23 +6,20 @@ gloo would connect there. The count of restarts can't be the name of a fresh par
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from lightning_pipes.engine.places import has_ended, own_place
+from lightning_pipes.engine.identity import Process
 from lightning_pipes.engine.points import point
 
 _ASK_SECONDS = 0.02
 _LOOK_SECONDS = 0.1
-_store: Any = None
 
 
 def launcher_hosts_store() -> bool:
@@ -35,35 +32,7 @@ def store_host() -> str:
     return "the launcher" if launcher_hosts_store() else "rank 0"
 
 
-def run_store(rank: int, size: int, timeout: timedelta, check: Callable[[], None]) -> Any:
-    """The store in which the ranks of this job meet, the same in all of its runs. `check` is called while the host of
-    the store has not come, and may raise.
-
-    Raises:
-        TimeoutError: it does not come.
-        ConnectionRefusedError: the launcher hosted it, and is gone.
-    """
-    global _store
-    if _store is None:
-        _store = own_store(rank, size, timeout, check) or _met_store(rank, timeout, check)
-    return _store
-
-
-def made_store() -> Any:
-    """What `run_store` has returned; None where processes found each other in another way."""
-    return _store
-
-
-def _met_store(rank: int, timeout: timedelta, check: Callable[[], None]) -> TCPStore:
-    """The store that rank 0 hosts."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if rank == 0:
-        return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)
-    _wait_for_host(address, port, timeout, check)
-    return TCPStore(address, port, is_master=False, timeout=timeout)
-
-
-def _wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[], None]) -> None:
+def wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[], None]) -> None:
     """Returns when somebody listens there; a store's own client would wait for that without a word."""
     until = time.monotonic() + timeout.total_seconds()
     while True:
@@ -85,7 +54,7 @@ def _wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[
 def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None) -> TCPStore:
     """A connection to the launcher's store."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    _wait_for_host(address, port, timeout, check)
+    wait_for_host(address, port, timeout, check)
     return TCPStore(address, port, is_master=False, timeout=timeout)
 
 
@@ -112,7 +81,7 @@ def agreed_name(
     """
     own = secrets.token_hex(8)
     point("rendezvous")
-    store.set(f"lightning_pipes/place/{own}", json.dumps(own_place()))
+    store.set(f"lightning_pipes/place/{own}", str(Process.own()))
     store.set(f"lightning_pipes/asks/{rank}", own)
     living = _Living(store)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -163,8 +132,8 @@ class _Living:
         if not self._store.check([f"lightning_pipes/asks/{rank}"]):
             return
         number = self._store.get(f"lightning_pipes/asks/{rank}").decode()
-        host, pid = json.loads(self._store.get(f"lightning_pipes/place/{number}"))
-        if not has_ended((host, pid)):
+        process = Process.parse(self._store.get(f"lightning_pipes/place/{number}").decode())
+        if process is None or not process.has_ended():
             self._seen.add(number)
         elif number in self._seen:
             raise ConnectionAbortedError(f"rank {rank} has ended before all ranks had come")

@@ -47,7 +47,7 @@ class GlooTransport:
         self._out: dict[tuple[int, Kind], Outbox | DirectOutbox] = {}
         self._in: list[Inbox | DirectInbox] = []
         watch.on_failure(self.mailbox.fail)
-        self._store = store
+        self._store, seal = store, watch.seal
         self._global_rank = global_ranks[rank]
         self._neighbours: set[int] = set()
         for source, destination, kind in plan.links:
@@ -66,13 +66,13 @@ class GlooTransport:
             if direct is not None:
                 payload = direct(PrefixStore(f"direct/{name}", self._store), end)
                 if rank == source:
-                    self._out[destination, kind] = DirectOutbox(group, payload, peer, device, lost)
+                    self._out[destination, kind] = DirectOutbox(group, payload, peer, device, lost, seal)
                 else:
-                    self._in.append(DirectInbox(group, payload, peer, device, self.mailbox.put, lost))
+                    self._in.append(DirectInbox(group, payload, peer, device, self.mailbox.put, lost, seal))
             elif rank == source:
-                self._out[destination, kind] = Outbox(group, peer, device, lost)
+                self._out[destination, kind] = Outbox(group, peer, device, lost, seal)
             else:
-                self._in.append(Inbox(group, peer, device, self.mailbox.put, lost))
+                self._in.append(Inbox(group, peer, device, self.mailbox.put, lost, seal))
 
     def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
         self._out[rank, send_of(key[1]).kind].send(key, tree, flags)

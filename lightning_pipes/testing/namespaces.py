@@ -99,6 +99,7 @@ class Hosts:
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "MASTER_ADDR": address(0),
             "MASTER_PORT": str(PORT),
+            "LOCAL_WORLD_SIZE": "1",
             "GLOO_SOCKET_IFNAME": DEVICE,
             **(env or {}),
         }

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.points import point
+from lightning_pipes.engine.trust import Seal
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.packing import Packed, unpacked
 
@@ -216,7 +217,9 @@ class Control:
     def _send(self, source: int, group: Any, thing: Any) -> Any:
         while self._leaving and (len(self._leaving) > _MOST_LEAVING or self._leaving[0].is_completed()):
             self._finish(self._leaving.popleft())
-        self._leaving.extend(dist.broadcast(m, source, group=group, async_op=True) for m in _messages(thing))
+        self._leaving.extend(
+            dist.broadcast(m, source, group=group, async_op=True) for m in _messages(thing, self._seal)
+        )
         return thing
 
     def _received(self, first: torch.Tensor, source: int, group: Any) -> Any:
@@ -225,7 +228,7 @@ class Control:
         rest = torch.empty(max(0, length - _FIRST + _LENGTH), dtype=torch.uint8)
         if rest.numel():
             self._finish(dist.broadcast(rest, source, group=group, async_op=True))
-        return unpacked(torch.cat([first[_LENGTH : _LENGTH + length], rest]))
+        return unpacked(torch.cat([first[_LENGTH : _LENGTH + length], rest]), self._seal)
 
     def gather(self, thing: Any, to: int) -> list[Any] | None:
         """On global rank `to` the things of all ranks in order, None elsewhere; tensors arrive on the CPU."""
@@ -234,7 +237,7 @@ class Control:
         data, sizes = self._announced(thing)
         into = [torch.empty_like(data) for _ in self.ranks] if dist.get_rank() == to else None
         self._finish(dist.gather(data, into, to, group=self._group, async_op=True))
-        return None if into is None else [unpacked(t[:n]) for t, n in zip(into, sizes, strict=True)]
+        return None if into is None else [unpacked(t[:n], self._seal) for t, n in zip(into, sizes, strict=True)]
 
     def all_gather(self, thing: Any) -> list[Any]:
         """The things of all ranks in order, on every rank; tensors arrive on the CPU."""
@@ -245,7 +248,7 @@ class Control:
         call, too, and they are never said to have come."""
         if self.size == 1:
             return Coming(lambda: True, lambda: [thing])
-        data = _message(thing)
+        data = _message(thing, self._seal)
         first = [torch.empty(_FIRST, dtype=torch.uint8) for _ in self.ranks]
         work = dist.all_gather(first, data[:_FIRST], group=self._group, async_op=True)
 
@@ -264,15 +267,19 @@ class Control:
             rest = [torch.empty_like(own) for _ in first]
             self._finish(dist.all_gather(rest, own, group=self._group, async_op=True))
             whole = [torch.cat(parts) for parts in zip(first, rest, strict=True)]
-        return [unpacked(message[_LENGTH:end]) for message, end in zip(whole, ends, strict=True)]
+        return [unpacked(message[_LENGTH:end], self._seal) for message, end in zip(whole, ends, strict=True)]
 
     @property
     def _group(self) -> Any:
         return self.connect()
 
+    @property
+    def _seal(self) -> Seal | None:
+        return self.watch.seal
+
     def _announced(self, thing: Any) -> tuple[torch.Tensor, list[int]]:
         """The thing's bytes, padded to the longest of all ranks, and every rank's true length."""
-        packed = Packed(thing)
+        packed = Packed(thing, self._seal)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
         own = torch.tensor([packed.size], dtype=torch.int64)
         self._finish(dist.all_gather(sizes, own, group=self._group, async_op=True))
@@ -320,9 +327,9 @@ def close_all(controls: Iterable[Control]) -> None:
         thread.join()
 
 
-def _message(thing: Any) -> torch.Tensor:
+def _message(thing: Any, seal: Seal | None) -> torch.Tensor:
     """Its length and its bytes, in at least as many as a first message has."""
-    packed = Packed(thing)
+    packed = Packed(thing, seal)
     data = torch.zeros(max(_FIRST, _LENGTH + packed.size), dtype=torch.uint8)
     data[:_LENGTH] = torch.tensor([packed.size], dtype=torch.int64).view(torch.uint8)
     packed.write(data[_LENGTH:])
@@ -334,9 +341,9 @@ def _end(message: torch.Tensor) -> int:
     return _LENGTH + int(message[:_LENGTH].view(torch.int64))
 
 
-def _messages(thing: Any) -> list[torch.Tensor]:
+def _messages(thing: Any, seal: Seal | None) -> list[torch.Tensor]:
     """What `Control._received` takes: one message of a known length, and the rest if that is not enough."""
-    data = _message(thing)
+    data = _message(thing, seal)
     return [part for part in (data[:_FIRST], data[_FIRST:]) if part.numel()]
 
 

@@ -10,7 +10,6 @@ import itertools
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_pipes.engine.places import has_ended
+from lightning_pipes.engine.identity import Process
 from lightning_pipes.engine.points import point
 
 _numbers = itertools.count()
@@ -98,14 +97,14 @@ def replacing(path: Path) -> Iterator[Path]:
 def temporary_for(path: Path) -> Path:
     """A new name next to `path`, whose folder is made; what killed processes have left there is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    host = socket.gethostname()
-    left = re.compile(rf"\..+\.{re.escape(host)}\.(\d+)-\d+\.saving")
+    left = re.compile(r"\..+\.([0-9a-f-]+)\.\d+\.saving")
     for entry in os.scandir(path.parent):
         match = left.fullmatch(entry.name)
-        if match and has_ended((host, int(match[1]))):
+        owner = Process.parse(match[1]) if match else None
+        if owner is not None and owner.has_ended():
             with suppress(OSError):  # another process may be at it
                 _remove_now(Path(entry.path))
-    return path.with_name(f".{path.name[:100]}.{host}.{os.getpid()}-{next(_numbers)}.saving")
+    return path.with_name(f".{path.name[:100]}.{Process.own()}.{next(_numbers)}.saving")
 
 
 def put(temporary: Path, path: Path) -> None:

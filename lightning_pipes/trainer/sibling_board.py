@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
+import base64
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from lightning_pipes.engine.failure import FailureWatch, PeerFailure
+from lightning_pipes.engine.trust import printable
 
 
 @dataclass(frozen=True)
@@ -111,14 +113,16 @@ class Board:
             if isinstance(news, Failure):
                 news = replace(news, text=f"sibling {news.index} failed on rank {self.rank}: {news.text}")
             with suppress(RuntimeError):
-                self._store.set(f"news/{self._store.add('news', 1)}", pickle.dumps((self.rank, news)))
+                packed, number = _packed(self.rank, news), self._news + 1
+                while self._store.compare_set(f"news/{number}", "", packed).decode() != packed:
+                    number += 1
 
     def news(self) -> Iterator[tuple[int, News]]:
         """What other ranks have told since this was asked last, with their numbers."""
         while self._store is not None and self._has([f"news/{self._news + 1}"]):
             self._news += 1
             with self._asked():
-                rank, news = pickle.loads(self._store.get(f"news/{self._news}"))
+                rank, news = _unpacked(self._store.get(f"news/{self._news}"))
             if rank != self.rank:
                 yield rank, news
 
@@ -135,3 +139,20 @@ class Board:
             assert self._watch is not None
             self._watch.learn_reason()
             raise PeerFailure(f"the store through which ranks know of each other does not answer ({error})") from error
+
+
+def _packed(rank: int, news: News) -> str:
+    """News of a rank as JSON."""
+    fields = asdict(news)
+    if isinstance(news, Failure):
+        fields["error"] = base64.b64encode(news.error).decode()
+    return json.dumps([rank, type(news).__name__, fields])
+
+
+def _unpacked(packed: bytes) -> tuple[int, News]:
+    rank, kind, fields = json.loads(packed)
+    if kind == Failure.__name__:
+        fields["error"] = base64.b64decode(fields["error"])
+        fields["text"] = printable(fields["text"])
+        return rank, Failure(**fields)
+    return rank, Return(**fields) if kind == Return.__name__ else NoMore(**fields)

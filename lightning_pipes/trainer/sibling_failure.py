@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
+import sys
 from contextlib import suppress
 from typing import Any
 
+from lightning_pipes.engine import plain
 from lightning_pipes.ir import PipelineError
 
 
@@ -14,13 +15,14 @@ class SiblingFailure(PipelineError):  # noqa: N818 - reads as what it is: the fa
 
 
 def packed_error(error: BaseException) -> bytes:
-    """An error for other ranks; nothing if it does not pickle, or would leave more than a sibling, as SystemExit."""
-    if isinstance(error, Exception):
-        for form in (error, _Bare(error)):
-            with suppress(Exception):
-                data = pickle.dumps(form)
-                if str(pickle.loads(data)) == str(error):
-                    return data
+    """An error for other ranks, as the name of its class and data; nothing if that does not make it, or it would leave
+    more than a sibling, as SystemExit."""
+    kind = type(error)
+    with suppress(Exception):
+        args = error.__reduce__()[1] if isinstance(error, OSError) else error.args  # which lack its path
+        data = plain.dumps((kind.__module__, kind.__qualname__, args, vars(error)))
+        if str(_made(data)) == str(error):
+            return data
     return b""
 
 
@@ -29,23 +31,21 @@ def error_elsewhere(text: str, packed: bytes) -> Exception:
     whichever was first; its cause is a SiblingFailure that says `text`. That itself where there is no copy."""
     failure = SiblingFailure(text)
     with suppress(Exception):
-        error: Exception = pickle.loads(packed)
+        error = _made(packed)
         error.__cause__ = failure
         return error
     return failure
 
 
-class _Bare:
-    """An error that pickles although it can't be made from `args`, since its class makes them from something else."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _without_init, (type(self._error), self._error.args, vars(self._error))
-
-
-def _without_init(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
-    error = kind.__new__(kind, *args)
+def _made(packed: bytes) -> Exception:
+    """The error, of a class that is known here already; without its `__init__`, which may do anything, if it has one of
+    its own."""
+    module, name, args, state = plain.loads(packed)
+    kind: Any = sys.modules[module]
+    for part in name.split("."):
+        kind = getattr(kind, part)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        raise TypeError(f"{module}.{name} is no error")
+    error: Exception = kind(*args) if module == "builtins" else kind.__new__(kind, *args)
     vars(error).update(state)
     return error

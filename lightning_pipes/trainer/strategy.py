@@ -29,8 +29,10 @@ from torch.utils.data import DataLoader
 from lightning_pipes.engine.ending import has_given_up, hurry, never_destroy
 from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch
 from lightning_pipes.engine.launcher import check_launcher, dead_ranks, heed_launcher
+from lightning_pipes.engine.meeting import adopted_store, kept, lone_store, made_store, run_store
 from lightning_pipes.engine.points import point
-from lightning_pipes.engine.rendezvous import made_store, run_store, store_host
+from lightning_pipes.engine.rendezvous import store_host
+from lightning_pipes.engine.trust import secret_for_children
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_count
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
@@ -232,6 +234,8 @@ class PipelineStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
+            if self.num_nodes == 1:
+                secret_for_children()
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -257,7 +261,7 @@ class PipelineStrategy(ParallelStrategy):
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
             if self.world_size > 1:
-                run_store(self.global_rank, self.world_size, self._timeout, check_launcher)
+                run_store(self.global_rank, self.world_size, self.num_processes, self._timeout, check_launcher)
         self._connections = connections(self._trainer, self.global_rank, self.world_size, self._make_watch)
         if started:
             self._make_process_group(self._connections.watch, device)
@@ -282,16 +286,16 @@ class PipelineStrategy(ParallelStrategy):
                 self._backend or private.default_backend(device),
                 timeout=self._timeout,
                 device_id=device if device.type != "cpu" else None,
-                store=watch.store() if made_store() else None,
+                store=kept(watch.store()) if self.world_size > 1 else lone_store(),
             )
         )
         point("process_group.made")
 
     def _make_watch(self) -> FailureWatch:
-        store = None
-        if self.world_size > 1:
-            store = made_store() or private.default_store()
-        return FailureWatch(store, self.global_rank, self.world_size, self._heartbeat_timeout, store_host=store_host())
+        store, rank, ranks = None, self.global_rank, self.world_size
+        if ranks > 1:
+            store = made_store() or adopted_store(private.default_store(), rank, ranks, self.num_processes)
+        return FailureWatch(store, rank, ranks, self._heartbeat_timeout, store_host=store_host())
 
     def _make_control(self, watch: FailureWatch, idle: Idle) -> Control:
         return Control(range(self.world_size), watch, self._timeout, idle=idle)

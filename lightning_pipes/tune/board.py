@@ -7,7 +7,6 @@ trial run the script from its beginning, and find what was said before they were
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,18 +14,25 @@ from functools import cache
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from optuna import distributions
+from optuna.trial import FrozenTrial
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_pipes.engine.rendezvous import launcher_hosts_store, own_store
+from lightning_pipes.engine import plain
+from lightning_pipes.engine.launcher import check_launcher
+from lightning_pipes.engine.meeting import LOOPBACK, adopted_store, made_store, run_store, store_on_loopback
+from lightning_pipes.engine.rendezvous import launcher_hosts_store
+from lightning_pipes.engine.trust import KNOWN, dumps, loads, part_of, seal_of, sealed, secret_for_children
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.private_lightning import default_store
 from lightning_pipes.trainer.sibling import current_sibling
 
 ADDRESS = "LIGHTNING_PIPES_BOARD"
-"""Where rank 0 listens, for the processes that Lightning starts with a copy of its environment."""
+"""The port at which rank 0 listens, for the processes that Lightning starts with a copy of its environment."""
 _TIMEOUT = timedelta(minutes=30)
 _LOOK_SECONDS = 0.005
 _LEAVE_SECONDS = 30.0
+plain.allow(FrozenTrial, *(kind for kind in vars(distributions).values() if isinstance(kind, type)))
 
 
 class RankZeroEndedError(PipelineError):
@@ -49,11 +55,11 @@ class Board:
         self.rank = self._line.rank
         self.leads = self.rank == 0
         self._line.boards += 1
-        self._store = PrefixStore(f"lightning_pipes/boards/{self._line.boards}", self._line.store)
+        self._store = part_of(self._line.store, f"lightning_pipes/boards/{self._line.boards}")
 
     def say(self, key: str, value: object) -> None:
         """Lets the other ranks know."""
-        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
+        self._store.set(key, dumps(value, self._line.seal))
 
     def hear(self, key: str, until: Callable[[], bool] = lambda: False) -> Any:
         """What rank 0 says under `key`, or None where `until()` comes first; a sibling lets others compute meanwhile.
@@ -70,7 +76,7 @@ class Board:
             sibling.wait_until(ready)
         while not ready():
             time.sleep(_LOOK_SECONDS)
-        return pickle.loads(self._store.get(key)) if self.said(key) else None
+        return loads(self._store.get(key), self._line.seal) if self.said(key) else None
 
     def said(self, key: str) -> bool:
         """Whether there is a word under `key`.
@@ -86,11 +92,11 @@ class Board:
     def leave(self) -> None:
         """Called by all when they have heard all: rank 0 stays for them where it hosts the store."""
         if not self.leads:
-            self._store.add("left", 1)
+            self._store.set(f"left/{self.rank}", "")
         elif self._line.hosted:
-            others = dist.get_world_size() - 1 if dist.is_initialized() else 0
+            others = range(1, dist.get_world_size() if dist.is_initialized() else 1)
             until = time.monotonic() + _LEAVE_SECONDS
-            while self._store.add("left", 0) < others and time.monotonic() < until:
+            while not all(self.said(f"left/{rank}") for rank in others) and time.monotonic() < until:
                 time.sleep(_LOOK_SECONDS)
 
 
@@ -101,14 +107,15 @@ class _Line:
         self.boards = 0
         self.hosted = False
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self.rank, self.store = dist.get_rank(), default_store().clone()
+            self.rank, size = dist.get_rank(), dist.get_world_size()
+            self.store = made_store() or adopted_store(default_store(), self.rank, size, 1)
         elif launcher_hosts_store():
-            self.rank = int(os.environ["RANK"])
-            self.store = own_store(self.rank, int(os.environ["WORLD_SIZE"]), _TIMEOUT)
+            self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            self.store = run_store(self.rank, size, size, _TIMEOUT, check_launcher)
         elif ADDRESS in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
             self.rank = int(os.environ["LOCAL_RANK"])
-            host, _, port = os.environ[ADDRESS].rpartition(":")
-            self.store = TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT)
+            store = TCPStore(LOOPBACK, int(os.environ[ADDRESS]), is_master=False, timeout=_TIMEOUT)
+            self.store = sealed(store, self.rank, one_host=True)
         else:
             if _started_by_others():
                 raise PlanError(
@@ -116,8 +123,12 @@ class _Line:
                     "before they train: start the script by torchrun, on SLURM by srun torchrun"
                 )
             self.rank, self.hosted = 0, True
-            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
-            os.environ[ADDRESS] = f"127.0.0.1:{self.store.port}"
+            secret_for_children()
+            store = store_on_loopback(0, _TIMEOUT)
+            self.store = sealed(store, self.rank, one_host=True)
+            os.environ[ADDRESS] = str(store.port)
+        self.seal = KNOWN if seal_of(self.store) else None
+        """The store vouches for what is in it, or nobody does."""
 
 
 def _started_by_others() -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -12,13 +10,13 @@ from functools import partial
 from typing import Any
 
 import optuna
-import psutil
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from optuna import Study
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lightning_pipes.engine.failure import PeerFailure
+from lightning_pipes.engine.identity import Process
 from lightning_pipes.engine.points import point
 from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.trainer.array import JobArray
@@ -291,7 +289,7 @@ def _try(objective: Objective, trial: ArrayTrial) -> Any:
 def ask(study: Study) -> Trial:
     """A new trial of this process."""
     trial = study.ask()
-    trial.set_user_attr(OWNER, f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.2f}")
+    trial.set_user_attr(OWNER, str(Process.own()))
     return trial
 
 
@@ -302,7 +300,7 @@ def fail_dead_trials(study: Study) -> int:
     """
     dead = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        if OWNER in trial.user_attrs and not _alive(trial.user_attrs[OWNER]):
+        if OWNER in trial.user_attrs and _has_ended(trial.user_attrs[OWNER]):
             study.tell(trial.number, state=TrialState.FAIL)
             try_again(study, trial.number, trial.params)
             dead += 1
@@ -317,15 +315,10 @@ def try_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
         study.enqueue_trial(dict(params), user_attrs={RETRY: number})
 
 
-def _alive(owner: str) -> bool:
-    """Whether the process of that name is running; one of another host may be."""
-    host, pid, started = owner.rsplit(":", 2)
-    if host != socket.gethostname():
-        return True
-    try:
-        return abs(psutil.Process(int(pid)).create_time() - float(started)) < 1.0
-    except psutil.NoSuchProcess:
-        return False
+def _has_ended(owner: object) -> bool:
+    """Whether the process of that name is known to have ended."""
+    process = Process.parse(owner) if isinstance(owner, str) else None
+    return process is not None and process.has_ended()
 
 
 @contextmanager

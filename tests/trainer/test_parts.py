@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import socket
-import subprocess
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +18,6 @@ from torch import nn
 
 import lightning_pipes.trainer
 from lightning_pipes.engine import FailureWatch
-from lightning_pipes.engine.places import has_ended
 from lightning_pipes.ir import DeadlockError, Instruction, Kind, PipelineError, Plan, Program, RankView, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.testing.ranks import run_ranks
@@ -381,15 +376,3 @@ def test_barriers_are_for_what_users_hooks_do() -> None:
     assert not has_purpose("run-stage", writing)
     assert has_purpose("of the user's own", plain)
     assert has_purpose(None, plain)
-
-
-def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
-    """As rank 1 is, if rank 0 has started it and it is killed."""
-    with subprocess.Popen(["sleep", "60"]) as process:
-        place = socket.gethostname(), process.pid
-        assert not has_ended(place)
-        assert not has_ended(("another host", process.pid))
-        process.send_signal(signal.SIGKILL)
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert has_ended(place)
-    assert has_ended(place)

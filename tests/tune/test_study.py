@@ -26,6 +26,7 @@ from optuna.study._tell import _tell_with_warning
 from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
 from lightning_pipes import OptunaPruning, optimize_array
+from lightning_pipes.engine.identity import Process
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer.sibling import current_sibling
@@ -248,17 +249,17 @@ def test_storages_and_resume(kind: int, tmp_path: Path) -> None:
     storage = storages(tmp_path)[kind]
     study = new_study(storage=storage, study_name="s")
     optimize_array(study, toy, 3, 2)
-    for owner in ("dead", "elsewhere"):
+    before = Process.own()._replace(started=1)  # this number, but started at another time
+    for owner in (before, before._replace(machine="other"), before._replace(space="of another container")):
         trial = study.ask()
         trial.suggest_float("x", -1.0, 1.0)
-        host = os.uname().nodename if owner == "dead" else "other"
-        trial.set_user_attr(OWNER, f"{host}:{os.getpid()}:1.00")  # this pid, but started at another time
+        trial.set_user_attr(OWNER, str(owner))
     again = new_study(storage=storage, study_name="s", load_if_exists=True)
     trials = optimize_array(again, toy, 2, 2).trials
-    assert states(again)[3:5] == ["FAIL", "RUNNING"]
-    assert trials[5].params == trials[3].params
-    assert trials[5].user_attrs[RETRY] == 3
-    assert len(trials) == 7
+    assert states(again)[3:6] == ["FAIL", "RUNNING", "RUNNING"]
+    assert trials[6].params == trials[3].params
+    assert trials[6].user_attrs[RETRY] == 3
+    assert len(trials) == 8
 
 
 def test_storage_that_vanishes(tmp_path: Path) -> None:

@@ -1,0 +1,126 @@
+"""Which process this is, among all that may see the same folder, store or database.
+
+A host name and a number do not tell processes apart: containers may have one name, and each counts its processes by
+itself. And a number is given again to a later process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+_FIRST_SPACE = "effffffc"
+"""The number that Linux gives to the PID name space of the machine itself."""
+
+
+class Process(NamedTuple):
+    """A process.
+
+    Attributes:
+        machine: stands for the name of its host and, where there is one, the machine's own number.
+        boot: stands for the start of the machine's system; empty where that can't be had.
+        space: the PID name space, in which `pid` counts; empty where there are none.
+        pid: its number.
+        started: when it was started, in a unit of the system.
+    """
+
+    machine: str
+    boot: str
+    space: str
+    pid: int
+    started: int
+
+    @classmethod
+    def own(cls) -> Process:
+        """The one that asks."""
+        return _process(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """Another one of this PID name space.
+
+        Raises:
+            ProcessLookupError: there is none.
+        """
+        started = _started(pid)
+        if started is None:
+            raise ProcessLookupError(f"there is no process {pid}")
+        return cls(*_here(), pid, started)
+
+    @classmethod
+    def parse(cls, text: str) -> Process | None:
+        """The process of which `str` is `text`; None if that is no process."""
+        parts = text.split("-")
+        if len(parts) != 5 or not (parts[3].isdigit() and parts[4].isdigit()):
+            return None
+        return cls(*parts[:3], int(parts[3]), int(parts[4]))
+
+    def __str__(self) -> str:
+        """Letters, digits and hyphens."""
+        return "-".join(map(str, self))
+
+    def has_ended(self) -> bool:
+        """Whether it is known to have ended. Nothing is known of another machine's, nor of another container's, which
+        may have the same name. What ran before the machine was started anew has ended."""
+        machine, boot, space = _here()
+        if self.machine != machine or self.space != space:
+            return False
+        if self.boot != boot:
+            return bool(self.boot and boot) and space == _FIRST_SPACE
+        with suppress(PermissionError):  # another user's, about which the system says nothing
+            return _started(self.pid) != self.started
+        return False
+
+
+@cache
+def _process(pid: int) -> Process:
+    return Process.of(pid)
+
+
+@cache
+def _here() -> tuple[str, str, str]:
+    """What the processes of this PID name space have in common."""
+    machine = _short(f"{socket.gethostname()}/{_read('/etc/machine-id')}")
+    boot = _read("/proc/sys/kernel/random/boot_id")
+    space = ""
+    with suppress(OSError):
+        space = f"{os.stat('/proc/self/ns/pid').st_ino:x}"
+    return machine, _short(boot) if boot else "", space
+
+
+def _short(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _read(path: str) -> str:
+    with suppress(OSError):
+        return Path(path).read_text().strip()
+    return ""
+
+
+def _started(pid: int) -> int | None:
+    """When a process was started; None if it has ended, also if nobody has waited for it yet.
+
+    Raises:
+        PermissionError: the system does not say it.
+    """
+    if sys.platform == "linux":  # psutil's times move with the clock of the machine
+        with suppress(FileNotFoundError, ProcessLookupError):
+            state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return None if state in "ZX" else int(rest[18])
+    try:
+        os.kill(pid, 0)
+        process = psutil.Process(pid)
+        return None if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else int(process.create_time())
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return None
+    except psutil.AccessDenied as error:
+        raise PermissionError(str(error)) from error

@@ -1,0 +1,131 @@
+"""Who reaches a port of a run on one host: nobody from another host, and from this one nobody who can do anything."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from lightning_pipes.testing import namespaces
+from lightning_pipes.testing.ranks import run_ranks
+from tests.launch.example import environment, processes, wait_until
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not()),
+]
+NOBODY = 65534
+SCRIPT = str(Path(__file__).with_name("doors.py"))
+RAW = "\x1b[2Jplanted"
+"""A failure that would clear a terminal."""
+ANYWHERE = (0, 1)  # 0.0.0.0 and ::, as numbers of /proc/net
+
+
+class Evil:
+    """Has code run where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self._path), "w")
+
+
+def listening(pid: int) -> Iterator[tuple[bool, int]]:
+    """For each TCP socket on which a process listens, whether other hosts may connect to it, and its port."""
+    mine = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
+                host, port = fields[1].split(":")
+                yield host not in ("0100007F", "00000000000000000000000001000000"), int(port, 16)
+
+
+def doors(token: str) -> tuple[dict[int, bool], Mapping[str, str]]:
+    """The ports of all processes, whether other hosts reach them, and the environment of rank 1."""
+    ports, env = dict[int, bool](), dict[str, str]()
+    for pid, found in processes(token):
+        ports.update((port, outside) for outside, port in listening(pid))
+        env = found if found.get("LOCAL_RANK") == "1" else env
+    return ports, env
+
+
+def connects(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), 2.0):
+        return True
+    return False
+
+
+def reached(rank: int, holder: int, ports: list[int]) -> list[int]:
+    """The ports that another host reaches."""
+    namespaces.enter(holder)
+    return [port for port in ports if connects(namespaces.address(0), port)]
+
+
+def plant(rank: int, holder: int, stores: list[int], payload: bytes) -> list[str]:
+    """As another user of the host writes into all stores wherever bytes are read, and says where."""
+    namespaces.enter(holder)
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    planted = []
+    for port in stores:
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
+        keys = store.list_keys()
+        runs = {key.removesuffix("heart/0") for key in keys if key.endswith("lightning_pipes/heart/0")}
+        values = {f"{run}1/failure": RAW for run in runs}
+        for run in runs:
+            for part in range(1, 5):
+                values.update({f"{run}1/{part}/news/{n}": payload for n in range(1, 9)})
+                store.add(f"{run}1/{part}/news/news", 8)
+                store.add(f"{run}1/{part}/news", 8)
+        boards = [key.partition("boards/1/")[0] for key in keys if "boards/1/" in key]
+        for board in boards:
+            values.update({f"{board}boards/1/next/{n}": payload for n in range(2, 9)})
+            values.update({f"{board}boards/1/end": payload})
+        for key, value in values.items():
+            store.set(key, value)
+        planted += values
+    return planted
+
+
+@pytest.mark.parametrize("what", ["study", pytest.param("fit", marks=pytest.mark.slow)])
+def test_a_run_on_one_host(what: str, tmp_path: Path) -> None:
+    """What is planted does not run, ends nothing, and is named once in the log without what a terminal would obey."""
+    token, ran = secrets.token_hex(8), tmp_path / "ran"
+    command = ["env", "-u", "GLOO_SOCKET_IFNAME", sys.executable, SCRIPT, what, str(tmp_path)]
+    with namespaces.Hosts(2) as hosts:
+        run = hosts.start(0, command, environment(token), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        wait_until(lambda: all((tmp_path / f"trains{rank}").exists() for rank in range(2)), [run])
+        ports, env = doors(token)
+        assert ports
+        assert run_ranks(reached, 1, hosts.holders[1], sorted(ports)) == [[]]
+        assert [port for port, outside in ports.items() if outside] == []
+        stores = [int(env["MASTER_PORT"])]
+        if "LIGHTNING_PIPES_BOARD" in env:
+            stores.append(int(env["LIGHTNING_PIPES_BOARD"].rpartition(":")[2]))
+        (planted,) = run_ranks(plant, 1, hosts.holders[0], stores, pickle.dumps(Evil(ran)))
+        assert len(planted) > (10 if what == "study" else 5)
+        try:
+            said = run.communicate(timeout=2)[0]
+        except subprocess.TimeoutExpired:
+            (tmp_path / "planted").touch()
+            said = run.communicate(timeout=90)[0]
+    assert run.returncode == 0, said
+    assert said.count("came to its end") == 2
+    assert not ran.exists()
+    assert "\x1b" not in said
+    assert "who is no rank of this run wrote" in said
+    assert "1/failure' into its store" in said
