@@ -38,6 +38,7 @@ from pathlib import Path
 from fault_job import Job, again
 
 from lightning_pipes.engine.points import Fault
+from lightning_pipes.engine.trust import SECRET
 from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.interpreters import (
     end_all,
@@ -279,7 +280,7 @@ class Run:
                 for rank in range(self.case.ranks):
                     more = rank_environment(rank, self.case.ranks, namespaces.address(0), namespaces.PORT)
                     more |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": str(self.case.ranks)}
-                    more |= {"GROUP_RANK": str(rank)}
+                    more |= {"GROUP_RANK": str(rank), SECRET: self.token}
                     command = [sys.executable, SCRIPT]
                     self.roots.append(self.hosts.start(rank, command, {**env, **more}, stdout=said, stderr=said))
             else:
