@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from lightning_pipes.engine import launcher
-from tests.launch.example import environment, processes
+from lightning_pipes.testing.interpreters import processes
+from tests.launch.example import environment
 from tests.launch.fit import HEARTBEAT_TIMEOUT
 
 SCRIPT = str(Path(__file__).with_name("fit.py"))
@@ -58,7 +59,7 @@ class Script:
         which may stay."""
         until = time.monotonic() + SOON
         stays = "-1" if but is None else (self.folder / f"started{but}").read_text()
-        while any(str(pid) != stays for pid, _ in processes(self.token)):
+        while any(str(pid) != stays for pid in processes(self.token)):
             assert time.monotonic() < until, "processes are left"
             self.launched.poll()
             time.sleep(0.05)
@@ -75,7 +76,7 @@ def script(folder: Path, *launcher: str) -> Iterator[Script]:
     try:
         yield Script(started, folder, token)
     finally:
-        for pid, _ in processes(token):
+        for pid in processes(token):
             os.kill(pid, signal.SIGKILL)
         started.wait()
 
