@@ -33,6 +33,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from torch import nn
 from torch._dynamo import OptimizedModule
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
@@ -49,6 +50,7 @@ SubprocessLauncher = _SubprocessScriptLauncher
 reduce_over = _sync_ddp
 gather_over = _all_gather_ddp_if_available
 WrappingCheckpointIO = _WrappingCheckpointIO
+StorageInfo = _StorageInfo
 
 SignalHandler = Callable[[int, FrameType | None], None]
 
