@@ -1,6 +1,6 @@
 """The index of a sharded checkpoint: where each tensor is, and the checksums of the files.
 
-It is the pickle by which torch.distributed.checkpoint finds tensors. Whoever unpickles runs what is in the file; here it is
+It is the pickle by which torch.distributed.checkpoint finds tensors. To unpickle it is to run what is in it; here it is
 read by stand-ins, which only remember what they would have been made of.
 """
 

