@@ -61,7 +61,7 @@ def find_pipelined(module: pl.LightningModule, path: str | None) -> str:
             "name a plain nn.Sequential or nn.ModuleList inside it: PipelineStrategy(module=...)"
         )
     for name, layer in full.named_children():
-        if isinstance(layer, nn.ModuleList | nn.ModuleDict):
+        if isinstance(layer, nn.ModuleList | nn.ModuleDict) and type(layer).forward is nn.Module.forward:
             raise PipelineError(
                 f"{owner}.{path}.{name} is a {type(layer).__name__}, which has no forward, so the layers can't be "
                 "called one after the other; make each layer one module with a forward"

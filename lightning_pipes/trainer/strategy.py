@@ -31,6 +31,7 @@ from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.about import describe_run, gather_run
 from lightning_pipes.trainer.adopting import adopt
+from lightning_pipes.trainer.capture import named_step
 from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.connections import Connections, Idle, connections
@@ -410,7 +411,7 @@ class PipelineStrategy(ParallelStrategy):
 
     def _evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._telling_others():
-            step = getattr(self.lightning_module, name)
+            step = named_step(self.lightning_module, name)
             output = self._running.evaluate(step, context, *_batch_and_arguments(args, kwargs))
             if self._stops is not None and not self._running.fitting:
                 self._stops.agree_to_leave(self.pipeline)
