@@ -29,6 +29,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizer
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from torch import nn
@@ -63,6 +64,11 @@ def default_store() -> Any:
 def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """The optimizer that Lightning wrapped, or the one given."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def forget_optimizers(strategy: Strategy) -> None:
+    """Takes away the optimizers and schedulers of an earlier run."""
+    strategy._reset_optimizers_and_schedulers()
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:

@@ -72,6 +72,7 @@ from lightning_pipes.trainer.stopping import StopAgreement
 from lightning_pipes.trainer.streaming import StreamingRun, check_streaming
 from lightning_pipes.trainer.summary import log_graphs, show_summaries
 from lightning_pipes.trainer.timing import Share, Timing
+from lightning_pipes.trainer.versions import tell_if_untested
 
 
 class PipelineStrategy(ParallelStrategy):
@@ -238,6 +239,7 @@ class PipelineStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
+        tell_if_untested()
         assert self.cluster_environment is not None
         assert self.lightning_module is not None
         grid = self.grid
@@ -296,7 +298,7 @@ class PipelineStrategy(ParallelStrategy):
         plain = wanted.unmeasured(layer_sizes(made.full), self.grid.length)
         spread = equal_weights(module, self.control)
 
-        self._reset_optimizers_and_schedulers()
+        private.forget_optimizers(self)
         whole = []
         if fitting:
             self.optimizers, self.lr_scheduler_configs = private.init_optimizers(module)

@@ -24,8 +24,9 @@ from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
 from lightning_pipes.ir import PlanError, check_count
 from lightning_pipes.tune.multirun import Multirun
+from lightning_pipes.tune.private_optuna import in_loop, is_told_to_stop
 from lightning_pipes.tune.space import distribution, suggest
-from lightning_pipes.tune.study import ask, fail_dead_trials, in_loop, lead_or_follow
+from lightning_pipes.tune.study import ask, fail_dead_trials, lead_or_follow
 from lightning_pipes.tune.telling import in_root_log, tell
 from lightning_pipes.tune.trial import ArrayTrial, storage_errors, twin
 
@@ -210,7 +211,7 @@ class Search:
     def _trials(self, study: Study, left: int) -> Iterator[tuple[optuna.Trial, list[str]]]:
         until = None if self._settings["timeout"] is None else time.monotonic() + self._settings["timeout"]
         for _ in range(left):
-            if study._stop_flag or (until is not None and time.monotonic() >= until):
+            if is_told_to_stop(study) or (until is not None and time.monotonic() >= until):
                 return
             with storage_errors():
                 trial = ask(study)

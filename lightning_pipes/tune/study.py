@@ -22,6 +22,7 @@ from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.sibling import Outcome, current_sibling
 from lightning_pipes.tune.board import Board, RankZeroEndedError
+from lightning_pipes.tune.private_optuna import forget_stop, in_loop, is_told_to_stop, share_storage, storage_of
 from lightning_pipes.tune.telling import log, tell
 from lightning_pipes.tune.trial import ArrayTrial, StorageLostError, as_current, storage_errors
 
@@ -141,7 +142,7 @@ class _Leader:
             self._study = study = study if isinstance(study, Study) else study()
             fail_dead_trials(study)
             self._left = budget(study)
-        study._stop_flag = False
+        forget_stop(study)
         with in_loop(study):
             lost: PeerFailure | None = None
             try:
@@ -183,11 +184,11 @@ class _Leader:
                 self._open[index] = trial
                 return _try(self._objective, self._shared(index, trial))
             finally:
-                self._study._storage.remove_session()  # of this thread
+                storage_of(self._study).remove_session()  # of this thread
 
     def _next(self) -> Trial | None:
         late = self._until is not None and time.monotonic() >= self._until
-        if self._study._stop_flag or self._error is not None or self._left == 0 or late:
+        if is_told_to_stop(self._study) or self._error is not None or self._left == 0 or late:
             return None
         if self._left is not None:
             self._left -= 1
@@ -324,21 +325,9 @@ def _alive(owner: str) -> bool:
         return False
 
 
-@contextmanager
-def in_loop(study: Study) -> Iterator[None]:
-    """In the block `study.stop()` is legal in this thread, for callbacks, samplers that have nothing left, and
-    objectives."""
-    local = study._thread_local
-    before, local.in_optimize_loop = local.in_optimize_loop, True
-    try:
-        yield
-    finally:
-        local.in_optimize_loop = before
-
-
 def _with_trials(study: Study | None, name: str, directions: Any, user_attrs: Any, trials: Any) -> Study:
     """A study with rank 0's trials: `study` itself, unless it reads them in their storage."""
-    if study is not None and not isinstance(study._storage, InMemoryStorage):
+    if study is not None and not isinstance(storage_of(study), InMemoryStorage):
         return study
     with _silent():
         made = optuna.create_study(study_name=name, directions=directions)
@@ -347,7 +336,7 @@ def _with_trials(study: Study | None, name: str, directions: Any, user_attrs: An
         made.set_user_attr(key, value)
     if study is None:
         return made
-    study._storage, study._study_id = made._storage, made._study_id
+    share_storage(study, made)
     return study
 
 
