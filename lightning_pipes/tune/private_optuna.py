@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from optuna import Study
+from optuna.samplers import BaseSampler
+from optuna.samplers._lazy_random_state import LazyRandomState
 from optuna.storages import BaseStorage
 from optuna.study._tell import _tell_with_warning
 from optuna.trial import FrozenTrial, Trial
 
 tell_with_warning = _tell_with_warning
+_NOTHING_DRAWN = 624
+"""Where a Mersenne twister stands after it was given a seed: at the end of its block of numbers."""
 
 
 def storage_of(study: Study) -> BaseStorage:
@@ -54,3 +59,14 @@ def in_loop(study: Study) -> Iterator[None]:
         yield
     finally:
         local.in_optimize_loop = before
+
+
+def untouched_generators(sampler: BaseSampler) -> Iterator[np.random.RandomState]:
+    """The random generators of a sampler, and of those that it asks, that have a fixed seed and have drawn nothing."""
+    for value in vars(sampler).values():
+        if isinstance(value, BaseSampler):
+            yield from untouched_generators(value)
+        elif (
+            isinstance(value, LazyRandomState) and value._rng is not None and value.rng.get_state()[2] == _NOTHING_DRAWN
+        ):
+            yield value.rng

@@ -26,7 +26,7 @@ from lightning_pipes.ir import PlanError, check_count
 from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.private_optuna import in_loop, is_told_to_stop
 from lightning_pipes.tune.space import distribution, suggest
-from lightning_pipes.tune.study import ask, fail_dead_trials, lead_or_follow
+from lightning_pipes.tune.study import ask, draw_others, fail_dead_trials, lead_or_follow
 from lightning_pipes.tune.telling import in_root_log, tell
 from lightning_pipes.tune.trial import ArrayTrial, storage_errors, twin
 
@@ -141,10 +141,7 @@ class Search:
             directions=self._directions,
             load_if_exists=True,
         )
-        sampler = dict(settings["sampler"])
-        if sampler.get("seed") is not None:
-            sampler["seed"] += len(study.trials)  # else a study that goes on would repeat what it has
-        study.sampler = _made(sampler)
+        study.sampler = _made(settings["sampler"])
         return study
 
     def _budget(self, study: Study) -> int:
@@ -201,6 +198,7 @@ class Search:
         with storage_errors():
             study = self._study()
             fail_dead_trials(study)
+            draw_others(study)
         source = self._trials(study, self._budget(study))
         size = int(getattr(self._launcher, "n_jobs", None) or 1)
         with in_loop(study):

@@ -22,7 +22,14 @@ from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.sibling import Outcome, current_sibling
 from lightning_pipes.tune.board import Board, RankZeroEndedError
-from lightning_pipes.tune.private_optuna import forget_stop, in_loop, is_told_to_stop, share_storage, storage_of
+from lightning_pipes.tune.private_optuna import (
+    forget_stop,
+    in_loop,
+    is_told_to_stop,
+    share_storage,
+    storage_of,
+    untouched_generators,
+)
 from lightning_pipes.tune.telling import log, tell
 from lightning_pipes.tune.trial import ArrayTrial, StorageLostError, as_current, storage_errors
 
@@ -56,7 +63,7 @@ def optimize_array(
     `objective` is an ordinary objective, with a `Trainer.fit` with a PipelineStrategy in it. All ranks call this, run
     all trials, and get rank 0's parameters and decisions to prune. A trial that ends makes place for the next one at
     once. Which one ends first follows the order of their batches and not the clock, so that a seeded sampler gives the
-    same trials again.
+    same trials again. One that a study goes on with draws others than those of the trials that it has.
 
     Trials that a process which has died left behind fail, those under way when another rank dies do, too, and the
     parameters of both are tried again first when the study goes on.
@@ -141,6 +148,7 @@ class _Leader:
         with storage_errors():
             self._study = study = study if isinstance(study, Study) else study()
             fail_dead_trials(study)
+            draw_others(study)
             self._left = budget(study)
         forget_stop(study)
         with in_loop(study):
@@ -306,6 +314,15 @@ def fail_dead_trials(study: Study) -> int:
     if dead:
         log.info("%d trial(s) of a process that has died are tried again", dead)
     return dead
+
+
+def draw_others(study: Study) -> None:
+    """Has a new sampler with a fixed seed draw others than it did when the trials of the study began: the same ones each
+    time that a study goes on from there. Otherwise it would try again what was tried."""
+    begun = sum(trial.state != TrialState.WAITING for trial in study.get_trials(deepcopy=False))
+    if begun:
+        for generator in untouched_generators(study.sampler):
+            generator.seed([generator.randint(2**31), begun])
 
 
 def try_again(study: Study, number: int, params: Mapping[str, Any]) -> None:

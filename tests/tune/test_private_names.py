@@ -76,3 +76,20 @@ def test_log_completed_trial(study, caplog):
         assert caplog.records[-1].getMessage() == wanted
     finally:
         optuna.logging.disable_propagation()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "generators"),
+    [
+        (optuna.samplers.RandomSampler, 1),
+        (optuna.samplers.TPESampler, 2),
+        (optuna.samplers.NSGAIISampler, 2),
+        (optuna.samplers.BruteForceSampler, 1),
+    ],
+)
+def test_random_generators_of_samplers(sampler, generators):
+    seeded = sampler(seed=1)
+    assert len([*private_optuna.untouched_generators(seeded)]) == generators
+    optuna.create_study(sampler=seeded).optimize(lambda trial: trial.suggest_int("x", 0, 99), n_trials=2)
+    assert len([*private_optuna.untouched_generators(seeded)]) < generators
+    assert [*private_optuna.untouched_generators(sampler())] == []
