@@ -37,9 +37,10 @@ class _Finder(MetaPathFinder):
             return None
         with suppress(ValueError):  # another thread has asked at the same time
             sys.meta_path.remove(self)
+        spec = None  # Python goes on to ask others
         with harmless(_WHAT):
-            return _then_load_trainer(find_spec(fullname))
-        return None  # Python goes on to ask others
+            spec = _then_load_trainer(find_spec(fullname))
+        return spec
 
 
 def _then_load_trainer(spec: ModuleSpec | None) -> ModuleSpec | None:

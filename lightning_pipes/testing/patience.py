@@ -6,7 +6,7 @@ import os
 
 
 def patience(seconds: float) -> float:
-    """`seconds`, times as many processes as want each of the machine's cores now, or did in the last minutes; at least
-    one and at most 20. What hangs on a quiet machine is still noticed soon."""
+    """`seconds`, times twice as many processes as want each of the machine's cores now, or did in the last minutes; at
+    least one and at most 20. What hangs on a quiet machine is still noticed soon."""
     waiting = max(os.getloadavg()) / (os.cpu_count() or 1)
-    return seconds * min(max(1.0, waiting), 20.0)
+    return seconds * min(max(1.0, 2 * waiting), 20.0)

@@ -317,7 +317,7 @@ def fail_dead_trials(study: Study) -> int:
 
 
 def draw_others(study: Study) -> None:
-    """Has a new sampler with a fixed seed draw others than it did when the trials of the study began: the same ones each
+    """Has a new sampler with a fixed seed draw others than when the trials of the study began, and the same ones each
     time that a study goes on from there. Otherwise it would try again what was tried."""
     begun = sum(trial.state != TrialState.WAITING for trial in study.get_trials(deepcopy=False))
     if begun:

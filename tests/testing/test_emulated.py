@@ -18,7 +18,7 @@ from lightning_pipes.testing.emulated import Emulated, Steps, sleeping, step_sec
 from lightning_pipes.testing.patience import patience
 
 ROOT = Path(__file__).parents[2]
-SHARED = patience(0.5)
+SHARED = patience(3.0)
 """Seconds by which a shared machine may be late."""
 
 

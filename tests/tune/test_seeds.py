@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import optuna
 import pytest
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.storages import InMemoryStorage
 
 from lightning_pipes import optimize_array
 
@@ -15,7 +16,7 @@ def toy(trial: optuna.Trial) -> float:
     return trial.suggest_float("x", -1.0, 1.0) ** 2
 
 
-def tried(storage: str, sampler: BaseSampler, trials: Sequence[int]) -> list[float]:
+def tried(storage: InMemoryStorage, sampler: BaseSampler, trials: Sequence[int]) -> list[float]:
     """What is tried by so many trials, each lot with a call of its own."""
     study = optuna.create_study(storage=storage, study_name="s", sampler=sampler, load_if_exists=True)
     for n in trials:
@@ -24,28 +25,29 @@ def tried(storage: str, sampler: BaseSampler, trials: Sequence[int]) -> list[flo
 
 
 @pytest.mark.parametrize("kind", [RandomSampler, TPESampler])
-def test_a_study_that_goes_on_tries_others(kind, tmp_path):
-    first = tried(f"sqlite:///{tmp_path}/a", kind(seed=1), [4])
+def test_a_study_that_goes_on_tries_others(kind):
+    a, b = InMemoryStorage(), InMemoryStorage()
+    first = tried(a, kind(seed=1), [4])
     plain = optuna.create_study(sampler=kind(seed=1))
     plain.optimize(toy, 4)
     assert first == [trial.params["x"] for trial in plain.trials]
 
-    both = tried(f"sqlite:///{tmp_path}/a", kind(seed=1), [4])
+    both = tried(a, kind(seed=1), [4])
     assert both[:4] == first
     assert len(set(both)) == 8
 
-    tried(f"sqlite:///{tmp_path}/b", kind(seed=1), [4])
-    assert tried(f"sqlite:///{tmp_path}/b", kind(seed=1), [4]) == both  # the same each time
-    assert tried(f"sqlite:///{tmp_path}/c", kind(seed=1), [4, 4])[:4] == first
+    tried(b, kind(seed=1), [4])
+    assert tried(b, kind(seed=1), [4]) == both  # the same each time
+    assert tried(InMemoryStorage(), kind(seed=1), [4, 4])[:4] == first
 
 
-def test_a_sampler_that_goes_on_is_left_alone(tmp_path):
+def test_a_sampler_that_goes_on_is_left_alone():
     plain = optuna.create_study(sampler=TPESampler(seed=1))
     plain.optimize(toy, 6)
-    assert tried(f"sqlite:///{tmp_path}/a", TPESampler(seed=1), [3, 3]) == [t.params["x"] for t in plain.trials]
+    assert tried(InMemoryStorage(), TPESampler(seed=1), [3, 3]) == [t.params["x"] for t in plain.trials]
 
 
-def test_enqueued_trials_do_not_count(tmp_path):
+def test_enqueued_trials_do_not_count():
     found = []
     for run in (optimize_array, lambda study, objective, n, _: study.optimize(objective, n)):
         study = optuna.create_study(sampler=RandomSampler(seed=1))
