@@ -1,12 +1,14 @@
 """How step time, memory and bubble grow with stages, micro-batches and replicas: simulated, for models that do not fit
-here. Writes the tables of docs/scaling.md, and its picture.
+here. Writes the tables of docs/scaling.md, and its picture. With --planning, how long it takes to choose.
 
-    python benchmarks/scaling.py [--quick] [--png PATH]
+    python benchmarks/scaling.py [--quick] [--png PATH] [--planning [--json]]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +17,7 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
+from lightning_pipes.cost.clusters import make_cluster
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import Kind, PlanError, Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
@@ -188,11 +191,46 @@ def save_png(path: str) -> None:
     figure.savefig(path, dpi=100)
 
 
+def planning_seconds(stages: int, microbatches: int, replicas: int, between: str) -> tuple[float, int, int]:
+    """Seconds of the processor that it takes to choose for GPT-2-1.3B, and how many options there were and were
+    simulated."""
+    cluster = make_cluster(
+        2 * stages, 8, "74GiB", {"bandwidth": "300GB/s", "latency": "5us"}, {"bandwidth": between, "latency": "10us"}
+    )
+    place = Deployment.on(cluster, stages, replicas)
+    profile = named_profile("GPT-2-1.3B", "A100-80G")
+    began = time.process_time()
+    found = choose(profile, stages, microbatches, place)
+    return time.process_time() - began, len(found.options), sum(o.fit is not None for o in found.options)
+
+
+def planning() -> dict[str, float]:
+    """Prints how long it takes to choose on large clusters, which is to be less than 10 s; the keys of `--json`."""
+    keys = {}
+    for stages, microbatches, replicas in ((8, 64, 2), (64, 512, 16)):
+        for between in ("25GB/s", "200MB/s"):
+            seconds, options, simulated = planning_seconds(stages, microbatches, replicas, between)
+            print(
+                f"{stages} stages, {microbatches} micro-batches, {replicas} replicas, {between}: {seconds:5.2f} s, "
+                f"{options} options, {simulated} simulated",
+                flush=True,
+            )
+            keys[f"planning_seconds_{stages}x{microbatches}x{replicas}_{between.partition('B')[0]}"] = round(seconds, 2)
+    return keys
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the first case only, up to 16 ranks")
     parser.add_argument("--png", help="where to write the picture")
+    parser.add_argument("--planning", action="store_true", help="how long it takes to choose, in place of the tables")
+    parser.add_argument("--json", action="store_true", help="with --planning, the last line is one JSON object")
     options = parser.parse_args()
+    if options.planning:
+        keys = planning()
+        if options.json:
+            print(json.dumps(keys))
+        return
     cases = CASES[:1] if options.quick else CASES
     for table in (by_stages, by_microbatches, by_replicas):
         for case in cases:

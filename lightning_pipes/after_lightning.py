@@ -5,15 +5,18 @@ entry point for strategies. So `import lightning_pipes` has to do, in any order,
 """
 
 import sys
-import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
+from lightning_pipes.harmless import harmless
+
 _LIGHTNING = "lightning.pytorch"
+_WHAT = "strategies 'pipeline_...'"
 
 
 def load_trainer_with_lightning() -> None:
@@ -32,21 +35,27 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != _LIGHTNING:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_load(module: ModuleType) -> None:
-                execute(module)
-                _load_trainer()
-
-            vars(spec.loader)["exec_module"] = execute_and_load
+        with suppress(ValueError):  # another thread has asked at the same time
+            sys.meta_path.remove(self)
+        spec = None  # Python goes on to ask others
+        with harmless(_WHAT):
+            spec = _then_load_trainer(find_spec(fullname))
         return spec
 
 
+def _then_load_trainer(spec: ModuleSpec | None) -> ModuleSpec | None:
+    """The same, but that the trainer layer is loaded after the module."""
+    if spec is not None and spec.loader is not None:
+        execute = spec.loader.exec_module
+
+        def execute_and_load(module: ModuleType) -> None:
+            execute(module)
+            _load_trainer()
+
+        vars(spec.loader)["exec_module"] = execute_and_load
+    return spec
+
+
 def _load_trainer() -> None:
-    try:
+    with harmless(_WHAT):
         import_module("lightning_pipes.trainer")
-    except ImportError as error:  # must not keep others from Lightning: any Hydra app here loads us
-        warnings.warn(f"strategies 'pipeline_...' can't be used: {error}", stacklevel=2)

@@ -11,10 +11,13 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from lightning_pipes.tune import sweep_settings
-from lightning_pipes.tune.messages import for_hydra
+from lightning_pipes.harmless import harmless
 
-sweep_settings.register_launcher()
+with harmless("hydra/launcher=job_array"):
+    from lightning_pipes.tune import sweep_settings
+    from lightning_pipes.tune.messages import for_hydra
+
+    sweep_settings.register_launcher()
 
 
 class JobArrayLauncher(Launcher):

@@ -9,10 +9,13 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from lightning_pipes.tune import sweep_settings
-from lightning_pipes.tune.messages import for_hydra
+from lightning_pipes.harmless import harmless
 
-sweep_settings.register_sweeper()
+with harmless("hydra/sweeper=optuna"):
+    from lightning_pipes.tune import sweep_settings
+    from lightning_pipes.tune.messages import for_hydra
+
+    sweep_settings.register_sweeper()
 
 
 class OptunaSweeper(Sweeper):

@@ -4,7 +4,10 @@ the resolver `${lightning_pipes.run_name:}`.
 No `from __future__ import annotations` here: Hydra runs this module before it is in sys.modules.
 """
 
-from lightning_pipes.tune import run_name, schema
+from lightning_pipes.harmless import harmless
 
-schema.register()
-run_name.register()
+with harmless("the configuration schemas"):
+    from lightning_pipes.tune import run_name, schema
+
+    schema.register()
+    run_name.register()

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.private_torch import FunctionNode
 from lightning_pipes.engine.weights import Version
 from lightning_pipes.ir import Span
 
@@ -23,7 +24,7 @@ Root = torch.Tensor | GradientEdge
 def _root(tensor: torch.Tensor) -> Root:
     """Where to start backward instead of from `tensor`, without keeping its data alive."""
     node: Any = tensor.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
+    if node is None or isinstance(node, FunctionNode):
         return tensor  # a leaf has no node, and one written in Python does not keep the graph alive
     return GradientEdge(node, tensor.output_nr)
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pipes.engine.private_torch import has_accumulate_hooks, has_gradient_hooks
 from lightning_pipes.ir import PipelineError, PlanError
 
 
@@ -185,7 +186,7 @@ def _check(holders: Mapping[str, _Holder]) -> None:
                     f"{name} is a {type(tensor).__name__}; only plain parameters can be moved between host and "
                     "device. Keep all states on the device: leave MemorySwap out"
                 )
-            if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            if has_gradient_hooks(tensor) or has_accumulate_hooks(tensor):
                 raise PlanError(
                     f"{name} has hooks, as from data_parallel > 1 or register_hook; they would stay behind when it is "
                     "moved between host and device. Remove them, or leave MemorySwap out"

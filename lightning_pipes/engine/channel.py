@@ -17,10 +17,10 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.message import FRONT_BYTES, Decoder, Encoder, Message, Wire, ordinary, pinned
+from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.trust import Seal
 from lightning_pipes.ir import Instruction
 

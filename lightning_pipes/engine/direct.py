@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed import PrefixStore
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.channel import RECEIVER, SENDER, Inbox, Outbox, Work
 from lightning_pipes.engine.message import Message
+from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.trust import Seal
 from lightning_pipes.ir import Instruction
 

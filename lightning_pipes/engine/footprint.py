@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_pipes.engine.private_torch import TorchDispatchMode
 
 
 class Footprint:

@@ -9,16 +9,15 @@ tensors are held that the branches need.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_pipes.engine.autograd import Root, Saved, roots_of
+from lightning_pipes.engine.private_torch import CheckpointNode, FunctionNode, has_gradient_hooks, saved_tensors
 
 Gradient = torch.Tensor | None
 
@@ -162,7 +161,7 @@ class _Graph:
         Raises:
             _InseparableError: the branches can't be run without the trunk, or the trunk without the branches.
         """
-        if any(isinstance(node, CheckpointFunction._backward_cls) for node in self._next):
+        if any(isinstance(node, CheckpointNode) for node in self._next):
             raise _InseparableError("a reentrant checkpoint")
         behind = {node: self._behind([b.node for b in mine]) for node, mine in reversed(self._branches.items())}
         beside = self._behind([e.node for e in self._edges if e.node not in self.trunk])
@@ -172,7 +171,11 @@ class _Graph:
             mine = self._branches[node]
             shared = any(users[n] > 1 for n in side)
             leaves = [_leaf(n) for n in side if not self._next[n]]
-            if not shared and len(leaves) == len(side) and all(p.ndim < 2 and not p._backward_hooks for p in leaves):
+            if (
+                not shared
+                and len(leaves) == len(side)
+                and all(p.ndim < 2 and not has_gradient_hooks(p) for p in leaves)
+            ):
                 vectors += mine
             else:
                 self._check_separable(node, mine if shared else ())
@@ -182,7 +185,7 @@ class _Graph:
     def release(self, kept: Iterable[Node]) -> None:
         """Lets go of the tensors that the trunk saved, except those of the nodes `kept`. It can't be run again."""
         for node in self.trunk.difference(kept):
-            for tensor in _saved_tensors(node):
+            for tensor in saved_tensors(node):
                 if tensor.unpack_hook is None and tensor.data is not None:
                     tensor.register_hooks(_drop, _refuse)
 
@@ -198,11 +201,11 @@ class _Graph:
 
     def _check_separable(self, node: Node, shared: Sequence[GradientEdge]) -> None:
         kind: type[Any] = type(node)
-        if issubclass(kind, torch._C._FunctionBase):
+        if issubclass(kind, FunctionNode):
             raise _InseparableError(f"{kind.__name__}, an autograd function in Python with weights")
-        if any(tensor.unpack_hook is not None for tensor in _saved_tensors(node)):
+        if any(tensor.unpack_hook is not None for tensor in saved_tensors(node)):
             raise _InseparableError("a checkpoint, or other hooks that pack saved tensors")
-        if any(not self._next[e.node] and _leaf(e.node)._backward_hooks for e in shared):
+        if any(not self._next[e.node] and has_gradient_hooks(_leaf(e.node)) for e in shared):
             raise _InseparableError("a hook on a weight that is used several times")
         if shared:
             further = self._behind([n for n, _ in self._next[node] if n in self.trunk])
@@ -215,20 +218,6 @@ def _leaf(node: Any) -> torch.Tensor:
     """The tensor to which a node without followers adds its gradient."""
     leaf: torch.Tensor = node.variable
     return leaf
-
-
-@cache
-def _names(kind: type[Node]) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-
-
-def _saved_tensors(node: Node) -> Iterator[Any]:
-    for name in _names(type(node)):
-        value = getattr(node, name)
-        if isinstance(value, (tuple, list)):
-            yield from value
-        else:
-            yield value
 
 
 def _drop(tensor: torch.Tensor) -> None:

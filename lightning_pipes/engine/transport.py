@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed import PrefixStore
 
 from lightning_pipes.engine.channel import Inbox, Outbox
 from lightning_pipes.engine.direct import DirectGroup, DirectInbox, DirectOutbox, nccl_group
@@ -17,6 +17,7 @@ from lightning_pipes.engine.local_transport import LocalTransport, host
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.message import Decoder, Encoder
 from lightning_pipes.engine.points import point
+from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.ir import Kind, Plan, PlanError, send_of
 
 IDLE = timedelta(days=30)

@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lightning_pipes.testing.patience import patience
+
 # A store asks for the name of every client that connects, and answers nobody meanwhile. A name server that loses one
 # question in fifty would hold up one test in ten for five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -63,7 +65,7 @@ def run_ranks(
     `fn` is found by its module and name, values are pickled.
 
     Raises:
-        RanksFailedError: any rank did not return within `timeout` seconds.
+        RanksFailedError: any rank did not return within `timeout` seconds, or longer on a busy machine.
     """
     return values(watch_ranks(fn, n, *args, timeout=timeout, env=env))
 
@@ -127,7 +129,7 @@ def _collect(
     open_readers = {reader: rank for rank, reader in enumerate(readers)}
     sentinels = {process.sentinel: rank for rank, process in enumerate(processes)}
     while sentinels:
-        left = started + timeout - time.monotonic()
+        left = started + patience(timeout) - time.monotonic()
         ready = wait([*open_readers, *sentinels], timeout=max(left, 0))
         for thing in ready:
             if thing in open_readers:
@@ -148,7 +150,8 @@ def _collect(
                 processes[rank].kill()
             for rank in sentinels.values():
                 processes[rank].join()
-                error = f"no end after {timeout} s; where it was:\n{_stacks(os.path.join(folder, str(rank)))}"
+                where = _stacks(os.path.join(folder, str(rank)))
+                error = f"no end after {time.monotonic() - started:.0f} s; where it was after {timeout} s:\n{where}"
                 outcomes[rank] = Outcome(rank, None, error, None, time.monotonic() - started)
             break
     return [outcomes[rank] for rank in sorted(outcomes)]

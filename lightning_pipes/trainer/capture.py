@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning_pipes.ir import PipelineError
@@ -106,6 +107,15 @@ class Interceptor:
             return step(*args)
         finally:
             self._answer = None
+
+
+def named_step(owner: object, name: str) -> Step:
+    """A step of a module, with that name; it may be an attribute that has none, such as a functools.partial."""
+    step: Step = getattr(owner, name)
+    if not hasattr(step, "__name__"):
+        step = partial(step)
+        step.__dict__["__name__"] = name
+    return step
 
 
 def _name(step: Step) -> str:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.rng import BEFORE_LAYERS, forked_rng, seed_all, stream_seed
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.control import Control
-from lightning_pipes.trainer.files import AtomicCheckpointIO
+from lightning_pipes.trainer.files import AtomicCheckpointIO, load
 from lightning_pipes.trainer.pipelined import SPREAD
 
 NOT_SAMPLES = Span(0, 0)
@@ -153,7 +153,7 @@ def load_mapped(strategy: Strategy, path: str | Path, weights_only: bool | None)
     """A checkpoint whose weights are read from the file when they are used; None where that is not possible."""
     if type(strategy.checkpoint_io) not in (TorchCheckpointIO, AtomicCheckpointIO) or not os.path.isfile(path):
         return None
-    whole: Mapping[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    whole: Mapping[str, Any] = load(Path(path), map_location="cpu", mmap=True, weights_only=weights_only)
     # What outlives the loading must not: the file may be overwritten.
     return {k: v if k in ("state_dict", "optimizer_states") else copy.deepcopy(v) for k, v in whole.items()}
 

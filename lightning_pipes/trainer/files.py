@@ -6,11 +6,12 @@ They are written under a temporary name next to their own, brought to the disk, 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import re
+import secrets
 import shutil
 import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,8 +22,9 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_pipes.engine.identity import Process
 from lightning_pipes.engine.points import point
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.checksums import WAY_OUT, SealedZip, Sum, check
 
-_numbers = itertools.count()
 _AT_CWD, _EXCHANGE = -100, 2  # of Linux
 
 
@@ -42,6 +44,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with replacing(local) as temporary:
                 save(checkpoint, temporary)
 
+    def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
+        """What the file holds, on the CPU, as torch.load reads it.
+
+        Raises:
+            PipelineError: it is not what was written, or no checkpoint.
+        """
+        local = local_path(path)
+        if local is None:
+            return super().load_checkpoint(path, map_location, weights_only)
+        return load(local, map_location=map_location, weights_only=weights_only)
+
     def remove_checkpoint(self, path: str | Path) -> None:
         """Removes a file or a folder."""
         local = local_path(path)
@@ -57,17 +70,42 @@ def local_path(path: str | Path) -> Path | None:
     return Path(path) if not separator else Path(rest) if protocol == "file" else None
 
 
-def save(thing: Any, path: Path) -> None:
+def save(thing: Any, path: Path) -> Sum:
     """Writes what torch.load reads, down to the disk.
 
     Raises:
+        FileExistsError: there is something under the name, be it a link, which is not followed.
         OSError: it could not be written.
     """
     point("checkpoint.write")
-    with saying_why(), open(path, "wb") as file:  # given a name, torch.save lets no other thread run while it writes
-        torch.save(thing, file)
+    with saying_why(), open(path, "xb") as file:  # given a name, torch.save lets no other thread run while it writes
+        sealed = SealedZip(file)
+        torch.save(thing, sealed)
+        sealed.seal()
         file.flush()
         os.fsync(file.fileno())
+        return sealed.sum
+
+
+def load(path: Path, **options: Any) -> Any:
+    """What torch.load reads with these options, if it is what was written.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        PipelineError: it is not what was written, or no checkpoint.
+    """
+    if path.is_dir():
+        raise PipelineError(
+            f"{path} is a folder, and no complete checkpoint that checkpoint='sharded' has written: those have an "
+            f"index, .metadata. {WAY_OUT}"
+        )
+    check(path)
+    try:
+        return torch.load(path, **options)
+    except Exception as error:
+        if isinstance(error, OSError) or zipfile.is_zipfile(path):  # that is whole: torch says what it won't load
+            raise
+        raise PipelineError(f"{path} is damaged, or no checkpoint. {WAY_OUT}. torch.load says: {error}") from error
 
 
 @contextmanager
@@ -97,14 +135,23 @@ def replacing(path: Path) -> Iterator[Path]:
 def temporary_for(path: Path) -> Path:
     """A new name next to `path`, whose folder is made; what killed processes have left there is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    left = re.compile(r"\..+\.([0-9a-f-]+)\.\d+\.saving")
     for entry in os.scandir(path.parent):
-        match = left.fullmatch(entry.name)
-        owner = Process.parse(match[1]) if match else None
+        owner = _owner(entry.name)
         if owner is not None and owner.has_ended():
             with suppress(OSError):  # another process may be at it
                 _remove_now(Path(entry.path))
-    return path.with_name(f".{path.name[:100]}.{Process.own()}.{next(_numbers)}.saving")
+    return path.with_name(_temporary_name(path.name))
+
+
+def _temporary_name(name: str) -> str:
+    """A name that nobody can know beforehand, with the process that it belongs to."""
+    return f".{name[:100]}.{Process.own()}.{secrets.token_hex(8)}.saving"
+
+
+def _owner(name: str) -> Process | None:
+    """The process in a `_temporary_name`; None for any other name."""
+    match = re.fullmatch(r"\..+\.([0-9a-f-]+)\.[0-9a-f]+\.saving", name)
+    return None if match is None else Process.parse(match[1])
 
 
 def put(temporary: Path, path: Path) -> None:

@@ -82,12 +82,12 @@ class HookWrappers:
 
     def _on_last_stage(self, hook: Hook) -> Hook:
         def run(*args: Any, **kwargs: Any) -> None:
-            packed = None
             if self._here:
-                with recorded(self._module) as calls:
+                with recorded(self._module, make=True) as calls:
                     hook(*args, **kwargs)
-                packed = self._replay.pack(calls)
-            self._replay.replay(self._control.broadcast(packed, self._last_rank))
+                self._control.broadcast(self._replay.pack(calls), self._last_rank)
+            else:
+                self._replay.replay(self._control.broadcast(None, self._last_rank))
 
         return run
 

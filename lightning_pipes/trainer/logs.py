@@ -29,11 +29,18 @@ class LogCall:
 
 
 @contextmanager
-def recorded(module: pl.LightningModule) -> Iterator[list[LogCall]]:
-    """The log calls that `module` makes in the block, instead of making them; `log_dict` goes through `log`."""
+def recorded(module: pl.LightningModule, make: bool = False) -> Iterator[list[LogCall]]:
+    """The log calls that `module` makes in the block; `log_dict` goes through `log`.
+
+    Args:
+        make: make the calls, too; else they are recorded only.
+    """
     calls: list[LogCall] = []
+    log = module.log
 
     def record(name: str, value: Any, *args: Any, **options: Any) -> None:
+        if make:
+            log(name, value, *args, **options)
         options.update(zip(_OPTIONS, args, strict=False))
         if isinstance(value, torch.Tensor):
             value = value.detach()

@@ -23,7 +23,7 @@ from lightning_pipes.engine.rng import forked_rng
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.batches import copied, rows_of, take
-from lightning_pipes.trainer.capture import Interceptor
+from lightning_pipes.trainer.capture import Interceptor, named_step
 from lightning_pipes.trainer.decision import LEAST_ROWS
 from lightning_pipes.trainer.logs import recorded
 from lightning_pipes.trainer.proxy import Layers, StageProxy
@@ -133,7 +133,7 @@ class Measuring:
         return copied(take(self._batch, Span(0, rows), rows_of(self._batch)))
 
     def _capture(self, rows: int) -> Any:
-        return self._interceptor.capture(self._module.training_step, self._part(rows), *self._arguments)
+        return self._interceptor.capture(named_step(self._module, "training_step"), self._part(rows), *self._arguments)
 
     @contextmanager
     def _there(self, layer: nn.Module) -> Iterator[None]:
@@ -181,7 +181,7 @@ class Measuring:
                 begun = time.perf_counter()
                 return y
 
-            out = self._interceptor.supply(self._module.training_step, answer, part, *self._arguments)
+            out = self._interceptor.supply(named_step(self._module, "training_step"), answer, part, *self._arguments)
             loss, _ = loss_of(out)
             synchronize(self._device)
             after = time.perf_counter() - begun

@@ -20,7 +20,8 @@ Groups = tuple[tuple[str, ...], ...]
 class OptimizerLayout:
     """Which parameters an optimizer has: on one process, and on this rank.
 
-    State is written with the numbering of one process and read back with it, whatever the number of stages.
+    State is written with the numbering of one process and read back with it, whatever the number of stages. Where
+    configure_optimizers returns None, Lightning's stand-in for an optimizer has no groups, and an empty `state_dict`.
     """
 
     whole: Groups
@@ -33,13 +34,15 @@ class OptimizerLayout:
 
     def whole_state(self, local: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """One process's `state_dict`, from that of this rank and the `states_by_name` of all ranks."""
+        if not local:
+            return {}
         by_name = {name: state for states_of_rank in states for name, state in states_of_rank.items()}
         return numbered(by_name, self.named_state(local)["param_groups"])
 
     def named_state(self, local: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's `state_dict` with names in place of numbers; groups have the names of all ranks' parameters."""
         groups = []
-        for settings, names in zip(local["param_groups"], self.whole, strict=True):
+        for settings, names in zip(local.get("param_groups", ()), self.whole, strict=True):
             group = {**settings, "params": list(names)}
             if "param_names" in settings:
                 group["param_names"] = list(names)
@@ -49,7 +52,7 @@ class OptimizerLayout:
     def states_by_name(self, local: Mapping[str, Any]) -> dict[str, Any]:
         """The states in this rank's `state_dict`, by parameter name."""
         names = self.names
-        return {names[number]: state for number, state in local["state"].items()}
+        return {names[number]: state for number, state in local.get("state", {}).items()}
 
     def local_state(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of one process's `state_dict`.
@@ -57,10 +60,12 @@ class OptimizerLayout:
         Raises:
             PipelineError: it was written for other parameter groups.
         """
+        if not self.whole:
+            return {"state": {}, "param_groups": []}
         numbers: dict[str, int] = {}
-        if len(whole["param_groups"]) != len(self.whole):
+        if len(whole.get("param_groups", ())) != len(self.whole):
             raise PipelineError(
-                f"the checkpoint's optimizer has {len(whole['param_groups'])} parameter groups, this one "
+                f"the checkpoint's optimizer has {len(whole.get('param_groups', ()))} parameter groups, this one "
                 f"{len(self.whole)}; resume with the configure_optimizers that wrote it"
             )
         for number, (group, names) in enumerate(zip(whole["param_groups"], self.whole, strict=True)):

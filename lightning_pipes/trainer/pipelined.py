@@ -11,6 +11,7 @@ from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_pipes.engine.private_torch import BatchNorm, forward_hooks, unsaved_buffers
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.capture import Interceptor
 from lightning_pipes.trainer.private_lightning import is_compiled
@@ -24,8 +25,6 @@ SPREAD = "_lightning_pipes_spread"
 
 CLEARLY_LARGER = 1.5
 """By what factor the parameters of a container must exceed those of all others for it to be cut without being named."""
-
-BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
 
 
 def find_pipelined(module: pl.LightningModule, path: str | None) -> str:
@@ -61,12 +60,12 @@ def find_pipelined(module: pl.LightningModule, path: str | None) -> str:
             "name a plain nn.Sequential or nn.ModuleList inside it: PipelineStrategy(module=...)"
         )
     for name, layer in full.named_children():
-        if isinstance(layer, nn.ModuleList | nn.ModuleDict):
+        if isinstance(layer, nn.ModuleList | nn.ModuleDict) and type(layer).forward is nn.Module.forward:
             raise PipelineError(
                 f"{owner}.{path}.{name} is a {type(layer).__name__}, which has no forward, so the layers can't be "
                 "called one after the other; make each layer one module with a forward"
             )
-    if not all(map(_only_records, (*full._forward_hooks.values(), *full._forward_pre_hooks.values()))):
+    if not all(map(_only_records, forward_hooks(full))):
         raise PipelineError(f"{owner}.{path} has forward hooks, which no rank could run; register them on its layers")
     return path
 
@@ -127,7 +126,7 @@ def layer_sizes(full: Layers) -> list[int]:
 
 def batch_statistics(full: Layers) -> list[str]:
     """Names of layers whose result depends on which samples share a micro-batch."""
-    return [name for name, m in full.named_modules() if isinstance(m, BATCH_STATISTICS)]
+    return [name for name, m in full.named_modules() if isinstance(m, BatchNorm)]
 
 
 class CutModule:
@@ -234,7 +233,7 @@ class CutModule:
                     if parameter is not None:
                         yield part._parameters, name, parameter
                 for name, buffer in part._buffers.items():
-                    if buffer is not None and name not in part._non_persistent_buffers_set:
+                    if buffer is not None and name not in unsaved_buffers(part):
                         yield part._buffers, name, buffer
 
 

@@ -31,10 +31,12 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizer
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from torch import nn
 from torch._dynamo import OptimizedModule
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
@@ -52,6 +54,7 @@ SubprocessLauncher = _SubprocessScriptLauncher
 reduce_over = _sync_ddp
 gather_over = _all_gather_ddp_if_available
 WrappingCheckpointIO = _WrappingCheckpointIO
+StorageInfo = _StorageInfo
 
 SignalHandler = Callable[[int, FrameType | None], None]
 
@@ -69,6 +72,11 @@ def process_groups() -> list[object]:
 def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """The optimizer that Lightning wrapped, or the one given."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def forget_optimizers(strategy: Strategy) -> None:
+    """Takes away the optimizers and schedulers of an earlier run."""
+    strategy._reset_optimizers_and_schedulers()
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -30,7 +32,7 @@ class StageProxy(nn.Module):
     def __init__(self, full: Layers, local: Iterable[int], interceptor: Interceptor, name: str) -> None:
         super().__init__()
         loop = LayerLoop(name, list(full), lambda: interceptor.running, interceptor.reach)
-        hidden = {"_full": full, "_call": interceptor, "_loop": loop}
+        hidden = {"_full": full, "_call": interceptor, "_loop": loop, "_name": name}
         self.__dict__.update(hidden)  # past nn.Module, which would register the whole module
         names = list(full._modules)
         for number in sorted(local):
@@ -71,6 +73,21 @@ class StageProxy(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_full"], name)  # attributes of a subclass, foreign layers
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layers:
+        """A copy of the whole module with the weights of this rank, which can be paired with those here; those of other
+        ranks have none. It can't be called, unless all are here."""
+        copied: Layers = copy.deepcopy(self.__dict__["_full"], memo)
+        if len(self._modules) < len(self):
+            copied.register_forward_pre_hook(partial(_refuse_call, self.__dict__["_name"]))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        name = self.__dict__["_name"]
+        raise PipelineError(
+            f"{name} can't be pickled while its layers are spread over several ranks; write a checkpoint, by "
+            "trainer.save_checkpoint on all ranks, or pickle the module when the Trainer has ended"
+        )
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # so that `isinstance` answers as for the whole module
         return type(self.__dict__["_full"])
@@ -79,3 +96,10 @@ class StageProxy(nn.Module):
         layers = self.__dict__["_full"]._modules.items()
         lines = [f"  ({n}): {m!r}" if n in self._modules else f"  ({n}): on another rank" for n, m in layers]
         return "\n".join([f"{type(self).__name__}(", *lines, ")"])
+
+
+def _refuse_call(name: str, *_: Any) -> None:
+    raise PipelineError(
+        f"a copy of {name} that was made while its layers were spread over several ranks holds this rank's layers only "
+        "and can't be called; load a checkpoint into a copy that was made before or after training"
+    )

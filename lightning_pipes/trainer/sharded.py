@@ -7,32 +7,35 @@ wait for dead ranks; the ranks agree by `Control` here, and everything after tha
 
 from __future__ import annotations
 
-import pickle
+import io
+import json
+import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_pipes.engine.points import point
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.checksums import Sum, Summing, damaged, seal
 from lightning_pipes.trainer.control import Control
-from lightning_pipes.trainer.files import existing, put, remove, replacing, save, saying_why, sync, temporary_for
+from lightning_pipes.trainer.files import existing, load, put, remove, replacing, save, saying_why, sync, temporary_for
+from lightning_pipes.trainer.index import INDEX, Index, with_sums
 from lightning_pipes.trainer.optimizers import numbered
+from lightning_pipes.trainer.private_lightning import StorageInfo
 
 REST = "checkpoint.pt"
 """The file with everything but the tensors of the model and the optimizers."""
-INDEX = ".metadata"
-"""The file by which torch.distributed.checkpoint finds tensors; written last."""
 _TENSORS = "lightning_pipes_tensors"
 """In the rest: where each tensor belongs, by its name in the index."""
 _ORDER = "lightning_pipes_order"
@@ -107,28 +110,32 @@ def write_part(part: Part, control: Control, store: Any) -> None:
         PipelineError: another rank could not write its part.
     """
     writer = FileSystemWriter(part.temporary)
+    writer.fs = files = _Files()
     own = control.position
     point("checkpoint.write")
     try:
         if own == 0:
-            save(part.rest, part.temporary / REST)
+            files.sums[REST] = save(part.rest, part.temporary / REST)
         with saying_why():
             written = writer.write_data(part.plan, part.planner)
             written.wait()
         point("checkpoint.part")
         if own > 0:
-            store.set(_key(part, own), pickle.dumps(written.value()))
+            store.set(_key(part, own), _as_json(written.value(), files.sums))
             return
-        others = range(1, control.size)
-        results = [written.value(), *(_result_of(position, part, control, store) for position in others)]
-        lost = {r.storage_data.relative_path for of_rank in results for r in of_rank}
-        lost = {name for name in lost if not (part.temporary / name).exists()}
+        results, sums = [written.value()], files.sums
+        for position in range(1, control.size):
+            of_rank, sums_of_rank = _from_json(_said(position, part, control, store), control.ranks[position])
+            results.append(of_rank)
+            sums.update(sums_of_rank)
+        lost = [name for name in sums if not (part.temporary / name).exists()]
         if lost:
             raise PipelineError(
                 f"{', '.join(sorted(lost))} can't be seen on rank {control.ranks[0]}; checkpoint='sharded' needs a "
                 "folder that all hosts share"
             )
         assert part.metadata is not None
+        part.metadata.planner_data = with_sums(sums)
         writer.finish(part.metadata, results)
         sync(part.temporary)
         put(part.temporary, part.path)
@@ -136,15 +143,41 @@ def write_part(part: Part, control: Control, store: Any) -> None:
         if own == 0:
             remove(part.temporary)
         else:
-            store.set(_key(part, own), pickle.dumps(f"{type(error).__name__}: {error}"))
+            store.set(_key(part, own), json.dumps({"error": f"{type(error).__name__}: {error}"}))
             if isinstance(error, FileNotFoundError) and not part.temporary.exists():
                 control.watch.learn_reason()
                 raise PipelineError(f"rank {control.ranks[0]} has given it up") from error
         raise
 
 
-def _result_of(position: int, part: Part, control: Control, store: Any) -> Any:
-    """What another rank wrote, when it has."""
+class _Files(FileSystem):
+    """Files that are new, and whose sums are known when they are written; the index gets a seal.
+
+    Attributes:
+        sums: by the name of the file.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, Sum] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """As the writer wants it, which only ever writes."""
+        name = Path(path).name
+        with open(path, mode.replace("w", "x")) as file:
+            made = Summing(file)
+            yield made
+            if name.startswith(INDEX):
+                seal(made)
+                file.flush()
+                os.fsync(file.fileno())
+            else:
+                self.sums[name] = made.sum
+
+
+def _said(position: int, part: Part, control: Control, store: Any) -> str | bytes:
+    """What another rank says of its part, when it is written."""
     key, rank = _key(part, position), control.ranks[position]
     failed_at = None
     while not store.check([key]):
@@ -153,11 +186,31 @@ def _result_of(position: int, part: Part, control: Control, store: Any) -> Any:
         if control.ended(position) or (failed_at is not None and time.monotonic() > failed_at + _GRACE_SECONDS):
             raise PipelineError(f"rank {rank} has ended before its part was written")
         time.sleep(_POLL_SECONDS)
-    result = pickle.loads(store.get(key))
+    said: str | bytes = store.get(key)
     store.delete_key(key)
-    if isinstance(result, str):
-        raise PipelineError(f"rank {rank} could not write its part: {result}")
-    return result
+    return said
+
+
+def _as_json(written: Sequence[WriteResult], sums: Mapping[str, Sum]) -> str:
+    """Where a rank has written which tensor, and the sums of its files."""
+    tensors = [
+        [r.index.fqn, list(r.index.offset or ()), r.index.index, r.size_in_bytes, s.relative_path, s.offset, s.length]
+        for r in written
+        for s in [r.storage_data]
+    ]
+    return json.dumps({"tensors": tensors, "sums": sums})
+
+
+def _from_json(said: str | bytes, rank: int) -> tuple[list[WriteResult], dict[str, Sum]]:
+    """The other direction; PipelineError if the rank has failed."""
+    found = json.loads(said)
+    if "error" in found:
+        raise PipelineError(f"rank {rank} could not write its part: {found['error']}")
+    written = [
+        WriteResult(MetadataIndex(name, torch.Size(corner), number), size, StorageInfo(file, offset, length))
+        for name, corner, number, size, file, offset, length in found["tensors"]
+    ]
+    return written, {name: Sum(*values) for name, values in found["sums"].items()}
 
 
 def _key(part: Part, position: int) -> str:
@@ -169,14 +222,31 @@ class ShardedCheckpoint:
 
     Args:
         path: the folder.
-        weights_only: as torch.load takes it.
+        weights_only: as torch.load takes it, for what is no tensor of the model or the optimizers.
+
+    Raises:
+        PipelineError: a file is missing, of another checkpoint, or not as it was written. The files with tensors are
+            compared when the first tensor is read from them.
     """
 
     def __init__(self, path: Path, weights_only: bool | None = None) -> None:
         self._path = path
-        self._rest = torch.load(path / REST, map_location="cpu", weights_only=weights_only)
-        self._tensors: dict[str, Any] = self._rest.pop(_TENSORS)
-        self._order: list[str] = self._rest.pop(_ORDER)
+        self._index = Index.read(path)
+        self._whole = set[str]()
+        """The files that were compared with their sums."""
+        for name in {REST, *(place.file for place in self._index.places.values()), *(self._index.sums or ())}:
+            if not (path / name).is_file():
+                raise damaged(path, f"{name} is missing")
+        self._check(REST)
+        self._rest = load(path / REST, map_location="cpu", weights_only=weights_only)
+        try:
+            self._tensors: dict[str, Any] = self._rest.pop(_TENSORS)
+            self._order: list[str] = self._rest.pop(_ORDER)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise damaged(path, f"{REST} is not that of a sharded checkpoint") from error
+        unknown = sorted(set(self._tensors) - set(self._index.places))
+        if unknown:
+            raise damaged(path, f"{INDEX} does not know {unknown[0]}, which {REST} names: they are of different saves")
 
     @staticmethod
     def is_at(path: Path) -> bool:
@@ -218,17 +288,28 @@ class ShardedCheckpoint:
 
     def _read(self, names: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors by their names in the index; into those that are given, where they fit."""
-        reader = FileSystemReader(self._path)
-        metadata = reader.read_metadata().state_dict_metadata
-        tensors: dict[str, Any] = {}
-        for name, given in names.items():
-            about: Any = metadata[name]
-            fits = isinstance(given, Tensor) and given.shape == about.size and given.dtype == about.properties.dtype
-            tensors[name] = given if fits else torch.empty(about.size, dtype=about.properties.dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as every rank reads by itself
-            load(tensors, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
-        return tensors
+        return {name: self._tensor(name, given) for name, given in names.items()}
+
+    def _tensor(self, name: str, given: Any) -> Tensor:
+        place = self._index.places[name]
+        self._check(place.file)
+        with open(self._path / place.file, "rb") as file:
+            file.seek(place.offset)
+            data = io.BytesIO(file.read(place.length))
+        try:
+            found: Tensor = torch.load(data, map_location="cpu", weights_only=True)
+        except Exception as error:  # an older version has written no sums
+            raise damaged(self._path, f"{name} in {place.file}: {type(error).__name__}: {error}") from error
+        if isinstance(given, Tensor) and given.shape == found.shape and given.dtype == found.dtype:
+            return given.detach().copy_(found)
+        return found
+
+    def _check(self, file: str) -> None:
+        if self._index.sums is not None and file not in self._whole:
+            if file not in self._index.sums:
+                raise damaged(self._path, f"{INDEX} has no checksum of {file}")
+            self._index.sums[file].check(self._path / file)
+            self._whole.add(file)
 
 
 class _Weights(Mapping[str, Any]):
@@ -256,18 +337,20 @@ class _Weights(Mapping[str, Any]):
         return len(self._keys)
 
 
-def consolidate(folder: str | Path, file: str | Path) -> None:
+def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None = None) -> None:
     """Makes an ordinary Lightning checkpoint, one file, from a folder that `checkpoint="sharded"` has written.
 
     Needs no processes and memory for the whole. The file loads with `load_from_checkpoint` and resumes anywhere.
 
+    Args:
+        weights_only: as torch.load takes it. False also loads objects of any class, hyperparameters for instance,
+            which runs code that is in the folder: for folders whose writer you trust.
+
     Raises:
-        PipelineError: the folder has no complete checkpoint.
+        PipelineError: the folder has no complete checkpoint, or one that is damaged.
+        pickle.UnpicklingError: there are objects in it that take weights_only=False.
     """
-    source = existing(Path(folder))
-    if not ShardedCheckpoint.is_at(source):
-        raise PipelineError(f"{folder} is no folder with a complete checkpoint: it has no {INDEX}")
-    parts = ShardedCheckpoint(source, weights_only=False)
+    parts = ShardedCheckpoint(existing(Path(folder)), weights_only)
     checkpoint = parts.checkpoint({})
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = parts.optimizer_states()

@@ -18,7 +18,7 @@ from lightning_pipes.engine.rng import AFTER_LAYERS, BEFORE_LAYERS, forked_rng, 
 from lightning_pipes.engine.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.batches import copied, join, take, tensors_of
-from lightning_pipes.trainer.capture import Interceptor
+from lightning_pipes.trainer.capture import Interceptor, named_step
 from lightning_pipes.trainer.logs import LogCall, merge, recorded
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -173,7 +173,7 @@ class Steps:
             part = take(data.batch, span, data.rows)
             with recorded(self._module):  # the last stage logs
                 x = self._interceptor.capture(
-                    self._module.training_step, part if last_run else copied(part), *data.arguments
+                    named_step(self._module, "training_step"), part if last_run else copied(part), *data.arguments
                 )
             return stage.run_layers(item, span, x)
 
@@ -201,7 +201,7 @@ class Steps:
             if self._recomputes_first:
                 part = copied(part)
             with recorded(self._module) as logged:
-                out = self._interceptor.supply(self._module.training_step, answer, part, *data.arguments)
+                out = self._interceptor.supply(named_step(self._module, "training_step"), answer, part, *data.arguments)
         loss, extras = loss_of(out)
         data.outcomes[span] = Outcome(loss.detach(), extras, logged)
         scaled = loss * (span.rows / item.rows / data.divisor)

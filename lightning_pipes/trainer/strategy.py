@@ -38,6 +38,7 @@ from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.about import describe_run, gather_run
 from lightning_pipes.trainer.adopting import adopt
+from lightning_pipes.trainer.capture import named_step
 from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.connections import Connections, Idle, connections
@@ -79,6 +80,7 @@ from lightning_pipes.trainer.stopping import StopAgreement, as_terminated
 from lightning_pipes.trainer.streaming import StreamingRun, check_streaming
 from lightning_pipes.trainer.summary import log_graphs, show_summaries
 from lightning_pipes.trainer.timing import Share, Timing
+from lightning_pipes.trainer.versions import tell_if_untested
 
 
 class PipelineStrategy(ParallelStrategy):
@@ -248,6 +250,7 @@ class PipelineStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
+        tell_if_untested()
         assert self.cluster_environment is not None
         assert self.lightning_module is not None
         grid = self.grid
@@ -325,7 +328,7 @@ class PipelineStrategy(ParallelStrategy):
         plain = wanted.unmeasured(layer_sizes(made.full), self.grid.length)
         spread = equal_weights(module, self.control)
 
-        self._reset_optimizers_and_schedulers()
+        private.forget_optimizers(self)
         whole = []
         if fitting:
             self.optimizers, self.lr_scheduler_configs = private.init_optimizers(module)
@@ -447,7 +450,7 @@ class PipelineStrategy(ParallelStrategy):
     def _evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_whole()
         with self._telling_others():
-            step = getattr(self.lightning_module, name)
+            step = named_step(self.lightning_module, name)
             output = self._running.evaluate(step, context, *_batch_and_arguments(args, kwargs))
             if self._stops is not None and not self._running.fitting:
                 self._stops.agree_to_leave(self.pipeline)

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.tune.private_hydra import value_of
 
 HYDRA_RAISES = "HYDRA_FULL_ERROR"  # Hydra then raises instead of printing
 OURS = "LIGHTNING_PIPES_SET_HYDRA_FULL_ERROR"  # inherited by child processes, which must not take it for the user's
@@ -78,7 +79,7 @@ def explain(error: Exception) -> str:
             return f"{cause.full_key}={cause.value}: set one of its values instead: {', '.join(keys)}"
         kinds = {f.name: f.type for f in fields(cause.object_type)}
         kind = kinds.get(str(cause.key), "another type")
-        now = getattr(cause.child_node, "_value", lambda: None)()
+        now = value_of(cause.child_node)
         example = "" if now is None else f", as in {cause.full_key}={now}"
         return f"{cause.full_key}={cause.value}: needs {kind}{example}"
     return f"{error}\n{cause}" if cause is not None and isinstance(error, HydraException) else str(error)

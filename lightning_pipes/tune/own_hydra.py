@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipes.trainer.sibling import current_sibling
+from lightning_pipes.tune.private_hydra import hydra_singletons
 
 _config: ContextVar[Any] = ContextVar("lightning_pipes_hydra_config")
 _handlers: ContextVar[list[logging.Handler]] = ContextVar("lightning_pipes_log_handlers")
@@ -71,7 +71,7 @@ class _HandlersOnly(logging.config.DictConfigurator):
 @contextmanager
 def own_hydra() -> Iterator[None]:
     """In the block, siblings have a HydraConfig and log handlers of their own."""
-    instances: dict[type, Any] = Singleton._instances
+    instances = hydra_singletons()
     config, root = HydraConfig.instance(), logging.getLogger()
     handlers = root.handlers[:]
     instances[HydraConfig] = _OwnConfig(config.cfg)

@@ -24,8 +24,9 @@ from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
 from lightning_pipes.ir import PlanError, check_count
 from lightning_pipes.tune.multirun import Multirun
+from lightning_pipes.tune.private_optuna import in_loop, is_told_to_stop
 from lightning_pipes.tune.space import distribution, suggest
-from lightning_pipes.tune.study import ask, fail_dead_trials, in_loop, lead_or_follow
+from lightning_pipes.tune.study import ask, draw_others, fail_dead_trials, lead_or_follow
 from lightning_pipes.tune.telling import in_root_log, tell
 from lightning_pipes.tune.trial import ArrayTrial, storage_errors, twin
 
@@ -140,10 +141,7 @@ class Search:
             directions=self._directions,
             load_if_exists=True,
         )
-        sampler = dict(settings["sampler"])
-        if sampler.get("seed") is not None:
-            sampler["seed"] += len(study.trials)  # else a study that goes on would repeat what it has
-        study.sampler = _made(sampler)
+        study.sampler = _made(settings["sampler"])
         return study
 
     def _budget(self, study: Study) -> int:
@@ -200,6 +198,7 @@ class Search:
         with storage_errors():
             study = self._study()
             fail_dead_trials(study)
+            draw_others(study)
         source = self._trials(study, self._budget(study))
         size = int(getattr(self._launcher, "n_jobs", None) or 1)
         with in_loop(study):
@@ -210,7 +209,7 @@ class Search:
     def _trials(self, study: Study, left: int) -> Iterator[tuple[optuna.Trial, list[str]]]:
         until = None if self._settings["timeout"] is None else time.monotonic() + self._settings["timeout"]
         for _ in range(left):
-            if study._stop_flag or (until is not None and time.monotonic() >= until):
+            if is_told_to_stop(study) or (until is not None and time.monotonic() >= until):
                 return
             with storage_errors():
                 trial = ask(study)

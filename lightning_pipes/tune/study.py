@@ -22,6 +22,14 @@ from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.sibling import Outcome, current_sibling
 from lightning_pipes.tune.board import Board, RankZeroEndedError
+from lightning_pipes.tune.private_optuna import (
+    forget_stop,
+    in_loop,
+    is_told_to_stop,
+    share_storage,
+    storage_of,
+    untouched_generators,
+)
 from lightning_pipes.tune.telling import log, tell
 from lightning_pipes.tune.trial import ArrayTrial, StorageLostError, as_current, storage_errors
 
@@ -55,7 +63,7 @@ def optimize_array(
     `objective` is an ordinary objective, with a `Trainer.fit` with a PipelineStrategy in it. All ranks call this, run
     all trials, and get rank 0's parameters and decisions to prune. A trial that ends makes place for the next one at
     once. Which one ends first follows the order of their batches and not the clock, so that a seeded sampler gives the
-    same trials again.
+    same trials again. One that a study goes on with draws others than those of the trials that it has.
 
     Trials that a process which has died left behind fail, those under way when another rank dies do, too, and the
     parameters of both are tried again first when the study goes on.
@@ -140,8 +148,9 @@ class _Leader:
         with storage_errors():
             self._study = study = study if isinstance(study, Study) else study()
             fail_dead_trials(study)
+            draw_others(study)
             self._left = budget(study)
-        study._stop_flag = False
+        forget_stop(study)
         with in_loop(study):
             lost: PeerFailure | None = None
             try:
@@ -183,11 +192,11 @@ class _Leader:
                 self._open[index] = trial
                 return _try(self._objective, self._shared(index, trial))
             finally:
-                self._study._storage.remove_session()  # of this thread
+                storage_of(self._study).remove_session()  # of this thread
 
     def _next(self) -> Trial | None:
         late = self._until is not None and time.monotonic() >= self._until
-        if self._study._stop_flag or self._error is not None or self._left == 0 or late:
+        if is_told_to_stop(self._study) or self._error is not None or self._left == 0 or late:
             return None
         if self._left is not None:
             self._left -= 1
@@ -309,6 +318,15 @@ def fail_dead_trials(study: Study) -> int:
     return dead
 
 
+def draw_others(study: Study) -> None:
+    """Has a new sampler with a fixed seed draw others than when the trials of the study began, and the same ones each
+    time that a study goes on from there. Otherwise it would try again what was tried."""
+    begun = sum(trial.state != TrialState.WAITING for trial in study.get_trials(deepcopy=False))
+    if begun:
+        for generator in untouched_generators(study.sampler):
+            generator.seed([generator.randint(2**31), begun])
+
+
 def try_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
     """Queues the parameters of a trial that a process has taken with it."""
     if params:
@@ -321,21 +339,9 @@ def _has_ended(owner: object) -> bool:
     return process is not None and process.has_ended()
 
 
-@contextmanager
-def in_loop(study: Study) -> Iterator[None]:
-    """In the block `study.stop()` is legal in this thread, for callbacks, samplers that have nothing left, and
-    objectives."""
-    local = study._thread_local
-    before, local.in_optimize_loop = local.in_optimize_loop, True
-    try:
-        yield
-    finally:
-        local.in_optimize_loop = before
-
-
 def _with_trials(study: Study | None, name: str, directions: Any, user_attrs: Any, trials: Any) -> Study:
     """A study with rank 0's trials: `study` itself, unless it reads them in their storage."""
-    if study is not None and not isinstance(study._storage, InMemoryStorage):
+    if study is not None and not isinstance(storage_of(study), InMemoryStorage):
         return study
     with _silent():
         made = optuna.create_study(study_name=name, directions=directions)
@@ -344,7 +350,7 @@ def _with_trials(study: Study | None, name: str, directions: Any, user_attrs: An
         made.set_user_attr(key, value)
     if study is None:
         return made
-    study._storage, study._study_id = made._storage, made._study_id
+    share_storage(study, made)
     return study
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import optuna
 from optuna import Study
-from optuna.study._tell import _tell_with_warning
 from optuna.trial import FrozenTrial, Trial, TrialState
+
+from lightning_pipes.tune.private_optuna import log_completed, stored, tell_with_warning
 
 log = optuna.logging.get_logger("optuna.lightning_pipes")
 """Below Optuna's own logger, so that `optuna.logging.set_verbosity` is about it, too."""
@@ -21,11 +22,11 @@ def tell(study: Study, trial: Trial, value: Any, error: BaseException | None, tr
     pruned = isinstance(error, optuna.TrialPruned)
     state = None if error is None else TrialState.PRUNED if pruned else TrialState.FAIL
     returned = value if error is None else None
-    state, values, why = _tell_with_warning(study, trial, returned, state, skip_if_finished=True, suppress_warning=True)
-    frozen = study._storage.get_trial(trial._trial_id)
+    state, values, why = tell_with_warning(study, trial, returned, state, skip_if_finished=True, suppress_warning=True)
+    frozen = stored(study, trial)
     if state == TrialState.COMPLETE:
         assert values is not None
-        study._log_completed_trial(values, trial.number, frozen.params)
+        log_completed(study, values, frozen)
     elif state == TrialState.PRUNED:
         log.info("Trial %d pruned. %s", trial.number, error or "")
     else:

@@ -26,6 +26,7 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
+from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks
 
 from .pipes import ROWS, TRANSPORTS, WIDTH, batch, connect, layers, make_stages
@@ -74,7 +75,7 @@ def poll(rank: int, transport_name: str) -> bool:
     engine = Engine(plan, program_of(plan), make_stages(plan, rank, layers()), transport, rank=rank, watch=watch)
     engine.inject(Item(0, ROWS, batch()))
     engine.end_window()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patience(20)
     while not engine.satisfied and time.monotonic() < deadline:
         engine.progress(wait=False)
     done = engine.satisfied

@@ -20,6 +20,7 @@ from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing import netlab
 from lightning_pipes.testing.emulated import Emulation, sleeping
+from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks
 from tests.engine.pipes import batch, connect, layers, make_stages
 
@@ -58,7 +59,7 @@ def offsets(monkeypatch, ahead, takes, names=("a", "b")):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=patience(20))
     return found
 
 

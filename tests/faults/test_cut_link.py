@@ -21,6 +21,7 @@ from lightning_pipes.planning.tuning import Regime, regime_of
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing import namespaces, netlab
 from lightning_pipes.testing.emulated import Emulation, sleeping
+from lightning_pipes.testing.patience import patience
 from tests.engine.pipes import connect
 from tests.faults.training import Run, train
 
@@ -36,7 +37,7 @@ def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
     run = Run(str(tmp_path), "cut", place, (1,), strategy={"heartbeat_timeout": TIMEOUT})
     with namespaces.Hosts(2) as hosts:
         with_store, without = hosts.watch_ranks(train, run, timeout=120)
-    assert time.monotonic() - float((tmp_path / "harmed1").read_text()) < TIMEOUT + SOON
+    assert time.monotonic() - float((tmp_path / "harmed1").read_text()) < TIMEOUT + patience(SOON)
     for o in (with_store, without):
         assert o.exitcode == 1
         assert "PeerFailure" in o.error
@@ -76,7 +77,7 @@ def crawl(rank: int, folder: str) -> list[tuple[Regime, float]]:
 
 
 def wait_for(path: Path) -> None:
-    until = time.monotonic() + 50
+    until = time.monotonic() + patience(50)
     while not path.exists():
         assert time.monotonic() < until, path
         time.sleep(0.01)
@@ -115,10 +116,12 @@ def test_hosts_vanish_with_their_owner() -> None:
         "    print(process.pid, *hosts.holders, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=patience(60)
+    )
     pids = found.stdout.split()
     assert len(pids) == 2
-    until = time.monotonic() + 40  # the kernel takes its time to remove a network
+    until = time.monotonic() + patience(40)  # the kernel takes its time to remove a network
     while any(map(is_there, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(is_there, pids))

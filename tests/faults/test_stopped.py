@@ -16,6 +16,7 @@ import pytest
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.heartbeat import Silence
 from lightning_pipes.ir import PlanError
+from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import Outcome, watch_ranks
 from tests.faults.training import EPOCHS, STEPS, Run, train
 
@@ -58,7 +59,7 @@ def pids(directory: Path, ranks: list[int]) -> list[int]:
 
 def go_on(case: Case, directory: Path) -> None:
     """Waits until the ranks have stopped themselves, then until they shall continue, and lets them."""
-    until = time.monotonic() + DEADLINE
+    until = time.monotonic() + patience(DEADLINE)
     while not all((directory / f"harmed{rank}").exists() for rank in case.stopped) and time.monotonic() < until:
         time.sleep(0.05)
     others = pids(directory, [r for r in range(case.ranks) if r not in case.stopped])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -60,15 +58,13 @@ def test_nothing_fits():
 
 @pytest.mark.parametrize("between", ["25GB/s", "200MB/s"])
 def test_64_stages_512_microbatches_16_replicas(between):
-    """Within ten seconds, of the processor so that others do not count: of more than 100 options few are simulated."""
+    """Of more than 100 options few are simulated; how long that takes is in benchmarks/scaling.py."""
     profile = named_profile("GPT-2-1.3B", "A100-80G")
     cluster = make_cluster(
         128, 8, "74GiB", {"bandwidth": "300GB/s", "latency": "5us"}, {"bandwidth": between, "latency": "10us"}
     )
     place = Deployment.on(cluster, 64, 16)
-    started = time.process_time()
     choice = choose(profile, 64, 512, place)
-    assert time.process_time() - started < 10
     assert len(choice.options) > 100
     assert sum(option.fit is not None for option in choice.options) < 25
     assert choice.best.bound <= choice.fit.seconds * (1 + 1e-6)
@@ -81,11 +77,10 @@ def test_64_stages_512_microbatches_16_replicas(between):
     assert alone < choice.fit.seconds <= alone + whole
 
 
-def test_eight_stages_within_five_seconds():
+def test_progress_goes_forward():
     rng = np.random.default_rng(0)
     base, _, _, _ = random_problem(1)
     layers = tuple(base.layers[int(n)] for n in rng.integers(0, len(base.layers), 48))
-    started = time.process_time()
     told: list[float] = []
     choose(
         ModelProfile(layers),
@@ -94,5 +89,4 @@ def test_eight_stages_within_five_seconds():
         Cluster.homogeneous(2, 4, inside=Link(1e9), between=Link(1e8)),
         progress=lambda what, done: told.append(done),
     )
-    assert time.process_time() - started < 5
     assert told == sorted(told)

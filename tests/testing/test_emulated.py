@@ -15,9 +15,10 @@ from lightning_pipes.engine.split import backward_inputs
 from lightning_pipes.ir import I, Kind, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.testing.emulated import Emulated, Steps, sleeping, step_seconds
+from lightning_pipes.testing.patience import patience
 
 ROOT = Path(__file__).parents[2]
-SHARED = 0.5
+SHARED = patience(3.0)
 """Seconds by which a shared machine may be late."""
 
 

@@ -20,6 +20,7 @@ from lightning_pipes.engine.links import measure_links
 from lightning_pipes.ir import Plan, PlanError
 from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.netlab import GOODPUT, Competition, NetLab, why_not
+from lightning_pipes.testing.patience import patience
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
@@ -163,8 +164,8 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     assert len(pids) == 5
     assert len(networks) == 2  # the ranks are on the hosts
     owner.kill()
-    owner.communicate(timeout=30)
-    until = time.monotonic() + 40  # the kernel takes its time to remove a network
+    owner.communicate(timeout=patience(30))
+    until = time.monotonic() + patience(40)  # the kernel takes its time to remove a network
     while any(map(is_there, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(is_there, pids))
@@ -179,7 +180,7 @@ def test_clean_kills_what_slipped_through_and_nothing_else() -> None:
         sleepers.append(subprocess.Popen(["sleep", "infinity"], env=env, preexec_fn=namespaces.die_with_parent))
     try:
         assert {*namespaces.clean()} == {sleeper.pid for sleeper in sleepers[:2]}
-        assert [sleeper.wait(timeout=10) for sleeper in sleepers[:2]] == [-signal.SIGKILL] * 2
+        assert [sleeper.wait(timeout=patience(30)) for sleeper in sleepers[:2]] == [-signal.SIGKILL] * 2
         assert sleepers[2].poll() is None
     finally:
         for sleeper in sleepers:

@@ -20,6 +20,7 @@ import lightning_pipes.trainer
 from lightning_pipes.engine import FailureWatch
 from lightning_pipes.ir import DeadlockError, Instruction, Kind, PipelineError, Plan, Program, RankView, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
+from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.barriers import has_purpose
 from lightning_pipes.trainer.batches import check_same, fingerprint, join, rows_of, take
@@ -270,7 +271,7 @@ def test_connections_end_at_a_time(monkeypatch):
 
     class Group:
         def __del__(self):
-            closed.append(everybody.wait(timeout=10))
+            closed.append(everybody.wait(timeout=patience(30)))
 
     monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: Group())
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)

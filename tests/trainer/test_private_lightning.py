@@ -19,7 +19,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops import evaluation_loop, fetchers, training_epoch_loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import AsyncCheckpointIO, Precision, TorchCheckpointIO
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch.utils.data import DataLoader
 
@@ -133,10 +132,6 @@ def test_batch_transfer_hooks():
 
 def test_init_optimizers_and_lr_schedulers():
     assert arguments(private.init_optimizers) == ["model"]
-
-
-def test_reset_optimizers_and_schedulers():
-    assert arguments(Strategy._reset_optimizers_and_schedulers) == ["self"]
 
 
 def test_lightning_optimizer_s_optimizer():
@@ -471,3 +466,17 @@ def test_expect_late_steps(recwarn):
     private.expect_late_steps(optimizer)
     scheduler.step()
     assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
+
+
+def test_reset_optimizers_and_schedulers():
+    strategy = trainer().strategy
+    strategy.optimizers = [torch.optim.SGD([torch.zeros(1)])]
+    strategy.lr_scheduler_configs = [object()]
+    private.forget_optimizers(strategy)
+    assert (strategy.optimizers, strategy.lr_scheduler_configs) == ([], [])
+
+
+def test_storage_info():
+    """What the index of torch.distributed.checkpoint says of where a tensor is."""
+    info = private.StorageInfo("a", 1, 2)
+    assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("a", 1, 2, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -22,7 +21,6 @@ from optuna.pruners import HyperbandPruner, SuccessiveHalvingPruner
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import MaxTrialsCallback
-from optuna.study._tell import _tell_with_warning
 from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
 from lightning_pipes import OptunaPruning, optimize_array
@@ -519,21 +517,6 @@ def test_every_launcher_gives_the_same_trials(launcher: list[str], tmp_path: Pat
         assert one == expected[0]
     study = optuna.load_study(study_name="script", storage=f"sqlite:///{tmp_path}/study.db")
     assert len(study.trials) == 6
-
-
-def test_private_names_of_optuna() -> None:
-    """Those that the study module touches; a new version that renames one is noticed here."""
-    study = optuna.create_study()
-    assert study._stop_flag is False
-    assert study._thread_local.in_optimize_loop is False
-    assert isinstance(study._storage, optuna.storages.InMemoryStorage)
-    assert study._study_id == 0
-    trial = study.ask()
-    told = _tell_with_warning(study, trial, math.nan, None, skip_if_finished=True, suppress_warning=True)
-    assert told == (TrialState.FAIL, None, "The value nan is not acceptable")
-    study._log_completed_trial([1.0], trial.number, trial.params)
-    with pytest.raises(RuntimeError):
-        study.stop()
 
 
 def test_a_board_of_one_process() -> None:

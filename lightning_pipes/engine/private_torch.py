@@ -1,0 +1,59 @@
+"""Every private name of torch that is touched from the engine upwards, but for the few that a test lists with a reason.
+
+Each is pinned by a test, so that a new version that renames or changes one is noticed by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
+
+FunctionNode: type[Any] = torch._C._FunctionBase
+"""The node that an autograd function in Python leaves in the graph."""
+CheckpointNode: type[Any] = CheckpointFunction._backward_cls
+"""That of a reentrant checkpoint."""
+BatchNorm = _BatchNorm
+"""Batch normalisation of any number of dimensions."""
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether anybody has registered a hook for the gradient of a tensor."""
+    return bool(tensor._backward_hooks)
+
+
+def has_accumulate_hooks(tensor: torch.Tensor) -> bool:
+    """Whether anybody has registered a hook for after the gradient was added to `grad`."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def saved_tensors(node: Any) -> Iterator[Any]:
+    """What a node of the graph has saved for its backward."""
+    for name in _saved_names(type(node)):
+        value = getattr(node, name)
+        if isinstance(value, (tuple, list)):
+            yield from value
+        else:
+            yield value
+
+
+@cache
+def _saved_names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """All that runs before and after the forward of a module."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers of a module, without its children, that its state dict leaves out."""
+    return module._non_persistent_buffers_set

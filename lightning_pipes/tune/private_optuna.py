@@ -1,0 +1,72 @@
+"""Every private name of Optuna that is touched here, each pinned by a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from optuna import Study
+from optuna.samplers import BaseSampler
+from optuna.samplers._lazy_random_state import LazyRandomState
+from optuna.storages import BaseStorage
+from optuna.study._tell import _tell_with_warning
+from optuna.trial import FrozenTrial, Trial
+
+tell_with_warning = _tell_with_warning
+_NOTHING_DRAWN = 624
+"""Where a Mersenne twister stands after it was given a seed: at the end of its block of numbers."""
+
+
+def storage_of(study: Study) -> BaseStorage:
+    """Where the trials of a study are."""
+    return study._storage
+
+
+def share_storage(study: Study, other: Study) -> None:
+    """Makes the trials of `other` those of `study`."""
+    study._storage, study._study_id = other._storage, other._study_id
+
+
+def stored(study: Study, trial: Trial) -> FrozenTrial:
+    """A trial as the storage has it."""
+    return study._storage.get_trial(trial._trial_id)
+
+
+def log_completed(study: Study, values: Any, trial: FrozenTrial) -> None:
+    """Says of a trial what `study.optimize` says."""
+    study._log_completed_trial(values, trial.number, trial.params)
+
+
+def is_told_to_stop(study: Study) -> bool:
+    """Whether `study.stop()` was called."""
+    return study._stop_flag
+
+
+def forget_stop(study: Study) -> None:
+    """As `study.optimize` does when it begins."""
+    study._stop_flag = False
+
+
+@contextmanager
+def in_loop(study: Study) -> Iterator[None]:
+    """In the block `study.stop()` is legal in this thread, for callbacks, samplers that have nothing left, and
+    objectives."""
+    local = study._thread_local
+    before, local.in_optimize_loop = local.in_optimize_loop, True
+    try:
+        yield
+    finally:
+        local.in_optimize_loop = before
+
+
+def untouched_generators(sampler: BaseSampler) -> Iterator[np.random.RandomState]:
+    """The random generators of a sampler, and of those that it asks, that have a fixed seed and have drawn nothing."""
+    for value in vars(sampler).values():
+        if isinstance(value, BaseSampler):
+            yield from untouched_generators(value)
+        elif (
+            isinstance(value, LazyRandomState) and value._rng is not None and value.rng.get_state()[2] == _NOTHING_DRAWN
+        ):
+            yield value.rng

@@ -1,0 +1,122 @@
+"""One test for every private name of torch that the engine and the layers above it touch."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipes.engine import private_torch as private
+
+
+def test_process_group_gloo():
+    """Made by hand, from a store, a rank, a number of ranks and a timeout."""
+    group = private.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    assert (group.rank(), group.size()) == (0, 1)
+    assert all(hasattr(group, name) for name in ("send", "recv"))
+
+
+def test_function_base():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return 2 * gradient
+
+    x = torch.ones(1, requires_grad=True)
+    assert isinstance(Twice.apply(x).grad_fn, private.FunctionNode)
+    assert not isinstance((2 * x).grad_fn, private.FunctionNode)
+
+
+def test_checkpoint_function_backward_cls():
+    x = torch.ones(1, requires_grad=True)
+    assert isinstance(checkpoint(torch.sin, x, use_reentrant=True).grad_fn, private.CheckpointNode)
+    assert not isinstance(checkpoint(torch.sin, x, use_reentrant=False).grad_fn, private.CheckpointNode)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_batch_norm(kind):
+    assert issubclass(kind, private.BatchNorm)
+    assert not issubclass(nn.LayerNorm, private.BatchNorm)
+
+
+def test_torch_dispatch_mode():
+    seen = []
+
+    class Seen(private.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Seen():
+        torch.zeros(2)
+    assert seen
+
+
+def test_backward_hooks():
+    weight = nn.Parameter(torch.ones(2))
+    assert not private.has_gradient_hooks(weight)
+    handle = weight.register_hook(lambda gradient: None)
+    assert private.has_gradient_hooks(weight)
+    handle.remove()
+    assert not private.has_gradient_hooks(weight)
+
+
+def test_post_accumulate_grad_hooks():
+    weight = nn.Parameter(torch.ones(2))
+    assert not private.has_accumulate_hooks(weight)
+    weight.register_post_accumulate_grad_hook(lambda p: None)
+    assert private.has_accumulate_hooks(weight)
+
+
+def test_raw_saved():
+    x = torch.ones(3, requires_grad=True)
+    y = x.exp()
+    (saved,) = private.saved_tensors(y.grad_fn)
+    assert torch.equal(saved.data, y)
+    assert saved.unpack_hook is None
+
+
+def test_forward_hooks():
+    module = nn.Linear(2, 2)
+    assert private.forward_hooks(module) == []
+    hooks: list[Any] = [lambda *_: None, lambda *_: None]
+    module.register_forward_pre_hook(hooks[0])
+    module.register_forward_hook(hooks[1])
+    assert set(private.forward_hooks(module)) == set(hooks)
+
+
+def test_non_persistent_buffers_set():
+    module = nn.Module()
+    module.register_buffer("a", torch.zeros(1))
+    module.register_buffer("b", torch.zeros(1), persistent=False)
+    assert private.unsaved_buffers(module) == {"b"}
+
+
+def test_tables_of_modules():
+    """What is put into them is what the module has, and they keep their order."""
+    module = nn.Linear(2, 2)
+    assert list(module._parameters) == ["weight", "bias"]
+    module._parameters["weight"] = other = nn.Parameter(torch.zeros(2, 2))
+    assert module.weight is other
+    assert list(nn.Sequential(module, nn.ReLU())._modules) == ["0", "1"]
+    assert list(nn.BatchNorm1d(2)._buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+
+
+def test_pytree():
+    tree = {"b": [1, (2, None)], "a": 3}
+    leaves, spec = pytree.tree_flatten(tree)
+    assert isinstance(spec, pytree.TreeSpec)
+    assert pytree.tree_unflatten(leaves, spec) == tree
+    assert pytree.tree_leaves(tree) == leaves
+    assert pytree.tree_map(lambda x: x, tree) == tree
+    assert pytree.tree_map_only(int, lambda x: x + 1, [1, None]) == [2, None]

@@ -1,0 +1,95 @@
+"""One test for every private name of Optuna, Hydra and OmegaConf that the tune layer touches."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import optuna
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+from optuna.trial import TrialState
+
+from lightning_pipes.tune import private_hydra, private_optuna
+
+
+@pytest.fixture
+def study() -> optuna.Study:
+    return optuna.create_study()
+
+
+def test_singleton_instances():
+    before = HydraConfig.instance()
+    instances = private_hydra.hydra_singletons()
+    instances[HydraConfig] = other = object()
+    assert HydraConfig.instance() is other
+    instances[HydraConfig] = before
+
+
+def test_value_of_a_node():
+    config = OmegaConf.create({"a": 3, "b": {"c": 1}})
+    assert private_hydra.value_of(config._get_node("a")) == 3
+    assert private_hydra.value_of(None) is None
+
+
+def test_stop_flag_and_thread_local(study):
+    with pytest.raises(RuntimeError):
+        study.stop()
+    with private_optuna.in_loop(study):
+        study.stop()
+    assert private_optuna.is_told_to_stop(study)
+    private_optuna.forget_stop(study)
+    assert not private_optuna.is_told_to_stop(study)
+    with pytest.raises(RuntimeError):
+        study.stop()
+
+
+def test_storage_and_study_id(study):
+    assert isinstance(private_optuna.storage_of(study), optuna.storages.InMemoryStorage)
+    other = optuna.create_study(storage=optuna.storages.InMemoryStorage())
+    other.optimize(lambda trial: 1.0, n_trials=3)
+    private_optuna.share_storage(study, other)
+    assert len(study.trials) == 3
+
+
+def test_trial_id(study):
+    study.ask()
+    assert private_optuna.stored(study, study.ask()).number == 1
+
+
+def test_tell_with_warning(study):
+    told = private_optuna.tell_with_warning(
+        study, study.ask(), math.nan, None, skip_if_finished=True, suppress_warning=True
+    )
+    assert told == (TrialState.FAIL, None, "The value nan is not acceptable")
+
+
+def test_log_completed_trial(study, caplog):
+    optuna.logging.enable_propagation()
+    try:
+        with caplog.at_level(logging.INFO, "optuna"):
+            study.optimize(lambda trial: trial.suggest_float("x", 1, 1), n_trials=1)
+            wanted, before = caplog.records[-1].getMessage(), len(caplog.records)
+            private_optuna.log_completed(study, [1.0], study.trials[0])
+        assert len(caplog.records) == 2 * before
+        assert caplog.records[-1].getMessage() == wanted
+    finally:
+        optuna.logging.disable_propagation()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "generators"),
+    [
+        (optuna.samplers.RandomSampler, 1),
+        (optuna.samplers.TPESampler, 2),
+        (optuna.samplers.NSGAIISampler, 2),
+        (optuna.samplers.BruteForceSampler, 1),
+    ],
+)
+def test_random_generators_of_samplers(sampler, generators):
+    seeded = sampler(seed=1)
+    assert len([*private_optuna.untouched_generators(seeded)]) == generators
+    optuna.create_study(sampler=seeded).optimize(lambda trial: trial.suggest_int("x", 0, 99), n_trials=2)
+    assert len([*private_optuna.untouched_generators(seeded)]) < generators
+    assert [*private_optuna.untouched_generators(sampler())] == []
