@@ -231,7 +231,9 @@ def test_settings_are_checked_at_once():
         PipelineStrategy(KFKB(), schedule_args={"k": 2})
     with pytest.raises(PlanError, match="partition must be 'auto', 'parameters' or a list"):
         PipelineStrategy(partition="seconds")
-    with pytest.raises(PlanError, match="no transport is called 'smoke'; choose 'auto', 'local', 'gloo' or 'nccl'"):
+    with pytest.raises(
+        PlanError, match="transport: no transport is called 'smoke'; choose 'auto', 'local', 'gloo' or 'nccl'"
+    ):
         PipelineStrategy(transport="smoke")
     with pytest.raises(PipelineError, match="does not take"):
         PipelineStrategy("kfkb", schedule_args={"depth": 2})

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_pipes.cost import Cluster, Device, Link, ModelProfile
-from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds
+from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds, named
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import PlanError, Policy, Schedule
 
@@ -105,7 +105,7 @@ def durations(value: Any, name: str, count: int) -> list[float]:
     found: Sequence[Any] = list(value) if isinstance(value, ListConfig) else [value] * count
     if len(found) != count:
         raise PlanError(f"{name} lists {len(found)} times for {count} ranks; give one time, or one for each rank")
-    return [_named(name, as_seconds, each) for each in found]
+    return [named(name, as_seconds, each) for each in found]
 
 
 def measure(cfg: DictConfig, name: str, parse: Callable[[Any], _T]) -> _T:
@@ -114,11 +114,4 @@ def measure(cfg: DictConfig, name: str, parse: Callable[[Any], _T]) -> _T:
     Raises:
         PlanError: it can't be read; names the setting.
     """
-    return _named(name, parse, cfg[name])
-
-
-def _named(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
-    try:
-        return parse(value)
-    except PlanError as error:
-        raise PlanError(f"{name}: {error}") from None
+    return named(name, parse, cfg[name])
