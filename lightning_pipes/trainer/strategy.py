@@ -184,6 +184,12 @@ class PipelineStrategy(ParallelStrategy):
         self._decision: Decision | None = None
         self._reported: tuple[Sequence[Sequence[Window]], About] = ((), About())
 
+    def __repr__(self) -> str:
+        # Fabric shows this in its refusal, the only word of ours that is seen there.
+        return (
+            f"PipelineStrategy({self.schedule.name!r}), for lightning.pytorch.Trainer(strategy=...) and not for Fabric"
+        )
+
     # ---- processes and devices
 
     @property

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import resource
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -16,20 +17,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_pipes.sim.record import FILE
 from lightning_pipes.testing.records import record_of
 from lightning_pipes.tune.cli import main
 from tests.fuzz.values import deadline
 
-FEW, MANY = 130, 6000
+FEW, MANY = 60, 3000
 SECONDS = 120
 """For one command; the slowest takes a few on a quiet machine."""
 
 WORDS = (
     *("", "x", "0", "1", "2", "3", "-1", "1.5", "1e9", "1000000000", "10" * 30, "nan", "inf", "-inf", "null", "true"),
     *("[]", "[1]", "[1,2]", "[0]", "[-1,3]", "[a,b]", "[1,[2]]", "{a:1}", "{}", "4GiB", "10us", "1e-30s", "1e400"),
-    *("0B", "-4ms", "5 parsecs", "é", "a=b", "'", "[", "}", "${oc.env:HOME}", "${x}", "???", "auto", "\n", "1e40Gbit/s"),
+    *(
+        "0B",
+        "-4ms",
+        "5 parsecs",
+        "é",
+        "a=b",
+        "'",
+        "[",
+        "}",
+        "${oc.env:HOME}",
+        "${x}",
+        "???",
+        "auto",
+        "\n",
+        "1e40Gbit/s",
+    ),
 )
 SCHEDULES = ("1f1b", "gpipe", "kfkb", "interleaved", "zero_bubble", "hanayo", "deep", "per_link", "ready", "jap")
 SCHEDULE_SETTINGS = (
@@ -41,8 +58,24 @@ SIMULATE = (
     *("device", "dtype", "optimizer", "batch", "partition", "recompute", "memory", "bandwidth", "latency", "cluster"),
     *("cluster.hosts", "cluster.devices_per_host", "cluster.inside.bandwidth", "nonsense", "hydra.run.dir"),
 )
+ODD_FILES = (
+    *("none.json", "empty", "binary.json", "nothing.json", "deep.json", "run", f"run/{FILE}", "profile.json", "."),
+    *("/", "/dev/null", "", "x" * 300, "a\0b", "~", "profile.json/x"),
+)
+MODELS = ("VGG-16", "vgg", "profile.json", "fails:make", "fails:late", "fails:none", "os:")
 PLAN = (
-    *("ranks", "replicas", "batch", "microbatches", "recompute", "memory", "bandwidth", "latency", "cluster", "profile"),
+    *(
+        "ranks",
+        "replicas",
+        "batch",
+        "microbatches",
+        "recompute",
+        "memory",
+        "bandwidth",
+        "latency",
+        "cluster",
+        "profile",
+    ),
     *("model", "device", "dtype", "optimizer", "cluster.hosts", "cluster.memory", "nonsense"),
 )
 PROFILE = (
@@ -65,10 +98,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (path / "nothing.json").write_text("")
     (path / "deep.json").write_text("[" * 100_000)
     (path / "fails.py").write_text("def make():\n    return 5\n\ndef late():\n    raise ValueError('mine')\n")
-    before = Path.cwd()
+    before, threads, modules = Path.cwd(), torch.get_num_threads(), list(sys.path)
     os.chdir(path)
     yield path
     os.chdir(before)
+    torch.set_num_threads(threads)
+    sys.path[:] = modules
 
 
 def broken(rng: random.Random, text: str) -> str:
@@ -96,17 +131,32 @@ def _spoil(rng: random.Random, data: Any) -> None:
         at.append(copy.deepcopy(at[key]))
     else:
         at[key] = rng.choice(
-            (None, True, -1, 0, 10**9, 10**30, 1.5, -0.5, 1e308, float("nan"), float("inf"), "x", "", [], {}, [1], {"a": 1})
+            (
+                None,
+                True,
+                -1,
+                0,
+                10**9,
+                10**30,
+                1.5,
+                -0.5,
+                1e308,
+                float("nan"),
+                float("inf"),
+                "x",
+                "",
+                [],
+                {},
+                [1],
+                {"a": 1},
+            )
         )
 
 
 def files_of(rng: random.Random, folder: Path, good: str) -> str:
     """The name of a file to read: good, broken, or none."""
     if rng.random() < 0.3:
-        return rng.choice(
-            ("none.json", "empty", "binary.json", "nothing.json", "deep.json", "run", f"run/{FILE}", "profile.json", ".")
-            + ("/", "/dev/null", "", "x" * 300, "a\0b", "~", "profile.json/x")
-        )
+        return rng.choice(ODD_FILES)
     path = folder / "broken" / Path(good).name
     path.parent.mkdir(exist_ok=True)
     path.write_text(broken(rng, (folder / good).read_text()))
@@ -121,7 +171,7 @@ def settings(rng: random.Random, names: tuple[str, ...], folder: Path) -> list[s
         elif name == "schedule":
             made.append(f"schedule={rng.choice((*SCHEDULES, *WORDS))}")
         elif name == "model" and rng.random() < 0.5:
-            made.append(f"model={rng.choice(('VGG-16', 'vgg', 'profile.json', 'fails:make', 'fails:late', 'fails:none', 'os:'))}")
+            made.append(f"model={rng.choice(MODELS)}")
         elif name == "device" and rng.random() < 0.5:
             made.append(f"device={rng.choice(('A100-40G', 'cpu', 'cuda', 'meta', 'cpu:7'))}")
         elif name == "cluster" and rng.random() < 0.5:
@@ -133,7 +183,9 @@ def settings(rng: random.Random, names: tuple[str, ...], folder: Path) -> list[s
 
 def flags(rng: random.Random) -> list[str]:
     some = ("--json", "--json", "--png", "--html", "--nonsense", "--png=x.png", "--html=x.html", "--html=none/x.html")
-    return rng.sample((*some, "--html=run", "--open", "word", "-x", "--out", "--out=empty"), rng.choice((0, 0, 0, 1, 2)))
+    return rng.sample(
+        (*some, "--html=run", "--open", "word", "-x", "--out", "--out=empty"), rng.choice((0, 0, 0, 1, 2))
+    )
 
 
 def simulate(rng: random.Random, folder: Path) -> list[str]:

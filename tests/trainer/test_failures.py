@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Subset
 
 from lightning_pipes import JobArray, PipelineStrategy
@@ -67,6 +68,11 @@ def bad_inputs(rank: int, cases: list[tuple[type[Lit], dict[str, Any]]], ranks: 
 class Twice(Lit):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(x) + self.model(-x)
+
+
+class Checkpointed(Lit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.model, x, use_reentrant=False)
 
 
 class Never(Lit):
@@ -198,6 +204,7 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (OtherBatches, {}, "loaded different batches (checksums rank 0:"),
     (FewerBatches, {}, "the training data of some ranks end with batch 1"),
     (CalledInHook, {}, "was called outside of training_step"),
+    (Checkpointed, {}, "instead of torch.utils.checkpoint, which calls it again, set PipelineStrategy(recompute=True)"),
 ]
 
 
