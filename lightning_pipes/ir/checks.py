@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
-from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -20,6 +19,7 @@ from lightning_pipes.ir.errors import PlanError
 _T = TypeVar("_T")
 _SHOWN = 80
 """Characters of a value that an error shows."""
+_hints: dict[type, Mapping[str, Any]] = {}
 _PLAIN = frozenset({int, bool, str, NoneType})
 
 
@@ -40,11 +40,12 @@ def check_count(what: str, value: object, hint: str = "", most: int | None = Non
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise PlanError(f"{what} must be a whole number, got {shown(value)}{hint}")
+    value = int(value)
     if value < 1:
         raise PlanError(f"{what} must be at least 1, got {shown(value)}{hint}")
     if most is not None and value > most:
         raise PlanError(f"{what} must be at most {most}, got {shown(value)}{hint}")
-    return int(value)
+    return value
 
 
 def check_number(
@@ -97,11 +98,12 @@ def check_fields(made: Any, entries: bool = True) -> None:
             object.__setattr__(made, name, found)
 
 
-@cache
 def hints(kind: type) -> Mapping[str, Any]:
     """The types of the fields of a dataclass, by name."""
-    known = get_type_hints(kind)
-    return {field.name: known[field.name] for field in fields(kind) if field.init}
+    if kind not in _hints:
+        known = get_type_hints(kind)
+        _hints[kind] = {field.name: known[field.name] for field in fields(kind) if field.init}
+    return _hints[kind]
 
 
 def wanted(hint: Any) -> str:

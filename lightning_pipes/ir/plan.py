@@ -15,11 +15,11 @@ from lightning_pipes.ir.span import Span, even_spans
 Spans = tuple[Span, ...]
 _T = TypeVar("_T")
 
-MOST_STAGES = 2**14
+MOST_STAGES = 2**12
 """Stages of a plan, and devices of a cluster: a slip of the keyboard fills the memory with them otherwise."""
 MOST_MICROBATCHES = 2**16
 """Of a batch; each holds a sample at least."""
-MOST_FORWARDS = 2**20
+MOST_FORWARDS = 2**18
 """Of a batch, on all stages together: an order of more takes gigabytes and minutes."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from numbers import Integral
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -77,7 +76,8 @@ def possible_timeout(timeout: timedelta) -> timedelta:
 
 def known_seed(seed: int) -> int:
     """What random numbers start from; PlanError if it is no number of 64 bits."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not -(2**63) <= seed < 2**63:
+    check_type("seed", seed, int)
+    if not -(2**63) <= seed < 2**63:
         raise PlanError(f"seed must be a whole number of 64 bits, got {shown(seed)}")
     return int(seed)
 

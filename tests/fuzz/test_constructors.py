@@ -229,8 +229,8 @@ DOORS = [
         "Cluster.homogeneous",
         Cluster.homogeneous,
         {
-            "hosts": partial(count, most=2**14),
-            "devices_per_host": partial(count, most=2**14),
+            "hosts": partial(count, most=2**12),
+            "devices_per_host": partial(count, most=2**12),
             "memory": optional(whole),
             "inside": never,
         },
@@ -241,8 +241,8 @@ DOORS = [
         "make_cluster",
         make_cluster,
         {
-            "hosts": partial(count, most=2**14),
-            "devices_per_host": partial(count, most=2**14),
+            "hosts": partial(count, most=2**12),
+            "devices_per_host": partial(count, most=2**12),
             "memory": optional(unit(as_bytes)),
             "inside": lambda v: v is None or (isinstance(v, dict) and not v),
             "between": lambda v: v is None or (isinstance(v, dict) and not v),
@@ -285,7 +285,7 @@ DOORS = [
         "CostModel.uniform",
         CostModel.uniform,
         {
-            "stages": partial(count, most=2**14),
+            "stages": partial(count, most=2**12),
             "forward": least_zero,
             "backward": least_zero,
             "step": least_zero,
@@ -347,7 +347,7 @@ DOORS = [
         "Plan.even",
         Plan.even,
         {
-            "stages": lambda v: count(v, 2**14),
+            "stages": lambda v: count(v, 2**12),
             "microbatches": lambda v: count(v, 2**16),
             "rows": optional(count),
             "ranks": lambda v: v is None or (isinstance(v, list | tuple) and list(v) == [0, 0]),
@@ -386,8 +386,8 @@ DOORS = [
         Door(name, partial(make_schedule, name), sense, {}, {})
         for name, sense in {
             "kfkb": {"k": lambda v: count(v) or (isinstance(v, str) and v == "auto")},
-            "interleaved": {"stages_per_rank": partial(count, most=2**14)},
-            "hanayo": {"waves": partial(count, most=2**14)},
+            "interleaved": {"stages_per_rank": partial(count, most=2**12)},
+            "hanayo": {"waves": partial(count, most=2**12)},
             "deep": {"slack": whole},
             "per_link": {"extra": several(whole)},
             "ready": {"slack": whole, "limits": several(count), "alternate": flag},
