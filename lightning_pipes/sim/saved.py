@@ -104,7 +104,7 @@ def plan_of(data: object, what: str = "plan") -> Plan:
         PlanError: it is something else, or damaged.
     """
     pairs = tuple[tuple[int, int], ...]
-    kinds = {**hints(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}  # type: ignore[valid-type]
+    kinds = {**hints(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}
     found = check_written(what, data, kinds)
     tables = [tuple(Span(*span) for span in spans) for spans in found.pop("spans")]
     found["jobs"] = tuple(_cut(f"{what}.jobs[{n}]", job, tables) for n, job in enumerate(found["jobs"]))

@@ -122,6 +122,11 @@ def lead_or_follow(
     return led
 
 
+def _made(study: Study | Callable[[], Study]) -> Study:
+    made: Study = check_type("study", study if isinstance(study, Study) else study(), Study)
+    return made
+
+
 class _Leader:
     """Rank 0: owns the study, and says what is tried."""
 
@@ -149,7 +154,7 @@ class _Leader:
         self, array: JobArray[Any], study: Study | Callable[[], Study], budget: Callable[[Study], int | None]
     ) -> Study:
         with storage_errors():
-            self._study = study = check_type("study", study if isinstance(study, Study) else study(), Study)
+            self._study = study = _made(study)
             fail_dead_trials(study)
             self._left = budget(study)
         study._stop_flag = False
