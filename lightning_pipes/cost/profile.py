@@ -75,8 +75,6 @@ class LayerProfile:
                     )
             elif not isinstance(value, str | bool):
                 check_number(f"{where}: {name}", value, "finite and not negative", lambda x: 0 <= x < math.inf)
-        if not self.forward or not self.backward:
-            raise PlanError(f"{where} needs times of its forward and of its backward, got none")
 
 
 @dataclass(frozen=True)

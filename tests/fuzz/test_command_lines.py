@@ -24,7 +24,7 @@ from lightning_pipes.testing.records import record_of
 from lightning_pipes.tune.cli import main
 from tests.fuzz.values import deadline
 
-FEW, MANY = 60, 3000
+FEW, MANY = 40, 3000
 SECONDS = 120
 """For one command; the slowest takes a few on a quiet machine."""
 

@@ -304,9 +304,7 @@ DOORS = [
         LayerProfile,
         {
             "name": text,
-            "forward": never,
-            "backward": never,
-            **dict.fromkeys(TABLES, table),
+            **dict.fromkeys(("forward", "backward", *TABLES), table),
             "step": least_zero,
             **dict.fromkeys(("weight_bytes", "gradient_bytes", "optimizer_bytes"), whole),
             "keeps_input": flag,
