@@ -8,7 +8,7 @@ import traceback
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
@@ -299,7 +299,11 @@ def wrong(fit: Fit, plain: dict[str, torch.Tensor] | str, ranks: list[dict[str, 
 
 def compared(seeds: list[int]) -> list[str]:
     """What is wrong, by training."""
-    folder = mkdtemp()
+    with TemporaryDirectory() as folder:
+        return _compared(seeds, folder)
+
+
+def _compared(seeds: list[int], folder: str) -> list[str]:
     try:
         found = run_ranks(trained_each, 2, seeds, folder, timeout=60 + EACH * len(seeds))
     except AssertionError as error:
