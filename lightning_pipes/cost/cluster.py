@@ -6,7 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import MOST_STAGES, PlanError, check_count, check_fields
+
+LONGEST = 1e9
+"""Seconds, thirty years: nanoseconds are counted in 64 bits, and many such times have to fit."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,13 @@ class Link:
     wire: str = ""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.bandwidth > 0 or not 0 <= self.latency < math.inf:
             raise PlanError(f"a link needs bandwidth > 0 and a finite latency >= 0, got {self}")
         if not 0 <= self.burst < math.inf or self.peak < self.bandwidth or self.posted < 0:
             raise PlanError(f"a link needs a finite burst >= 0, a peak >= its bandwidth and posted >= 0, got {self}")
+        if self.latency >= LONGEST or self.savings >= LONGEST:
+            raise PlanError(f"a link's latency, and burst / bandwidth, are below {LONGEST:g} s; got {self}")
 
     def seconds(self, size: float) -> float:
         """Seconds that a message of `size` bytes occupies the link at its bandwidth, latency not counted."""
@@ -73,7 +79,7 @@ class Device:
         host: devices of one host are joined by the cluster's inner link.
 
     Raises:
-        PlanError: a speed that is not positive.
+        PlanError: a speed that is not positive and finite, or less than no memory.
     """
 
     memory: int | None = None
@@ -81,8 +87,11 @@ class Device:
     host: str = ""
 
     def __post_init__(self) -> None:
-        if not self.speed > 0:
-            raise PlanError(f"a device needs a speed > 0, got {self.speed}")
+        check_fields(self)
+        if not 0 < self.speed < math.inf:
+            raise PlanError(f"a device needs a finite speed > 0, got {self.speed}")
+        if self.memory is not None and self.memory < 0:
+            raise PlanError(f"a device needs memory >= 0 bytes, or None for no limit, got memory={self.memory}")
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,9 @@ class Cluster:
         links: exceptions, by (from rank, to rank); each direction for itself.
         shared: what goes from one host to others shares a wire, its network card; without it every pair of devices
             has `between` to itself.
+
+    Raises:
+        PlanError: no devices, more of them than a plan can have stages, or an exception for a rank that has none.
     """
 
     devices: tuple[Device, ...]
@@ -103,11 +115,26 @@ class Cluster:
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict, hash=False)
     shared: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        n = len(self.devices)
+        if not n:
+            raise PlanError("a cluster needs at least one device, got none")
+        for pair in self.links:
+            if not 0 <= min(pair) <= max(pair) < n:
+                raise PlanError(f"links: {pair} are no two of the ranks 0 to {n - 1}")
+
     @classmethod
     def homogeneous(
         cls, hosts: int, devices_per_host: int, memory: int | None = None, inside: Link = FREE, between: Link = FREE
     ) -> Cluster:
-        """Equal devices, those of one host in a row."""
+        """Equal devices, those of one host in a row.
+
+        Raises:
+            PlanError: no hosts or no devices, or more of them than a plan can have stages.
+        """
+        hosts = check_count("hosts", hosts, most=MOST_STAGES)
+        check_count("devices_per_host", devices_per_host, most=MOST_STAGES // hosts)
         names = [str(host) for host in range(hosts) for _ in range(devices_per_host)]
         return cls(tuple(Device(memory, host=name) for name in names), inside, between)
 

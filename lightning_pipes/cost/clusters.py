@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 from lightning_pipes.cost.cluster import FREE, Cluster, Link
-from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds
-from lightning_pipes.ir import PlanError
+from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds, named
+from lightning_pipes.ir import PlanError, shown
 
 LinkSettings = Mapping[str, str | float]
 """`bandwidth` and `latency`, such as "12.5GB/s" and "10us"."""
-_T = TypeVar("_T")
 
 
 def make_cluster(
@@ -31,24 +29,17 @@ def make_cluster(
     Raises:
         PlanError: no hosts or devices, or a unit that nobody knows; names the setting.
     """
-    if hosts < 1 or devices_per_host < 1:
-        raise PlanError(f"a cluster needs hosts and devices, got hosts={hosts}, devices_per_host={devices_per_host}")
-    size = None if memory is None else _named("memory", as_bytes, memory)
+    size = None if memory is None else named("memory", as_bytes, memory)
     return Cluster.homogeneous(hosts, devices_per_host, size, _link("inside", inside), _link("between", between))
 
 
 def _link(name: str, settings: LinkSettings | None) -> Link:
     if settings is None:
         return FREE
-    unknown = sorted(set(settings) - {"bandwidth", "latency"})
+    if not isinstance(settings, Mapping):
+        raise PlanError(f"{name} must be a mapping with bandwidth and latency, got {shown(settings)}")
+    unknown = sorted(map(str, set(settings) - {"bandwidth", "latency"}))
     if unknown:
         raise PlanError(f"{name}.{unknown[0]}: a link has bandwidth and latency")
-    bandwidth = _named(f"{name}.bandwidth", as_rate, settings.get("bandwidth", "inf"))
-    return Link(bandwidth, _named(f"{name}.latency", as_seconds, settings.get("latency", 0.0)))
-
-
-def _named(name: str, parse: Callable[[str | float], _T], value: str | float) -> _T:
-    try:
-        return parse(value)
-    except PlanError as error:
-        raise PlanError(f"{name}: {error}") from None
+    bandwidth = named(f"{name}.bandwidth", as_rate, settings.get("bandwidth", "inf"))
+    return Link(bandwidth, named(f"{name}.latency", as_seconds, settings.get("latency", 0.0)))

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost.cluster import Cluster, Link
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import PlanError, check_count, check_fields, check_type, shown
 
 Array = npt.NDArray[np.float64]
 BUCKET_BYTES = 25 * 2**20
@@ -35,8 +35,12 @@ class Deployment:
     rings: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or (self.replicas > 1 and len(self.rings) != len(self.pipeline.devices)):
-            raise PlanError(f"{self.replicas} replicas need a ring for each of {len(self.pipeline.devices)} ranks")
+        check_fields(self)
+        check_count("replicas", self.replicas)
+        if self.replicas > 1 and len(self.rings) != len(self.pipeline.devices):
+            raise PlanError(
+                f"{shown(self.replicas)} replicas need a ring for each of {len(self.pipeline.devices)} ranks"
+            )
 
     @classmethod
     def on(cls, cluster: Cluster, ranks: int, replicas: int = 1, neighbours: str = "ranks") -> Deployment:
@@ -50,10 +54,14 @@ class Deployment:
         Raises:
             PlanError: too few devices, or another word.
         """
-        if ranks < 1 or replicas < 1 or ranks * replicas > len(cluster.devices):
+        check_type("cluster", cluster, Cluster)
+        check_count("ranks", ranks)
+        check_count("replicas", replicas)
+        check_type("neighbours", neighbours, str)
+        if ranks * replicas > len(cluster.devices):
             raise PlanError(
-                f"{replicas} replicas of {ranks} ranks need {ranks * replicas} devices, the cluster has "
-                f"{len(cluster.devices)}; use fewer ranks or replicas"
+                f"{shown(replicas)} replicas of {shown(ranks)} ranks need {shown(ranks * replicas)} devices, and the "
+                f"cluster has {len(cluster.devices)}; use fewer ranks or replicas"
             )
         if neighbours not in ("ranks", "replicas"):
             raise PlanError(f"neighbours are 'ranks' or 'replicas', got {neighbours!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -10,8 +11,24 @@ from functools import cached_property
 from statistics import median
 from typing import Protocol, runtime_checkable
 
-from lightning_pipes.cost.cluster import FREE, Cluster, Link
-from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, PlanError, needs, send_of
+from lightning_pipes.cost.cluster import FREE, LONGEST, Cluster, Link
+from lightning_pipes.ir import (
+    COMPUTE,
+    MOST_STAGES,
+    RECEIVES,
+    SENDS,
+    Instruction,
+    Kind,
+    Plan,
+    PlanError,
+    check_count,
+    check_fields,
+    check_number,
+    check_type,
+    needs,
+    send_of,
+    shown,
+)
 
 Table = tuple[tuple[int, float], ...]
 """(rows, seconds), rows ascending."""
@@ -80,7 +97,7 @@ class CostModel:
         overhead: seconds that a rank spends before each computation once its inputs are there.
 
     Raises:
-        PlanError: a negative number, rows that do not ascend, or tables of different lengths.
+        PlanError: a negative or infinite number, rows that do not ascend, or tables of different lengths.
     """
 
     seconds: Mapping[tuple[Kind, int], Table] = field(hash=False)
@@ -96,19 +113,33 @@ class CostModel:
     overhead: float = 0.0
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except (TypeError, ValueError, AttributeError):  # searches make thousands: entries are looked at only now
+            check_fields(self)
+            raise
+
+    def _check(self) -> None:
+        check_fields(self, entries=False)
         n = self.n_stages
         for (kind, stage), table in self.seconds.items():
             rows = [r for r, _ in table]
-            if not table or rows != sorted(set(rows)) or min(t for _, t in table) < 0:
-                raise PlanError(f"seconds of {kind}{stage} need ascending rows and no negative time, got {table}")
+            if not table or rows != sorted(set(rows)) or not all(0 <= t < math.inf for _, t in table):
+                raise PlanError(
+                    f"seconds of {kind}{stage} need ascending rows and times that are finite and not negative, got "
+                    f"{shown(table)}"
+                )
         lengths = {"forward_bytes": n - 1, "backward_bytes": n - 1, "activation_bytes": n, "weight_bytes": n}
         lengths |= {"state_bytes": n, "working_bytes": n}
         for name, entries in lengths.items():
             got = getattr(self, name)
-            if got and (len(got) != entries or min(got) < 0):
-                raise PlanError(f"{name} needs {entries} numbers >= 0 for {n} stages, got {got}")
-        if self.overhead < 0:
-            raise PlanError(f"overhead can't be negative, got {self.overhead}")
+            if got and (len(got) != entries or not all(0 <= size < math.inf for size in got)):
+                raise PlanError(f"{name} needs {entries} finite numbers >= 0 for {n} stages, got {shown(got)}")
+        if not all(isinstance(link, Link) for link in self.links.values()):
+            raise TypeError
+        check_number("overhead", self.overhead, "finite seconds, not negative", lambda x: 0 <= x < math.inf)
+        if self.waiting_messages < 0:
+            raise PlanError(f"waiting_messages count from 0, got {shown(self.waiting_messages)}")
 
     @classmethod
     def uniform(
@@ -129,7 +160,18 @@ class CostModel:
 
         The times hold for any micro-batch; with `rows` they hold for that many rows, and others take proportionally
         long. `message_bytes` and `activation_bytes` are per row.
+
+        Raises:
+            PlanError: no stages, or what `CostModel` refuses.
         """
+        check_count("stages", stages, most=MOST_STAGES)
+        if rows is not None:
+            check_count("rows", rows)
+        check_type("activation_bytes", activation_bytes, int)
+        check_type("weight_bytes", weight_bytes, int)
+        check_number("message_bytes", message_bytes, "bytes from 0 on", lambda x: 0 <= x < math.inf)
+        for name, time in (("forward", forward), ("backward", backward), ("step", step)):
+            check_number(name, time, "finite seconds, not negative", lambda x: 0 <= x < math.inf)
 
         def table(seconds: float) -> Table:
             return ((1, seconds),) if rows is None else ((0, 0.0), (rows, seconds))
@@ -295,6 +337,8 @@ class CostModel:
 
 
 def _ns(seconds: float) -> int:
+    if not seconds < LONGEST:
+        raise PlanError(f"{seconds:g} s are more than can be simulated; look for a unit that is wrong, or a slow link")
     return round(seconds * 1e9)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -12,10 +13,14 @@ from typing import Any
 
 from lightning_pipes.cost.columns import Columns
 from lightning_pipes.cost.model import CostModel, Table, at_rows
-from lightning_pipes.ir import Kind, PlanError, Span
+from lightning_pipes.cost.written import check_written, read_object
+from lightning_pipes.ir import MOST_STAGES, Kind, PlanError, Span, check_fields, check_number, shown
+from lightning_pipes.ir.checks import hints
 
 FORMAT = 1
 """Of the file; raised when a reader of an older one would misread it."""
+MOST_LAYERS = MOST_STAGES
+"""More would never be cut apart."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,9 @@ class LayerProfile:
         keeps_input: whether it keeps its input too, which an earlier layer counts where they share a stage.
         output: bytes that it hands on, and that come back as gradients.
         working: bytes that it needs besides while it runs, forward or backward, whichever is more.
+
+    Raises:
+        PlanError: a negative or infinite number, or rows that do not ascend.
     """
 
     name: str
@@ -50,6 +58,23 @@ class LayerProfile:
     keeps_input: bool = False
     output: Table = ()
     working: Table = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        where = f"layer {self.name!r}"
+        for name, value in vars(self).items():
+            if isinstance(value, tuple):
+                rows = [r for r, _ in value]
+                if (
+                    rows != sorted(set(rows))
+                    or min(rows, default=0) < 0
+                    or not all(0 <= x < math.inf for _, x in value)
+                ):
+                    raise PlanError(
+                        f"{where}: {name} needs ascending rows and finite numbers, none negative, got {shown(value)}"
+                    )
+            elif not isinstance(value, str | bool):
+                check_number(f"{where}: {name}", value, "finite and not negative", lambda x: 0 <= x < math.inf)
 
 
 @dataclass(frozen=True)
@@ -79,8 +104,11 @@ class ModelProfile:
     notes: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise PlanError("a profile needs at least one layer")
+        check_fields(self)
+        if not 0 < len(self.layers) <= MOST_LAYERS:
+            raise PlanError(f"a profile has 1 to {MOST_LAYERS} layers, got {len(self.layers)}")
+        check_number("overhead", self.overhead, "finite seconds, not negative", lambda x: 0 <= x < math.inf)
+        check_number("widened", self.widened, "finite and above 0", lambda x: 0 < x < math.inf)
 
     @property
     def has_split(self) -> bool:
@@ -167,10 +195,17 @@ class ModelProfile:
 
     @classmethod
     def of_data(cls, found: dict[str, Any]) -> ModelProfile:
-        """The profile of `data`, after its way through JSON."""
-        parts = {name: value for name, value in found.items() if name != "format"}
-        layers = tuple(_layer(each) for each in parts.pop("layers"))
-        return cls(layers, _layer(parts.pop("before")), _layer(parts.pop("after")), **parts)
+        """The profile of `data`, after its way through JSON.
+
+        Raises:
+            PlanError: it is another object, or damaged.
+        """
+        kinds = {"format": int, **hints(cls), "layers": list[Any], "before": Any, "after": Any}
+        parts = check_written("profile", found, kinds, optional=_defaults(cls) | {"format"})
+        parts.pop("format", None)
+        parts["layers"] = tuple(_layer(f"profile.layers[{n}]", each) for n, each in enumerate(parts["layers"]))
+        parts |= {name: _layer(f"profile.{name}", parts[name]) for name in ("before", "after") if name in parts}
+        return cls(**parts)
 
     def save(self, path: str | Path) -> None:
         """Writes JSON."""
@@ -184,13 +219,12 @@ class ModelProfile:
             PlanError: the file is no profile, or of a format that this version does not read.
         """
         try:
-            found = json.loads(Path(path).read_text())
-            wrote = found["format"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise PlanError(f"{path} is no profile that `lightning-pipes profile` wrote: {error!r}") from error
-        if wrote != FORMAT:
-            raise PlanError(f"{path} has format {wrote}, this version reads {FORMAT}; profile again")
-        return cls.of_data(found)
+            found = read_object(path)
+            if found.get("format", FORMAT) == FORMAT:
+                return cls.of_data(found)
+        except PlanError as error:
+            raise PlanError(f"{path} is no profile that `lightning-pipes profile` wrote: {error}") from error
+        raise PlanError(f"{path} has format {shown(found['format'])}, this version reads {FORMAT}; profile again")
 
 
 def added(tables: Iterable[Table]) -> Table:
@@ -222,7 +256,10 @@ def _table(layer: LayerProfile, kind: Kind) -> Table:
     return table
 
 
-def _layer(found: dict[str, Any]) -> LayerProfile:
-    names = ("forward", "backward", "input_backward", "weight_backward", "saved", "output", "working")
-    tables = {name: tuple((int(rows), value) for rows, value in found[name]) for name in names}
-    return LayerProfile(**found | tables)
+def _layer(where: str, found: object) -> LayerProfile:
+    return LayerProfile(**check_written(where, found, hints(LayerProfile), optional=_defaults(LayerProfile)))
+
+
+def _defaults(kind: type) -> frozenset[str]:
+    """The fields that have a default."""
+    return frozenset(f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING)

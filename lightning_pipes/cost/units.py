@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from numbers import Real
+from typing import Any, TypeVar
 
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import PlanError, shown
 
+_T = TypeVar("_T")
+MOST = 1e30
+"""Of any unit: what is larger, or smaller than one in so many, is a slip."""
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
 _BYTES = {f"{prefix}B": Fraction(1000**power) for prefix, power in _POWERS.items()} | {
     f"{prefix.upper()}iB": Fraction(1024**power) for prefix, power in _POWERS.items() if prefix
@@ -27,7 +32,7 @@ def as_bytes(value: str | float) -> int:
     """
     found = _number(value, _BYTES, "a size", "16GiB")
     if not math.isfinite(found):
-        raise PlanError(f"a size has to be finite, got {value!r}")
+        raise PlanError(f"a size has to be finite, got {shown(value)}")
     return round(found)
 
 
@@ -39,7 +44,7 @@ def as_rate(value: str | float) -> float:
     """
     found = _number(value, _RATES, "a rate", "12.5GB/s")
     if not found:
-        raise PlanError(f"a rate has to be positive, got {value!r}")
+        raise PlanError(f"a rate has to be positive, got {shown(value)}")
     return found
 
 
@@ -51,17 +56,45 @@ def as_seconds(value: str | float) -> float:
     """
     found = _number(value, _SECONDS, "a time", "10us")
     if not math.isfinite(found):
-        raise PlanError(f"a time has to be finite, got {value!r}")
+        raise PlanError(f"a time has to be finite, got {shown(value)}")
     return found
 
 
+def named(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
+    """`value`, read by a function above; its errors begin with the name of the setting.
+
+    Raises:
+        PlanError: it can't be read.
+    """
+    try:
+        return parse(value)
+    except PlanError as error:
+        raise PlanError(f"{name}: {error}") from None
+
+
+def _text(value: object) -> str:
+    """What may be a number with a unit; empty for what can't be one."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return ""
+    try:
+        return repr(float(value))
+    except OverflowError:
+        return "1e999"
+
+
 def _number(value: str | float, units: Mapping[str, Fraction], what: str, example: str) -> float:
-    match = _NUMBER.fullmatch(value if isinstance(value, str) else repr(float(value)))
+    match = _NUMBER.fullmatch(_text(value))
     unit = match[2] if match else None
     if match is None or (unit and unit not in units) or float(match[1]) < 0:
         raise PlanError(
-            f"{value!r} is not {what}; write it as {example}, or as a plain number. Units: {', '.join(units)}"
+            f"{shown(value)} is not {what}; write it as {example}, or as a plain number. Units: {', '.join(units)}"
         )
     if match[1].endswith("inf"):
         return math.inf
+    if not MOST > float(match[1]) > 1 / MOST:  # as a fraction it might have a billion digits
+        if float(match[1]):
+            raise PlanError(f"{shown(value)} is not {what} between {1 / MOST:g} and {MOST:g}")
+        return 0.0
     return float(Fraction(match[1]) * (units[unit] if unit else 1))  # a fraction, so that 10us is 1e-5 to the last bit

@@ -11,7 +11,7 @@ from lightning_pipes.cost.model import Table
 from lightning_pipes.cost.named import known
 from lightning_pipes.cost.profile import LayerProfile, ModelProfile, added
 from lightning_pipes.cost.shapes import FLOAT32, INT64, Layer, LayerShape, Tape, Tensor, shapes
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import PlanError, check_type, shown
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -83,8 +83,10 @@ def named_profile(
     chip = device if isinstance(device, Chip) else chip_named(device)
     dtype = dtype_named(dtype, chip)
     kept = FLOAT32 * (known(OPTIMIZERS, optimizer, "optimizer") + (ITEMSIZE[dtype] < FLOAT32))
+    check_type("recompute", recompute, bool)
+    check_type("rows", rows, Sequence[int])
     if not rows or sorted(set(rows)) != list(rows) or rows[0] < 1:
-        raise PlanError(f"rows ascend from 1 or more, got {list(rows)}")
+        raise PlanError(f"rows ascend from 1 or more, got {shown(rows)}")
     given = model.shapes(ITEMSIZE[dtype], 1 if chip.byte_masks else ITEMSIZE[dtype])
     *layers, loss = (_profile(shape, chip, rows, dtype, kept) for shape in given)
     if recompute:

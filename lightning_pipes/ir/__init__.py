@@ -3,8 +3,9 @@
 Standard library only. Everything here is frozen; state lives in the engine and in the simulator.
 """
 
+from lightning_pipes.ir.checks import check_count, check_fields, check_number, check_type, shown
 from lightning_pipes.ir.dependencies import DependencyTracker, needs
-from lightning_pipes.ir.errors import DeadlockError, PipelineError, PlanError, ProgramError, check_count
+from lightning_pipes.ir.errors import DeadlockError, PipelineError, PlanError, ProgramError
 from lightning_pipes.ir.instruction import (
     COMPUTE,
     RECEIVES,
@@ -20,7 +21,7 @@ from lightning_pipes.ir.instruction import (
     send_of,
 )
 from lightning_pipes.ir.lowering import lower, window
-from lightning_pipes.ir.plan import Cut, Plan
+from lightning_pipes.ir.plan import MOST_MICROBATCHES, MOST_STAGES, Cut, Plan
 from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.rule import Rule, RulePolicy, has_room, offered
 from lightning_pipes.ir.schedule import (
@@ -39,6 +40,8 @@ from lightning_pipes.ir.verify import Facts, verify
 
 __all__ = [
     "COMPUTE",
+    "MOST_MICROBATCHES",
+    "MOST_STAGES",
     "RECEIVES",
     "SENDS",
     "STEP",
@@ -64,9 +67,12 @@ __all__ = [
     "Span",
     "W",
     "check_count",
+    "check_fields",
+    "check_number",
     "check_one_batch",
     "check_one_stage_a_rank",
     "check_placement",
+    "check_type",
     "even_spans",
     "has_room",
     "lower",
@@ -77,6 +83,7 @@ __all__ = [
     "ready_key",
     "receive_of",
     "send_of",
+    "shown",
     "verify",
     "window",
 ]

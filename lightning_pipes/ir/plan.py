@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import TypeVar
 
+from lightning_pipes.ir.checks import check_count, check_fields, shown
 from lightning_pipes.ir.errors import PlanError
 from lightning_pipes.ir.instruction import Instruction, Kind
 from lightning_pipes.ir.span import Span, even_spans
 
 Spans = tuple[Span, ...]
+_T = TypeVar("_T")
+
+MOST_STAGES = 2**12
+"""Stages of a plan, and devices of a cluster: a slip of the keyboard fills the memory with them otherwise."""
+MOST_MICROBATCHES = 2**16
+"""Of a batch; each holds a sample at least."""
+MOST_FORWARDS = 2**18
+"""Of a batch, on all stages together: an order of more takes gigabytes and minutes."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +31,7 @@ class Cut:
     to what the sending stage computes.
 
     Raises:
-        PlanError: some spans leave a gap, overlap, or end before `rows`.
+        PlanError: some spans leave a gap, overlap, or end before `rows`; or there are more of them than can be ordered.
     """
 
     rows: int
@@ -31,6 +41,17 @@ class Cut:
     backward_links: tuple[Spans, ...] = ()
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except (TypeError, ValueError, AttributeError):  # which of a million spans is none is looked for only now
+            check_fields(self)
+            raise
+
+    def _check(self) -> None:
+        check_fields(self, entries=False)
+        check_count("rows of a batch", self.rows)
+        if not self.forward:
+            raise PlanError("forward of a cut needs spans for at least one stage, got none")
         object.__setattr__(self, "backward", self.backward or self.forward)
         object.__setattr__(self, "forward_links", self.forward_links or self.forward)
         object.__setattr__(self, "backward_links", self.backward_links or self.backward)
@@ -39,6 +60,7 @@ class Cut:
             table: tuple[Spans, ...] = getattr(self, name)
             if len(table) != len(self.forward):
                 raise PlanError(f"{name} has spans for {len(table)} stages, forward for {len(self.forward)}")
+            _check_size(len(table), max(map(len, table), default=0))
             for stage, spans in enumerate(table):
                 if id(spans) not in checked:
                     checked.add(id(spans))
@@ -51,17 +73,19 @@ class Cut:
                 raise PlanError(f"{where}: {span} should start at sample {at} and hold at least one; got {spans}")
             at = span.stop
         if at != self.rows:
-            raise PlanError(f"{where}: the spans end at sample {at}, the batch has {self.rows}")
+            raise PlanError(f"{where}: the spans end at sample {at}, the batch has {shown(self.rows)}")
 
     @classmethod
     def even(cls, rows: int, microbatches: int, stages: int) -> Cut:
         """The same even cut everywhere; fewer micro-batches where the batch has fewer samples.
 
         Raises:
-            PlanError: no samples or no micro-batches.
+            PlanError: no samples, micro-batches or stages, or more than can be ordered.
         """
-        if rows < 1 or microbatches < 1:
-            raise PlanError(f"a batch needs at least one sample and one micro-batch, got {rows} and {microbatches}")
+        check_count("rows of a batch", rows)
+        check_count("microbatches", microbatches)
+        check_count("stages", stages, most=MOST_STAGES)
+        _check_size(stages, min(rows, microbatches))
         return cls(rows, (even_spans(rows, min(rows, microbatches)),) * stages)
 
     def spans(self, kind: Kind, stage: int) -> Spans:
@@ -81,6 +105,20 @@ class Cut:
                 return self.backward_links[stage + 1]
             case _:
                 return ()
+
+
+def _listed(name: str, values: Sequence[_T]) -> tuple[_T, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise PlanError(f"{name} must be a list, got {shown(values)}")
+    return tuple(values)
+
+
+def _check_size(stages: int, microbatches: int) -> None:
+    if microbatches > MOST_MICROBATCHES or stages * microbatches > MOST_FORWARDS:
+        raise PlanError(
+            f"{shown(microbatches)} micro-batches on {stages} stages are more than can be ordered: at most "
+            f"{MOST_MICROBATCHES} micro-batches, and {MOST_FORWARDS} forwards on all stages; use fewer micro-batches"
+        )
 
 
 @dataclass(frozen=True)
@@ -117,10 +155,22 @@ class Plan:
     after: Mapping[Instruction, tuple[Instruction, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except (TypeError, ValueError, AttributeError):
+            check_fields(self)
+            raise
+
+    def _check(self) -> None:
+        check_fields(self, entries=False)
         n = len(self.ranks)
         if n == 0 or not self.jobs:
-            raise PlanError(f"a plan needs stages and jobs, got {n} stages and {len(self.jobs)} jobs")
-        if set(self.ranks) != set(range(max(self.ranks) + 1)):
+            raise PlanError(
+                f"a plan needs ranks, one for each stage, and jobs; got {n} ranks and {len(self.jobs)} jobs"
+            )
+        if n > MOST_STAGES:
+            raise PlanError(f"a plan has at most {MOST_STAGES} stages, got {n}")
+        if max(self.ranks) >= n or set(self.ranks) != set(range(max(self.ranks) + 1)):
             raise PlanError(f"ranks {self.ranks} leave a rank without a stage; number them 0 to n - 1")
         if not self.versions:
             object.__setattr__(self, "versions", (1,) * n)
@@ -128,8 +178,17 @@ class Plan:
             got = len(getattr(self, name))
             if got not in (0, n):
                 raise PlanError(f"{name} has {got} entries for {n} stages")
-        if min(self.versions) < 1 or self.batches < 1:
-            raise PlanError(f"versions {self.versions} and batches {self.batches} start at 1")
+        check_count("batches", self.batches)
+        if not all(isinstance(each, bool) for each in self.recompute):
+            raise TypeError
+        if not all(isinstance(i, Instruction) for i in self.after):
+            raise TypeError
+        if min((span.rows for span in self.layers), default=0) < 0:
+            raise PlanError(
+                f"layers: a stage has its last layer after its first one, or none, got {shown(self.layers)}"
+            )
+        if not min(self.versions) >= 1 or not min(self.limits, default=0) >= 0:
+            raise PlanError(f"versions start at 1 and limits at 0, got {shown(self.versions)} and {shown(self.limits)}")
         for number, cut in enumerate(self.jobs):
             if len(cut.forward) != n:
                 raise PlanError(f"job {number} is cut for {len(cut.forward)} stages, the plan has {n}")
@@ -155,9 +214,12 @@ class Plan:
         recompute: Sequence[bool] = (),
     ) -> Plan:
         """One job, one batch of `rows` samples (default: one a micro-batch), cut the same everywhere."""
+        check_count("microbatches", microbatches)
         cut = Cut.even(microbatches if rows is None else rows, microbatches, stages)
-        where = tuple(range(stages)) if ranks is None else tuple(ranks)
-        return cls(where, (cut,), layers=tuple(layers), recompute=tuple(recompute))
+        where = tuple(range(stages)) if ranks is None else _listed("ranks", ranks)
+        if len(where) != stages:
+            raise PlanError(f"ranks must name the rank of each of {stages} stages, got {shown(ranks)}")
+        return cls(where, (cut,), layers=_listed("layers", layers), recompute=_listed("recompute", recompute))
 
     @property
     def n_stages(self) -> int:

@@ -8,6 +8,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from lightning_pipes.ir.checks import check_type, shown
 from lightning_pipes.ir.errors import PlanError
 from lightning_pipes.ir.schedule import Policy, Schedule
 
@@ -26,16 +27,17 @@ def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
     Raises:
         PlanError: no such schedule is installed, or it does not take these settings; lists what there is.
     """
+    name = check_type("schedule", name, str)
     found = installed_schedules().get(name)
     if found is None:
         close = difflib.get_close_matches(name, installed_schedules(), n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise PlanError(f"no schedule is called {name!r}; {hint}installed are {', '.join(installed_schedules())}")
+        raise PlanError(f"no schedule is called {shown(name)}; {hint}installed are {', '.join(installed_schedules())}")
     factory = found.load()
     try:
         made = factory(**settings)
     except TypeError as error:
-        raise PlanError(f"schedule {name!r} does not take {settings}: {error}") from error
+        raise PlanError(f"schedule {name!r} does not take {shown(settings)}: {error}") from error
     if not isinstance(made, (Schedule, Policy)):
         raise PlanError(f"{found.value} made a {type(made).__name__}, which has neither program(plan) nor pick(...)")
     return made

@@ -21,6 +21,8 @@ CLOSE = 1.05
 """How many of the best options have their cuts moved until nothing gets better, and how close to the best they are."""
 WORTH_IT = 0.995
 """What can't be faster than the best by more than this is not simulated."""
+MOST_FORWARDS = 2**15
+"""Of a batch on all ranks, in what is tried: more take long to simulate, and gain next to nothing."""
 LARGE = 2_000
 """Forwards of a step from which on options are left out too if those beside them are FAR from the best."""
 FAR = 1.15
@@ -234,8 +236,10 @@ def installed_variants(ranks: int, microbatches: int) -> Iterator[Schedule | Pol
 
 
 def numbers_to_try(ranks: int, rows: int) -> list[int]:
-    """Numbers of micro-batches: from about the number of ranks up, doubling, to one for each sample."""
+    """Numbers of micro-batches: from about the number of ranks up, doubling, to one for each sample, or to as many as
+    can be simulated in reasonable time."""
     found = [1]
+    rows = min(rows, max(2 * ranks, MOST_FORWARDS // ranks))
     while found[-1] < rows:
         found.append(found[-1] * 2)
     return [m for m in [*found[:-1], min(found[-1], rows)] if m >= min(ranks, rows) // 2]

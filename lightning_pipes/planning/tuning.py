@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import B, F, Instruction, Kind, Plan, PlanError, Policy, Program, Schedule, verify
+from lightning_pipes.ir import B, F, Instruction, Kind, Plan, PlanError, Policy, Program, Schedule, check_number, verify
 from lightning_pipes.planning.bounds import least_step
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.measured import Averages
@@ -116,8 +116,7 @@ class Chooser:
     """Ranks candidates by simulation. What it has set up for one is kept, so that asking again is cheap."""
 
     def __init__(self, hysteresis: float = HYSTERESIS) -> None:
-        if not 0 <= hysteresis < 1:
-            raise PlanError(f"hysteresis is a share of a step, from 0 to less than 1, got {hysteresis}")
+        check_number("hysteresis", hysteresis, "a share of a step, from 0 to less than 1", lambda x: 0 <= x < 1)
         self.hysteresis = hysteresis
         self._known: OrderedDict[tuple[Schedule | Policy, Plan], Rehearsal] = OrderedDict()
         self._verified: set[tuple[Schedule | Policy, Plan]] = set()

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import SENDS, Instruction, Kind, Plan
-from lightning_pipes.sim.kernel import LONG_AGO
+from lightning_pipes.ir import SENDS, Instruction, Kind, Plan, PlanError
+from lightning_pipes.sim.kernel import LONG_AGO, PLENTY
 from lightning_pipes.sim.machine import Machine, Table
 
 
@@ -177,6 +177,11 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
         busy.append(takes)
         late.append(latency)
         hurry.append(share)
+    if len(operations.groups) * (max(busy, default=0) + max(late, default=0) + costs.overhead_ns) >= PLENTY:
+        longest = max([*busy, *late]) / 1e9
+        raise PlanError(
+            f"{len(operations.groups)} operations of up to {longest:g} s each are more than can be simulated"
+        )
     quick = [round(takes * share) for takes, share in zip(busy, hurry, strict=True)]
     links = [costs.between(*pair) for pair in pairs]
     depth = [round(link.savings * 1e9) for link in links]

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipes.cost import CostModel, ModelProfile
-from lightning_pipes.ir import Plan, PlanError
+from lightning_pipes.cost.cluster import LONGEST
+from lightning_pipes.cost.written import check_written
+from lightning_pipes.ir import Plan, PlanError, check_count, check_fields, check_number, shown
+from lightning_pipes.ir.checks import hints
 from lightning_pipes.sim.saved import costs_data, costs_of, read_json, timeline_data, timeline_of, write_json
 from lightning_pipes.sim.timeline import Timeline
 
 FILE = "run.json"
 """Its name in the directory of a run."""
+_WRITTEN = ("predicted", "measured", "costs", "profile")
+"""What every file has, in a form of its own."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,22 @@ class RunRecord:
     facts: Mapping[str, str] = field(default_factory=dict, hash=False)
     choice: str = ""
     siblings: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, entries=False)
+        check_count("siblings", self.siblings)
+        stages, ranks = self.plan.n_stages, self.plan.n_ranks
+        if self.measured is not None and self.measured.plan.ranks != self.plan.ranks:
+            raise PlanError(f"measured has stages on ranks {self.measured.plan.ranks}, predicted on {self.plan.ranks}")
+        if self.costs.n_stages != stages:
+            raise PlanError(f"costs are of {self.costs.n_stages} stages, the plan has {stages}")
+        if len(self.memory) not in (0, ranks) or min((size for size in self.memory if size is not None), default=0) < 0:
+            raise PlanError(f"memory needs the bytes of each of {ranks} devices, or None, got {shown(self.memory)}")
+        if self.between is not None:
+            check_number("between", self.between, "finite seconds, not negative", lambda x: 0 <= x < LONGEST)
+        layers = self.plan.layers
+        if layers and self.profile is not None and layers[-1].stop != len(self.profile.layers):
+            raise PlanError(f"the plan has {layers[-1].stop} layers, the profile {len(self.profile.layers)}")
 
     @property
     def shared(self) -> str:
@@ -99,14 +120,25 @@ class RunRecord:
                 f"there is no run in {path}: a run leaves a directory with {FILE} behind when its script calls "
                 "strategy.report.save(directory) after fit, as examples/train.py does"
             )
-        found = read_json(path, "predicted", "measured", "costs", "profile")
+        found = read_json(path, *_WRITTEN)
         del found["format"]
-        found["predicted"] = timeline_of(found["predicted"])
-        found["measured"] = found["measured"] and timeline_of(found["measured"])
+        try:
+            return cls._of_data(found)
+        except PlanError as error:
+            raise PlanError(f"{path} is damaged: {error}; run again to write another") from error
+
+    @classmethod
+    def _of_data(cls, data: Mapping[str, Any]) -> RunRecord:
+        kinds = {**hints(cls), **dict.fromkeys(_WRITTEN, Any)}
+        found = check_written("run", data, kinds, optional=hints(cls).keys() - set(_WRITTEN))
+        found["predicted"] = timeline_of(found["predicted"], "predicted")
+        if found["measured"] is not None:
+            found["measured"] = timeline_of(found["measured"], "measured")
         found["costs"] = costs_of(found["costs"])
-        found["profile"] = found["profile"] and ModelProfile.of_data(found["profile"])
-        found["memory"] = tuple(found["memory"])
-        found["settings"] = {name: _tuples(value) for name, value in found["settings"].items()}
+        if found["profile"] is not None:
+            found["profile"] = ModelProfile.of_data(found["profile"])
+        if "settings" in found:
+            found["settings"] = {name: _tuples(value) for name, value in found["settings"].items()}
         return cls(**found)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_pipes.cost import CostModel, Link
-from lightning_pipes.ir import Cut, Instruction, Kind, Plan, PlanError, Span
+from lightning_pipes.cost import CostModel, Link, Table
+from lightning_pipes.cost.cluster import LONGEST
+from lightning_pipes.cost.written import check_written, read_object
+from lightning_pipes.ir import RECEIVES, Cut, Instruction, Kind, Plan, PlanError, Span, check_type, shown
+from lightning_pipes.ir.checks import hints
 from lightning_pipes.sim.timeline import Event, Timeline
 
 FORMAT = 1
@@ -41,16 +44,13 @@ def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
     Raises:
         PlanError: it is not JSON, lacks one of `keys`, or is of another format.
     """
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise PlanError(f"{path} can't be read: {error}") from error
-    lacking = [key for key in ("format", *keys) if not isinstance(found, dict) or key not in found]
+    found = read_object(path)
+    lacking = [key for key in ("format", *keys) if key not in found]
     if lacking:
         raise PlanError(f"{path} is not what a report is saved in: it has no {' and no '.join(map(repr, lacking))}")
     if found["format"] != FORMAT:
-        raise PlanError(f"{path} has format {found['format']}, this version reads {FORMAT}; run again")
-    return dict(found)
+        raise PlanError(f"{path} has format {shown(found['format'])}, this version reads {FORMAT}; run again")
+    return found
 
 
 def timeline_data(timeline: Timeline) -> dict[str, Any]:
@@ -64,10 +64,19 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def timeline_of(data: Mapping[str, Any]) -> Timeline:
-    """The timeline of `timeline_data`."""
-    events = tuple(Event(rank, _instruction(i), start, end) for rank, *i, start, end in data["events"])
-    return Timeline(events, plan_of(data["plan"]), tuple(data["peak_bytes"]), data["name"], dict(data["attributes"]))
+def timeline_of(data: object, what: str = "timeline") -> Timeline:
+    """The timeline of `timeline_data`; errors call it `what`.
+
+    Raises:
+        PlanError: it is something else, or damaged.
+    """
+    kinds = {"name": str, "attributes": dict[str, str], "peak_bytes": tuple[int, ...], "plan": Any, "events": list[Any]}
+    found = check_written(what, data, kinds)
+    plan = plan_of(found["plan"], f"{what}.plan")
+    events = tuple(_event(f"{what}.events[{n}]", row, plan) for n, row in enumerate(found["events"]))
+    if len(found["peak_bytes"]) not in (0, plan.n_ranks):
+        raise PlanError(f"{what}.peak_bytes is of {len(found['peak_bytes'])} ranks, the plan has {plan.n_ranks}")
+    return Timeline(events, plan, found["peak_bytes"], found["name"], found["attributes"])
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -88,18 +97,20 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     return {**found, "spans": list(tables)}
 
 
-def plan_of(data: Mapping[str, Any]) -> Plan:
-    """The plan of `plan_data`."""
-    plain: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list | tuple) else value for key, value in data.items()
-    }
-    tables = [tuple(Span(*span) for span in spans) for spans in plain.pop("spans")]
-    plain["jobs"] = tuple(
-        Cut(job["rows"], *(tuple(tables[number] for number in job[name]) for name in _TABLES)) for job in data["jobs"]
-    )
-    plain["layers"] = tuple(Span(*span) for span in data["layers"])
-    plain["after"] = {_instruction(i): tuple(map(_instruction, before)) for i, before in data["after"]}
-    return Plan(**plain)
+def plan_of(data: object, what: str = "plan") -> Plan:
+    """The plan of `plan_data`; errors call it `what`.
+
+    Raises:
+        PlanError: it is something else, or damaged.
+    """
+    pairs = tuple[tuple[int, int], ...]
+    kinds = {**hints(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}
+    found = check_written(what, data, kinds)
+    tables = [tuple(Span(*span) for span in spans) for spans in found.pop("spans")]
+    found["jobs"] = tuple(_cut(f"{what}.jobs[{n}]", job, tables) for n, job in enumerate(found["jobs"]))
+    found["layers"] = tuple(Span(*span) for span in found["layers"])
+    found["after"] = dict(_waits(f"{what}.after[{n}]", row) for n, row in enumerate(found["after"]))
+    return Plan(**found)
 
 
 def costs_data(costs: CostModel) -> dict[str, Any]:
@@ -111,13 +122,18 @@ def costs_data(costs: CostModel) -> dict[str, Any]:
     return found
 
 
-def costs_of(data: Mapping[str, Any]) -> CostModel:
-    """The cost model of `costs_data`."""
-    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    plain["seconds"] = {(Kind(kind), stage): tuple(map(tuple, table)) for kind, stage, table in data["seconds"]}
-    plain["links"] = {(a, b): Link(*link) for a, b, *link in data["links"]}
-    plain["link"] = Link(*data["link"])
-    return CostModel(**plain)
+def costs_of(data: object, what: str = "costs") -> CostModel:
+    """The cost model of `costs_data`; errors call it `what`.
+
+    Raises:
+        PlanError: it is something else, or damaged.
+    """
+    times, links = tuple[str, int, Table], list[list[Any]]
+    found = check_written(what, data, {**hints(CostModel), "seconds": list[times], "links": links, "link": list[Any]})  # type: ignore[valid-type]
+    found["seconds"] = {(_kind(f"{what}.seconds", kind), stage): table for kind, stage, table in found["seconds"]}
+    found["links"] = dict(_between(f"{what}.links[{n}]", row) for n, row in enumerate(found["links"]))
+    found["link"] = _link(f"{what}.link", found["link"])
+    return CostModel(**found)
 
 
 _TABLES = ("forward", "backward", "forward_links", "backward_links")
@@ -127,6 +143,59 @@ def _instruction_data(i: Instruction) -> list[Any]:
     return [i.kind.value, i.stage, i.job, i.batch, *i.span]
 
 
-def _instruction(data: list[Any]) -> Instruction:
+def _instruction(where: str, data: object) -> Instruction:
+    if not isinstance(data, list) or len(data) != 6 or not all(type(each) is int for each in data[1:]):
+        raise PlanError(f"{where} needs a kind, stage, job, batch, and the first and last sample, got {shown(data)}")
     kind, stage, job, batch, start, stop = data
-    return Instruction(Kind(kind), stage, job, batch, Span(start, stop))
+    if min(stage, job, batch, start) < 0 or stop < start:
+        raise PlanError(f"{where} counts stages, jobs, batches and samples from 0, got {shown(data)}")
+    return Instruction(_kind(where, kind), stage, job, batch, Span(start, stop))
+
+
+def _kind(where: str, name: object) -> Kind:
+    if not isinstance(name, str) or name not in Kind.__members__:
+        raise PlanError(f"{where}: there is no instruction {shown(name)}; there is {', '.join(Kind)}")
+    return Kind(name)
+
+
+def _event(where: str, row: object, plan: Plan) -> Event:
+    if not isinstance(row, list) or len(row) != 9 or not all(type(row[n]) is int for n in (0, 7, 8)):
+        raise PlanError(f"{where} needs a rank, an instruction, its start and its end, got {shown(row)}")
+    rank, *data, start, end = row
+    i = _instruction(where, data)
+    if i.stage >= plan.n_stages or plan.ranks[i.stage] != rank or i.job >= len(plan.jobs):
+        raise PlanError(f"{where}: the plan has no stage {i.stage} of job {i.job} on rank {shown(rank)}")
+    if (
+        i.kind in RECEIVES
+        or (i.kind is Kind.SF and i.stage == plan.n_stages - 1)
+        or (i.kind is Kind.SB and not i.stage)
+    ):
+        raise PlanError(f"{where}: {i} is no transfer that the plan has")
+    if not 0 <= start <= end < LONGEST * 1e9:
+        raise PlanError(f"{where} ends before it starts, or times are out of range: {shown(start)} to {shown(end)} ns")
+    return Event(rank, i, start, end)
+
+
+def _cut(where: str, job: object, tables: Sequence[tuple[Span, ...]]) -> Cut:
+    found = check_written(where, job, {"rows": int, **dict.fromkeys(_TABLES, tuple[int, ...])})
+    for name in _TABLES:
+        if not all(0 <= number < len(tables) for number in found[name]):
+            raise PlanError(f"{where}.{name} names one of {len(tables)} tables of spans, got {shown(found[name])}")
+    return Cut(found["rows"], *(tuple(tables[number] for number in found[name]) for name in _TABLES))
+
+
+def _waits(where: str, row: Sequence[Any]) -> tuple[Instruction, tuple[Instruction, ...]]:
+    if len(row) != 2 or not isinstance(row[1], list):
+        raise PlanError(f"{where} needs an instruction and what it waits for, got {shown(row)}")
+    return _instruction(where, row[0]), tuple(_instruction(where, each) for each in row[1])
+
+
+def _between(where: str, row: Sequence[Any]) -> tuple[tuple[int, int], Link]:
+    pair = check_type(where, list(row[:2]), tuple[int, int])
+    return pair, _link(where, row[2:])
+
+
+def _link(where: str, values: Sequence[Any]) -> Link:
+    if len(values) > len(fields(Link)):
+        raise PlanError(f"{where}: a link has {len(fields(Link))} values, got {shown(values)}")
+    return Link(*values)

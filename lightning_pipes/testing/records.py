@@ -22,7 +22,7 @@ def layer(name: str, milliseconds: float, rows: int, fixed: float = 0.0) -> Laye
     backward takes twice as long."""
 
     def table(factor: float) -> tuple[tuple[int, float], ...]:
-        return tuple((r, factor * 1e-3 * (fixed + (milliseconds - fixed) * r / rows)) for r in (1, rows))
+        return tuple((r, factor * 1e-3 * (fixed + (milliseconds - fixed) * r / rows)) for r in sorted({1, rows}))
 
     return LayerProfile(
         name,

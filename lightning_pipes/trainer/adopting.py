@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_count
+from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_type
 from lightning_pipes.planning.wording import schedule_settings
 from lightning_pipes.trainer.checks import warn_about_pieces
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.plans import Plans
 from lightning_pipes.trainer.run import PipelineRun
-from lightning_pipes.trainer.settings import AUTO, known_schedule
+from lightning_pipes.trainer.settings import AUTO, known_schedule, possible_microbatches
 from lightning_pipes.trainer.streaming import StreamingRun
 
 
@@ -26,12 +26,11 @@ def adopt(
         PipelineError: the ranks want different things.
     """
     _check_flushes(run)
-    if schedule == AUTO:
+    if isinstance(schedule, str) and schedule == AUTO:
         raise PlanError("schedule='auto' is chosen when training starts; adopt a schedule by its name, or an object")
-    if microbatches is not None:
-        check_count("microbatches", microbatches)
+    check_type("plan", plan, Plan | None)
     schedule = known_schedule(schedule, {})
-    plans = run.plans.other(schedule, microbatches, plan)
+    plans = run.plans.other(schedule, possible_microbatches(microbatches), plan)
     mine = (schedule.name, schedule_settings(schedule), plans.microbatches, plan)
     for rank, theirs in zip(control.ranks, control.all_gather(mine), strict=True):
         if theirs != mine:

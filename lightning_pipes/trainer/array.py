@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.points import point
-from lightning_pipes.ir import PlanError, check_count
+from lightning_pipes.ir import PlanError, check_count, check_type, shown
 from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.array_display import ArrayDisplay
 from lightning_pipes.trainer.array_record import ArrayRecord
@@ -83,14 +83,19 @@ class JobArray(Generic[T]):
         memory: MemorySwap | None = None,
         rounds: RoundOrder | None = None,
     ) -> None:
-        if size == AUTO and memory is None:
+        if rounds is not None and not callable(rounds):
+            raise PlanError(f"rounds must be a function, as in rounds=round_order, got {shown(rounds)}")
+        check_type("memory", memory, MemorySwap | None)
+        check_type("progress", progress, bool | None)
+        decides = isinstance(size, str) and size == AUTO
+        if decides and memory is None:
             raise PlanError("size='auto' follows from memory: give memory=MemorySwap(device_bytes=...), or a number")
         if rounds is not None and memory is not None:
             raise PlanError("an array in rounds keeps all siblings on the device; leave out memory, or rounds")
-        self.size = 1 if size == AUTO else check_count("size", size)
+        self.size = 1 if decides else check_count("size", size, "; or size='auto'")
         self._rounds: Rounds[Sibling[T]] | None = None if rounds is None else Rounds(rounds)
         self.memory: SiblingMemory = memory or SiblingMemory()
-        self._decides = memory if size == AUTO else None
+        self._decides = memory if decides else None
         """What decides the size."""
         self._deciding = False
         self._asked = -1

@@ -46,7 +46,8 @@ class Interceptor:
         if self._answer is None:
             raise PipelineError(
                 f"{self._name} was called outside of training_step, validation_step, test_step and predict_step; "
-                "its layers are spread over several ranks there. Call it from a step, or after the Trainer has ended"
+                "its layers are spread over several ranks there. Call it from a step, or after the Trainer has ended; "
+                "instead of torch.utils.checkpoint, which calls it again, set PipelineStrategy(recompute=True)"
             )
         if kwargs or len(args) != 1:
             raise PipelineError(

@@ -46,7 +46,7 @@ class Decision:
     def endless(self) -> bool:
         """Whether batches follow each other without a flush."""
         plans = self.plans()
-        _, order = plans.for_rows(plans.microbatches)
+        _, order = plans.for_rows(plans.trial_rows)
         return isinstance(order, Program) and order.endless
 
     def plans(self) -> Plans:
@@ -82,7 +82,7 @@ class Wanted:
         layers = stage_layers(partition, sizes, len(where))
         found = Decision(self.schedule, self.microbatches, self.recompute, where, layers)
         plans = found.plans()
-        plans.for_rows(plans.microbatches)
+        plans.for_rows(plans.trial_rows)
         return found
 
     @property

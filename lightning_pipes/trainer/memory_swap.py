@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.binding import Binding
 from lightning_pipes.engine.copier import SlabCopier, copier_for
 from lightning_pipes.engine.state_cache import StateCache
-from lightning_pipes.ir import PipelineError, PlanError, check_count
+from lightning_pipes.ir import PipelineError, PlanError, check_count, check_number, check_type
 from lightning_pipes.planning.switching import Switching
 from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.trainer.sibling_memory import SiblingMemory
@@ -77,10 +77,10 @@ class MemorySwap(SiblingMemory):
         self.slots = None if slots is None else check_count("slots", slots)
         if slots is not None and slots < 2:
             raise PlanError(f"switching needs a slot for the state in use and one for the next, got {slots}")
-        if bandwidth is not None and not bandwidth > 0:
-            raise PlanError(f"bandwidth must be positive, got {bandwidth} bytes per second")
+        if bandwidth is not None:
+            check_number("bandwidth", bandwidth, "bytes per second above 0", lambda x: x > 0)
         self.bandwidth = bandwidth
-        self.prefetch = prefetch
+        self.prefetch = check_type("prefetch", prefetch, bool)
         self.statistics = Statistics()
         self.switching: Switching | None = None
         self._poison = False

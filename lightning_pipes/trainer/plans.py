@@ -11,6 +11,8 @@ from lightning_pipes.planning.partition import even_partition, partition_at
 from lightning_pipes.sim import simulate
 
 DEFAULT_MICROBATCHES_PER_STAGE = 2
+TRIED_PER_STAGE = 16
+"""Micro-batches for each stage that show whether a schedule can order a plan."""
 _KEPT = 64
 
 
@@ -42,6 +44,11 @@ class Plans:
         self._made: dict[int, tuple[Plan, Program | Policy]] = {}
         self._given: dict[int, tuple[Plan, Program | Policy]] = {}
         self._verified: int | None = None
+
+    @property
+    def trial_rows(self) -> int:
+        """Samples of a batch with which the order can be tried before anybody knows the batches."""
+        return min(self.microbatches, TRIED_PER_STAGE * len(self._ranks))
 
     def for_rows(self, rows: int) -> tuple[Plan, Program | Policy]:
         """The plan for a batch of `rows` samples and its verified order.
@@ -97,7 +104,7 @@ class Plans:
         if given is not None:
             plan = replace(given, layers=self._layers, recompute=self._recompute)
             made._given = {plan.jobs[0].rows: made._ordered(plan)}
-        largest = verified or max(self._made, default=made.microbatches)  # the next batch is most likely of that size
+        largest = verified or max(self._made, default=made.trial_rows)  # the next batch is most likely of that size
         tried = [made.for_rows(largest), *made._given.values()]
         if any(isinstance(order, Program) and order.endless for _, order in tried):
             raise PlanError(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_pipes.ir import PlanError
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.trainer.settings import AUTO
 from lightning_pipes.trainer.strategy import PipelineStrategy
@@ -15,11 +18,21 @@ CLASS_NAMES = ("PipelineStrategy", "lightning_pipes.PipelineStrategy")
 
 
 def register_names() -> None:
-    """Registers the names with Lightning, in lower case because the Trainer lowers what it is given."""
+    """Registers the names with Lightning, in lower case because the Trainer lowers what it is given; with Fabric too,
+    to say there that they are no use."""
     settings: dict[str, dict[str, Any]] = {f"pipeline_{name}": {"schedule": name} for name in installed_schedules()}
     settings[f"pipeline_{AUTO}"] = {"schedule": AUTO}
     settings.update({name: {} for name in CLASS_NAMES})
     for name, given in settings.items():
+        if name.lower() not in STRATEGY_REGISTRY:
+            STRATEGY_REGISTRY.register(name.lower(), partial(_refuse_fabric, name), "for lightning.pytorch.Trainer")
         if name.lower() not in StrategyRegistry:
             described = ", ".join(map(repr, given.values()))
             StrategyRegistry.register(name.lower(), PipelineStrategy, f"PipelineStrategy({described})", **given)
+
+
+def _refuse_fabric(name: str) -> NoReturn:
+    raise PlanError(
+        f"Fabric(strategy={name!r}): a pipeline calls the steps of a LightningModule, and a loop of Fabric's has "
+        f"none. Put the loop's body into training_step, and use lightning.pytorch.Trainer(strategy={name!r})"
+    )

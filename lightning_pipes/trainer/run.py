@@ -109,7 +109,7 @@ class PipelineRun:
         self._reducer = reducer
         self.buffers = buffers
         rank = global_ranks.index(dist.get_rank())
-        plan, order = plans.for_rows(plans.microbatches)
+        plan, order = plans.for_rows(plans.trial_rows)
         self.last_rank = global_ranks[plan.ranks[-1]]
         self.first = plan.ranks[0] == rank
         self.last = plan.ranks[-1] == rank

@@ -14,8 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import lightning.pytorch as pl
 
 from lightning_pipes.cost import CostModel, Link
-from lightning_pipes.cost.units import as_bytes
-from lightning_pipes.ir import SENDS, Kind, PipelineError, Plan, Policy, Program, Schedule
+from lightning_pipes.cost.units import as_bytes, named
+from lightning_pipes.ir import (
+    SENDS,
+    Kind,
+    PipelineError,
+    Plan,
+    PlanError,
+    Policy,
+    Program,
+    Schedule,
+    check_count,
+    check_type,
+)
 from lightning_pipes.planning.candidates import Candidate, Tunable
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, Decision
@@ -121,7 +132,7 @@ class ScheduleTuner(pl.Callback):
         decisions: all of this run, on rank 0.
 
     Raises:
-        PipelineError: an interval that is not positive; when training starts, the strategy is none of ours, or its
+        PipelineError: an argument that makes no sense; when training starts, the strategy is none of ours, or its
             schedule knows no candidates.
     """
 
@@ -134,13 +145,19 @@ class ScheduleTuner(pl.Callback):
         window: int = WINDOW,
         probe: bool = False,
     ) -> None:
-        if (interval.total_seconds() if isinstance(interval, timedelta) else interval) <= 0 or window < 1:
-            raise PipelineError(f"ScheduleTuner: interval and window must be positive, got {interval} and {window}")
+        if not isinstance(interval, timedelta):
+            check_count("ScheduleTuner: interval", interval, "; steps, or a timedelta")
+        elif interval <= timedelta():
+            raise PlanError(f"ScheduleTuner: interval must be longer than nothing, got {interval!r}")
         self.interval = interval
-        self.memory_limit = None if memory_limit is None else as_bytes(memory_limit)
-        self.sizes = tuple(sizes)
-        self.window = window
-        self.probe = probe
+        self.memory_limit = (
+            None if memory_limit is None else named("ScheduleTuner: memory_limit", as_bytes, memory_limit)
+        )
+        self.sizes = tuple(check_type("ScheduleTuner: sizes", sizes, Sequence[int]))
+        for size in self.sizes:
+            check_count("ScheduleTuner: sizes of micro-batches", size)
+        self.window = check_count("ScheduleTuner: window", window)
+        self.probe = check_type("ScheduleTuner: probe", probe, bool)
         self.decisions: list[Tuned] = []
         self._chooser = Chooser(hysteresis)
 

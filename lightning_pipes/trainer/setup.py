@@ -75,7 +75,7 @@ class PipelineSetup:
         """Looks at the whole module as it will be cut: who holds what."""
         self._layout = layout = Layout(self._grid, decision.ranks, decision.layers)
         self._plans = decision.plans()
-        self._plan, order = self._plans.for_rows(self._plans.microbatches)
+        self._plan, order = self._plans.for_rows(self._plans.trial_rows)
         if self._trainer.state.fn == TrainerFn.FITTING and self._plans.microbatches > 1:
             warn_about_pieces(self.full)
         self.endless = isinstance(order, Program) and order.endless

@@ -33,7 +33,7 @@ from lightning_pipes.engine.meeting import adopted_store, kept, lone_store, made
 from lightning_pipes.engine.points import point
 from lightning_pipes.engine.rendezvous import store_host
 from lightning_pipes.engine.trust import secret_for_children
-from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_count
+from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_count, check_type
 from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.about import describe_run, gather_run
@@ -67,11 +67,16 @@ from lightning_pipes.trainer.saving import Saver
 from lightning_pipes.trainer.schedule_tuner import with_tuner
 from lightning_pipes.trainer.settings import (
     AUTO,
+    check_parts,
+    known_backend,
     known_form,
     known_partition,
     known_schedule,
+    known_seed,
     known_transport,
     long_enough,
+    possible_microbatches,
+    possible_timeout,
 )
 from lightning_pipes.trainer.setup import PipelineSetup
 from lightning_pipes.trainer.sharded import ShardedCheckpoint
@@ -114,9 +119,8 @@ class PipelineStrategy(ParallelStrategy):
         process_group_backend: of the default process group; ours use gloo.
 
     Raises:
-        PlanError: no such schedule, partition, transport or form of checkpoint, or the schedule does not take these
-            settings; when the run starts, a number of processes that can't be shared out, or with schedule="auto" none
-            that fits into memory.
+        PlanError: an argument makes no sense, or the schedule does not take these settings; when the run starts, a
+            number of processes that can't be shared out, or with schedule="auto" none that fits into memory.
     """
 
     strategy_name = "pipeline"
@@ -143,27 +147,34 @@ class PipelineStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        check_parts(
+            accelerator=(accelerator, Accelerator),
+            parallel_devices=(parallel_devices, list[torch.device]),
+            cluster_environment=(cluster_environment, ClusterEnvironment),
+            checkpoint_io=(checkpoint_io, CheckpointIO),
+            precision_plugin=(precision_plugin, Precision),
+        )
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.num_nodes = 1
         heed_launcher()
-        self.schedule = known_schedule(schedule, schedule_args or {})
+        self.schedule = known_schedule(schedule, {} if schedule_args is None else schedule_args)
         self._wanted = Wanted(
             self.schedule,
-            None if microbatches is None else check_count("microbatches", microbatches),
-            recompute,
+            possible_microbatches(microbatches),
+            check_type("recompute", recompute, bool),
             known_partition(partition, schedule),
             chooses=schedule == AUTO,
         )
         self._data_parallel = check_count("data_parallel", data_parallel)
-        self._path = module
-        self._seed = seed
+        self._path = check_type("module", module, str | None)
+        self._seed = known_seed(seed)
         self._transport = known_transport(transport)
         self._sharded = known_form(checkpoint) == "sharded"
-        self._async = async_checkpoint
+        self._async = check_type("async_checkpoint", async_checkpoint, bool)
         self.checkpoint_io = checkpoint_io
-        self._timeout = timeout
+        self._timeout = possible_timeout(timeout)
         self._heartbeat_timeout = long_enough(heartbeat_timeout)
-        self._backend = process_group_backend
+        self._backend = known_backend(process_group_backend)
         self._connections: Connections | None = None
         self._control: Control | None = None
         self._pipeline: Control | None = None
@@ -183,6 +194,12 @@ class PipelineStrategy(ParallelStrategy):
         self._undo: list[Callable[[], None]] = []
         self._decision: Decision | None = None
         self._reported: tuple[Sequence[Sequence[Window]], About] = ((), About())
+
+    def __repr__(self) -> str:
+        # Fabric shows this in its refusal, the only word of ours that is seen there.
+        return (
+            f"PipelineStrategy({self.schedule.name!r}), for lightning.pytorch.Trainer(strategy=...) and not for Fabric"
+        )
 
     # ---- processes and devices
 

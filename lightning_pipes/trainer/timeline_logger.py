@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir import PipelineError, check_count
 
 
 class TimelineLogger(pl.Callback):
@@ -26,9 +26,7 @@ class TimelineLogger(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
-        if every_n_steps < 1:
-            raise PipelineError(f"TimelineLogger: every_n_steps must be at least 1, got {every_n_steps}")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = check_count("TimelineLogger: every_n_steps", every_n_steps)
         self._logged = -1
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import optuna
 
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import PlanError, check_type
 from lightning_pipes.tune.trial import current_trial
 
 
@@ -23,7 +23,7 @@ class OptunaPruning(pl.Callback):
     """
 
     def __init__(self, monitor: str = "val_loss") -> None:
-        self._monitor = monitor
+        self._monitor = check_type("OptunaPruning: monitor", monitor, str)
         self._reports = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from lightning_pipes.engine.failure import PeerFailure
 from lightning_pipes.engine.identity import Process
 from lightning_pipes.engine.points import point
-from lightning_pipes.ir import PipelineError, check_count
+from lightning_pipes.ir import PipelineError, PlanError, check_count, check_number, check_type, shown
 from lightning_pipes.trainer.array import JobArray
 from lightning_pipes.trainer.sibling import Outcome, current_sibling
 from lightning_pipes.tune.board import Board, RankZeroEndedError
@@ -83,12 +83,23 @@ def optimize_array(
         The study, on every rank with all trials.
 
     Raises:
-        PlanError: a count is not positive, or there is no way for the ranks to talk to each other before they train.
+        PlanError: an argument makes no sense, or there is no way for the ranks to talk to each other before they train.
         StorageLostError: the storage failed; trials that had ended are in it.
         StudyFailedError: on the other ranks, what rank 0 raises.
     """
-    if n_trials is not None and n_trials != 0:
-        check_count("n_trials", n_trials)
+    if not isinstance(study, Study) and not callable(study):
+        raise PlanError(f"study must be a study of Optuna, or a function that makes one, got {shown(study)}")
+    check_type("objective", objective, Callable)
+    if check_type("n_trials", n_trials, int | None):
+        check_count("n_trials", n_trials, "; or None for as many as there is time for")
+    if not isinstance(array_size, JobArray):
+        check_count("array_size", array_size, "; or give a JobArray")
+    if timeout is not None:
+        check_number("timeout", timeout, "seconds from 0 on, or None", lambda x: x >= 0)
+    for kind in catch if isinstance(catch, tuple) else (catch,):
+        if not isinstance(kind, type) or not issubclass(kind, Exception):
+            raise PlanError(f"catch must be a type of exceptions or a tuple of some, got {shown(catch)}")
+    check_type("callbacks", callbacks, Sequence[Callable])  # type: ignore[type-arg]
     return lead_or_follow(Board(), study, objective, lambda _: n_trials, array_size, timeout, catch, callbacks)
 
 
@@ -119,6 +130,11 @@ def lead_or_follow(
     return led
 
 
+def _made(study: Study | Callable[[], Study]) -> Study:
+    made: Study = check_type("study", study if isinstance(study, Study) else study(), Study)
+    return made
+
+
 class _Leader:
     """Rank 0: owns the study, and says what is tried."""
 
@@ -146,7 +162,7 @@ class _Leader:
         self, array: JobArray[Any], study: Study | Callable[[], Study], budget: Callable[[Study], int | None]
     ) -> Study:
         with storage_errors():
-            self._study = study = study if isinstance(study, Study) else study()
+            self._study = study = _made(study)
             fail_dead_trials(study)
             draw_others(study)
             self._left = budget(study)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipes.ir import Plan, PlanError, Program
+from lightning_pipes.ir import Plan, PlanError, Program, check_fields
 from lightning_pipes.strategies.per_link import warmed_up
 
 
@@ -28,8 +28,9 @@ class Deep:
     name: ClassVar[str] = "deep"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.slack, int) or self.slack < 0:
-            raise PlanError(f"{self.name}: slack counts micro-batches from 0, got {self.slack!r}; 0 is 1F1B")
+        check_fields(self)
+        if self.slack < 0:
+            raise PlanError(f"{self.name}: slack counts micro-batches from 0, got {self.slack}; 0 is 1F1B")
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[Deep]:

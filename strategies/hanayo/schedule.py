@@ -7,6 +7,7 @@ from itertools import chain
 from typing import ClassVar
 
 from lightning_pipes.ir import (
+    MOST_STAGES,
     STEP,
     B,
     F,
@@ -42,10 +43,11 @@ class Hanayo:
     name: ClassVar[str] = "hanayo"
 
     def __post_init__(self) -> None:
-        check_count(f"{self.name}: waves", self.waves)
+        check_count(f"{self.name}: waves", self.waves, most=MOST_STAGES)
 
     def placement(self, n_ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
+        check_count(f"{self.name}: stages of {n_ranks} ranks", 2 * self.waves * n_ranks, most=MOST_STAGES)
         down = tuple(range(n_ranks))
         return (down + down[::-1]) * self.waves
 

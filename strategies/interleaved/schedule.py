@@ -7,6 +7,7 @@ from itertools import accumulate, chain
 from typing import ClassVar
 
 from lightning_pipes.ir import (
+    MOST_STAGES,
     STEP,
     B,
     F,
@@ -39,7 +40,7 @@ class Interleaved:
     name: ClassVar[str] = "interleaved"
 
     def __post_init__(self) -> None:
-        check_count(f"{self.name}: stages_per_rank", self.stages_per_rank)
+        check_count(f"{self.name}: stages_per_rank", self.stages_per_rank, most=MOST_STAGES)
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[Interleaved]:
@@ -48,6 +49,7 @@ class Interleaved:
 
     def placement(self, n_ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
+        check_count(f"{self.name}: stages of {n_ranks} ranks", self.stages_per_rank * n_ranks, most=MOST_STAGES)
         return tuple(range(n_ranks)) * self.stages_per_rank
 
     def program(self, plan: Plan) -> Program:

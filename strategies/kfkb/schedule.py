@@ -51,7 +51,7 @@ class KFKB:
     @property
     def tunes(self) -> bool:
         """Whether a run shall change to what is fastest."""
-        return self.k == AUTO
+        return isinstance(self.k, str) and self.k == AUTO
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[KFKB]:

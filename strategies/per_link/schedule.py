@@ -15,6 +15,7 @@ from lightning_pipes.ir import (
     Plan,
     PlanError,
     Program,
+    check_fields,
     check_one_batch,
     check_one_stage_a_rank,
 )
@@ -38,7 +39,7 @@ class PerLink:
     name: ClassVar[str] = "per_link"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "extra", tuple(self.extra))
+        check_fields(self)
         if min(self.extra, default=0) < 0:
             raise PlanError(f"{self.name}: extra counts micro-batches from 0, got {self.extra}")
 

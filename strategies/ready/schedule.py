@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, RankView, Rule
+from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, RankView, Rule, check_fields
 from lightning_pipes.strategies.deep import tapered
 
 
@@ -34,9 +34,11 @@ class Ready:
     name: ClassVar[str] = "ready"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "limits", tuple(self.limits))
+        check_fields(self)
         if self.slack < 0:
             raise PlanError(f"{self.name}: slack counts micro-batches from 0, got {self.slack}")
+        if min(self.limits, default=1) < 1:
+            raise PlanError(f"{self.name}: limits count samples from 1, got {self.limits}")
 
     def rule(self, plan: Plan) -> Rule:
         """The limits in samples for this plan, and whether to alternate."""

@@ -27,7 +27,7 @@ def test_everything_is_free_by_default():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hosts": 0}, "a cluster needs hosts and devices, got hosts=0"),
+        ({"hosts": 0}, "hosts must be at least 1, got 0"),
         ({"memory": "16 gigs"}, "memory: '16 gigs' is not a size; write it as 16GiB"),
         ({"between": {"bandwidth": "10us"}}, "between.bandwidth: '10us' is not a rate"),
         ({"inside": {"latency": "1GB"}}, "inside.latency: '1GB' is not a time"),

@@ -63,7 +63,7 @@ def test_refuses_contradictions(fields):
 
 @pytest.mark.parametrize(("rows", "pieces"), [(0, 1), (4, 0), (-1, 2)])
 def test_refuses_empty_batches(rows, pieces):
-    with pytest.raises(PlanError, match="at least one"):
+    with pytest.raises(PlanError, match="must be at least 1, got"):
         Cut.even(rows, pieces, 2)
 
 

@@ -188,7 +188,7 @@ def test_nothing_to_choose_from_and_no_hysteresis():
     _, costs, found = case(link=0)
     with pytest.raises(PlanError, match="nothing to choose from"):
         Chooser().decide([], found[0], given(costs))
-    with pytest.raises(PlanError, match="hysteresis is a share"):
+    with pytest.raises(PlanError, match="hysteresis must be a share"):
         Chooser(hysteresis=1.0)
 
 

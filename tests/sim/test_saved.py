@@ -78,7 +78,7 @@ def test_costs_come_back():
     ("text", "said"),
     [
         ("{", "can't be read"),
-        ("[1]", "is not what a report is saved in: it has no 'format'"),
+        ("[1]", r"holds \[1\], and should hold an object"),
         ('{"format": 1}', "it has no 'timeline'"),
         ('{"format": 99, "timeline": {}}', "has format 99, this version reads 1; run again"),
     ],

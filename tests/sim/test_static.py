@@ -310,3 +310,11 @@ def _seconds(call):
     began = time.process_time()
     call()
     return time.process_time() - began
+
+
+def test_times_beyond_what_can_be_counted_are_refused():
+    plan = Plan.even(2, 8)
+    with pytest.raises(PlanError, match="operations of up to 9e\\+08 s each are more than can be simulated"):
+        simulate(OneFOneB().program(plan), plan, CostModel.uniform(2, 9e8, 9e8))
+    with pytest.raises(PlanError, match="1e\\+10 s are more than can be simulated; look for a unit"):
+        simulate(OneFOneB().program(plan), plan, CostModel.uniform(2, 1e10, 1.0))

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Subset
 
 from lightning_pipes import JobArray, PipelineStrategy
@@ -68,6 +69,11 @@ def bad_inputs(rank: int, cases: list[tuple[type[Lit], dict[str, Any]]], ranks: 
 class Twice(Lit):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(x) + self.model(-x)
+
+
+class Checkpointed(Lit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.model, x, use_reentrant=False)
 
 
 class Never(Lit):
@@ -199,6 +205,7 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (OtherBatches, {}, "loaded different batches (checksums rank 0:"),
     (FewerBatches, {}, "the training data of some ranks end with batch 1"),
     (CalledInHook, {}, "was called outside of training_step"),
+    (Checkpointed, {}, "instead of torch.utils.checkpoint, which calls it again, set PipelineStrategy(recompute=True)"),
 ]
 
 
@@ -232,7 +239,9 @@ def test_settings_are_checked_at_once():
         PipelineStrategy(KFKB(), schedule_args={"k": 2})
     with pytest.raises(PlanError, match="partition must be 'auto', 'parameters' or a list"):
         PipelineStrategy(partition="seconds")
-    with pytest.raises(PlanError, match="no transport is called 'smoke'; choose 'auto', 'local', 'gloo' or 'nccl'"):
+    with pytest.raises(
+        PlanError, match="transport: no transport is called 'smoke'; choose 'auto', 'local', 'gloo' or 'nccl'"
+    ):
         PipelineStrategy(transport="smoke")
     with pytest.raises(PipelineError, match="does not take"):
         PipelineStrategy("kfkb", schedule_args={"depth": 2})

@@ -220,7 +220,7 @@ class TestProfile:
             (["model=gpt", "data=digits"], "model=gpt can't read data=digits: say data=stdlib"),
             (["model=tests.tune.factories:Lit", "device=gpu9"], "device=gpu9 can't be used here:"),
             (["model=tests.tune.factories:Lit", "optimizer=Adm"], "optimizer=Adm: torch.optim has no such optimizer"),
-            (["model=tests.tune.factories:Lit", "rows=[0]"], "rows=[0]: needs a number of at least 1"),
+            (["model=tests.tune.factories:Lit", "rows=[0]"], "rows=[0]: needs a number from 1 to"),
             (["out=/nowhere/p.json"], "there is no folder /nowhere"),
         ],
     )
@@ -286,7 +286,7 @@ class TestPlan:
                 ["model=GPT-2", "cluster=local", "bandwidth=1GB/s"],
                 "bandwidth and latency are for one host; with a cluste",
             ),
-            (["model=GPT-2", "microbatches=[0]"], "microbatches=[0]: needs a number of at least 1"),
+            (["model=GPT-2", "microbatches=[0]"], "microbatches=[0]: needs a number from 1 to"),
             (["model=GPT-2", "cluster=dgx"], "cluster=dgx: there is no such cluster. There is: dgx_a100"),
             (["model=GPT-2", "profile=a.json"], "profile=a.json and model=GPT-2: give one of them"),
         ],

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import PlanError, check_count
 from lightning_pipes.planning.advice import Advice, Change
 from lightning_pipes.planning.auto import Choice, Option, choose
 from lightning_pipes.planning.fit import evaluated
@@ -29,7 +29,7 @@ from lightning_pipes.sim.slowest import Slowest
 from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json, table
 from lightning_pipes.tune.cli.pictures import write_pictures
-from lightning_pipes.tune.cli.sources import by_name, cluster_of, numbers, profile_of, schedule_of
+from lightning_pipes.tune.cli.sources import MOST_NUMBER, by_name, cluster_of, numbers, profile_of, schedule_of
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
@@ -39,6 +39,9 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
             "plan needs layers: profile=FILE from lightning-pipes profile, or model=NAME by formula, as in "
             "model=GPT-2-345M device=A100-40G"
         )
+    if cfg.ranks > len(profile.layers):
+        raise PlanError(f"ranks={cfg.ranks}: the model has {len(profile.layers)} layers, and each rank needs one")
+    check_count("batch", cfg.batch, "; samples")
     place = Deployment.on(cluster_of(cfg, cfg.ranks * cfg.replicas), cfg.ranks, cfg.replicas)
     schedule = schedule_of(cfg)
     with progress_bar("plan") as told:
@@ -48,7 +51,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
             cfg.batch,
             place,
             schedules=None if schedule is None else [schedule],
-            microbatches=numbers(cfg.microbatches, "microbatches"),
+            microbatches=numbers(cfg.microbatches, "microbatches", MOST_NUMBER // cfg.ranks),
             recompute=(False, True) if cfg.recompute is None else (cfg.recompute,),
             progress=told,
         )

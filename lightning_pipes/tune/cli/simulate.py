@@ -21,7 +21,16 @@ from lightning_pipes.sim.record import RunRecord
 from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
-from lightning_pipes.tune.cli.sources import by_name, cluster_of, durations, measure, numbers, profile_of, schedule_of
+from lightning_pipes.tune.cli.sources import (
+    MOST_NUMBER,
+    by_name,
+    cluster_of,
+    durations,
+    measure,
+    numbers,
+    profile_of,
+    schedule_of,
+)
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
@@ -72,7 +81,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 
 def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Policy, Plan, CostModel]:
     """Times from the command line: of a micro-batch on a rank, shared out evenly to the rank's stages."""
-    (m,) = numbers(cfg.microbatches, "microbatches") or [8]
+    (m,) = numbers(cfg.microbatches, "microbatches", MOST_NUMBER // cfg.ranks) or [8]
     plan = even_plan(schedule, cfg.ranks, m, m)
     times = {
         Kind.F: durations(cfg.forward, "forward", cfg.ranks),
@@ -103,7 +112,7 @@ def _profiled(
     cfg: DictConfig, schedule: Schedule | Policy, profile: ModelProfile, cluster: Cluster
 ) -> tuple[Program | Policy, Plan, CostModel]:
     """Times from a profile, cut where `partition` says or where it is best."""
-    (m,) = numbers(cfg.microbatches, "microbatches") or [8]
+    (m,) = numbers(cfg.microbatches, "microbatches", MOST_NUMBER // cfg.ranks) or [8]
     plan = even_plan(schedule, cfg.ranks, m, cfg.batch or m, cfg.recompute)
     cluster = replace(cluster, devices=cluster.devices[: cfg.ranks])
     if cfg.partition is None:

@@ -11,11 +11,13 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_pipes.cost import Cluster, Device, Link, ModelProfile
-from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds
+from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds, named
 from lightning_pipes.cost.zoo import named_profile
-from lightning_pipes.ir import PlanError, Policy, Schedule
+from lightning_pipes.ir import MOST_STAGES, PlanError, Policy, Schedule, check_count, shown
 
 _T = TypeVar("_T")
+MOST_NUMBER = 2**16
+"""Of micro-batches times ranks, and of rows that are measured."""
 
 
 def profile_of(cfg: DictConfig) -> ModelProfile | None:
@@ -58,6 +60,7 @@ def cluster_of(cfg: DictConfig, devices: int) -> Cluster:
     Raises:
         PlanError: it has too few devices, or links are given twice.
     """
+    check_count("devices", devices, "; change the number of ranks, or of replicas", most=MOST_STAGES)
     memory = None if cfg.memory is None else measure(cfg, "memory", as_bytes)
     link = Link(measure(cfg, "bandwidth", as_rate), measure(cfg, "latency", as_seconds))
     if cfg.cluster is None:
@@ -81,18 +84,21 @@ def schedule_of(cfg: DictConfig) -> Schedule | Policy | None:
     return None if cfg.schedule is None or cfg.schedule.name == "auto" else instantiate(cfg.schedule)
 
 
-def numbers(value: Any, name: str) -> list[int]:
+def numbers(value: Any, name: str, most: int = MOST_NUMBER) -> list[int]:
     """One number or a list of them; an empty list for null.
 
     Raises:
-        PlanError: something else, or below 1.
+        PlanError: something else, or one below 1 or above `most`.
     """
     if value is None:
         return []
     found = OmegaConf.to_container(value) if isinstance(value, ListConfig) else [value]
     assert isinstance(found, list)
-    if not all(isinstance(each, int) and each >= 1 for each in found):
-        raise PlanError(f"{name}={value}: needs a number of at least 1, or a list of them, as in {name}=[4,8]")
+    if not found or not all(type(each) is int and 1 <= each <= most for each in found):
+        raise PlanError(
+            f"{name}={shown(value)}: needs a number from 1 to {most}, or a list of them, as in {name}=[4,8]; more "
+            "would take minutes"
+        )
     return found
 
 
@@ -105,7 +111,7 @@ def durations(value: Any, name: str, count: int) -> list[float]:
     found: Sequence[Any] = list(value) if isinstance(value, ListConfig) else [value] * count
     if len(found) != count:
         raise PlanError(f"{name} lists {len(found)} times for {count} ranks; give one time, or one for each rank")
-    return [_named(name, as_seconds, each) for each in found]
+    return [named(name, as_seconds, each) for each in found]
 
 
 def measure(cfg: DictConfig, name: str, parse: Callable[[Any], _T]) -> _T:
@@ -114,11 +120,4 @@ def measure(cfg: DictConfig, name: str, parse: Callable[[Any], _T]) -> _T:
     Raises:
         PlanError: it can't be read; names the setting.
     """
-    return _named(name, parse, cfg[name])
-
-
-def _named(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
-    try:
-        return parse(value)
-    except PlanError as error:
-        raise PlanError(f"{name}: {error}") from None
+    return named(name, parse, cfg[name])

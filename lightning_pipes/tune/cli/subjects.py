@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import lightning_pipes
 from lightning_pipes.cost import ModelProfile
 from lightning_pipes.engine.profiler import Progress, profile_layers
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import PlanError, shown
 from lightning_pipes.trainer.pipelined import find_pipelined
 
 
@@ -73,7 +73,12 @@ def of_factory(path: str, rows: Sequence[int]) -> Subject:
         factory = getattr(import_module(where), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise PlanError(f"model={path}: {error}") from error
-    made = factory()
+    if not callable(factory):
+        raise PlanError(f"model={path} is {shown(factory)}, and must be a function that makes a model")
+    try:
+        made = factory()
+    except Exception as error:
+        raise PlanError(f"model={path} fails: {type(error).__name__}: {error}") from error
     module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
         raise PlanError(f"model={path} gave a {type(module).__name__}, not a module, or a module and an example input")

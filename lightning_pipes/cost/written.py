@@ -1,0 +1,44 @@
+"""Files of JSON, read as what they should be: what is damaged, or of another kind, is named by its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_pipes.ir import PlanError, check_type, shown
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The one object in a file.
+
+    Raises:
+        PlanError: there is no such file, or something else in it.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise PlanError(f"{shown(str(path))} can't be read: {error}") from error
+    if not isinstance(found, dict):
+        raise PlanError(f"{path} holds {shown(found)}, and should hold an object, {{...}}")
+    return found
+
+
+def check_written(what: str, found: object, kinds: Mapping[str, Any], optional: Collection[str] = ()) -> dict[str, Any]:
+    """The entries of what was read, each as its type says; lists as tuples where that is a tuple.
+
+    Args:
+        optional: those that may be absent.
+
+    Raises:
+        PlanError: an entry is absent, unknown or of another type; names it.
+    """
+    entries = check_type(what, found, dict[str, Any])
+    lacking = [name for name in kinds if name not in entries and name not in optional]
+    if lacking:
+        raise PlanError(f"{what} has no {' and no '.join(map(repr, lacking))}")
+    unknown = [name for name in entries if name not in kinds]
+    if unknown:
+        raise PlanError(f"{what} has {shown(unknown[0])}, which nobody knows here; there is {', '.join(kinds)}")
+    return {name: check_type(f"{what}.{name}", value, kinds[name]) for name, value in entries.items()}

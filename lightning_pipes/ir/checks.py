@@ -1,0 +1,217 @@
+"""Whether values make sense, said in a sentence: which one, what is needed, what was got.
+
+Python takes anything anywhere: a number as text ends ten calls later in somebody else's error, NaN passes every
+comparison it should fail, and True counts as 1. Whoever takes a value from outside asks here first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from lightning_pipes.ir.errors import PlanError
+
+_T = TypeVar("_T")
+_SHOWN = 80
+"""Characters of a value that an error shows."""
+_hints: dict[type, Mapping[str, Any]] = {}
+_PLAIN = frozenset({int, bool, str, NoneType})
+
+
+def shown(value: object) -> str:
+    """A value as errors show it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception as error:  # an int of more digits than Python prints, or somebody's own __repr__
+        text = f"<{type(value).__name__}: {type(error).__name__}>"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]} ..."
+
+
+def check_count(what: str, value: object, hint: str = "", most: int | None = None) -> int:
+    """`value`, which counts something there is one of at least; `hint` ends the sentence if it does not.
+
+    Raises:
+        PlanError: it is no whole number, less than one, or more than `most`.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise PlanError(f"{what} must be a whole number, got {shown(value)}{hint}")
+    value = int(value)
+    if value < 1:
+        raise PlanError(f"{what} must be at least 1, got {shown(value)}{hint}")
+    if most is not None and value > most:
+        raise PlanError(f"{what} must be at most {most}, got {shown(value)}{hint}")
+    return value
+
+
+def check_number(
+    what: str, value: object, needs: str = "a number", fits: Callable[[float], bool] = math.isfinite, hint: str = ""
+) -> float:
+    """`value`, a number that `fits`; NaN never does.
+
+    Args:
+        needs: what it must be, in words.
+
+    Raises:
+        PlanError: it is none.
+    """
+    if not _is_number(value) or not fits(value):  # type: ignore[arg-type]
+        raise PlanError(f"{what} must be {needs}, got {shown(value)}{hint}")
+    return value  # type: ignore[return-value]
+
+
+def check_type(what: str, value: object, hint: Any) -> Any:
+    """`value`, if it is what the type says; lists become tuples where that is a tuple.
+
+    Takes the types that settings and files have: numbers, texts, switches, None, their unions, literals, tuples, lists,
+    sequences, mappings, functions and classes. NaN is no number, True no whole one.
+
+    Raises:
+        PlanError: it is not; says which part.
+    """
+    made, wrong = _read(what, value, hint)
+    if wrong:
+        raise PlanError(wrong)
+    return made
+
+
+def check_fields(made: Any, entries: bool = True) -> None:
+    """Looks at every field of a dataclass by its type; to be called first in `__post_init__`.
+
+    Args:
+        entries: look at those of tuples and mappings too, of which there may be a million.
+
+    Raises:
+        PlanError: one has another type.
+    """
+    for name, hint in hints(type(made)).items():
+        value = getattr(made, name)
+        kind = type(value)
+        if (kind is hint and kind in _PLAIN) or (not entries and kind in (tuple, dict) and _holds(hint, kind)):
+            continue
+        found = check_type(f"{type(made).__name__}: {name}", value, hint)
+        if found is not value:
+            object.__setattr__(made, name, found)
+
+
+def hints(kind: type) -> Mapping[str, Any]:
+    """The types of the fields of a dataclass, by name."""
+    if kind not in _hints:
+        known = get_type_hints(kind)
+        _hints[kind] = {field.name: known[field.name] for field in fields(kind) if field.init}
+    return _hints[kind]
+
+
+def wanted(hint: Any) -> str:
+    """A type in words."""
+    origin, of = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        *first, last = [wanted(each) for each in of]
+        return f"{', '.join(first)} or {last}"
+    if origin is Literal:
+        return " or ".join(map(repr, of))
+    if origin is tuple and of[-1:] != (...,):
+        return f"{len(of)} values: {', '.join(map(wanted, of))}"
+    if origin in (tuple, list, Sequence):
+        return f"a list, each entry {wanted(of[0])}"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a mapping from {wanted(of[0])} to {wanted(of[1])}"
+    if origin is Callable or hint is Callable:
+        return "a function"
+    named = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", NoneType: "None"}
+    kind = origin or hint
+    return named.get(kind) or f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+
+
+def _holds(hint: Any, kind: type) -> bool:
+    """Whether something of the type is a tuple, or a dictionary."""
+    origin = get_origin(hint)
+    return isinstance(origin, type) and issubclass(kind, origin)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return not math.isnan(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
+def _read(what: str, value: Any, hint: Any) -> tuple[Any, str]:
+    """The value, and what is wrong with it; empty if nothing is."""
+    origin, of = get_origin(hint), get_args(hint)
+    if hint is Any or isinstance(hint, TypeVar):
+        return value, ""
+    if origin in (Union, UnionType):
+        return _read_one_of(what, value, hint, of)
+    fine = True
+    if origin is Literal:
+        fine = any(type(value) is type(each) and value == each for each in of)
+    elif origin in (tuple, list, Sequence):
+        return _read_several(what, value, hint)
+    elif isinstance(origin, type) and issubclass(origin, Mapping):
+        return _read_mapping(what, value, hint)
+    elif origin is Callable or hint is Callable:
+        fine = callable(value)
+    elif hint is bool or hint is str or hint is None or hint is NoneType:
+        fine = isinstance(value, NoneType if hint is None else hint)
+    elif hint is int:
+        fine = isinstance(value, Integral) and not isinstance(value, bool)
+    elif hint is float:
+        fine = _is_number(value)
+    elif isinstance(hint, type) and issubclass(hint, Enum):
+        fine = isinstance(value, hint)
+    else:
+        fine = not isinstance(value, type) and isinstance(value, origin or hint)
+    return value, "" if fine else f"{what} must be {wanted(hint)}, got {shown(value)}"
+
+
+def _read_one_of(what: str, value: Any, hint: Any, of: Sequence[Any]) -> tuple[Any, str]:
+    reasons = []
+    for each in of:
+        made, wrong = _read(what, value, each)
+        if not wrong:
+            return made, ""
+        reasons.append(wrong)
+    inner = [wrong for each, wrong in zip(of, reasons, strict=True) if each is not NoneType]
+    if len(inner) == 1 and value is not None and not inner[0].startswith(f"{what} must be"):
+        return value, inner[0]  # only one of them can be meant, and a part of it is wrong
+    return value, f"{what} must be {wanted(hint)}, got {shown(value)}"
+
+
+def _read_several(what: str, value: Any, hint: Any) -> tuple[Any, str]:
+    origin, of = get_origin(hint), get_args(hint)
+    kinds = (list, tuple) if origin in (tuple, list) else (Sequence,)
+    exact = origin is tuple and of[-1:] != (...,)
+    if not isinstance(value, kinds) or isinstance(value, (str, bytes)) or (exact and len(value) != len(of)):
+        return value, f"{what} must be {wanted(hint)}, got {shown(value)}"
+    made, changed = [], origin is tuple and not isinstance(value, tuple)
+    for number, each in enumerate(value):
+        found, wrong = _read(f"{what}[{number}]", each, of[number] if exact else of[0])
+        if wrong:
+            return value, wrong
+        changed |= found is not each
+        made.append(found)
+    if not changed:
+        return value, ""
+    return tuple(made) if origin is tuple else made, ""
+
+
+def _read_mapping(what: str, value: Any, hint: Any) -> tuple[Any, str]:
+    if not isinstance(value, Mapping):
+        return value, f"{what} must be {wanted(hint)}, got {shown(value)}"
+    of = get_args(hint)
+    made, changed = {}, False
+    for key, each in value.items():
+        _, wrong = _read(f"a key of {what}", key, of[0])
+        found, within = _read(f"{what}[{shown(key)}]", each, of[1])
+        if wrong or within:
+            return value, wrong or within
+        changed |= found is not each
+        made[key] = found
+    return (made if changed else value), ""

@@ -1,0 +1,450 @@
+"""Whatever people hand to our constructors: it makes sense, or a PlanError names the argument, at once."""
+
+from __future__ import annotations
+
+import math
+import random
+import resource
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import optuna
+import pytest
+
+from lightning_pipes import JobArray, MemorySwap, OptunaPruning, PipelineStrategy, ScheduleTuner, TimelineLogger
+from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, LayerProfile, Link, ModelProfile
+from lightning_pipes.cost.clusters import make_cluster
+from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds
+from lightning_pipes.cost.zoo import OPTIMIZERS, named_profile
+from lightning_pipes.ir import Cut, Kind, PipelineError, Plan, Policy, Schedule, Span
+from lightning_pipes.ir.registry import installed_schedules, make_schedule
+from lightning_pipes.tune.study import optimize_array
+from tests.fuzz.values import Door, count, deadline, flag, integer, number, optional, perturbed, several, text
+
+FEW, MANY = 1500, 30_000
+FINITE = 1e9
+
+
+def positive(value: Any) -> bool:
+    return number(value) and value > 0
+
+
+def above_zero(value: Any) -> bool:
+    return positive(value) and value < math.inf
+
+
+def least_zero(value: Any) -> bool:
+    return number(value) and 0 <= value < math.inf
+
+
+def whole(value: Any) -> bool:
+    return integer(value) and value >= 0
+
+
+def never(value: Any) -> bool:
+    return False
+
+
+def unit(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    """What the units take, of which tests of their own say what that is."""
+
+    def sense(value: Any) -> bool:
+        try:
+            parse(value)
+        except PipelineError:
+            return False
+        return number(value) or isinstance(value, str)
+
+    return sense
+
+
+def table(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not value
+
+
+def schedule(value: Any) -> bool:
+    if isinstance(value, str):
+        return value == "auto" or value in installed_schedules()
+    return isinstance(value, Schedule | Policy) and not isinstance(value, type)
+
+
+def partition(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in ("auto", "parameters")
+    return isinstance(value, list | tuple | range) and all(map(whole, value)) and list(value) == sorted(value)
+
+
+def study() -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna.create_study()
+
+
+def optimized(**given: Any) -> Any:
+    """`optimize_array`, which tries nothing."""
+    if given.get("n_trials") is None or count(given["n_trials"]):
+        given["n_trials"] = 0
+    if given.get("study") is len:
+        del given["study"]
+    return optimize_array(**{"study": study, "n_trials": 0, **given})
+
+
+LINK = {
+    "bandwidth": lambda v: positive(v) and (v == math.inf or v < 1e400),
+    "latency": lambda v: number(v) and 0 <= v < FINITE,
+    "burst": least_zero,
+    "peak": lambda v: number(v) and v == math.inf,
+    "posted": whole,
+    "wire": text,
+}
+SECONDS = {(Kind.F, 0): ((1, 1.0),), (Kind.B, 0): ((1, 1.0),)}
+LAYER = LayerProfile("layer", ((1, 1.0),), ((1, 2.0),))
+TABLES = ("input_backward", "weight_backward", "saved", "output", "working")
+BYTES = ("activation_bytes", "weight_bytes", "state_bytes")
+SIZES = several(lambda v: whole(v))
+
+
+def of_stages(v: Any) -> bool:
+    return SIZES(v) and len(v) in (0, 1)
+
+
+def written(*texts: str) -> Callable[[Any], bool]:
+    return lambda v: v in texts if isinstance(v, str) else least_zero(v) and v < 1e30
+
+
+DOORS = [
+    Door("as_bytes", as_bytes, {"value": written("4", "16GiB")}, {}, {"value": "size"}),
+    Door("as_seconds", as_seconds, {"value": written("4", "10us")}, {}, {"value": "time"}),
+    Door(
+        "as_rate",
+        as_rate,
+        {
+            "value": lambda v: (
+                v in ("4", "12.5GB/s", "inf") if isinstance(v, str) else positive(v) and (v < 1e30 or v == math.inf)
+            )
+        },
+        {},
+        {"value": "rate"},
+    ),
+    Door(
+        "PipelineStrategy",
+        PipelineStrategy,
+        {
+            "schedule": schedule,
+            "microbatches": optional(partial(count, most=2**16)),
+            "data_parallel": count,
+            "schedule_args": optional(lambda v: isinstance(v, dict) and not v),
+            "module": optional(text),
+            "partition": partition,
+            "recompute": flag,
+            "seed": lambda v: integer(v) and -(2**63) <= v < 2**63,
+            "transport": lambda v: isinstance(v, str) and v in ("auto", "local", "gloo", "nccl"),
+            "checkpoint": lambda v: isinstance(v, str) and v in ("full", "sharded"),
+            "async_checkpoint": flag,
+            "timeout": lambda v: isinstance(v, timedelta) and v > timedelta(0),
+            "heartbeat_timeout": lambda v: number(v) and v >= 2,
+            "process_group_backend": lambda v: v is None,
+            "accelerator": lambda v: v is None,
+            "parallel_devices": lambda v: v is None or (isinstance(v, list | tuple) and not v),
+            "cluster_environment": lambda v: v is None,
+            "checkpoint_io": lambda v: v is None,
+            "precision_plugin": lambda v: v is None,
+        },
+        {},
+        {"schedule": "schedule", "schedule_args": "schedule"},
+    ),
+    Door(
+        "JobArray",
+        JobArray,
+        {
+            "size": count,
+            "progress": optional(flag),
+            "memory": lambda v: v is None,
+            "rounds": optional(callable),
+        },
+        {"size": 2},
+        {},
+    ),
+    Door(
+        "MemorySwap",
+        MemorySwap,
+        {
+            "device_bytes": count,
+            "host_bytes": optional(count),
+            "slots": optional(lambda v: count(v) and v >= 2),
+            "bandwidth": optional(positive),
+            "prefetch": flag,
+        },
+        {"device_bytes": 1000},
+        {"slots": "slot"},
+    ),
+    Door(
+        "ScheduleTuner",
+        ScheduleTuner,
+        {
+            "interval": lambda v: count(v) or (isinstance(v, timedelta) and v > timedelta(0)),
+            "memory_limit": optional(unit(as_bytes)),
+            "sizes": lambda v: several(count)(v) or (isinstance(v, range) and 0 not in v),
+            "hysteresis": lambda v: number(v) and 0 <= v < 1,
+            "window": count,
+            "probe": flag,
+        },
+        {},
+        {},
+    ),
+    Door("TimelineLogger", TimelineLogger, {"every_n_steps": count}, {}, {}),
+    Door("OptunaPruning", OptunaPruning, {"monitor": text}, {}, {}),
+    Door(
+        "optimize_array",
+        optimized,
+        {
+            "study": lambda v: v is len,
+            "objective": callable,
+            "n_trials": lambda v: v is None or (integer(v) and v >= 0),
+            "array_size": count,
+            "timeout": optional(lambda v: number(v) and v >= 0),
+            "catch": lambda v: v == () if isinstance(v, tuple) else False,
+            "callbacks": several(callable),
+        },
+        {"objective": len, "array_size": 2},
+        {},
+    ),
+    Door("Link", Link, LINK, {}, {}),
+    Door("Device", Device, {"memory": optional(whole), "speed": above_zero, "host": text}, {}, {"speed": "speed"}),
+    Door(
+        "Cluster",
+        Cluster,
+        {
+            "devices": never,
+            "inside": never,
+            "between": never,
+            "links": lambda v: isinstance(v, dict) and not v,
+            "shared": flag,
+        },
+        {"devices": (Device(),) * 2},
+        {"devices": "device"},
+    ),
+    Door(
+        "Cluster.homogeneous",
+        Cluster.homogeneous,
+        {
+            "hosts": partial(count, most=2**12),
+            "devices_per_host": partial(count, most=2**12),
+            "memory": optional(whole),
+            "inside": never,
+        },
+        {"hosts": 1, "devices_per_host": 1},
+        {},
+    ),
+    Door(
+        "make_cluster",
+        make_cluster,
+        {
+            "hosts": partial(count, most=2**12),
+            "devices_per_host": partial(count, most=2**12),
+            "memory": optional(unit(as_bytes)),
+            "inside": lambda v: v is None or (isinstance(v, dict) and not v),
+            "between": lambda v: v is None or (isinstance(v, dict) and not v),
+        },
+        {},
+        {},
+    ),
+    Door(
+        "Deployment.on",
+        Deployment.on,
+        {"cluster": never, "ranks": lambda v: count(v, 4), "replicas": lambda v: count(v, 4), "neighbours": never},
+        {"cluster": Cluster((Device(),) * 4), "ranks": 1},
+        {},
+    ),
+    Door(
+        "Deployment",
+        Deployment,
+        {"pipeline": never, "replicas": lambda v: integer(v) and v == 1, "rings": several(never)},
+        {"pipeline": Cluster((Device(),))},
+        {},
+    ),
+    Door(
+        "CostModel",
+        CostModel,
+        {
+            "seconds": lambda v: isinstance(v, dict) and not v,
+            "forward_bytes": lambda v: isinstance(v, list | tuple) and not v,
+            "backward_bytes": lambda v: isinstance(v, list | tuple) and not v,
+            "links": lambda v: isinstance(v, dict) and not v,
+            "link": never,
+            **dict.fromkeys(BYTES, of_stages),
+            "working_bytes": lambda v: several(least_zero)(v) and len(v) in (0, 1),
+            "waiting_messages": whole,
+            "overhead": least_zero,
+        },
+        {"seconds": SECONDS},
+        {},
+    ),
+    Door(
+        "CostModel.uniform",
+        CostModel.uniform,
+        {
+            "stages": partial(count, most=2**12),
+            "forward": least_zero,
+            "backward": least_zero,
+            "step": least_zero,
+            "rows": optional(count),
+            "message_bytes": least_zero,
+            "link": never,
+            "activation_bytes": whole,
+            "weight_bytes": whole,
+            "overhead": least_zero,
+        },
+        {"stages": 2, "forward": 1.0, "backward": 2.0},
+        {},
+    ),
+    Door(
+        "LayerProfile",
+        LayerProfile,
+        {
+            "name": text,
+            **dict.fromkeys(("forward", "backward", *TABLES), table),
+            "step": least_zero,
+            **dict.fromkeys(("weight_bytes", "gradient_bytes", "optimizer_bytes"), whole),
+            "keeps_input": flag,
+        },
+        {"name": "x", "forward": ((1, 1.0),), "backward": ((1, 1.0),)},
+        {},
+    ),
+    Door(
+        "ModelProfile",
+        ModelProfile,
+        {
+            "layers": never,
+            "before": never,
+            "after": never,
+            "overhead": least_zero,
+            "widened": above_zero,
+            "device": text,
+            "source": text,
+            "notes": lambda v: isinstance(v, dict) and all(isinstance(key, str) for key in v),
+        },
+        {"layers": (LAYER,)},
+        {"layers": "layers"},
+    ),
+    Door(
+        "named_profile",
+        partial(named_profile, "VGG-16"),
+        {
+            "device": never,
+            "rows": lambda v: isinstance(v, list | tuple | range) and len(v) and all(map(count, v)) and v != [3, 1],
+            "dtype": never,
+            "optimizer": lambda v: isinstance(v, str) and v in OPTIMIZERS,
+            "recompute": flag,
+        },
+        {"rows": (1, 2)},
+        {"rows": "rows"},
+    ),
+    Door(
+        "Plan.even",
+        Plan.even,
+        {
+            "stages": lambda v: count(v, 2**12),
+            "microbatches": lambda v: count(v, 2**16),
+            "rows": optional(count),
+            "ranks": lambda v: v is None or (isinstance(v, list | tuple) and list(v) == [0, 0]),
+            "layers": lambda v: isinstance(v, list | tuple) and not v,
+            "recompute": lambda v: isinstance(v, list | tuple) and not v,
+        },
+        {"stages": 2, "microbatches": 2},
+        {"microbatches": "micro"},
+    ),
+    Door(
+        "Plan",
+        Plan,
+        {
+            "ranks": lambda v: isinstance(v, list | tuple) and list(v) == [0, 0],
+            "jobs": never,
+            "batches": count,
+            "versions": lambda v: isinstance(v, list | tuple) and list(v) in ([], [3, 1]),
+            "shared_weights": flag,
+            "limits": lambda v: isinstance(v, list | tuple) and list(v) in ([], [0, 0], [3, 1]),
+            "split_backward": flag,
+            "recompute": lambda v: isinstance(v, list | tuple) and not v,
+            "layers": lambda v: isinstance(v, list | tuple) and not v,
+            "after": lambda v: isinstance(v, dict) and not v,
+        },
+        {"ranks": (0, 1), "jobs": (Cut.even(2, 2, 2),)},
+        {"jobs": "job", "ranks": "rank"},
+    ),
+    Door(
+        "Cut",
+        Cut,
+        {"rows": lambda v: integer(v) and v == 2, "forward": never, "backward": table, "forward_links": table},
+        {"rows": 2, "forward": ((Span(0, 2),),)},
+        {"rows": "", "forward": "forward"},
+    ),
+    *(
+        Door(name, partial(make_schedule, name), sense, {}, {})
+        for name, sense in {
+            "kfkb": {"k": lambda v: count(v) or (isinstance(v, str) and v == "auto")},
+            "interleaved": {"stages_per_rank": partial(count, most=2**12)},
+            "hanayo": {"waves": partial(count, most=2**12)},
+            "deep": {"slack": whole},
+            "per_link": {"extra": several(whole)},
+            "ready": {"slack": whole, "limits": several(count), "alternate": flag},
+            "gpipe": {"k": never},
+            "zero_bubble": {"x": never},
+            "jap": {"size": never},
+        }.items()
+    ),
+    Door(
+        "make_schedule", make_schedule, {"name": lambda v: isinstance(v, str) and v == "1f1b"}, {}, {"name": "schedule"}
+    ),
+]
+
+
+def checked(door: Door, given: dict[str, Any]) -> str:
+    """What is wrong with how the door took these arguments; empty if nothing is."""
+    senseless = [name for name, sense in door.sense.items() if name in given and not fits(door, sense, name, given)]
+    shown = {name: short(given[name]) for name in given if name in door.sense}
+    try:
+        with deadline(60, (door.name, shown)):
+            door.make(**given)
+    except PipelineError as error:
+        said = str(error)
+        if senseless and not any(door.call_it.get(name, name) in said for name in senseless):
+            return f"{door.name}({shown}) does not name {senseless}: {said}"
+        if len(said) > 1200:
+            return f"{door.name}({shown}) says too much: {said[:300]}"
+        return "" if senseless or len(shown) > len(door.fine) or door.fine else f"{door.name}({shown}) refused: {said}"
+    except Exception as error:
+        return f"{door.name}({shown}) ends in {type(error).__name__}: {str(error)[:200]}"
+    return f"{door.name}({shown}) is taken, and {senseless} make no sense" if senseless else ""
+
+
+def fits(door: Door, sense: Callable[[Any], bool], name: str, given: dict[str, Any]) -> bool:
+    """Whether an argument makes sense; what is fine as it is needs no asking."""
+    return (name in door.fine and given[name] is door.fine[name]) or bool(sense(given[name]))
+
+
+def short(value: object) -> str:
+    try:
+        return repr(value)[:60]
+    except ValueError:
+        return f"<{type(value).__name__}>"
+
+
+def wrong(seed: int, cases: int) -> list[str]:
+    rng = random.Random(seed)
+    found = (checked(door, perturbed(rng, door)) for door in (rng.choice(DOORS) for _ in range(cases)))
+    return sorted({each for each in found if each})
+
+
+def test_what_makes_no_sense_is_named_at_once():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = wrong(0, FEW)
+    assert not found, "\n".join(found)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "kibibytes more than before"
+
+
+@pytest.mark.slow
+def test_thirty_thousand():
+    found = wrong(1, MANY)
+    assert not found, "\n".join(found)

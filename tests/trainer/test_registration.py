@@ -1,0 +1,20 @@
+"""Names of strategies, with Trainer and with Fabric."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import PlanError
+
+
+@pytest.mark.parametrize("name", ["pipeline_1f1b", "pipeline_auto", "PipelineStrategy"])
+def test_fabric_says_what_to_use_instead(name):
+    with pytest.raises(PlanError, match=r"Fabric\(strategy='.*training_step, and use lightning.pytorch.Trainer\(strat"):
+        L.Fabric(accelerator="cpu", devices=2, strategy=name)
+
+
+def test_fabric_shows_what_a_strategy_is_for():
+    with pytest.raises(ValueError, match=r"PipelineStrategy\('kfkb'\), for lightning.pytorch.Trainer\(strategy=...\)"):
+        L.Fabric(accelerator="cpu", devices=2, strategy=PipelineStrategy("kfkb"))
