@@ -70,6 +70,7 @@ from lightning_pipes.trainer.steps import Context
 from lightning_pipes.trainer.stopping import StopAgreement
 from lightning_pipes.trainer.streaming import StreamingRun, check_streaming
 from lightning_pipes.trainer.summary import log_graphs, show_summaries
+from lightning_pipes.trainer.threads import Threads
 from lightning_pipes.trainer.timing import Share, Timing
 
 
@@ -224,6 +225,7 @@ class PipelineStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        self._threads = Threads()
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = private.SubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -256,6 +258,7 @@ class PipelineStrategy(ParallelStrategy):
             self._connections.renew(self._control)
         self._connections = connections(self._trainer, self.global_rank, self.world_size, self._make_watch)
         self._control = self._connections.connect(self._make_control)
+        self._threads.share_cores(self._control)
         self._pipeline = self._control.split(grid.pipelines)
         self._connections.get_ready(self._pipeline)
         self._replicas = Replicas(grid, self._control, device)
