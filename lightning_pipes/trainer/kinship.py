@@ -73,9 +73,8 @@ def decide_alike(
             f"at {cuts[1]}; siblings share one cut, so give them the same partition",
             first,
         )
-    return replace(
-        decision, schedule=plain.schedule, microbatches=plain.microbatches, recompute=plain.recompute, seconds=None
-    )
+    own_order = {"schedule": plain.schedule, "microbatches": plain.microbatches, "recompute": plain.recompute}
+    return replace(decision, **own_order, seconds=None, computing=None)
 
 
 def _difference(first: Structure, own: Structure, index: int) -> str:

@@ -213,7 +213,12 @@ def test_layers_that_work_in_place(split: bool) -> None:
     """One gets what the layer before it hands on, where gradients begin; the sample stays as it is."""
 
     def layers(in_place: bool) -> list[nn.Module]:
-        return [nn.ReLU(in_place), nn.Conv2d(3, 4, 3), nn.ReLU(in_place), nn.Sequential(nn.ReLU(in_place), nn.Flatten())]
+        return [
+            nn.ReLU(in_place),
+            nn.Conv2d(3, 4, 3),
+            nn.ReLU(in_place),
+            nn.Sequential(nn.ReLU(in_place), nn.Flatten()),
+        ]
 
     x = torch.randn(2, 3, 8, 8)
     before = x.clone()
