@@ -51,6 +51,7 @@ from lightning_pipes.trainer.ignoring import ignore_warnings
 from lightning_pipes.trainer.logs import metrics_gather_over
 from lightning_pipes.trainer.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.pipelined import CutModule, find_pipelined, layer_sizes
+from lightning_pipes.trainer.prediction import Prediction
 from lightning_pipes.trainer.replicas import Replicas
 from lightning_pipes.trainer.report import About, PipelineReport, Window
 from lightning_pipes.trainer.run import PipelineRun
@@ -172,6 +173,7 @@ class PipelineStrategy(ParallelStrategy):
         self._failed = False
         self._undo: list[Callable[[], None]] = []
         self._decision: Decision | None = None
+        self._prediction: Prediction | None = None
         self._reported: tuple[Sequence[Sequence[Window]], About] = ((), About())
 
     # ---- processes and devices
@@ -312,6 +314,7 @@ class PipelineStrategy(ParallelStrategy):
         decision = connected.decide(module, plain, decide)
         self._decision = decision
         self.schedule = decision.schedule
+        self._prediction = Prediction(decision, self.pipeline, connected.trainings == 1) if fitting else None
 
         if fitting:
             with_tuner(trainer, self.schedule)
@@ -400,7 +403,10 @@ class PipelineStrategy(ParallelStrategy):
         with self._telling_others():
             self._saver.check()
             batch, arguments = _batch_and_arguments(args, kwargs)
-            return self._running.train(batch, arguments, self.optimizers, complete=not self._accumulating)
+            out = self._running.train(batch, arguments, self.optimizers, complete=not self._accumulating)
+            if self._prediction is not None:
+                self._prediction.check(self._running.windows)
+            return out
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
