@@ -1,7 +1,7 @@
 """Whether `make demo` ends balanced, and as fast as was predicted when its stages were cut: run after run.
 
-    python benchmarks/demo.py              ten runs, each about a minute; exit status 1 unless all are right
-    python benchmarks/demo.py --quick      one run of 40 batches
+python benchmarks/demo.py              ten runs, each about a minute; exit status 1 unless all are right
+python benchmarks/demo.py --quick      one run of 40 batches
 """
 
 from __future__ import annotations

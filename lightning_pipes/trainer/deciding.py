@@ -214,12 +214,12 @@ class Deciding:
         said: list[str] = []
         while True:
             made = self._planned(wanted, plain, profile, rows, place)
-            m = made.plans().microbatches
+            m = min(made.plans().microbatches, rows)
             size = -(-rows // m)
             known = [_what_runs(made) == _what_runs(earlier) for _, earlier in tried]
             if any(known) or len(tried) == TRIALS or size > wanted.sample_rows(rows, self._grid.length):
                 break
-            trial = trials.run(made, size, place)
+            trial = trials.run(made, m, size, place)
             tried.append((trial.measured / (m * size), made))
             if trial.contradicts:
                 said.append(_contradiction(made, trial))

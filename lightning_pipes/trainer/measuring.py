@@ -1,4 +1,4 @@
-"""Measuring the layers of a module whole, before it is cut, around the user's own training_step, on all ranks at once."""
+"""Measuring the layers of a module whole, before it is cut, around the user's own training_step, on all ranks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Measuring:
             stack.enter_context(forked_rng(self._device))
             stack.enter_context(unchanged(self._module))
             stack.enter_context(recorded(self._module))
-            stack.enter_context(_without_loggers())
+            stack.enter_context(without_loggers())
             stack.enter_context(self._trainer.precision_plugin.train_step_context())
             stack.enter_context(self._standing_in())
             stack.enter_context(torch.enable_grad())
@@ -289,7 +289,7 @@ class Measuring:
 
 
 @contextmanager
-def _without_loggers() -> Iterator[None]:
+def without_loggers() -> Iterator[None]:
     """In the block `logger.experiment` is on rank 0 what it is elsewhere, where nothing is written."""
     rank = rank_zero_only.rank  # type: ignore[attr-defined]
     rank_zero_only.rank = rank or 1  # type: ignore[attr-defined]

@@ -81,14 +81,14 @@ class Trials:
         self._device = device
         self._transport = transport
 
-    def run(self, made: Decision, rows: int, place: Deployment) -> Trial:
-        """What `made` comes to, for batches whose micro-batches all have `rows` samples.
+    def run(self, made: Decision, pieces: int, rows: int, place: Deployment) -> Trial:
+        """What `made` comes to, for batches of so many micro-batches that all have `rows` samples.
 
         Raises:
             NotMeasuredError: the user's code fails for so many samples.
         """
         plans = made.plans()
-        plan, order = plans.for_rows(plans.microbatches * rows)
+        plan, order = plans.for_rows(pieces * rows)
         entering = {n: self._measuring.entering(n) for n in sorted({span.rows for span in plan.spans(Kind.F, 0)})}
         layout = Layout(self._grid, made.ranks, made.layers)
         mine = {stage: list(range(*plan.layers[stage])) for stage in plan.stages[layout.rank]}
