@@ -177,7 +177,7 @@ class ModelProfile:
         measured is empty there."""
 
         def mean(parts: Sequence[LayerProfile]) -> LayerProfile:
-            means = {name: _mean_table([getattr(p, name) for p in parts]) for name in _TIMES}
+            means: dict[str, Any] = {name: _mean_table([getattr(p, name) for p in parts]) for name in _TIMES}
             return replace(parts[0], step=sum(p.step for p in parts) / len(parts), **means)
 
         return replace(
@@ -223,7 +223,9 @@ _TIMES = ("forward", "backward", "input_backward", "weight_backward")
 
 
 def _stretched(part: LayerProfile, factor: float) -> LayerProfile:
-    times = {name: tuple((rows, value * factor) for rows, value in getattr(part, name)) for name in _TIMES}
+    times: dict[str, Any] = {
+        name: tuple((rows, value * factor) for rows, value in getattr(part, name)) for name in _TIMES
+    }
     return replace(part, **times)
 
 

@@ -82,8 +82,14 @@ def decide_alike(
             f"at {cuts[1]}; siblings share one cut, so give them the same partition",
             first,
         )
-    own_order = {"schedule": plain.schedule, "microbatches": plain.microbatches, "recompute": plain.recompute}
-    return replace(decision, **own_order, seconds=None, computing=None)
+    return replace(
+        decision,
+        schedule=plain.schedule,
+        microbatches=plain.microbatches,
+        recompute=plain.recompute,
+        seconds=None,
+        computing=None,
+    )
 
 
 def _difference(first: Structure, own: Structure, index: int) -> str:
