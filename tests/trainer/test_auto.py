@@ -173,7 +173,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 
 @cache
 def runs() -> list[dict[str, Any]]:
-    return run_ranks(trained, 2, CASES, mkdtemp(), timeout=90)
+    return run_ranks(trained, 2, CASES, mkdtemp(), timeout=240)
 
 
 @cache
