@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipes import PipelineStrategy
+from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.ir import COMPUTE, B, F, Span
 from lightning_pipes.sim.timeline import Event
@@ -285,3 +285,42 @@ def test_steps_as_predicted() -> None:
     assert warned(0.1, windows(130, count=KEPT_WINDOWS - 1)) == []
     assert warned(0.1, windows(130, rows=6)) == []  # other batches than were predicted
     assert warned(0.1, windows(130), alone=False) == []
+
+
+def measured_array(rank: int) -> list[tuple[Any, bool, int]]:
+    """Siblings of an array: the first one measures for all."""
+    quiet()
+    found = []
+
+    def sibling() -> tuple[Any, bool, int]:
+        pl.seed_everything(3, verbose=False)
+        module = LitSlow()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=PipelineStrategy("jap", microbatches=4),
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(torch.ones(8, WIDTH), batch_size=8))
+        strategy = trainer.strategy
+        assert isinstance(strategy, PipelineStrategy)
+        state = {name: value.numpy() for name, value in module.state_dict().items()}
+        return state, strategy.decision.profile is not None, torch.get_num_threads()
+
+    for outcome in JobArray(2).run([sibling, sibling]):
+        if outcome.error is not None:
+            raise outcome.error
+        assert outcome.value is not None
+        found.append(outcome.value)
+    return found
+
+
+def test_the_first_sibling_of_an_array_measures_for_all() -> None:
+    for (first, measured, threads), (second, also, other) in run_ranks(measured_array, 2, timeout=120):
+        assert measured
+        assert also
+        assert threads == other == 1
+        assert differences(first, second) == []
