@@ -97,12 +97,12 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
             by_size = slowest[0]
     if by_size is None:
         single = [(_size(m), n) for n, m in module.named_children() if isinstance(m, nn.Sequential)]
-        if not single or found:
+        if not single or (found and max(single)[0] < found[0][1]):
             raise PipelineError(
                 f"{type(module).__name__} has no attribute that is an nn.Sequential, and there is no other container "
                 f"of layers that is clearly the largest. {_candidates(module)}"
             )
-        by_size = max(single)[1]  # of one layer, which is enough for one stage
+        by_size = max(single)[1]  # one layer is enough for one stage; what else is wrong with it is said
     if "." in by_size or len(found) > 1:
         rank_zero_info(f"The pipeline is cut from self.{by_size}; PipelineStrategy(module=...) names another")
     return by_size
