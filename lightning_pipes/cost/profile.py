@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -189,6 +189,32 @@ class ModelProfile:
             kept += per_row(self.after.saved)
         return round(kept)
 
+    def stretched(self, factors: Sequence[float], ends: float = 1.0) -> ModelProfile:
+        """The same where each layer's forward and backward take that many times as long, and the `ends` that many
+        times: what runs before and after the layers."""
+        layers = tuple(_stretched(layer, factor) for layer, factor in zip(self.layers, factors, strict=True))
+        return replace(self, layers=layers, before=_stretched(self.before, ends), after=_stretched(self.after, ends))
+
+    def without_steps(self) -> ModelProfile:
+        """The same where steps of optimizers take no time: up to them."""
+        return replace(self, layers=tuple(replace(layer, step=0.0) for layer in self.layers))
+
+    @staticmethod
+    def mean(profiles: Sequence[ModelProfile]) -> ModelProfile:
+        """The first of several profiles of the same layers with the mean seconds of all; an end that one has not
+        measured is empty there."""
+
+        def mean(parts: Sequence[LayerProfile]) -> LayerProfile:
+            means: dict[str, Any] = {name: _mean_table([getattr(p, name) for p in parts]) for name in _TIMES}
+            return replace(parts[0], step=sum(p.step for p in parts) / len(parts), **means)
+
+        return replace(
+            profiles[0],
+            layers=tuple(map(mean, zip(*(p.layers for p in profiles), strict=True))),
+            before=mean([p.before for p in profiles]),
+            after=mean([p.after for p in profiles]),
+        )
+
     def data(self) -> dict[str, Any]:
         """As plain data for JSON."""
         return {"format": FORMAT, **asdict(self)}
@@ -225,6 +251,22 @@ class ModelProfile:
         except PlanError as error:
             raise PlanError(f"{path} is no profile that `lightning-pipes profile` wrote: {error}") from error
         raise PlanError(f"{path} has format {shown(found['format'])}, this version reads {FORMAT}; profile again")
+
+
+_TIMES = ("forward", "backward", "input_backward", "weight_backward")
+
+
+def _stretched(part: LayerProfile, factor: float) -> LayerProfile:
+    times: dict[str, Any] = {
+        name: tuple((rows, value * factor) for rows, value in getattr(part, name)) for name in _TIMES
+    }
+    return replace(part, **times)
+
+
+def _mean_table(tables: Sequence[Table]) -> Table:
+    """Means where tables have entries; those that are not empty have the same rows."""
+    given = [table for table in tables if table]
+    return tuple((at[0][0], sum(value for _, value in at) / len(at)) for at in zip(*given, strict=True))
 
 
 def added(tables: Iterable[Table]) -> Table:

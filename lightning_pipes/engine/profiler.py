@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from lightning_pipes.cost import LayerProfile, ModelProfile, Table
 from lightning_pipes.engine import autograd
@@ -22,6 +23,7 @@ from lightning_pipes.engine.autograd import Saved
 from lightning_pipes.engine.footprint import footprint, saved_for_backward, storage_of, tensors_in
 from lightning_pipes.engine.rng import forked_rng
 from lightning_pipes.engine.split import backward_inputs
+from lightning_pipes.engine.stage import IN_PLACE, fresh
 from lightning_pipes.ir import Kind, PlanError, Span
 
 REPEATS = 5
@@ -39,6 +41,8 @@ class _Seen:
     output: dict[int, float] = field(default_factory=dict)
     working: dict[int, float] = field(default_factory=dict)
     keeps_input: bool = False
+    in_place: bool = False
+    """Whether the layer works in place on what comes in, which is to be a copy then, as on a stage."""
 
     def table(self, kind: Kind) -> Table:
         return tuple((rows, median(found)) for rows, found in sorted(self.times[kind].items()))
@@ -122,6 +126,17 @@ def _profile(name: str, seen: _Seen, layer: nn.Module, step: float, optimizer_by
     )
 
 
+def _copied(x: Any) -> Any:
+    """What a first layer may change."""
+    return pytree.tree_map_only(torch.Tensor, torch.clone, x)
+
+
+def _entered(seen: _Seen, x: Any, flags: autograd.Flags, saved: Saved) -> Any:
+    """What a layer gets, where gradients are wanted that come out of it."""
+    x = autograd.enter(x, flags, saved) if flags else x
+    return pytree.tree_map(fresh, x) if seen.in_place else x
+
+
 def _measure_times(
     layers: Sequence[nn.Module],
     rows: int,
@@ -143,12 +158,15 @@ def _measure_times(
             measured[layer].times[kind].setdefault(rows, []).append(time.perf_counter() - begun)
         return result
 
+    x = _copied(x)
     flags: autograd.Flags = ()
     for number, layer in enumerate(layers):
         saved = Saved(span, None)
 
-        def forward(layer: nn.Module = layer, saved: Saved = saved, x: Any = x, flags: autograd.Flags = flags) -> Any:
-            return autograd.leave(call(layer, autograd.enter(x, flags, saved) if flags else x), saved)
+        x = _entered(measured[number], x, flags, saved)
+
+        def forward(layer: nn.Module = layer, saved: Saved = saved, x: Any = x) -> Any:
+            return autograd.leave(call(layer, x), saved)
 
         x, flags = timed(number, Kind.STEP if in_two else Kind.F, forward)
         if not any(flags):
@@ -167,15 +185,23 @@ def _measure_saved(
     layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer, entered: bool
 ) -> None:
     """What every layer saves for backward, and hands on."""
+    x = _copied(x)
     weights = {storage_of(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
     counted = weights | {storage_of(t) for t in tensors_in(x)} if entered else set(weights)
     alive: list[Any] = []  # all that was saved: else a later storage may come to lie where an earlier one was
     flags: autograd.Flags = ()
     for layer, seen in zip(layers, measured, strict=True):
         given = {storage_of(t) for t in tensors_in(x)}
-        saved = Saved(Span(0, rows), None)
         with saved_for_backward() as found:
-            x, flags = autograd.leave(call(layer, autograd.enter(x, flags, saved) if flags else x), saved)
+            saved = Saved(Span(0, rows), None)
+            try:
+                out = call(layer, _entered(seen, x, flags, saved))
+            except RuntimeError as error:
+                if IN_PLACE not in str(error):
+                    raise
+                seen.in_place, saved = True, Saved(Span(0, rows), None)
+                out = call(layer, _entered(seen, x, flags, saved))
+        x, flags = autograd.leave(out, saved)
         seen.keeps_input = bool(given & found.keys() & (counted - weights))
         seen.saved[rows] = sum(size for _, size in found.keys() - counted)
         seen.output[rows] = sum(t.nbytes for t in tensors_in(x))
@@ -187,13 +213,14 @@ def _measure_working(
     layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer, device: torch.device
 ) -> None:
     """What every layer needs while it runs, besides what it saves and hands on."""
+    x = _copied(x)
     flags: autograd.Flags = ()
     for layer, seen in zip(layers, measured, strict=True):
         saved = Saved(Span(0, rows), None)
         for p in layer.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None  # as from the second micro-batch on
         with footprint(device) as bytes_:
-            x, flags = autograd.leave(call(layer, autograd.enter(x, flags, saved) if flags else x), saved)
+            x, flags = autograd.leave(call(layer, _entered(seen, x, flags, saved)), saved)
             forward = bytes_.peak - bytes_.left
             gradients = [torch.ones_like(t) for t, flag in zip(tensors_in(x), flags, strict=True) if flag]
             bytes_.restart()

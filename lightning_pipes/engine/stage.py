@@ -26,11 +26,12 @@ def layers_only(stage: Stage, item: Item, span: Span, received: Any) -> Any:
     return stage.run_layers(item, span, received)
 
 
-_IN_PLACE = "a leaf Variable that requires grad"
+IN_PLACE = "a leaf Variable that requires grad"
 """How autograd refuses a layer that works in place on what the stage received, which is a leaf only here."""
 
 
-def _fresh(leaf: Any) -> Any:
+def fresh(leaf: Any) -> Any:
+    """What a layer gets that works in place, for what a stage received."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf else leaf
 
 
@@ -104,11 +105,11 @@ class Stage:
                     x = self._run_layer(number, layer, x)
                     continue
                 except RuntimeError as error:
-                    if _IN_PLACE not in str(error):
+                    if IN_PLACE not in str(error):
                         raise
                 self._changes_input = True
                 seed_all(seed, self.device)
-            x = self._run_layer(number, layer, pytree.tree_map(_fresh, x))
+            x = self._run_layer(number, layer, pytree.tree_map(fresh, x))
         return x
 
     def _run_layer(self, number: int, layer: nn.Module, x: Any) -> Any:

@@ -181,7 +181,8 @@ def _rank_main(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Locks of other kinds, such as those of progress bars, have names in the file system until an orderly end.
     multiprocessing.set_start_method("fork", force=True)
-    os.environ.update(environment(rank, n, "127.0.0.1", port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"} | env)
+    launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    os.environ.update(environment(rank, n, "127.0.0.1", port) | launched | env)
     torch.set_num_threads(1)
     gc.freeze()  # what is loaded is no garbage, and looking at it in the end takes a second
     with open(stacks, "w") as file:

@@ -40,7 +40,7 @@ def describe_run(strategy: PipelineStrategy, siblings: int) -> About:
         profile=decision.profile,
         facts={k: v for k, v in facts.items() if v},
         choice="\n".join(filter(None, [decision.table, decision.why])) if decision.profile else "",
-        foretold=decision.seconds,
+        predicted=decision.computing,
         siblings=siblings,
     )
 

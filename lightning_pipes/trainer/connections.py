@@ -17,7 +17,7 @@ from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.barriers import has_purpose
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.decision import Decision, Wanted
-from lightning_pipes.trainer.kinship import decide_alike, microbatches_among
+from lightning_pipes.trainer.kinship import decide_alike, microbatches_among, same_container
 from lightning_pipes.trainer.sibling import Sibling, SiblingWatch, current_sibling, wait_in_turn
 from lightning_pipes.trainer.stopping import SiblingAgreement, StopAgreement
 
@@ -55,6 +55,9 @@ class Connections(Protocol):
 
     def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
         """What a training wants, with what follows from the company that it is in."""
+
+    def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
+        """The path that `find()` gives, where it is not found yet."""
 
     def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
         """What `decide()` gives, where it is not decided yet."""
@@ -138,6 +141,9 @@ class OwnConnections:
     def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
         return wanted
 
+    def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
+        return find()
+
     def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
         return decide()
 
@@ -213,6 +219,9 @@ class SiblingConnections:
 
     def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
         return microbatches_among(wanted, self.sibling, ranks)
+
+    def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
+        return same_container(self.sibling, module, find)
 
     def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
         return decide_alike(self.sibling, module, plain, decide)

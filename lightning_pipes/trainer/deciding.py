@@ -1,13 +1,12 @@
-"""The ranks decide together how the model is cut, and by which schedule, from what one of them has measured."""
+"""The ranks decide together how the model is cut, and by which schedule, from what all of them have measured."""
 
 from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,44 +18,32 @@ from torch import nn
 from lightning_pipes.cost import Cluster, Deployment, Device, Link, ModelProfile
 from lightning_pipes.engine.footprint import tensors_in
 from lightning_pipes.engine.links import measure_links
-from lightning_pipes.engine.profiler import synchronize
 from lightning_pipes.engine.rng import forked_rng
 from lightning_pipes.engine.transport import make_transport
-from lightning_pipes.ir import Plan, PlanError
+from lightning_pipes.ir import Kind, Plan, PlanError
+from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.decision import Decision, Wanted
 from lightning_pipes.trainer.deferred import has_meta
 from lightning_pipes.trainer.grid import Grid
 from lightning_pipes.trainer.layout import places
-from lightning_pipes.trainer.measuring import Measuring, NotWorthItError
+from lightning_pipes.trainer.measuring import Measuring
 from lightning_pipes.trainer.sample import NoSampleError, batch_rows, example_batch
+from lightning_pipes.trainer.together import NotMeasuredError, Together
+from lightning_pipes.trainer.trial import Trial, Trials
 
 PATIENCE = 2.0
 """Seconds after which people are told what takes so long."""
 SAME_SPEED = 0.2
-"""By what share devices may differ in a short benchmark and still count as equally fast."""
+"""By what share times of devices may differ that are measured once and still count as equally fast."""
 USABLE = 0.9
 """The share of a GPU's memory that stages may take; the rest goes to its context, to libraries and to fragments."""
+TRIALS = 3
+"""Cuts that are tried at most."""
 _LINK_SIZES = (2**14, 2**18, 2**21)
-_profiles: dict[tuple[Any, ...], _Found] = {}
-"""What this process has measured, by all that it depends on."""
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What one rank found out for all.
-
-    Attributes:
-        rows: samples of a batch.
-        reason: why there is no profile.
-        quiet: nobody needs to know that reason.
-    """
-
-    rows: int = 0
-    profile: ModelProfile | None = None
-    reason: str = ""
-    quiet: bool = False
+_profiles: dict[tuple[Any, ...], tuple[ModelProfile, list[float]] | NotMeasuredError] = {}
+"""What was measured, and how fast every process is, by all that it depends on; the same in all processes."""
 
 
 class Deciding:
@@ -86,7 +73,7 @@ class Deciding:
         self._pipeline = pipeline
         self._device = device
         self._transport = transport
-        # Not rank 0, whose loggers write: a training step may use them.
+        self._together = Together(control)
         self._who = grid.pipelines[0][-1]
 
     def decide(self, wanted: Wanted, plain: Decision) -> Decision:
@@ -101,21 +88,14 @@ class Deciding:
             reason = f"{plain.schedule.name} does not flush between batches, so there is no step to balance"
             return self._kept(wanted, plain, reason, quiet=True)
         with _told(f"Measuring the layers of self.{self._path}, to cut them by time", self._control):
-            found = self._found(wanted)
-            if found.profile is None:
-                return self._kept(wanted, plain, found.reason, found.quiet)
-            place = self._place(plain)
-            made: Decision | str = ""
-            if dist.get_rank() == self._who:
-                try:
-                    made = wanted.measured(plain, found.profile, found.rows, place)
-                except PlanError as error:
-                    made = str(error)
-            made = self._control.broadcast(made, self._who)
-        if isinstance(made, str):
-            if wanted.chooses:
-                raise PlanError(f"schedule='auto': {made}")
-            return self._kept(wanted, plain, made, False)
+            try:
+                made = self._measured(wanted, plain)
+            except NotMeasuredError as why:
+                return self._kept(wanted, plain, str(why), why.quiet)
+            except PlanError as error:
+                if wanted.chooses:
+                    raise PlanError(f"schedule='auto': {error}") from None
+                return self._kept(wanted, plain, str(error), False)
         rank_zero_info("\n".join(filter(None, [made.table, made.why])))
         return made
 
@@ -125,51 +105,140 @@ class Deciding:
             rank_zero_info(f"{what} cut evenly by parameters: {reason}")
         return replace(plain, why=reason)
 
-    def _found(self, wanted: Wanted) -> _Found:
+    def _measured(self, wanted: Wanted, plain: Decision) -> Decision:
+        """What runs by times.
+
+        Raises:
+            NotMeasuredError: there are none.
+            PlanError: no decision can be made by them.
+        """
         module = self._trainer.lightning_module
         if self._control.any(has_meta(module))[0]:
-            return _Found(reason=f"weights of {type(module).__name__} are on meta until the module is cut")
+            raise NotMeasuredError(f"weights of {type(module).__name__} are on meta until the module is cut")
         if private.training_data_come_later(self._trainer):
-            return _Found(
-                reason="train_dataloader has to wait until a resumed run has its counters, or the batch size is known"
+            raise NotMeasuredError(
+                "train_dataloader has to wait until a resumed run has its counters, or the batch size is known"
             )
         data = private.training_data(self._trainer)  # on all ranks: it may draw random numbers
-        found = _Found()
-        if dist.get_rank() == self._who:
-            try:
-                found = self._measured(wanted, data)
-            except (NoSampleError, NotWorthItError) as why:
-                found = _Found(reason=str(why), quiet=isinstance(why, NotWorthItError))
-            except Exception as error:  # of the user's code, which Lightning will run into where it can be explained
-                found = _Found(reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        return self._control.broadcast(found, self._who)  # type: ignore[no-any-return]
-
-    def _measured(self, wanted: Wanted, loader: Any) -> _Found:
-        rows = batch_rows(loader)
+        sampled: list[tuple[int, Any]] = []
+        self._together(lambda: sampled.append(self._sample(wanted, data)))
+        (rows, batch) = sampled[0]
         sizes = wanted.microbatch_rows(rows, self._grid.length)
-        with forked_rng(self._device):
-            batch = example_batch(loader, max(sizes))
         pieces = None if wanted.chooses else -(-rows // max(sizes))
         split = wanted.chooses or getattr(wanted.schedule, "splits_backward", False)
-        trainer = self._trainer
-        full = trainer.lightning_module.get_submodule(self._path)
         key = (
-            _structure(trainer.lightning_module, full, batch),
-            (sizes, pieces, split, str(trainer.precision_plugin.precision), _device_name(self._device)),
+            _structure(module, module.get_submodule(self._path), batch),
+            (sizes, pieces, split, str(self._trainer.precision_plugin.precision), _device_name(self._device)),
         )
-        if key not in _profiles:
-            try:
-                profile = Measuring(trainer, self._path, batch, sizes, self._device).profile(pieces, split)
-                _profiles[key] = _Found(rows, profile)
-            except NotWorthItError as why:
-                _profiles[key] = _Found(reason=str(why), quiet=True)
-        return replace(_profiles[key], rows=rows)
+        known = _profiles.get(key)
+        if not all(self._together(lambda: known is not None)):
+            known = None
+        if isinstance(known, NotMeasuredError):
+            raise known
+        if known is not None:
+            profile, speeds = known
+            return self._planned(wanted, plain, profile, rows, self._place(plain, speeds))
+        try:
+            with Measuring(self._trainer, self._path, batch, sizes, self._device, self._together) as measuring:
+                profile, speeds = self._merged(measuring.profile(pieces, split))
+                made = self._tried(wanted, plain, profile, rows, self._place(plain, speeds), measuring)
+        except NotMeasuredError as why:
+            if why.quiet:
+                _profiles[key] = why
+            raise
+        assert made.profile is not None
+        _profiles[key] = made.profile, speeds
+        return made
 
-    def _place(self, plain: Decision) -> Deployment:
-        """The devices and links of a pipeline, in the order of its ranks; of replicas the worst."""
+    def _sample(self, wanted: Wanted, loader: Any) -> tuple[int, Any]:
+        """How many samples a batch has, and a batch of as many of them as will be measured.
+
+        Raises:
+            NotMeasuredError: none can be taken.
+        """
+        try:
+            rows = batch_rows(loader)
+        except NoSampleError as why:
+            raise NotMeasuredError(str(why)) from None
+        with forked_rng(self._device):
+            return rows, example_batch(loader, wanted.sample_rows(rows, self._grid.length))
+
+    def _merged(self, own: ModelProfile) -> tuple[ModelProfile, list[float]]:
+        """The mean profile of all processes, and how fast each is, relative to one of them; those that are equal by
+        name are equally fast."""
+        names, profiles = zip(*self._control.all_gather((_device_name(self._device), own)), strict=True)
+        speeds = [1.0] * len(profiles)
+        if len(set(names)) > 1:
+            seconds = [_seconds(profile) for profile in profiles]
+            mine = seconds[self._control.ranks.index(self._who)]
+            speeds = [mine / each for each in seconds]
+            speeds = [1.0 if 1 - SAME_SPEED < speed < 1 + SAME_SPEED else speed for speed in speeds]
+        alike = [p.stretched([speed] * len(p.layers), speed) for p, speed in zip(profiles, speeds, strict=True)]
+        return ModelProfile.mean(alike), speeds
+
+    def _planned(
+        self, wanted: Wanted, plain: Decision, profile: ModelProfile, rows: int, place: Deployment
+    ) -> Decision:
+        """What runs by a profile, found by one rank.
+
+        Raises:
+            PlanError: nothing can.
+        """
+        made: Decision | str = ""
+        if dist.get_rank() == self._who:
+            try:
+                made = wanted.measured(plain, profile, rows, place)
+            except PlanError as error:
+                made = str(error)
+        made = self._control.broadcast(made, self._who)
+        if isinstance(made, str):
+            raise PlanError(made)
+        return made
+
+    def _tried(
+        self,
+        wanted: Wanted,
+        plain: Decision,
+        profile: ModelProfile,
+        rows: int,
+        place: Deployment,
+        measuring: Measuring,
+    ) -> Decision:
+        """What runs by a profile that was corrected by steps of the pipeline: the fastest of what was tried.
+
+        A layer in a pipeline may take other times than it has alone: ranks share memory and caches, and messages take
+        processor time.
+        """
+        trials = Trials(measuring, self._grid, self._control, self._pipeline, self._device, self._transport)
+        tried: list[tuple[float, Decision]] = []
+        said: list[str] = []
+        while True:
+            made = self._planned(wanted, plain, profile, rows, place)
+            m = min(made.plans().microbatches, rows)
+            size = -(-rows // m)
+            known = [_what_runs(made) == _what_runs(earlier) for _, earlier in tried]
+            if any(known) or len(tried) == TRIALS or size > wanted.sample_rows(rows, self._grid.length):
+                break
+            trial = trials.run(made, m, size, place)
+            tried.append((trial.measured / (m * size), made))
+            if trial.contradicts:
+                said.append(_contradiction(made, trial))
+            factors = [trial.ratios[stage] for stage, span in enumerate(made.layers) for _ in range(span.rows)]
+            profile = profile.stretched(factors)
+        if tried:
+            best = min(tried, key=lambda each: each[0])[1]
+            if _what_runs(best) != _what_runs(made):
+                made = wanted.predicted(best, profile, rows, place)
+        return replace(made, why="\n".join([made.why, *said]))
+
+    def _place(self, plain: Decision, speeds: list[float]) -> Deployment:
+        """The devices and links of a pipeline, in the order of its ranks; of replicas the worst.
+
+        Args:
+            speeds: of all processes.
+        """
         length, grid = self._grid.length, self._grid
         order = places(plain.ranks, length)
-        speeds = self._speeds()
         memory = self._control.all_gather(device_memory(self._device))
         devices = []
         for at in order:
@@ -180,16 +249,6 @@ class Deciding:
         slowest = min(links.values(), key=lambda link: link.bandwidth)
         cluster = Cluster(tuple(devices), inside=slowest, links=links)
         return Deployment(cluster, grid.replicas, (slowest,) * length if grid.replicas > 1 else ())
-
-    def _speeds(self) -> list[float]:
-        """Of every process, relative to the one that has measured; equal ones need no benchmark."""
-        names = self._control.all_gather(_device_name(self._device))
-        if len(set(names)) == 1:
-            return [1.0] * len(names)
-        seconds = self._control.all_gather(benchmark(self._device))
-        mine = seconds[self._control.ranks.index(self._who)]
-        speeds = [mine / each for each in seconds]
-        return [1.0 if 1 - SAME_SPEED < speed < 1 + SAME_SPEED else speed for speed in speeds]
 
     def _links(self, order: list[int]) -> dict[tuple[int, int], Link]:
         """Between neighbours, as messages will travel; where replicas differ, the slowest."""
@@ -209,17 +268,24 @@ class Deciding:
         return found
 
 
-def benchmark(device: torch.device) -> float:
-    """Seconds of the same short work on every device."""
-    a = torch.ones(512, 512, device=device)
-    best = float("inf")
-    for _ in range(20):
-        begun = time.perf_counter()
-        for _ in range(4):
-            a @ a
-        synchronize(device)
-        best = min(best, time.perf_counter() - begun)
-    return best
+def _what_runs(made: Decision) -> tuple[Any, ...]:
+    return made.schedule, made.microbatches, made.recompute, made.ranks, made.layers
+
+
+def _contradiction(made: Decision, trial: Trial) -> str:
+    cuts = [span.start for span in made.layers[1:]]
+    return (
+        f"A trial with stages that begin at layers {cuts} took {seconds_text(1e9 * trial.measured)}, and "
+        f"{seconds_text(1e9 * trial.predicted)} by the times of its layers one by one; these were corrected, and the "
+        "cut made anew"
+    )
+
+
+def _seconds(profile: ModelProfile) -> float:
+    """Of all layers for the most samples that were measured."""
+    rows = profile.layers[0].forward[-1][0]
+    kinds = (Kind.F, Kind.B)
+    return sum(profile.seconds(kind, n, rows) for n in range(len(profile.layers)) for kind in kinds)
 
 
 def device_memory(device: torch.device) -> int | None:

@@ -9,6 +9,7 @@ from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Policy, Program, Schedule, Span
 from lightning_pipes.planning.auto import Choice, choose, numbers_to_try
 from lightning_pipes.planning.balance import balanced
+from lightning_pipes.planning.fit import evaluated, ordered
 from lightning_pipes.planning.plans import even_plan
 from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim.units import seconds_text
@@ -26,7 +27,9 @@ class Decision:
     Attributes:
         ranks: the rank of each stage.
         layers: the layers of each stage.
-        seconds: of a step, as foretold by a profile; None where nothing was measured.
+        seconds: of a step, as predicted by a profile; None where nothing was measured.
+        computing: seconds of them up to the optimizers' part, which is what a report measures.
+        rows: samples of the batch that they are predicted for.
         why: for people; empty where there was nothing to choose.
         table: what was compared, for people.
         profile: of the layers, where they were measured.
@@ -38,6 +41,8 @@ class Decision:
     ranks: tuple[int, ...]
     layers: tuple[Span, ...]
     seconds: float | None = None
+    computing: float | None = None
+    rows: int = 0
     why: str = ""
     table: str = ""
     profile: ModelProfile | None = None
@@ -100,6 +105,12 @@ class Wanted:
             found = [one // 2, one]
         return tuple(sorted({max(1, n) for n in found}))
 
+    def sample_rows(self, rows: int, ranks: int) -> int:
+        """How many samples of a batch of `rows` are needed to run micro-batches as large as may be decided."""
+        if self.chooses and self.microbatches is None:
+            return -(-rows // max(1, ranks // 2))
+        return max(self.microbatch_rows(rows, ranks))
+
     def measured(self, plain: Decision, profile: ModelProfile, rows: int, place: Deployment) -> Decision:
         """What runs, by the profile of the layers, for batches of `rows` samples on these devices.
 
@@ -115,7 +126,16 @@ class Wanted:
         m = plain.microbatches or DEFAULT_MICROBATCHES_PER_STAGE * len(plain.ranks)
         plan = even_plan(plain.schedule, ranks, min(m, rows), rows, plain.recompute)
         found = balanced(profile, plain.schedule, plan, plain.layers, place)
-        return replace(plain, layers=found.layers, seconds=found.seconds, why=found.why, profile=profile)
+        made = replace(plain, layers=found.layers, why=found.why)
+        return self.predicted(made, profile, rows, place)
+
+    def predicted(self, made: Decision, profile: ModelProfile, rows: int, place: Deployment) -> Decision:
+        """The same decision with what it comes to by a profile."""
+        m = min(made.plans().microbatches, rows)
+        plan = replace(even_plan(made.schedule, max(made.ranks) + 1, m, rows, made.recompute), layers=made.layers)
+        order, _ = ordered(made.schedule, plan)
+        whole, computing = (evaluated(p, order, plan, place).seconds for p in (profile, profile.without_steps()))
+        return replace(made, seconds=whole, computing=computing, rows=rows, profile=profile)
 
     def _numbers(self, profile: ModelProfile, rows: int, ranks: int) -> list[int]:
         """Numbers of micro-batches to try, whose size was found to run."""
@@ -135,17 +155,16 @@ class Wanted:
             recompute=(True,) if self.recompute else (False, True),
         )
         best, plan = choice.best, choice.fit.plan
-        return Decision(
+        made = Decision(
             best.schedule,
             best.microbatches,
             best.recompute,
             plan.ranks,
             plan.layers,
-            choice.fit.seconds,
-            _reason(choice),
-            str(choice),
-            profile,
+            why=_reason(choice),
+            table=str(choice),
         )
+        return self.predicted(made, profile, rows, place)
 
 
 def _reason(choice: Choice) -> str:
@@ -153,5 +172,5 @@ def _reason(choice: Choice) -> str:
     again = ", recomputation" if best.recompute else ""
     return (
         f"schedule='auto' takes {schedule_label(best.schedule)} with {best.microbatches} micro-batches{again}, cut at "
-        f"{choice.fit.cuts}: foretold {seconds_text(1e9 * choice.fit.seconds)} a step"
+        f"{choice.fit.cuts}: predicted {seconds_text(1e9 * choice.fit.seconds)} a step"
     )

@@ -36,6 +36,15 @@ def microbatches_among(wanted: Wanted, sibling: Sibling[object], ranks: int) -> 
     return replace(wanted, microbatches=sibling.array.microbatches(stages))
 
 
+def same_container(sibling: Sibling[object], module: pl.LightningModule, find: Callable[[], str]) -> str:
+    """The path of the first sibling's container, where this one's module has it too; else what `find()` gives."""
+    facts = sibling.array.shared.facts
+    if "container" not in facts:
+        facts["container"] = find()
+    path: str = facts["container"]
+    return path if path in dict(module.named_modules()) else find()
+
+
 def decide_alike(
     sibling: Sibling[object], module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]
 ) -> Decision:
@@ -74,7 +83,12 @@ def decide_alike(
             first,
         )
     return replace(
-        decision, schedule=plain.schedule, microbatches=plain.microbatches, recompute=plain.recompute, seconds=None
+        decision,
+        schedule=plain.schedule,
+        microbatches=plain.microbatches,
+        recompute=plain.recompute,
+        seconds=None,
+        computing=None,
     )
 
 

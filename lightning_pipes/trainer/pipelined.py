@@ -27,15 +27,19 @@ CLEARLY_LARGER = 1.5
 """By what factor the parameters of a container must exceed those of all others for it to be cut without being named."""
 
 
-def find_pipelined(module: pl.LightningModule, path: str | None) -> str:
-    """The path of what to spread over the stages: `path`, or the nn.Sequential child with the most parameters, or else
-    the largest nn.Sequential or nn.ModuleList deeper inside if no other comes near.
+def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mapping[str, float] | None = None) -> str:
+    """The path of what to spread over the stages: `path`, or the largest of all nn.Sequential and nn.ModuleList in the
+    module that are in no other, wherever they are. Which is largest is said by parameters, those of embeddings aside;
+    by time where another clearly takes longer. Of several that are nearly as large a child of the module is taken.
+
+    Args:
+        seconds: what the containers took that a step has run layer by layer, by path; None where nobody knows.
 
     Raises:
         PipelineError: there is none or no clear one, or it is not run layer by layer.
     """
     owner = type(module).__name__
-    path = _largest(module) if path is None else path
+    path = _largest(module, seconds) if path is None else path
     try:
         full = module.get_submodule(path)
     except AttributeError as error:
@@ -76,30 +80,42 @@ def _only_records(hook: object) -> bool:
     return isinstance(owner, RegisterRecordFunction)
 
 
-def _largest(module: pl.LightningModule) -> str:
+def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) -> str:
     """The path of the container that is cut if none is named."""
-    children = [(_size(m), n) for n, m in module.named_children() if isinstance(m, nn.Sequential)]
-    if children:
-        return max(children, key=lambda f: f[0])[1]
-    sizes = [size for _, size in _containers(module)]
-    if not sizes or (len(sizes) > 1 and sizes[0] < CLEARLY_LARGER * sizes[1]):
-        raise PipelineError(
-            f"{type(module).__name__} has no attribute that is an nn.Sequential, and there is no other container of "
-            f"layers that is clearly the largest. {_candidates(module)}"
-        )
-    path, _ = _containers(module)[0]
-    rank_zero_info(f"The pipeline is cut from self.{path}; PipelineStrategy(module=...) names another")
-    return path
+    found = containers(module)
+    sizes = dict(found if seconds is None else [each for each in found if each[0] in seconds])
+    by_size = max(sizes, key=lambda path: sizes[path], default=None)
+    close = [path for path, size in sizes.items() if by_size is not None and CLEARLY_LARGER * size > sizes[by_size]]
+    if by_size is not None and len(close) > 1:
+        children = [path for path in close if "." not in path and isinstance(getattr(module, path), nn.Sequential)]
+        by_size = max(children, key=lambda path: sizes[path], default=None)
+    if seconds:
+        slowest = sorted(seconds, key=lambda path: -seconds[path])
+        before = by_size or (slowest[1] if len(slowest) > 1 else None)
+        if before is None or seconds[slowest[0]] >= CLEARLY_LARGER * seconds[before]:
+            by_size = slowest[0]
+    if by_size is None:
+        single = [(_size(m), n) for n, m in module.named_children() if isinstance(m, nn.Sequential)]
+        if not single or (found and max(single)[0] < found[0][1]):
+            raise PipelineError(
+                f"{type(module).__name__} has no attribute that is an nn.Sequential, and there is no other container "
+                f"of layers that is clearly the largest. {_candidates(module)}"
+            )
+        by_size = max(single)[1]  # one layer is enough for one stage; what else is wrong with it is said
+    if "." in by_size or len(found) > 1:
+        rank_zero_info(f"The pipeline is cut from self.{by_size}; PipelineStrategy(module=...) names another")
+    return by_size
 
 
-def _containers(module: nn.Module) -> list[tuple[str, int]]:
-    """Paths and sizes of outermost containers that could be cut, the largest first."""
+def containers(module: nn.Module) -> list[tuple[str, int]]:
+    """Paths and sizes of outermost containers that could be cut, the largest first; embeddings do not count, which take
+    much memory and little time."""
     found: list[tuple[str, int]] = []
 
     def search(part: nn.Module, prefix: str) -> None:
         for name, child in part.named_children():
-            if isinstance(child, nn.Sequential | nn.ModuleList) and len(child) > 1 and not _has_own_forward(child):
-                found.append((f"{prefix}{name}", _size(child)))
+            if _could_be_cut(child):
+                found.append((f"{prefix}{name}", work_size(child)))
             else:
                 search(child, f"{prefix}{name}.")
 
@@ -107,8 +123,18 @@ def _containers(module: nn.Module) -> list[tuple[str, int]]:
     return sorted(found, key=lambda f: -f[1])
 
 
+def _could_be_cut(part: nn.Module) -> bool:
+    if not isinstance(part, nn.Sequential | nn.ModuleList) or len(part) < 2 or _has_own_forward(part):
+        return False
+    return not any(isinstance(layer, nn.ModuleList | nn.ModuleDict) and _no_forward(layer) for layer in part)
+
+
+def _no_forward(layer: nn.Module) -> bool:
+    return type(layer).forward in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+
+
 def _candidates(module: nn.Module) -> str:
-    found = _containers(module)
+    found = containers(module)
     if not found:
         return "Put the layers into one and call them in order: PipelineStrategy(module='path.to.it')"
     listed = ", ".join(f"{path!r} ({size} parameters)" for path, size in found[:5])
@@ -117,6 +143,12 @@ def _candidates(module: nn.Module) -> str:
 
 def _has_own_forward(full: nn.Module) -> bool:
     return type(full).forward not in (nn.Sequential.forward, nn.ModuleList.forward)
+
+
+def work_size(part: nn.Module) -> int:
+    """The number of parameters, those of embeddings left out."""
+    tables = [m for m in part.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return _size(part) - sum(map(_size, tables))
 
 
 def layer_sizes(full: Layers) -> list[int]:

@@ -47,7 +47,7 @@ class About:
         profile: of the layers, where it is known.
         facts: for people, by name.
         choice: why it is this schedule, or this cut, for people; empty where nothing was chosen.
-        foretold: seconds of a step, by the profile that they were chosen by.
+        predicted: seconds of a step up to the optimizers' part, by the profile that they were chosen by.
         siblings: how many trainings at a time shared the ranks.
     """
 
@@ -58,7 +58,7 @@ class About:
     profile: ModelProfile | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
     choice: str = ""
-    foretold: float | None = None
+    predicted: float | None = None
     siblings: int = 1
 
 
@@ -172,10 +172,10 @@ class PipelineReport:
 
 def _choice(about: About, measured: Timeline) -> str:
     """What was chosen and why, and whether it came true."""
-    if about.foretold is None or about.siblings > 1:
+    if about.predicted is None or about.siblings > 1:
         return about.choice
-    foretold = f"A step: {seconds_text(1e9 * about.foretold)} foretold when it was chosen, "
-    return f"{about.choice}\n{foretold}{seconds_text(measured.makespan)} measured"
+    predicted = f"A step up to the optimizer: {seconds_text(1e9 * about.predicted)} predicted when it was chosen, "
+    return f"{about.choice}\n{predicted}{seconds_text(measured.makespan)} measured"
 
 
 def _between(windows: Sequence[Window]) -> float | None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections import deque
+import multiprocessing
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-_MOST = 1_000
-"""Objects of a dataset that are searched for random generators."""
+_PATIENCE = 60.0
+"""Seconds in which a few samples have to come."""
 
 
 class NoSampleError(Exception):
@@ -42,67 +41,37 @@ def batch_rows(loader: Any) -> int:
 
 
 def example_batch(loader: DataLoader[Any], rows: int) -> Any:
-    """The first `rows` samples as a batch; no sampler is asked, and random generators that the dataset has are put
-    back. Where the loader has workers one is started for it, so that files are opened there and not here."""
+    """The first `rows` samples as a batch; no sampler is asked. They are loaded and collated in a process of their own,
+    so that nothing changes here that loading them changes: counters, caches, random generators."""
     indices = range(min(rows, len(loader.dataset)))  # type: ignore[arg-type]
-    if loader.num_workers:
-        once = DataLoader(
-            Subset(loader.dataset, indices),
-            batch_size=len(indices),
-            collate_fn=loader.collate_fn,
-            num_workers=1,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-        )
-        return next(iter(once))
-    with _same_generators(loader.dataset):
-        together = getattr(loader.dataset, "__getitems__", None)
-        samples = together(list(indices)) if together else [loader.dataset[i] for i in indices]
-        return loader.collate_fn(samples)
+    forks = "fork" in multiprocessing.get_all_start_methods()
+    once = DataLoader(
+        Subset(loader.dataset, indices),
+        batch_size=len(indices),
+        collate_fn=loader.collate_fn,
+        num_workers=1,
+        timeout=_PATIENCE,
+        worker_init_fn=loader.worker_init_fn if loader.num_workers else None,
+        multiprocessing_context=loader.multiprocessing_context or ("fork" if forks else None),
+    )
+    with _same_offsets():
+        passing = iter(once)
+        batch = next(passing)
+        del passing  # ends the process
+    return batch
 
 
 @contextmanager
-def _same_generators(dataset: object) -> Iterator[None]:
-    """Random generators of the dataset's own are afterwards as they were."""
-    found = list(_generators(dataset))
-    before = [_state(generator) for generator in found]
+def _same_offsets() -> Iterator[None]:
+    """Open files are afterwards where they were: a forked process reads on in the same ones."""
+    before = {}
+    for file in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # no file that has a place to be at
+            before[int(file.name)] = os.lseek(int(file.name), 0, os.SEEK_CUR)
     try:
         yield
     finally:
-        for generator, state in zip(found, before, strict=True):
-            _set_state(generator, state)
-
-
-def _generators(dataset: object) -> Iterator[Any]:
-    queue: deque[Any] = deque([dataset])
-    seen: set[int] = set()
-    while queue and len(seen) < _MOST:
-        thing = queue.popleft()
-        if id(thing) in seen or isinstance(thing, (torch.Tensor, np.ndarray, type)):
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
-            yield thing
-        elif isinstance(thing, (list, tuple)):
-            queue.extend(thing[:_MOST])
-        elif isinstance(thing, dict):
-            queue.extend(list(thing.values())[:_MOST])
-        else:
-            queue.extend(getattr(thing, "__dict__", {}).values())
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
+        for number, offset in before.items():
+            with suppress(OSError):
+                if os.lseek(number, 0, os.SEEK_CUR) != offset:
+                    os.lseek(number, offset, os.SEEK_SET)

@@ -13,6 +13,7 @@ from lightning_pipes.ir import Program
 from lightning_pipes.trainer.capture import Interceptor
 from lightning_pipes.trainer.checks import warn_about, warn_about_pieces
 from lightning_pipes.trainer.connections import Connections
+from lightning_pipes.trainer.container import warn_about_outside
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.deciding import Deciding
 from lightning_pipes.trainer.decision import Decision, Wanted
@@ -69,7 +70,10 @@ class PipelineSetup:
         deciding = Deciding(
             self._trainer, self.path, self._grid, self._control, self._pipeline, self._device, transport
         )
-        return deciding.decide(wanted, plain)
+        made = deciding.decide(wanted, plain)
+        if self._grid.length > 1:
+            warn_about_outside(self._module, self.path, made.profile)
+        return made
 
     def lay_out(self, decision: Decision) -> None:
         """Looks at the whole module as it will be cut: who holds what."""

@@ -42,6 +42,7 @@ from lightning_pipes.trainer.capture import named_step
 from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module
 from lightning_pipes.trainer.clipping import GradientAgreement
 from lightning_pipes.trainer.connections import Connections, Idle, connections
+from lightning_pipes.trainer.container import find_container
 from lightning_pipes.trainer.control import Control
 from lightning_pipes.trainer.data_state import KEY, TrainingData
 from lightning_pipes.trainer.decision import Decision, Wanted
@@ -60,6 +61,7 @@ from lightning_pipes.trainer.launching import Launcher
 from lightning_pipes.trainer.logs import metrics_gather_over
 from lightning_pipes.trainer.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.pipelined import CutModule, find_pipelined, layer_sizes
+from lightning_pipes.trainer.prediction import Prediction
 from lightning_pipes.trainer.replicas import Replicas
 from lightning_pipes.trainer.report import About, PipelineReport, Window
 from lightning_pipes.trainer.run import PipelineRun
@@ -84,6 +86,7 @@ from lightning_pipes.trainer.steps import Context
 from lightning_pipes.trainer.stopping import StopAgreement, as_terminated
 from lightning_pipes.trainer.streaming import StreamingRun, check_streaming
 from lightning_pipes.trainer.summary import log_graphs, show_summaries
+from lightning_pipes.trainer.threads import Threads
 from lightning_pipes.trainer.timing import Share, Timing
 from lightning_pipes.trainer.versions import tell_if_untested
 
@@ -102,10 +105,11 @@ class PipelineStrategy(ParallelStrategy):
         data_parallel: replicas of the whole pipeline, each with its share of the data, as under DDP. The processes are
             shared out to them, consecutive ones to one pipeline.
         schedule_args: settings of the schedule, such as {"k": 2}.
-        module: path of the nn.Sequential to cut; by default the module's child with the most parameters.
-        partition: "auto" measures the layers for a second or so when `fit` starts, and balances the stages by time,
-            within the devices' memory, where that saves 5 % of a step; else, and with "parameters", they have even
-            numbers of parameters. A list names the layers at which stages 1, 2, ... begin.
+        module: path of the nn.Sequential or nn.ModuleList to cut; by default the largest by parameters, or the one that
+            takes most of a step where that is clearly another.
+        partition: "auto" measures the layers for a second or so when `fit` starts, tries the pipeline for another, and
+            balances the stages by time, within the devices' memory, where that saves 5 % of a step; else, and with
+            "parameters", they have even numbers of parameters. A list names the layers at which stages 1, 2, ... begin.
         recompute: keep only the input of each stage and run its forward again before backward; saves memory.
         seed: what dropout and all other random numbers inside a step start from.
         transport: how tensors travel between stages: "local" is shared memory on one host, "nccl" goes from GPU to
@@ -180,6 +184,9 @@ class PipelineStrategy(ParallelStrategy):
         self._pipeline: Control | None = None
         self._replicas: Replicas | None = None
         self._cut: CutModule | None = None
+        self._cut_path: str | None = None
+        """Of the container that the last run has cut."""
+        self._resumed_path: str | None = None
         self._spread: CutModule | None = None
         """The last run's, if its layers stay where they are: they were made on meta."""
         self._loaded: tuple[Mapping[str, Any], bool] | None = None
@@ -193,6 +200,7 @@ class PipelineStrategy(ParallelStrategy):
         self._failed: BaseException | None = None
         self._undo: list[Callable[[], None]] = []
         self._decision: Decision | None = None
+        self._prediction: Prediction | None = None
         self._reported: tuple[Sequence[Sequence[Window]], About] = ((), About())
 
     def __repr__(self) -> str:
@@ -252,6 +260,7 @@ class PipelineStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        self._threads = Threads()
         if not self.cluster_environment.creates_processes_externally:
             if self.num_nodes == 1:
                 secret_for_children()
@@ -286,6 +295,7 @@ class PipelineStrategy(ParallelStrategy):
         if started:
             self._make_process_group(self._connections.watch, device)
         self._control = self._connections.connect(self._make_control)
+        self._threads.share_cores(self._control)
         self._pipeline = self._control.split(grid.pipelines)
         self._connections.get_ready(self._pipeline)
         self._replicas = Replicas(grid, self._control, device)
@@ -338,11 +348,7 @@ class PipelineStrategy(ParallelStrategy):
             check_callbacks(private.callbacks(trainer))
             if self._async:
                 check_async(private.callbacks(trainer))
-        path = find_pipelined(module, self._path)
         connected = self._connected
-        made = PipelineSetup(trainer, module, path, self.grid, connected, self.control, self.pipeline, self.root_device)
-        wanted = connected.wanted(self._wanted, self.grid.length)
-        plain = wanted.unmeasured(layer_sizes(made.full), self.grid.length)
         spread = equal_weights(module, self.control)
 
         private.forget_optimizers(self)
@@ -353,12 +359,18 @@ class PipelineStrategy(ParallelStrategy):
             check_optimizers(self.optimizers)
             whole = parameter_names(module, self.optimizers)
 
+        self._cut_path = path = self._container(module)
+        made = PipelineSetup(trainer, module, path, self.grid, connected, self.control, self.pipeline, self.root_device)
+        wanted = connected.wanted(self._wanted, self.grid.length)
+        plain = wanted.unmeasured(layer_sizes(made.full), self.grid.length)
+
         def decide() -> Decision:
             return made.decide(wanted, plain, self._transport) if fitting else plain
 
         decision = connected.decide(module, plain, decide)
         self._decision = decision
         self.schedule = decision.schedule
+        self._prediction = Prediction(decision, self.pipeline, connected.trainings == 1) if fitting else None
 
         if fitting:
             with_tuner(trainer, self.schedule)
@@ -393,6 +405,14 @@ class PipelineStrategy(ParallelStrategy):
         self._undo.append(metrics_gather_over(module, self.replicas.group))
         self._undo.append(self._data.forget)
         self._undo.append(partial(private.forget_training_data, trainer))
+
+    def _container(self, module: pl.LightningModule) -> str:
+        """The path of what is cut: as named, as before in a run that goes on, or as it is found."""
+        before, self._resumed_path = self._resumed_path, None
+        if self._path is not None or before in dict(module.named_modules()):
+            return find_pipelined(module, before if self._path is None else self._path)
+        find = partial(find_container, self._trainer, module, self.control, self.root_device)
+        return self._connected.container(module, find)
 
     def teardown(self) -> None:
         point("teardown")
@@ -453,7 +473,10 @@ class PipelineStrategy(ParallelStrategy):
         with self._telling_others():
             self._saver.check()
             batch, arguments = _batch_and_arguments(args, kwargs)
-            return self._running.train(batch, arguments, self.optimizers, complete=not self._accumulating)
+            out = self._running.train(batch, arguments, self.optimizers, complete=not self._accumulating)
+            if self._prediction is not None:
+                self._prediction.check(self._running.windows)
+            return out
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
@@ -621,6 +644,7 @@ class PipelineStrategy(ParallelStrategy):
         checkpoint = self._read(self.broadcast(checkpoint_path), weights_only)
         if self._run is None:  # while training, tuners go back to where they started
             self._data.load(checkpoint)
+            self._resumed_path = checkpoint.get(KEY, {}).get("module")
         self.barrier()  # whoever removes it afterwards must not be too early
         return checkpoint
 
@@ -674,6 +698,7 @@ class PipelineStrategy(ParallelStrategy):
         point("checkpoint")
         if "optimizer_states" in checkpoint:  # not for weights alone
             checkpoint[KEY] = self._data.state(self._trainer)
+            checkpoint[KEY]["module"] = self._cut_path  # random numbers depend on which layers are counted
         if self._down and self._run is not None and self.world_size > 1:
             part = f"{filepath}.rank{self.global_rank}of{self.world_size}"
             self.checkpoint_io.save_checkpoint(checkpoint, part, storage_options)

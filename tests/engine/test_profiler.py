@@ -206,3 +206,27 @@ def measured_peak(rank: int, model: str, schedule: str, recompute: bool) -> list
 def test_the_memory_model_foretells_the_measured_peak(model, schedule, recompute):
     for measured, foretold in run_ranks(measured_peak, 2, model, schedule, recompute, timeout=60):
         assert foretold == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_layers_that_work_in_place(split: bool) -> None:
+    """One gets what the layer before it hands on, where gradients begin; the sample stays as it is."""
+
+    def layers(in_place: bool) -> list[nn.Module]:
+        return [
+            nn.ReLU(in_place),
+            nn.Conv2d(3, 4, 3),
+            nn.ReLU(in_place),
+            nn.Sequential(nn.ReLU(in_place), nn.Flatten()),
+        ]
+
+    x = torch.randn(2, 3, 8, 8)
+    before = x.clone()
+    found = profile_layers(layers(True), {2: x}, split=split)
+    plain = profile_layers(layers(False), {2: x}, split=split)
+    assert torch.equal(x, before)
+    assert [layer.output for layer in found.layers] == [layer.output for layer in plain.layers]
+    assert all(layer.forward[0][1] > 0 for layer in found.layers)
+    assert [bool(layer.backward[-1][1]) if layer.backward else False for layer in found.layers] == [
+        bool(layer.backward[-1][1]) if layer.backward else False for layer in plain.layers
+    ]

@@ -29,6 +29,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer import deciding, measuring
 from lightning_pipes.trainer.decision import LEAST_ROWS, Wanted
 from lightning_pipes.trainer.sample import NoSampleError, batch_rows, example_batch
+from lightning_pipes.trainer.trial import Trial, Trials
 from lightning_pipes.trainer.unchanged import unchanged
 from tests.trainer.lit import WIDTH, Case, Lit, LitOutside, LitTied, data, differences, plain_values, quiet, train
 
@@ -90,8 +91,11 @@ class LitBefore(Lit):
         pass
 
 
-def faked(seconds: list[float]) -> Any:
-    """In place of a measurement: forwards of so many seconds, backwards of twice that, whatever the rows."""
+def faked(seconds: list[float], rank: int) -> Any:
+    """In place of a measurement: forwards of so many seconds, backwards of twice that, whatever the rows; rank 1 is
+    three times as fast where devices are not equal by name."""
+    factor = 1 / 3 if rank == 1 and deciding._device_name(torch.device("cpu")) == "another" else 1.0
+    seconds = [factor * s for s in seconds]
 
     def profile(self: Any, pieces: int | None, split: bool) -> ModelProfile:
         return ModelProfile(
@@ -116,6 +120,11 @@ def constant(value: Any, *_: Any) -> Any:
     return value
 
 
+def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
+    """In place of a trial of a faked profile."""
+    return Trial(1.0, 1.0, (1.0,) * len(made.layers))
+
+
 def one_slow(at: int, factor: float = 10.0) -> list[float]:
     return [0.1 * (factor if n == at else 1.0) for n in range(LAYERS)]
 
@@ -129,7 +138,8 @@ def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: st
             for where, value in replaced.items():
                 patch.setattr(deciding, where, partial(constant, value[rank] if isinstance(value, tuple) else value))
             if case.trainer.get("seconds"):
-                patch.setattr(measuring.Measuring, "profile", faked(case.trainer.pop("seconds")))
+                patch.setattr(measuring.Measuring, "profile", faked(case.trainer.pop("seconds"), rank))
+                patch.setattr(Trials, "run", as_predicted)
             decided = Decided()
             case.trainer["callbacks"] = [*case.trainer.get("callbacks", []), decided]
             results[name] = train(case, 2, Path(folder) / name)
@@ -140,7 +150,7 @@ def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: st
 
 
 MOVED = {"strategy": {"microbatches": 4}}
-SLOW_RANK = {"_device_name": ("one", "another"), "benchmark": (1.0, 3.0)}  # by global rank
+SLOW_RANK = {"_device_name": ("one", "another")}  # by global rank
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "slow first": (Case(LitOutside, **MOVED, trainer={"seconds": one_slow(0)}), {}),
     "slow last": (Case(Lit, **MOVED, trainer={"seconds": one_slow(8)}), {}),
@@ -163,7 +173,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 
 @cache
 def runs() -> list[dict[str, Any]]:
-    return run_ranks(trained, 2, CASES, mkdtemp(), timeout=90)
+    return run_ranks(trained, 2, CASES, mkdtemp(), timeout=240)
 
 
 @cache
@@ -191,9 +201,9 @@ def test_the_cut_moves_to_the_slow_layer() -> None:
 
 
 def test_a_slower_device_gets_fewer_layers() -> None:
-    """Global rank 0 has the last stage; it took a second for what took rank 1, which measured, three."""
+    """Global rank 0 has the last stage; it took three seconds for what took rank 1 one."""
     (cut,) = cuts("slow rank")
-    assert 1 <= cut <= 3
+    assert 6 <= cut <= 8
 
 
 def test_the_cut_keeps_within_memory() -> None:
@@ -231,13 +241,14 @@ def test_auto_keeps_to_sizes_that_can_be_run() -> None:
     assert decided("not one row").microbatches <= 2  # of batches of 8 rows, some of 6
 
 
-def test_the_report_says_what_was_foretold() -> None:
+def test_the_report_says_what_was_predicted() -> None:
     for found in runs():
         text, record = found["auto"]["report"]
         made = found["auto"]["decision"]
         assert made.table in text
         assert made.why in record.choice
-        assert f"A step: {seconds_text(1e9 * made.seconds)} foretold when it was chosen" in record.choice
+        predicted = f"A step up to the optimizer: {seconds_text(1e9 * made.computing)} predicted when it was chosen"
+        assert predicted in record.choice
         assert record.profile == made.profile
         _, record = found["parameters"]["report"]
         assert (record.choice, record.profile) == ("", None)
@@ -268,16 +279,19 @@ def watched(rank: int, strategies: list[dict[str, Any]], folder: str) -> list[An
     found = []
     same: list[bool] = []
 
-    def drawing_nothing(self: Any, *args: Any, measure: Any = measuring.Measuring.profile) -> Any:
-        cpu = torch.device("cpu")
-        before = plain_values(random_state(cpu))
-        profile = measure(self, *args)
-        same.append(differences(before, plain_values(random_state(cpu)), 0.0) == [])
-        return profile
+    class DrawingNothing(measuring.Measuring):
+        def __enter__(self) -> Any:
+            self.before = plain_values(random_state(torch.device("cpu")))
+            return super().__enter__()
+
+        def __exit__(self, *args: Any) -> None:
+            super().__exit__(*args)
+            after = plain_values(random_state(torch.device("cpu")))
+            same.append(differences(self.before, after, 0.0) == [])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "WORTH_MEASURING", 0.0)
-        patch.setattr(measuring.Measuring, "profile", drawing_nothing)
+        patch.setattr(deciding, "Measuring", DrawingNothing)
         for settings in strategies:
             deciding._profiles.clear()
             pl.seed_everything(3, verbose=False)
@@ -299,7 +313,7 @@ def watched(rank: int, strategies: list[dict[str, Any]], folder: str) -> list[An
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             counted = module.steps, module.history, module.hooks
             found.append((state, metrics, counted, torch.rand(3).tolist(), decided.found.profile is not None))
-    assert same == [True] * rank  # rank 1 measures
+    assert same == [True]
     return found
 
 

@@ -239,7 +239,11 @@ class TestFindPipelined:
     def test_the_largest_list_deeper_inside(self):
         module = self.module(few=nn.Sequential(*self.linears(2)), many=nn.ModuleList(self.linears(5)))
         assert find_pipelined(module, None) == "net.many"
-        module.own = nn.Sequential(*self.linears(1))
+        module.head = nn.Sequential(*self.linears(2))  # however near
+        assert find_pipelined(module, None) == "net.many"
+        module.own = nn.Sequential(*self.linears(4))  # nearly as large
+        assert find_pipelined(module, None) == "own"
+        module.alone = nn.Sequential(nn.Linear(50, 50))  # can't be cut
         assert find_pipelined(module, None) == "own"
 
     def test_no_clear_one(self):

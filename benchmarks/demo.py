@@ -1,0 +1,112 @@
+"""Whether `make demo` ends balanced, and as fast as was predicted when its stages were cut: run after run.
+
+python benchmarks/demo.py              ten runs, each about a minute; exit status 1 unless all are right
+python benchmarks/demo.py --quick      one run of 40 batches
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from lightning_pipes.sim.record import RunRecord
+from lightning_pipes.sim.slowest import Slowest
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "train.py"
+BALANCED = [3]
+"""Where the second stage begins: embedding and two blocks, two blocks and head."""
+CLOSE = 0.1
+"""By what share a measured step may differ from the predicted one."""
+SHORT = ["trainer.limit_train_batches=40", "trainer.limit_val_batches=1", "trainer.val_check_interval=1.0"]
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run of the example came out.
+
+    Attributes:
+        cut: the layers at which stages begin.
+        ratio: the busier stage's time over the other's.
+        predicted: seconds of a step up to the optimizer, when it was cut.
+        measured: the same, of the median of the last batches.
+        contradicted: whether the pipeline contradicted times that layers took one by one.
+    """
+
+    cut: list[int]
+    ratio: float
+    predicted: float
+    measured: float
+    contradicted: bool
+
+    @classmethod
+    def of(cls, record: RunRecord) -> Run:
+        """What `examples/train.py` has left."""
+        assert record.measured is not None
+        number = re.search(r"A step up to the optimizer: ([\d.e+]+) (s|ms|us) predicted", record.choice)
+        if number is None:
+            raise SystemExit(f"nothing was predicted: {record.choice}")
+        return cls(
+            [span.start for span in record.plan.layers[1:]],
+            Slowest.of(record.measured).ratio,
+            float(number[1]) * _UNITS[number[2]],
+            record.measured.makespan / 1e9,
+            "A trial" in record.choice,
+        )
+
+    @property
+    def off(self) -> float:
+        """By what share the measured step is longer than the predicted one."""
+        return self.measured / self.predicted - 1
+
+    @property
+    def right(self) -> bool:
+        """Whether it is balanced and as predicted."""
+        return self.cut == BALANCED and abs(self.off) <= CLOSE
+
+    def __str__(self) -> str:
+        said = ", after a trial contradicted the profile" if self.contradicted else ""
+        return (
+            f"{'right' if self.right else 'WRONG'}  stages begin at {self.cut}, the busier one takes {self.ratio:.2f}x "
+            f"the other's time; {1e3 * self.predicted:.0f} ms predicted{said}, {1e3 * self.measured:.0f} ms measured "
+            f"({self.off:+.1%})"
+        )
+
+
+def demo(*overrides: str) -> Run:
+    """One run of the example, with its own settings but for `overrides`."""
+    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, str(SCRIPT), f"hydra.run.dir={folder}/out", "trainer.enable_progress_bar=false"]
+        done = subprocess.run([*command, *overrides], cwd=folder, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stdout + done.stderr)
+        return Run.of(RunRecord.load(f"{folder}/out"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    runs = []
+    for _ in range(1 if options.quick else options.runs):
+        runs.append(demo(*SHORT) if options.quick else demo())
+        print(runs[-1], flush=True)
+    right = sum(run.right for run in runs)
+    print(f"{right} of {len(runs)} are balanced and within {CLOSE:.0%} of what was predicted")
+    if options.json:
+        print(json.dumps({"runs": [{**asdict(run), "off": run.off} for run in runs], "right": right}))
+    return 0 if options.quick or right == len(runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
