@@ -276,6 +276,7 @@ class PipelineStrategy(ParallelStrategy):
 
     def _make_process_group(self, watch: FailureWatch, device: torch.device) -> None:
         """The default one, once all ranks have come."""
+        assert self.cluster_environment is not None
         watch.meet(self._timeout.total_seconds(), check_launcher, dead_ranks)
         point("process_group")
         atexit.register(_leave)

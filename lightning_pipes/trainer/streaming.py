@@ -178,7 +178,7 @@ class Results:
         if self._store is None:
             return message
         if message is not None:
-            packed = Packed(message)
+            packed = Packed(message, self._watch.seal)
             data = torch.empty(packed.size, dtype=torch.uint8)
             packed.write(data)
             self._store.set(key, data.numpy().tobytes())
@@ -188,7 +188,8 @@ class Results:
         while not self._store.check([key]):
             self._watch.check()
             time.sleep(_POLL_SECONDS)
-        return unpacked(torch.frombuffer(bytearray(self._store.get(key)), dtype=torch.uint8))
+        data = torch.frombuffer(bytearray(self._store.get(key)), dtype=torch.uint8)
+        return unpacked(data, self._watch.seal)
 
 
 def check_streaming(trainer: pl.Trainer, name: str, grid: Grid, shared: Sequence[str]) -> None:
