@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -92,7 +91,7 @@ def work(job: Job) -> None:
         return
     if job.kind == "array":
         trainings = [partial(train, job, f"sibling{n}", RATES[n]) for n in range(len(RATES))]
-        for outcome in JobArray[None](2, progress=False).run(trainings):
+        for outcome in JobArray[float](2, progress=False).run(trainings):
             if outcome.error is not None:
                 raise outcome.error
         return
@@ -254,4 +253,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -191,7 +191,7 @@ class FailureWatch:
         if self._store is None:
             return fn()
         found: Future[T] = Future()
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
         def run() -> None:
             try:

@@ -157,7 +157,7 @@ class JobArray(Generic[T]):
                     raise terminated()
                 if not self._queue:
                     self.timeline = self._record.timeline(self._gathered())
-                    return
+                    break
                 if self._rounds is not None:
                     self._compute_round(self._rounds)
                 head = self._queue[0]

@@ -21,6 +21,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.item import Item
+from lightning_pipes.engine.trust import KNOWN, seal_of
 from lightning_pipes.ir import PipelineError, Program
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.batches import rows_of
@@ -164,6 +165,7 @@ class Results:
     def __init__(self, control: Control, apart: int) -> None:
         self._watch = control.watch
         self._store = control.watch.store() if control.size > 1 else None
+        self._seal = KNOWN if seal_of(self._store) else None  # the store vouches for what is in it
         self._apart = apart
         self._batch = 0
 
@@ -178,7 +180,7 @@ class Results:
         if self._store is None:
             return message
         if message is not None:
-            packed = Packed(message, self._watch.seal)
+            packed = Packed(message, self._seal)
             data = torch.empty(packed.size, dtype=torch.uint8)
             packed.write(data)
             self._store.set(key, data.numpy().tobytes())
@@ -188,8 +190,7 @@ class Results:
         while not self._store.check([key]):
             self._watch.check()
             time.sleep(_POLL_SECONDS)
-        data = torch.frombuffer(bytearray(self._store.get(key)), dtype=torch.uint8)
-        return unpacked(data, self._watch.seal)
+        return unpacked(torch.frombuffer(bytearray(self._store.get(key)), dtype=torch.uint8), self._seal)
 
 
 def check_streaming(trainer: pl.Trainer, name: str, grid: Grid, shared: Sequence[str]) -> None:

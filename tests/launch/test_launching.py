@@ -20,10 +20,13 @@ import pytest
 import torch
 
 from lightning_pipes.engine import launcher
-from tests.launch.example import environment, processes, wait_until
+from lightning_pipes.testing.interpreters import processes
+from tests.launch.example import environment
 from tests.launch.fit import HEARTBEAT_TIMEOUT
 
 SCRIPT = str(Path(__file__).with_name("fit.py"))
+START = 300.0
+"""Seconds; two interpreters load Lightning one after the other."""
 SOON = 40.0
 """Seconds on a busy machine, where the end of an interpreter alone takes five; our own limits are below ten."""
 
@@ -43,7 +46,11 @@ class Script:
     def send(self, signum: signal.Signals, rank: int | None, when: str) -> None:
         """Sends a signal to a rank, or to the launcher, when all ranks are there."""
         ready = [self.folder / f"{when}{r}" for r in range(2)]
-        wait_until(lambda: all(map(Path.exists, ready)), [self.launched])
+        until = time.monotonic() + START
+        while not all(map(Path.exists, ready)):
+            assert self.launched.poll() is None, (self.folder / "said").read_text()
+            assert time.monotonic() < until, "the ranks do not come"
+            time.sleep(0.02)
         pid = self.launched.pid if rank is None else int((self.folder / f"started{rank}").read_text())
         os.kill(pid, signum)
 
@@ -52,7 +59,7 @@ class Script:
         which may stay."""
         until = time.monotonic() + SOON
         stays = "-1" if but is None else (self.folder / f"started{but}").read_text()
-        while any(str(pid) != stays for pid, _ in processes(self.token)):
+        while any(str(pid) != stays for pid in processes(self.token)):
             assert time.monotonic() < until, "processes are left"
             self.launched.poll()
             time.sleep(0.05)
@@ -69,7 +76,7 @@ def script(folder: Path, *launcher: str) -> Iterator[Script]:
     try:
         yield Script(started, folder, token)
     finally:
-        for pid, _ in processes(token):
+        for pid in processes(token):
             os.kill(pid, signal.SIGKILL)
         started.wait()
 

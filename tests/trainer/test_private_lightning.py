@@ -189,7 +189,7 @@ def groups_of(rank: int) -> int:
 
 
 def test_process_groups():
-    assert run_ranks(groups_of, 2, timeout=20) == [2, 2]
+    assert run_ranks(groups_of, 2, timeout=60) == [2, 2]
 
 
 def test_original_signal_handlers():
@@ -217,7 +217,7 @@ def store_of(rank: int) -> bool:
 
 
 def test_get_default_store():
-    assert run_ranks(store_of, 2, timeout=20) == [True, True]
+    assert run_ranks(store_of, 2, timeout=60) == [True, True]
 
 
 def test_metric_counts():
