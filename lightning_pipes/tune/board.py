@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from lightning_pipes.engine import plain
 from lightning_pipes.engine.launcher import check_launcher
 from lightning_pipes.engine.meeting import LOOPBACK, adopted_store, made_store, run_store, store_on_loopback
-from lightning_pipes.engine.rendezvous import launcher_hosts_store
+from lightning_pipes.engine.rendezvous import launcher_hosts_store, wait_for_host
 from lightning_pipes.engine.trust import KNOWN, dumps, loads, part_of, seal_of, sealed, secret_for_children
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.private_lightning import default_store
@@ -114,7 +114,9 @@ class _Line:
             self.store = run_store(self.rank, size, size, _TIMEOUT, check_launcher)
         elif ADDRESS in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
             self.rank = int(os.environ["LOCAL_RANK"])
-            store = TCPStore(LOOPBACK, int(os.environ[ADDRESS]), is_master=False, timeout=_TIMEOUT)
+            port = int(os.environ[ADDRESS])
+            wait_for_host(LOOPBACK, port, _TIMEOUT, check_launcher)  # which may be gone by now
+            store = TCPStore(LOOPBACK, port, is_master=False, timeout=_TIMEOUT)
             self.store = sealed(store, self.rank, one_host=True)
         else:
             if _started_by_others():
