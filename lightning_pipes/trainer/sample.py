@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _MOST = 1_000
 """Objects of a dataset that are searched for random generators."""
 
@@ -65,12 +66,12 @@ def example_batch(loader: DataLoader[Any], rows: int) -> Any:
 def _same_generators(dataset: object) -> Iterator[None]:
     """Random generators of the dataset's own are afterwards as they were."""
     found = list(_generators(dataset))
-    before = [_state(generator) for generator in found]
+    before = [state_of(generator) for generator in found]
     try:
         yield
     finally:
         for generator, state in zip(found, before, strict=True):
-            _set_state(generator, state)
+            set_state(generator, state)
 
 
 def _generators(dataset: object) -> Iterator[Any]:
@@ -81,7 +82,7 @@ def _generators(dataset: object) -> Iterator[Any]:
         if id(thing) in seen or isinstance(thing, (torch.Tensor, np.ndarray, type)):
             continue
         seen.add(id(thing))
-        if isinstance(thing, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+        if isinstance(thing, GENERATORS):
             yield thing
         elif isinstance(thing, (list, tuple)):
             queue.extend(thing[:_MOST])
@@ -91,7 +92,8 @@ def _generators(dataset: object) -> Iterator[Any]:
             queue.extend(getattr(thing, "__dict__", {}).values())
 
 
-def _state(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """The state of a random generator of torch, NumPy or Python."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -99,7 +101,8 @@ def _state(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
+    """The other direction of `state_of`."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

@@ -113,6 +113,7 @@ class PipelineSetup:
         precision: Precision,
         seed: int,
         transport: str,
+        check_loss: bool,
     ) -> PipelineRun:
         """The run of the cut module, whose weights are on the device by now."""
         module, layout = self._module, self._layout
@@ -136,4 +137,5 @@ class PipelineSetup:
             self._device,
             seed,
             transport,
+            check_loss,
         )

@@ -98,6 +98,8 @@ class PipelineStrategy(ParallelStrategy):
         checkpoint: "full" writes ordinary Lightning checkpoints, for which rank 0 gathers the whole; "sharded" writes
             folders to which every rank adds its part. Both resume on any number of stages, whatever is set here.
         async_checkpoint: write in the background while training goes on.
+        check_loss: compare the loss of the first batch with those of its micro-batches, and warn where it is no mean
+            over samples. The step runs once more for it, without the layers, and leaves no trace.
         timeout: how long ranks wait for each other outside the pipeline.
         heartbeat_timeout: seconds without a sign of life after which a rank is given up, at least 2. A process gives
             them while it computes, too, except inside a call that keeps Python's lock all that time.
@@ -124,6 +126,7 @@ class PipelineStrategy(ParallelStrategy):
         transport: str = "auto",
         checkpoint: str = "full",
         async_checkpoint: bool = False,
+        check_loss: bool = True,
         timeout: timedelta = timedelta(minutes=30),
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         process_group_backend: str | None = None,
@@ -149,6 +152,7 @@ class PipelineStrategy(ParallelStrategy):
         self._transport = known_transport(transport)
         self._sharded = known_form(checkpoint) == "sharded"
         self._async = async_checkpoint
+        self._check_loss = check_loss
         self.checkpoint_io = checkpoint_io
         self._timeout = timeout
         self._heartbeat_timeout = long_enough(heartbeat_timeout)
@@ -327,7 +331,9 @@ class PipelineStrategy(ParallelStrategy):
         self._layouts = [keep_local(o, w, cut.is_foreign) for o, w in zip(self.optimizers, whole, strict=True)]
         self.model_to_device()
         kind = StreamingRun if self._streams else PipelineRun
-        self._run = run = made.start(kind, self.replicas, self.precision_plugin, self._seed, self._transport)
+        self._run = run = made.start(
+            kind, self.replicas, self.precision_plugin, self._seed, self._transport, self._check_loss
+        )
 
         self.setup_precision_plugin()
         private.optimizers_to_device(self.optimizers, self.root_device)
