@@ -219,7 +219,7 @@ ALIKE = [Lit, LitRandom, LitInsideMean, LitMixup, LitOwnGenerator, LitNotWhole]
     ids=["1f1b", "pipedream", "interleaved"],
 )
 def test_both_numbers_are_those_without_a_pipeline(schedule, ranks, parts, kinds):
-    found = run_ranks(fitted_all, ranks, ranks, kinds, {"schedule": schedule, "microbatches": parts}, timeout=120)
+    found = run_ranks(fitted_all, ranks, ranks, kinds, {"schedule": schedule, "microbatches": parts}, timeout=180)
     for kind, runs in zip(kinds, zip(*found, strict=True), strict=True):
         assert [said for said, *_ in runs[1:]] == [[]] * (ranks - 1)  # rank 0 alone
         said = runs[0][0]
@@ -259,7 +259,7 @@ def test_training_is_that_of_a_run_that_does_not_look():
             )
             for check in (True, False)
         ]
-        looks, does_not = run_ranks(train_cases, 1, cases, 1, mkdtemp(), timeout=60)[0]
+        looks, does_not = run_ranks(train_cases, 1, cases, 1, mkdtemp(), timeout=180)[0]
         assert differences(looks, does_not, tolerance=0.0) == []
 
 
@@ -276,7 +276,7 @@ def with_replicas(rank: int) -> Any:
 
 
 def test_replicas_say_it_once():
-    first, second = run_ranks(with_replicas, 2, timeout=60)
+    first, second = run_ranks(with_replicas, 2, timeout=180)
     assert (len(first), second) == (1, [])
 
 
@@ -310,7 +310,7 @@ class LitPaddedLlama(LitLlama):
 
 def test_padded_labels_of_hugging_face_models():
     kinds: list[Any] = [LitPaddedGPT2, LitPaddedLlama]
-    (found,) = run_ranks(fitted_all, 1, 1, kinds, {"microbatches": 2}, timeout=90)
+    (found,) = run_ranks(fitted_all, 1, 1, kinds, {"microbatches": 2}, timeout=180)
     for kind, (said, _, _) in zip(kinds, found, strict=True):
         name, *numbers = LOSS.match(said[0]).groups()
         assert (name, len(said)) == (kind.__name__, 1)
