@@ -102,7 +102,7 @@ class PipelineSetup:
         self._interceptor = Interceptor(f"self.{self.path}", loop=isinstance(self.full, nn.ModuleList))
         if spread:
             check_same_cut(self._module, self.path, local, self._control)
-        self._cut = CutModule(self._module, self.path, local, self._interceptor)
+        self._cut = CutModule(self._module, self.path, local, self._interceptor, self._device)
         self._deferred.make(local, self._layout.place_of_layer, seed, self._device, self._pipeline)
         return self._cut
 

@@ -46,6 +46,7 @@ from lightning_pipes.trainer.equal_starts import broadcast_random_state, equal_w
 from lightning_pipes.trainer.files import AtomicCheckpointIO, existing, local_path
 from lightning_pipes.trainer.gradient_logs import GradientLogs
 from lightning_pipes.trainer.grid import Grid
+from lightning_pipes.trainer.hook_view import HookView
 from lightning_pipes.trainer.hooks import HookWrappers
 from lightning_pipes.trainer.ignoring import ignore_warnings
 from lightning_pipes.trainer.logs import metrics_gather_over
@@ -339,13 +340,14 @@ class PipelineStrategy(ParallelStrategy):
         private.optimizers_to_device(self.optimizers, self.root_device)
         agreement = GradientAgreement(self.precision_plugin, run.shared, self.pipeline, self.root_device)
         self._stops = stops = StopAgreement(trainer, self.control, self.writing_at_once)
+        view = HookView(module, private.callbacks(trainer), cut.scope)  # next to the hooks: all else goes around it
         hooks = HookWrappers(
             module, self.pipeline, run.replay, run.last_rank, run.last, run.agreement(stops), self._start_epoch
         )
         if not self._streams:  # where stages step apart, each logs for itself
             logs = GradientLogs(module, private.callbacks(trainer), self.pipeline, run.replay, run.last_rank)
             self._undo.append(logs.remove)
-        self._undo += [hooks.remove, stops.remove, agreement.remove]
+        self._undo += [hooks.remove, view.remove, stops.remove, agreement.remove]
         self._undo.append(metrics_gather_over(module, self.replicas.group))
         self._undo.append(self._data.forget)
         self._undo.append(partial(private.forget_training_data, trainer))
