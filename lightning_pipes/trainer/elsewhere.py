@@ -76,7 +76,7 @@ class Elsewhere(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere))
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.device.__get__:
             return first._scope.device
         if name in _READING:
             first._refuse("takes the value of")

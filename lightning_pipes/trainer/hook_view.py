@@ -60,8 +60,8 @@ class HookView:
                     if _SET_DATA in str(error):
                         error.add_note(
                             f"{type(owner).__name__}.{name} gives a tensor of this rank what it has of a layer on "
-                            "another rank, as `target.data = 0.9 * target.data + 0.1 * p.data` does with a copy of the whole "
-                            "module; every process has the layers of its stages only"
+                            "another rank, as `target.data = 0.9 * target.data + 0.1 * p.data` does with a copy of "
+                            "the whole module; every process has the layers of its stages only"
                         )
                     raise
 
