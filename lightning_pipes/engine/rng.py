@@ -50,6 +50,37 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+class Draws:
+    """Sees whether anybody draws random numbers between `begin` and `look`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seen = False
+        self._device = device
+        self._state: Any = None
+
+    def begin(self) -> None:
+        """From here on."""
+        self._state = self._now()
+
+    def look(self) -> None:
+        """Until here."""
+        self.seen = self.seen or self._now() != self._state
+
+    def _now(self) -> Any:
+        return comparable(random_state(self._device))
+
+
+def comparable(state: Any) -> Any:
+    """The state of generators as what can be told apart by `==`."""
+    if isinstance(state, dict):
+        return {name: comparable(part) for name, part in state.items()}
+    if isinstance(state, tuple):
+        return [comparable(part) for part in state]
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes()
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
 @contextmanager
 def forked_rng(device: torch.device) -> Iterator[None]:
     """Leaves the generators of torch, Python and NumPy as they were before."""

@@ -18,9 +18,14 @@ Pieces = list[tuple[Span, Any]]
 
 
 def take_rows(tree: Any, span: Span, part: Span) -> Any:
-    """The rows `part` of a tree that holds the rows `span`; what is not rows is repeated."""
+    """The rows `part` of a tree that holds the rows `span`; what is not rows is repeated.
+
+    Raises:
+        PlanError: the tree has a list with a tensor for each sample.
+    """
     if part == span:
         return tree
+    _refuse_lists(tree, span)
     rows = slice(part.start - span.start, part.stop - span.start)
     return pytree.tree_map(lambda leaf: leaf[rows] if _holds_rows(leaf, span) else leaf, tree)
 
@@ -29,10 +34,13 @@ def join_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
     """One tree from trees of neighbouring spans; of what is not rows the first one's counts.
 
     Raises:
-        PlanError: the trees differ in structure, so their rows can't be joined.
+        PlanError: the trees differ in structure, or have lists with a tensor for each sample, so their rows can't be
+            joined.
     """
     if len(pieces) == 1:
         return pieces[0][1]
+    for span, tree in pieces:
+        _refuse_lists(tree, span)
     leaves, spec = _flatten_alike(pieces)
     joined = []
     for column in leaves:
@@ -76,6 +84,22 @@ def join_gradient_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
 
 def _holds_rows(leaf: Any, span: Span) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == span.rows
+
+
+def _refuse_lists(tree: Any, span: Span) -> None:
+    """Raises PlanError for a list with a tensor of its own shape for each sample: gradients come without the list."""
+
+    def holds_samples(node: Any) -> bool:
+        if not isinstance(node, (list, tuple)) or len(node) != span.rows:
+            return False
+        shapes = [leaf.shape for leaf in node if isinstance(leaf, torch.Tensor) and not _holds_rows(leaf, span)]
+        return len(shapes) == len(node) and len(set(shapes)) > 1
+
+    if any(map(holds_samples, pytree.tree_leaves(tree, is_leaf=holds_samples))):
+        raise PlanError(
+            f"an edge carries a list with a tensor for each of {span.rows} samples, which can't be cut differently on "
+            "its two ends: pad the tensors and stack them, or take a schedule that cuts a batch alike everywhere"
+        )
 
 
 def _flatten_alike(pieces: Sequence[tuple[Span, Any]]) -> tuple[list[tuple[Any, ...]], Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,18 +18,112 @@ _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
 def rows_of(batch: Any) -> int:
-    """The number of samples: the entries on axis 0 of the first tensor that has an axis.
+    """The number of samples: the entries on axis 0 of the first tensor that has an axis, or of the list that holds it
+    if these are samples.
 
     Raises:
         PipelineError: the batch holds no tensor with an axis.
     """
-    for tensor in tensors_of(batch):
-        if tensor.ndim:
-            return tensor.size(0)
-    raise PipelineError(
-        f"can't tell how many samples a batch of type {type(batch).__name__} holds, so it can't be cut into "
-        "micro-batches; let it hold tensors whose axis 0 counts samples"
-    )
+    rows = len(batch) if _is_list(batch) and _alike(batch) and all(map(_is_sample, batch)) else _rows_of_parts(batch)
+    if not rows:
+        raise PipelineError(
+            f"can't tell how many samples a batch of type {type(batch).__name__} holds, so it can't be cut into "
+            "micro-batches; let it hold tensors whose axis 0 counts samples"
+        )
+    return rows
+
+
+def _rows_of_parts(batch: Any) -> int | None:
+    if isinstance(batch, torch.Tensor):
+        return batch.size(0) if batch.ndim else None
+    parts = _parts(batch)
+    for number, part in enumerate(parts):
+        rows = _rows_of_parts(part)
+        if rows is not None:
+            others = [other for n, other in enumerate(parts) if n != number]
+            return len(part) if _is_list(part) and _holds_samples(part, rows, others) else rows
+    return None
+
+
+def _holds_samples(part: Sequence[Any], rows: int, others: Sequence[Any]) -> bool:
+    """Whether the entries of a list in a batch are its samples, as images of different sizes are, and not tensors with
+    `rows` samples each, as two views of the same images are; `others` are the batch's other parts."""
+    if not _alike(part):
+        return False
+    if any(t.size(0) != rows for t in tensors_of(part) if t.ndim):
+        return True
+    sizes = [other.size(0) for other in others if isinstance(other, torch.Tensor) and other.ndim]
+    if rows in sizes:
+        return False
+    return len(part) in sizes or any(per_sample(other, len(part)) for other in others)
+
+
+def _is_sample(entry: Any) -> bool:
+    """Whether an entry of the batch itself is one sample: it has tensors, and a number."""
+    parts = () if isinstance(entry, torch.Tensor) else _parts(entry)
+    numbers = [p for p in parts if isinstance(p, (int, float)) or (isinstance(p, torch.Tensor) and not p.ndim)]
+    return bool(numbers) and any(t.ndim for t in tensors_of(entry))
+
+
+def per_sample(part: Any, rows: int, outermost: bool = False) -> bool:
+    """Whether `part` is a list or tuple with an entry for each of `rows` samples.
+
+    Tensors of `rows` entries each are columns of a batch, not samples, however many there are: the outermost list is
+    one of columns if any of its tensors is, or if it holds lists; a list in it if all are.
+    """
+    if not _is_list(part) or len(part) != rows or not _alike(part):
+        return False
+    columns = [t.size(0) == rows for t in tensors_of(part) if t.ndim]
+    if not outermost:
+        return not columns or not all(columns)
+    return not any(columns) and (not _is_list(part[0]) or all(map(_is_sample, part)))
+
+
+def _sample_lists(batch: Any, rows: int, outermost: bool = True) -> Iterator[int]:
+    """The ids of lists in a batch that have an entry for each sample.
+
+    One whose tensors may be columns or samples, for there are as many of each, is what its neighbours are.
+    """
+    if per_sample(batch, rows, outermost):
+        yield id(batch)
+        return
+    parts = () if isinstance(batch, torch.Tensor) else _parts(batch)
+    columns = any(isinstance(p, torch.Tensor) and p.ndim and p.size(0) == rows for p in parts)
+    samples = not columns and any(per_sample(p, rows) for p in parts)
+    for part in parts:
+        if samples and _is_list(part) and len(part) == rows and _alike(part):
+            yield id(part)
+        else:
+            yield from _sample_lists(part, rows, outermost=False)
+
+
+def _alike(entries: Sequence[Any]) -> bool:
+    """Whether entries can be samples: plain values, or of one structure, with tensors that differ on one axis or on all
+    but the first: boxes, or images."""
+    if all(isinstance(e, _PLAIN) for e in entries):
+        return True
+    first = entries[0]
+    if any(type(e) is not type(first) for e in entries):
+        return False
+    if isinstance(first, torch.Tensor):
+        same = all(e.dtype == first.dtype and e.ndim == first.ndim for e in entries)
+        return same and (len({e.shape[1:] for e in entries}) == 1 or len({e.shape[:1] for e in entries}) == 1)
+    return all(e.keys() == first.keys() for e in entries) if isinstance(first, Mapping) else True
+
+
+def _is_list(part: Any) -> bool:
+    return isinstance(part, (list, tuple)) and not hasattr(part, "_fields") and not isinstance(part, torch.Size)
+
+
+def _parts(batch: Any) -> Sequence[Any]:
+    """What a dict, sequence or dataclass holds."""
+    if isinstance(batch, Mapping):
+        return tuple(batch.values())
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        return batch
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in fields(batch)]
+    return ()
 
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
@@ -36,14 +131,7 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         yield batch
         return
-    inside: Sequence[Any] = ()
-    if isinstance(batch, Mapping):
-        inside = tuple(batch.values())
-    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        inside = batch
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        inside = [getattr(batch, field.name) for field in fields(batch)]
-    for part in inside:
+    for part in _parts(batch):
         yield from tensors_of(part)
 
 
@@ -55,9 +143,11 @@ def copied(batch: Any) -> Any:
 def take(batch: Any, span: Span, rows: int, whole: Collection[int] = ()) -> Any:
     """The samples `span` of a batch of `rows` samples; tensors are views.
 
-    Cut are tensors whose axis 0 has `rows` entries, except those whose id is in `whole`, and lists of that many
-    numbers or strings; all else is shared by every micro-batch.
+    Cut are tensors whose axis 0 has `rows` entries, except those whose id is in `whole`, and lists and tuples with an
+    entry for each sample; all else is shared by every micro-batch.
     """
+
+    lists = set(_sample_lists(batch, rows))
 
     def cut(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
@@ -65,23 +155,38 @@ def take(batch: Any, span: Span, rows: int, whole: Collection[int] = ()) -> Any:
                 return part
             # `data` counts versions by itself: autograd takes work in place on one view for work on all of them.
             return (part if part.requires_grad else part.data)[span.start : span.stop]
-        if len(part) == rows and all(isinstance(e, _PLAIN) for e in part):
+        if id(part) in lists:
             return part[span.start : span.stop]
-        return [apply_to_collection(e, (torch.Tensor, list), cut) for e in part]
+        entries = [within(entry) for entry in part]
+        if isinstance(part, list):
+            return entries
+        return type(part)(*entries) if hasattr(part, "_fields") else type(part)(entries)
 
-    return apply_to_collection(batch, (torch.Tensor, list), cut)
+    def within(part: Any) -> Any:
+        return apply_to_collection(part, (torch.Tensor, list, tuple), cut)
+
+    return within(batch)
 
 
 def join(parts: Sequence[Any], spans: Sequence[Span], what: str) -> Any:
-    """The whole of what was computed span by span: tensors are joined along axis 0, all else is that of the first, as
-    are tensors that have not one entry for each sample and are the same in all parts.
+    """The whole of what was computed span by span: tensors are joined along axis 0, and lists that have an entry for
+    each sample; all else is that of the first, as are tensors that have not one entry for each sample and are the same
+    in all parts.
 
     Raises:
         PipelineError: the parts have other shapes than their spans, so axis 0 does not count samples.
     """
 
+    def is_whole(part: Any) -> bool:
+        return per_sample(part, spans[0].rows, part is parts[0])
+
     def joined(*leaves: Any) -> Any:
         first = leaves[0]
+        if _is_list(first) and is_whole(first):
+            lengths = [len(leaf) if _is_list(leaf) else None for leaf in leaves]
+            if lengths != [span.rows for span in spans]:
+                raise PipelineError(f"{what} has lists of {lengths} entries for {[s.rows for s in spans]} samples")
+            return type(first)(chain.from_iterable(leaves))
         if not isinstance(first, torch.Tensor):
             return first
         for_samples = all(t.ndim and t.size(0) == span.rows for t, span in zip(leaves, spans, strict=True))
@@ -94,7 +199,7 @@ def join(parts: Sequence[Any], spans: Sequence[Span], what: str) -> Any:
                 )
         return torch.cat(leaves) if len(leaves) > 1 else first
 
-    return pytree.tree_map(joined, *parts)
+    return pytree.tree_map(joined, *parts, is_leaf=is_whole) if len(parts) > 1 else parts[0]
 
 
 def fingerprint(batch: Any) -> str:

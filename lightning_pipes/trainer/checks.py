@@ -102,8 +102,8 @@ def warn_about(module: pl.LightningModule, full: Layers) -> None:
     copies = _copies(module, full)
     if copies:
         rank_zero_warn(
-            f"{_listed(copies)}: a module like the pipelined one. A hook that averages one into the other, as for a "
-            "teacher, would pair wrong layers: it finds the layers of its stage on one side and all on the other"
+            f"{_listed(copies)}: a module like the pipelined one. A hook that averages one into the other, as "
+            "for a teacher, is refused: each process has the weights of its own stages, and this one needs all"
         )
     if is_overridden("backward", module):
         rank_zero_warn(

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_pipes.engine.private_torch import BatchNorm, forward_hooks, unsaved_buffers
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.capture import Interceptor
+from lightning_pipes.trainer.elsewhere import Elsewhere, HookScope
 from lightning_pipes.trainer.private_lightning import is_compiled
 from lightning_pipes.trainer.proxy import Layers, StageProxy
 
@@ -25,6 +26,8 @@ SPREAD = "_lightning_pipes_spread"
 
 CLEARLY_LARGER = 1.5
 """By what factor the parameters of a container must exceed those of all others for it to be cut without being named."""
+
+_CPU = torch.device("cpu")
 
 
 def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mapping[str, float] | None = None) -> str:
@@ -173,9 +176,17 @@ class CutModule:
         path: the pipelined container in it.
         local: numbers of the layers that live here.
         interceptor: what calling the pipelined module or its layers does.
+        device: of this rank.
     """
 
-    def __init__(self, module: pl.LightningModule, path: str, local: Collection[int], interceptor: Interceptor) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        path: str,
+        local: Collection[int],
+        interceptor: Interceptor,
+        device: torch.device = _CPU,
+    ) -> None:
         self.module = module
         self.path = path
         self.keys = list(module.state_dict())
@@ -183,16 +194,19 @@ class CutModule:
         assert isinstance(full, Layers)
         self.full = full
         self.local = sorted(local)
-        self.proxy = StageProxy(full, self.local, interceptor, f"self.{path}")
+        self.scope = HookScope(device)
+        """Says which of the user's hooks runs."""
+        self.proxy = StageProxy(full, self.local, interceptor, f"self.{path}", self.scope)
         self._set(self.proxy)
         here = {id(t) for t in (*module.parameters(), *module.buffers())}
-        self._slots = [s for s in self._foreign_slots() if id(s[2]) not in here]
+        slots = [s for s in self._foreign_slots() if id(s[2]) not in here]
+        self._slots = [(table, name, tensor) for table, name, tensor, _ in slots]
         self._foreign = {id(t) for _, _, t in self._slots}
         self.stays_spread = any(t.is_meta for t in (*full.parameters(), *full.buffers()))
         """Whether the module is not to be whole again."""
-        metas = {id(t): t if t.is_meta else _meta(t) for _, _, t in self._slots}
+        stand_ins = {id(t): Elsewhere.of(t, f"self.{key}", self.scope) for _, _, t, key in reversed(slots)}
         for table, name, tensor in self._slots:
-            table[name] = metas[id(tensor)]
+            table[name] = stand_ins[id(tensor)]
         for _, _, tensor in self._slots:
             if not tensor.is_meta:
                 tensor.data = tensor.data.new_empty(0)
@@ -236,17 +250,21 @@ class CutModule:
         self._set(self.full)
         if state is not None and self.stays_spread:
             self.module.__dict__[SPREAD] = (self.path, tuple(self.local))
+            for table, name, tensor in self._slots:
+                table[name] = tensor if tensor.is_meta else _meta(tensor)
         elif state is not None:
             for table, name, tensor in self._slots:
-                meta = table[name]
-                assert meta is not None
-                if tensor.shape != meta.shape:
-                    tensor.data = torch.empty_like(meta, device="cpu")
+                stand_in = table[name]
+                assert stand_in is not None
+                if tensor.shape != stand_in.shape:
+                    tensor.data = torch.empty(stand_in.shape, dtype=stand_in.dtype, device="cpu")
                 table[name] = tensor
             inside = f"{self.path}."
             own = {key[len(inside) :]: value for key, value in state.items() if key.startswith(inside)}
             self.full.load_state_dict(own)
         elif self._slots:
+            for table, name, _ in self._slots:
+                table[name] = _meta(table[name])
             self.module.__dict__[INCOMPLETE] = True
         self.full.train(training)
 
@@ -254,23 +272,24 @@ class CutModule:
         parent, _, name = self.path.rpartition(".")
         setattr(self.module.get_submodule(parent), name, part)
 
-    def _foreign_slots(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Where the layers of other ranks keep parameters and saved buffers. Buffers that are not saved stay: they
-        could not be brought back."""
-        for number, layer in enumerate(self.full):
+    def _foreign_slots(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, str]]:
+        """Where the layers of other ranks keep parameters and saved buffers, and their keys in the state dict. Buffers
+        that are not saved stay: they could not be brought back."""
+        for number, (layer_name, layer) in enumerate(self.full._modules.items()):
             if number in self.local:
                 continue
-            for part in layer.modules():
+            assert layer is not None
+            for key, part in layer.named_modules(prefix=f"{self.path}.{layer_name}"):
                 for name, parameter in part._parameters.items():
                     if parameter is not None:
-                        yield part._parameters, name, parameter
+                        yield part._parameters, name, parameter, f"{key}.{name}"
                 for name, buffer in part._buffers.items():
                     if buffer is not None and name not in unsaved_buffers(part):
-                        yield part._buffers, name, buffer
+                        yield part._buffers, name, buffer, f"{key}.{name}"
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    meta = tensor.detach().to("meta")
+    meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.capture import Interceptor
+from lightning_pipes.trainer.elsewhere import HookScope
 from lightning_pipes.trainer.layer_loop import LayerLoop
 
 Layers = nn.Sequential | nn.ModuleList
@@ -27,12 +28,20 @@ class StageProxy(nn.Module):
         local: numbers of the layers that live here.
         interceptor: what a call does, and a loop over the layers.
         name: how the user calls the module.
+        scope: while it names a hook, all layers are there.
     """
 
-    def __init__(self, full: Layers, local: Iterable[int], interceptor: Interceptor, name: str) -> None:
+    def __init__(
+        self,
+        full: Layers,
+        local: Iterable[int],
+        interceptor: Interceptor,
+        name: str,
+        scope: HookScope | None = None,
+    ) -> None:
         super().__init__()
         loop = LayerLoop(name, list(full), lambda: interceptor.running, interceptor.reach)
-        hidden = {"_full": full, "_call": interceptor, "_loop": loop, "_name": name}
+        hidden = {"_full": full, "_call": interceptor, "_loop": loop, "_name": name, "_scope": scope}
         self.__dict__.update(hidden)  # past nn.Module, which would register the whole module
         names = list(full._modules)
         for number in sorted(local):
@@ -56,9 +65,19 @@ class StageProxy(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module; PipelineError for a step that wants all of them, as a penalty on all weights does."""
-        yield from super().named_modules(memo, prefix, remove_duplicate)
+        """As of any module, in a hook with the layers of all ranks; PipelineError for a step that wants all of them, as
+        a penalty on all weights does."""
         call = self.__dict__["_call"]
+        if self._in_hook:
+            memo = set() if memo is None else memo
+            if self not in memo:
+                if remove_duplicate:
+                    memo.add(self)
+                yield prefix, self
+                for name, layer in self.__dict__["_full"]._modules.items():
+                    yield from layer.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
+            return
+        yield from super().named_modules(memo, prefix, remove_duplicate)
         if call.running and len(self._modules) < len(self):
             where = f"self.{prefix}" if prefix else "the pipelined module"
             raise PipelineError(
@@ -66,6 +85,24 @@ class StageProxy(nn.Module):
                 "this rank, and the sum over them would be another than on one process. Penalise weights by the "
                 "optimizer's weight_decay; let layers hand what they add to the loss on with their output"
             )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, in a hook with the layers of all ranks."""
+        return (
+            self.__dict__["_full"].state_dict(*args, **kwargs) if self._in_hook else super().state_dict(*args, **kwargs)
+        )
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        """What a state dict has of other ranks' layers is left out: those load it themselves."""
+        elsewhere = tuple(f"{prefix}{n}." for n in self.__dict__["_full"]._modules if n not in self._modules)
+        for key in [key for key in state if key.startswith(elsewhere)] if self._in_hook else ():
+            del state[key]
+        super()._load_from_state_dict(state, prefix, *args)
+
+    @property
+    def _in_hook(self) -> bool:
+        scope = self.__dict__["_scope"]
+        return scope is not None and bool(scope.hook) and not self.__dict__["_call"].running
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -21,6 +21,7 @@ from lightning_pipes.engine.points import point
 from lightning_pipes.engine.reducer import Reducer
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.transport import make_transport
+from lightning_pipes.ir import Kind
 from lightning_pipes.trainer.batches import check_same, fingerprint, rows_of
 from lightning_pipes.trainer.checks import warn_about_small_batch
 from lightning_pipes.trainer.connections import Connections
@@ -28,6 +29,7 @@ from lightning_pipes.trainer.control import Coming, Control
 from lightning_pipes.trainer.gradients import FreshGradients
 from lightning_pipes.trainer.hidden_state import HiddenState
 from lightning_pipes.trainer.logs import LogReplay, merge, recorded
+from lightning_pipes.trainer.loss_check import LossCheck
 from lightning_pipes.trainer.optimizers import check_same_settings, settings_of
 from lightning_pipes.trainer.pipelined import CutModule
 from lightning_pipes.trainer.plans import Plans
@@ -65,6 +67,7 @@ class PipelineRun:
         device: of this rank.
         seed: what the random streams of the layers start from.
         transport: how messages travel, as `make_transport` names it.
+        check_loss: compare the loss of the first batch with those of its micro-batches.
 
     Raises:
         PlanError: the transport can't be had here.
@@ -86,6 +89,7 @@ class PipelineRun:
         device: torch.device,
         seed: int,
         transport: str = "auto",
+        check_loss: bool = True,
     ) -> None:
         self.cut = cut
         self.plans = plans
@@ -124,6 +128,10 @@ class PipelineRun:
             )
             for number in plan.stages[rank]
         ]
+        self._loss_check = None
+        if check_loss and self.fitting and self.last:
+            needed = partial(self._saved_bytes.of_a_sample, plan.n_stages - 1)
+            self._loss_check = LossCheck(cut, steps, device, needed)
         make = partial(make_transport, plan, rank, global_ranks, device, control.watch, transport)
         connect = partial(control.watch.call, make)
         self.engine = Engine(
@@ -157,10 +165,12 @@ class PipelineRun:
             warn_about_small_batch(rows, plan.n_stages)
         if plan is not self.engine.plan:
             self.engine.adopt(plan, order)
+        self._begin_loss_check(data)
         first = batch_idx % divisor == 0
         tell = self._control.prepare_broadcast(self.last_rank)
         with self._hidden.batch(training=True), self._gradients.made(optimizers, first, self._keep_old):
-            self.engine.inject(Item(self._trainer.fit_loop.total_batch_idx, rows, data))
+            item = Item(self._trainer.fit_loop.total_batch_idx, rows, data)
+            self.engine.inject(item)
             if self._reducer is not None:
                 self._reducer.on = complete
             self.engine.drain()
@@ -169,6 +179,7 @@ class PipelineRun:
                 if self._reducer is not None:
                     self._reducer.finish()
         self._connections.check()
+        self._check_loss(item)
         self.windows.append(Window(plan, order, self.engine.events))
         self._evaluated = 0
         message = None
@@ -186,6 +197,17 @@ class PipelineRun:
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
         """What has the ranks agree on stopping after a batch; they all are at the same one."""
         return self._connections.agreement(self._trainer, stops, self._control)
+
+    def _begin_loss_check(self, data: TrainingBatch) -> None:
+        """Called before a batch; its size has the plan of the engine."""
+        if self._loss_check is not None:
+            plan = self.engine.plan
+            self._loss_check.begin(data, plan.spans(Kind.B, plan.n_stages - 1))
+
+    def _check_loss(self, item: Item) -> None:
+        """Called after a batch, before anything steps by its gradients."""
+        if self._loss_check is not None:
+            self._loss_check.compare(self._stages[-1], item)
 
     def _batch_complete(self, item: Item) -> None:
         """Called when a stage's gradients of a batch are complete; Lightning steps when those of all are."""

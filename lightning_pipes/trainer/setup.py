@@ -106,7 +106,7 @@ class PipelineSetup:
         self._interceptor = Interceptor(f"self.{self.path}", loop=isinstance(self.full, nn.ModuleList))
         if spread:
             check_same_cut(self._module, self.path, local, self._control)
-        self._cut = CutModule(self._module, self.path, local, self._interceptor)
+        self._cut = CutModule(self._module, self.path, local, self._interceptor, self._device)
         self._deferred.make(local, self._layout.place_of_layer, seed, self._device, self._pipeline)
         return self._cut
 
@@ -117,6 +117,7 @@ class PipelineSetup:
         precision: Precision,
         seed: int,
         transport: str,
+        check_loss: bool,
     ) -> PipelineRun:
         """The run of the cut module, whose weights are on the device by now."""
         module, layout = self._module, self._layout
@@ -140,4 +141,5 @@ class PipelineSetup:
             self._device,
             seed,
             transport,
+            check_loss,
         )

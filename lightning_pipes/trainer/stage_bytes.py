@@ -57,6 +57,11 @@ class SavedBytes:
 
         return watched
 
+    def of_a_sample(self, number: int) -> float | None:
+        """What stage `number` keeps from forward to backward of one sample; None before it was seen."""
+        seen = self._seen.get(number)
+        return None if seen is None else seen.activations
+
     def of(self, stages: Mapping[int, Iterable[nn.Module]], optimizers: Iterable[Optimizer]) -> dict[int, StageBytes]:
         """By number, what those stages hold whose first micro-batch was seen."""
         states: dict[torch.Tensor, int] = {}

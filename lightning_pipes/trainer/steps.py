@@ -14,11 +14,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.item import Item
-from lightning_pipes.engine.rng import AFTER_LAYERS, BEFORE_LAYERS, forked_rng, seed_all, stream_seed
+from lightning_pipes.engine.rng import AFTER_LAYERS, BEFORE_LAYERS, Draws, forked_rng, seed_all, stream_seed
 from lightning_pipes.engine.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.batches import copied, join, take, tensors_of
 from lightning_pipes.trainer.capture import Interceptor, named_step
+from lightning_pipes.trainer.kept import Kept
 from lightning_pipes.trainer.logs import LogCall, merge, recorded
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -40,6 +41,7 @@ class TrainingBatch:
     Attributes:
         arguments: of training_step after the batch.
         divisor: by how much the loss is divided: the batches of one optimizer step.
+        kept: what the last stage keeps of its micro-batches, if it does.
     """
 
     batch: Any
@@ -47,6 +49,7 @@ class TrainingBatch:
     arguments: tuple[Any, ...]
     divisor: int
     outcomes: dict[Span, Outcome] = field(default_factory=dict)
+    kept: Kept | None = None
 
     def result(self) -> tuple[Any, list[LogCall]]:
         """The whole batch's loss, in a dict where the user's step gives one, and its log calls."""
@@ -106,6 +109,11 @@ class Steps:
         self._seed = seed
         self._device = device
 
+    @property
+    def context(self) -> Context:
+        """What training steps run in."""
+        return self._precision.train_step_context
+
     def body(self, number: int) -> Body:
         """What stage `number` runs for each micro-batch."""
         return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
@@ -154,13 +162,38 @@ class Steps:
         spans = [span for span, _ in outputs]
         y = join([output for _, output in outputs], spans, "the output of the pipelined module")
 
+        return self.around(step, item, batch, arguments, lambda: y)
+
+    def around(
+        self,
+        step: Callable[..., Any],
+        item: Item,
+        batch: Any,
+        arguments: tuple[Any, ...],
+        layers: Callable[[], Any],
+        draws: Draws | None = None,
+    ) -> Any:
+        """What `step` returns for a whole batch when the pipelined module gives `layers()`; `draws` sees whether its
+        code around the layers draws random numbers."""
+
+        def seed(layer: int) -> None:
+            self._seed_user_code(item, layer)
+            if draws is not None:
+                draws.begin()
+
         def answer(x: Any) -> Any:
-            self._seed_user_code(item, AFTER_LAYERS)
+            if draws is not None:
+                draws.look()
+            y = layers()
+            seed(AFTER_LAYERS)
             return y
 
         with forked_rng(self._device):
-            self._seed_user_code(item, BEFORE_LAYERS)
-            return self._interceptor.supply(step, answer, batch, *arguments)
+            seed(BEFORE_LAYERS)
+            out = self._interceptor.supply(step, answer, batch, *arguments)
+            if draws is not None:
+                draws.look()
+        return out
 
     def _first(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         data = item.data
@@ -191,7 +224,10 @@ class Steps:
                 return stage.run_layers(item, span, x)
 
         def answer(x: Any) -> Any:
-            y = stage.run_layers(item, span, x if stage.number == 0 else received)
+            entering = x if stage.number == 0 else received
+            y = stage.run_layers(item, span, entering)
+            if data.kept is not None:
+                data.kept.keep(span, entering, y)
             stage.seed_user_code(item, span, AFTER_LAYERS)
             return y
 

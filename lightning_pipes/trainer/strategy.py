@@ -55,6 +55,7 @@ from lightning_pipes.trainer.equal_starts import broadcast_random_state, equal_w
 from lightning_pipes.trainer.files import AtomicCheckpointIO, existing, local_path
 from lightning_pipes.trainer.gradient_logs import GradientLogs
 from lightning_pipes.trainer.grid import Grid
+from lightning_pipes.trainer.hook_view import HookView
 from lightning_pipes.trainer.hooks import HookWrappers
 from lightning_pipes.trainer.ignoring import ignore_warnings
 from lightning_pipes.trainer.launching import Launcher
@@ -117,6 +118,8 @@ class PipelineStrategy(ParallelStrategy):
         checkpoint: "full" writes ordinary Lightning checkpoints, for which rank 0 gathers the whole; "sharded" writes
             folders to which every rank adds its part. Both resume on any number of stages, whatever is set here.
         async_checkpoint: write in the background while training goes on.
+        check_loss: compare the loss of the first batch with those of its micro-batches, and warn where it is no mean
+            over samples. The step runs once more for it, without the layers, and leaves no trace.
         timeout: how long ranks wait for each other outside the pipeline.
         heartbeat_timeout: seconds without a sign of life after which a rank is given up, at least 2. A process gives
             them while it computes, too, except inside a call that keeps Python's lock all that time.
@@ -142,6 +145,7 @@ class PipelineStrategy(ParallelStrategy):
         transport: str = "auto",
         checkpoint: str = "full",
         async_checkpoint: bool = False,
+        check_loss: bool = True,
         timeout: timedelta = timedelta(minutes=30),
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         process_group_backend: str | None = None,
@@ -175,6 +179,7 @@ class PipelineStrategy(ParallelStrategy):
         self._transport = known_transport(transport)
         self._sharded = known_form(checkpoint) == "sharded"
         self._async = check_type("async_checkpoint", async_checkpoint, bool)
+        self._check_loss = check_type("check_loss", check_loss, bool)
         self.checkpoint_io = checkpoint_io
         self._timeout = possible_timeout(timeout)
         self._heartbeat_timeout = long_enough(heartbeat_timeout)
@@ -389,19 +394,22 @@ class PipelineStrategy(ParallelStrategy):
         self._layouts = [keep_local(o, w, cut.is_foreign) for o, w in zip(self.optimizers, whole, strict=True)]
         self.model_to_device()
         kind = StreamingRun if self._streams else PipelineRun
-        self._run = run = made.start(kind, self.replicas, self.precision_plugin, self._seed, self._transport)
+        self._run = run = made.start(
+            kind, self.replicas, self.precision_plugin, self._seed, self._transport, self._check_loss
+        )
 
         self.setup_precision_plugin()
         private.optimizers_to_device(self.optimizers, self.root_device)
         agreement = GradientAgreement(self.precision_plugin, run.shared, self.pipeline, self.root_device)
         self._stops = stops = StopAgreement(trainer, self.control, self.writing_at_once, lambda: connected.told_to_end)
+        view = HookView(module, private.callbacks(trainer), cut.scope)  # next to the hooks: all else goes around it
         hooks = HookWrappers(
             module, self.pipeline, run.replay, run.last_rank, run.last, run.agreement(stops), self._start_epoch
         )
         if not self._streams:  # where stages step apart, each logs for itself
             logs = GradientLogs(module, private.callbacks(trainer), self.pipeline, run.replay, run.last_rank)
             self._undo.append(logs.remove)
-        self._undo += [hooks.remove, stops.remove, agreement.remove]
+        self._undo += [hooks.remove, view.remove, stops.remove, agreement.remove]
         self._undo.append(metrics_gather_over(module, self.replicas.group))
         self._undo.append(self._data.forget)
         self._undo.append(partial(private.forget_training_data, trainer))

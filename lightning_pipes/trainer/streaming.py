@@ -78,6 +78,7 @@ class StreamingRun(PipelineRun):
             for optimizer in optimizers:
                 private.expect_late_steps(optimizer)
         data = StreamedBatch(batch, rows, arguments, 1, settings=[_settings(o) for o in optimizers])
+        self._begin_loss_check(data)
         self._under_way.append(data)
         self._in_window += 1
         with self._hidden.batch(training=True), self._own_gradients():
@@ -115,6 +116,7 @@ class StreamingRun(PipelineRun):
     def _batch_complete(self, item: Item) -> None:
         """Steps this stage's optimizers, as they were told when the batch came."""
         data = item.data
+        self._check_loss(item)
         for optimizer, settings in zip(self._optimizers, data.settings, strict=True):
             now = _settings(optimizer)
             _apply(optimizer, settings)

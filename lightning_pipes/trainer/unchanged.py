@@ -11,20 +11,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipes.trainer.generators import GENERATORS, set_state, state_of
 from lightning_pipes.trainer.hidden_state import CONTAINERS, entries, reachable
 
 
 @contextmanager
-def unchanged(root: nn.Module) -> Iterator[None]:
+def unchanged(root: nn.Module, skip: nn.Module | None = None) -> Iterator[None]:
     """Afterwards a module, and what can be reached from it, is as it was: weights, buffers and gradients, bit by bit
-    and as the same objects; attributes of its parts; what lists, dicts and objects of the user's hold.
+    and as the same objects; attributes of its parts; random generators of its own; what lists, dicts and objects of the
+    user's hold. The part `skip` of it, which the block does not run, is not looked at.
 
     Weights on the CPU are copied meanwhile, and so are buffers. Weights that the block moves to another device come
     back without a copy. Objects of libraries are left alone, as are those that hold more than 10 000 others.
     """
-    things = {id(thing): thing for thing in (*root.modules(), *(thing for _, thing in reachable(root, "self")))}
+    skipped = set() if skip is None else set(skip.modules())
+    found = (*(m for m in root.modules() if m not in skipped), *(thing for _, thing in reachable(root, "self", skip)))
+    things = {id(thing): thing for thing in found}
     kept = [(thing, _content(thing)) for thing in things.values()]
-    parameters = [(p, p.data, p.grad, _copy(p)) for p in root.parameters()]
+    left_out = set() if skip is None else set(skip.parameters())
+    parameters = [(p, p.data, p.grad, _copy(p)) for p in root.parameters() if p not in left_out]
+    states = [(generator, state_of(generator)) for generator in _generators(things.values())]
     tensors = {id(t): (t, _copy(t)) for thing in things.values() for t in _tensors(thing)}
     for parameter, *_ in parameters:
         parameter.grad = None
@@ -33,12 +39,24 @@ def unchanged(root: nn.Module) -> Iterator[None]:
     finally:
         for thing, content in kept:
             _put_back(thing, content)
+        for generator, state in states:
+            set_state(generator, state)
         with torch.no_grad():
             for parameter, data, grad, before in parameters:
                 parameter.data, parameter.grad = data, grad
                 _write(data, before)
             for tensor, before in tensors.values():
                 _write(tensor.detach(), before)
+
+
+def generators(root: nn.Module) -> list[Any]:
+    """Random generators that a module, or what can be reached from it, has for itself."""
+    return _generators([thing for _, thing in reachable(root, "self")])
+
+
+def _generators(things: Iterable[Any]) -> list[Any]:
+    found = {id(e): e for thing in things for _, e in entries(thing) if isinstance(e, GENERATORS)}
+    return list(found.values())
 
 
 def _tensors(thing: Any) -> Iterable[torch.Tensor]:
@@ -49,7 +67,10 @@ def _tensors(thing: Any) -> Iterable[torch.Tensor]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    return tensor.detach().clone() if tensor.device.type == "cpu" else None
+    """None of weights that are on a device, where there may be no room for a second time, and of what has no values."""
+    if tensor.is_meta or (isinstance(tensor, nn.Parameter) and tensor.device.type != "cpu"):
+        return None
+    return tensor.detach().clone()
 
 
 def _write(tensor: torch.Tensor, before: torch.Tensor | None) -> None:

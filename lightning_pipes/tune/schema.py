@@ -117,6 +117,7 @@ class PipelineSettings:
     heartbeat_timeout: float = 120.0  # seconds without a sign of life after which a process is given up
     checkpoint: str = "full"  # or sharded
     async_checkpoint: bool = False
+    check_loss: bool = True  # whether the loss of the first batch is a mean over samples
 
 
 @dataclass
