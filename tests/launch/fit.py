@@ -53,7 +53,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4))
+    trainer.fit(Net(), DataLoader(TensorDataset(torch.linspace(-1, 1, 64).view(16, 4)), batch_size=4))
 
 
 if __name__ == "__main__":
