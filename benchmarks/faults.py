@@ -346,14 +346,15 @@ class Run:
         return all(root.poll() is not None for root in self.roots) and not processes(self.token)
 
     def others(self) -> set[int]:
-        """The processes that have to end by themselves: not who is stopped, nor the agent that waits for it."""
+        """The processes that have to end by themselves: not who is stopped, nor who has started it and waits for it, as
+        torchrun's agent does, and with Lightning rank 0 when its own work is done."""
         for root in self.roots:
             root.poll()
         found = {*processes(self.token)}
         if self.case.act == "stop":
-            found.discard(self.pid() or 0)
-            if self.case.launcher == "torchrun" and self.case.victim != LAUNCHER:
-                found.discard(self.roots[0].pid)
+            victim = self.pid() or 0
+            waits = self.case.launcher == "torchrun" or (self.case.launcher == "lightning" and self.complete)
+            found -= {victim, self.roots[0].pid} if waits else {victim}
         return found
 
     def watch(self, at: float) -> tuple[list[str], float]:
