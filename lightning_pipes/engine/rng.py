@@ -50,6 +50,16 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+def same_random_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two results of `random_state` would give the same random numbers, as far as both say."""
+    return all(
+        torch.equal(a[name], b[name])
+        if isinstance(a[name], torch.Tensor)
+        else all(map(np.array_equal, a[name], b[name]))
+        for name in a.keys() & b.keys()
+    )
+
+
 @contextmanager
 def forked_rng(device: torch.device) -> Iterator[None]:
     """Leaves the generators of torch, Python and NumPy as they were before."""

@@ -20,6 +20,7 @@ from lightning_pipes.ir.instruction import (
     send_of,
 )
 from lightning_pipes.ir.lowering import lower, window
+from lightning_pipes.ir.passes import Alike, Pass, alike, graphs, passes
 from lightning_pipes.ir.plan import Cut, Plan
 from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.rule import Rule, RulePolicy, has_room, offered
@@ -42,6 +43,7 @@ __all__ = [
     "RECEIVES",
     "SENDS",
     "STEP",
+    "Alike",
     "B",
     "Cut",
     "DeadlockError",
@@ -51,6 +53,7 @@ __all__ = [
     "I",
     "Instruction",
     "Kind",
+    "Pass",
     "PipelineError",
     "Plan",
     "PlanError",
@@ -63,15 +66,18 @@ __all__ = [
     "Schedule",
     "Span",
     "W",
+    "alike",
     "check_count",
     "check_one_batch",
     "check_one_stage_a_rank",
     "check_placement",
     "even_spans",
+    "graphs",
     "has_room",
     "lower",
     "needs",
     "offered",
+    "passes",
     "placement",
     "prepared",
     "ready_key",
