@@ -20,7 +20,7 @@ from lightning_pipes.ir.instruction import (
     send_of,
 )
 from lightning_pipes.ir.lowering import lower, window
-from lightning_pipes.ir.passes import Alike, Pass, alike, graphs, passes
+from lightning_pipes.ir.passes import Alike, Pass, alike, graphs, passes, sorts
 from lightning_pipes.ir.plan import Cut, Plan
 from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.rule import Rule, RulePolicy, has_room, offered
@@ -83,6 +83,7 @@ __all__ = [
     "ready_key",
     "receive_of",
     "send_of",
+    "sorts",
     "verify",
     "window",
 ]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import Costs, Deployment, Link, ModelProfile
-from lightning_pipes.ir import SENDS, Instruction, Kind, Plan, alike
+from lightning_pipes.ir import SENDS, Kind, Plan, sorts
 from lightning_pipes.planning.fit import both_seconds, stage_seconds
 from lightning_pipes.planning.partition import between, lightest
 
@@ -42,16 +42,14 @@ def least_step(plan: Plan, costs: Costs) -> int:
 def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, int]:
     """Nanoseconds that all instructions of one kind take on `stage`, or on the link from it, and the quickest alone."""
     occupied, latencies, quickest = 0, [], []
-    every = [Instruction(kind, stage, span=span) for span in plan.spans(kind, stage)]
-    counts = Counter(alike(i, plan) for i in every)
-    for same, i in {alike(i, plan): i for i in every}.items():
+    for i, count in sorts(kind, stage, plan):
         if kind in SENDS:
             takes, latency = costs.transfer(i, plan)
             link = costs.between(plan.ranks[stage], plan.ranks[stage + 1 if kind is Kind.SF else stage - 1])
             takes = int(takes * link.hurry) if link.savings else takes
         else:
             takes, latency = costs.duration(i, plan) + costs.overhead_ns, 0
-        occupied += counts[same] * takes
+        occupied += count * takes
         latencies.append(latency)
         quickest.append(takes + latency)
     return occupied + min(latencies), min(quickest)
