@@ -32,7 +32,7 @@ class Line:
         return bool(self._left)
 
     def next(self, most: int) -> tuple[int, int, int]:
-        """The number of a parcel and its bytes start to stop, `most` at most, which are sent next; there must be some."""
+        """The number of a parcel and its bytes start to stop, `most` at most, that go next; there must be some."""
         number = min(self._left, key=lambda n: (self._left[n][1] - self._left[n][0], n))
         start, size = self._left[number]
         stop = min(start + most, size)

@@ -18,7 +18,8 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 
 def packed(content: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """A description of `content` and its tensors, in order: dicts, lists and tuples of tensors, numbers, texts and None.
+    """A description of `content`, and its tensors in order. It holds dicts, lists and tuples of tensors, numbers, texts
+    and None.
 
     Subclasses arrive as what they derive from: an OrderedDict as a dict, a Parameter as a tensor.
 
