@@ -213,8 +213,7 @@ class Parcels:
             self.changed.notify_all()
         failed = self.watch.error is not None
         until = time.monotonic() + (1.0 if failed else CLOSE_SECONDS)
-        ends: list[_Outgoing | _Incoming] = [*self._out.values(), *self._in.values()]
-        for end in ends:
+        for end in self._ends:
             end.join(until)
         if not failed:
             self._part()
@@ -284,9 +283,13 @@ class Parcels:
         with self.changed:
             self.changed.notify_all()
 
+    @property
+    def _ends(self) -> list[_Outgoing | _Incoming]:
+        return [*self._out.values(), *self._in.values()]
+
     def _part(self) -> None:
         """Waits until all who were connected have read everything too: see `GlooTransport`."""
-        peers = sorted({end.peer for end in (*self._out.values(), *self._in.values()) if end.connected})
+        peers = sorted({end.peer for end in self._ends if end.connected})
         if not peers:
             return
         store = self._connection()
