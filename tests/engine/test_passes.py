@@ -189,7 +189,7 @@ def test_what_is_held_is_what_is_said(whole: bool) -> None:
             return x
 
     def stages_body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        x = item.data[span.start : span.stop] if stage.number == 0 else received
+        x = 2 * item.data[span.start : span.stop] if stage.number == 0 else received
         out = stage.run_layers(item, span, x)
         return out.sum() if stage.number == 2 else out
 
@@ -208,12 +208,12 @@ def test_what_is_held_is_what_is_said(whole: bool) -> None:
             before = found.left
     activations = 10 * row  # inputs of five products and of five sines; the weights are no activations
     kept = row if whole else activations
-    assert wanted[F(1, Span(0, 4))] >= 4 * kept
-    assert wanted[F(1, Span(0, 4))] <= 4 * kept + 2 * 4 * row  # what it handed on is still there
+    forward = wanted[F(0, Span(0, 4))] + wanted[F(1, Span(0, 4))]  # the second takes what the first has made
+    assert 4 * kept <= forward - 4 * width * 4 <= 4 * kept + 2 * 4 * row  # the batch, and what was handed on
     if whole:
         for span in cut(1, 1, 2)[:2]:
             gained = wanted[B(1, span)] - (row if span.start == 0 else 0)  # the first makes the weight's gradient
-            assert gained <= 0, "a backward gives its rows of the input back"
+            assert gained <= -span.rows * row, "a backward gives its rows of the input back"
 
 
 class Noise(nn.Module):
