@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
+import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +19,8 @@ import torch.distributed as dist
 from lightning_pipes.engine import Engine, FailureWatch, Item, PeerFailure
 from lightning_pipes.engine.parcel_chunks import LEAST, MOST, SECONDS, Layout, Line, Pace
 from lightning_pipes.engine.parcel_format import content_of, described, packed
-from lightning_pipes.engine.parcels import Handle, Parcels
+from lightning_pipes.engine.parcels import PATIENCE, Handle, Parcels
+from lightning_pipes.engine.socket_queues import SocketQueues, _connections, _waiting
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
@@ -185,6 +189,37 @@ def test_a_failure_elsewhere_ends_waiting() -> None:
     assert "ValueError: no such layer" in theirs.error
 
 
+def gated(rank: int) -> list[bool]:
+    """Nothing leaves while training is busy, unless it is busy for too long."""
+    watch, parcels = office(rank, 2)
+    found = []
+    if rank == 0:
+        busy = [True]
+        parcels.gate(lambda: busy[0])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lightning_pipes.engine.parcels.PATIENCE", 1000.0)
+            handle = parcels.send(1, "patient", torch.ones(3))
+            time.sleep(0.5)
+            found.append(handle.done() or parcels.traffic.sent > 0)
+            busy[0] = False
+            handle.wait()
+            found.append(parcels.traffic.held_back > 0)
+        busy[0] = True
+        before = parcels.traffic.held_back
+        parcels.send(1, "impatient", torch.ones(3)).wait()
+        found.append(parcels.traffic.held_back - before >= PATIENCE)
+    else:
+        assert parcels.expect(0, "patient").content.sum() == 3
+        assert parcels.expect(0, "impatient").content.sum() == 3
+    parcels.close()
+    watch.close()
+    return found
+
+
+def test_chunks_wait_while_training_is_busy_and_not_for_ever() -> None:
+    assert run_ranks(gated, 2)[0] == [False, True, True]
+
+
 def never_expected(rank: int) -> str:
     watch, parcels = office(rank, 2)
     found = ""
@@ -318,6 +353,29 @@ def test_what_a_parcel_does_not_carry(given: Any, why: str) -> None:
 def test_what_is_no_parcel_is_not_run(text: bytes) -> None:
     with pytest.raises(PipelineError, match="received what is no parcel"):
         described(text)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is seen elsewhere")
+def test_bytes_that_wait_for_the_network_are_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as source:
+        target, _ = server.accept()
+        with target:
+            source.setblocking(False)
+            sent, descriptor = 0, source.fileno()
+            with suppress(BlockingIOError):
+                while True:
+                    sent += source.send(bytes(2**16))
+            assert descriptor in _connections()
+            assert _waiting(descriptor)
+            assert SocketQueues().busy()
+            while sent:
+                sent -= len(target.recv(2**20))
+            until = time.monotonic() + 20
+            while _waiting(descriptor) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert not _waiting(descriptor)
+    assert descriptor not in _connections()
+    assert not _waiting(descriptor)  # closed
 
 
 def test_ranks_and_keys_that_do_not_exist() -> None:
