@@ -1,6 +1,6 @@
 """What a step loses while parcels go the same way: two emulated stages on the hosts of a network laboratory.
 
-    python benchmarks/parcels.py [--quick]
+    python benchmarks/parcels.py [--quick] [--json]
 
 Each round has a step of each kind, with a parcel under way all the time: chunks that wait for training's messages, as
 by default, chunks that do not, and none.
@@ -9,6 +9,7 @@ by default, chunks that do not, and none.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -89,7 +90,10 @@ def rank_main(rank: int, trial: Trial) -> tuple[dict[str, list[float]], dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    rounds = 4 if parser.parse_args().quick else 12
+    parser.add_argument("--json", action="store_true", help="the headline figures as the last line")
+    options = parser.parse_args()
+    rounds = 4 if options.quick else 12
+    headline = {}
     reason = why_not()
     if reason:
         print(f"no network laboratory here: {reason}")
@@ -108,7 +112,10 @@ def main() -> None:
             ratios = [a / b for a, b in zip(slowest[kind], slowest["alone"], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
             share = statistics.median(found[0][1][kind]) / trial.bandwidth
+            headline[f"x={x:g} k={k} {kind}"] = round(middle, 4)
             print(f"  {kind:8} {middle:.3f}  ({low:.3f} to {high:.3f})   {share:4.0%} of the link")
+    if options.json:
+        print(json.dumps(headline))
 
 
 if __name__ == "__main__":
