@@ -19,6 +19,7 @@ from lightning_pipes.ir import (
     SENDS,
     Instruction,
     Kind,
+    Pass,
     Plan,
     PlanError,
     check_count,
@@ -26,6 +27,7 @@ from lightning_pipes.ir import (
     check_number,
     check_type,
     needs,
+    passes,
     send_of,
     shown,
 )
@@ -46,7 +48,8 @@ class Costs(Protocol):
         """Nanoseconds that a rank needs before each computation."""
 
     def duration(self, i: Instruction, plan: Plan) -> int:
-        """Nanoseconds of the computation `i`; equal kind, stage, job, batch and rows mean equal cost."""
+        """Nanoseconds of the computation `i`, all of its `ir.passes`; equal kind, stage, job, batch and `ir.alike` mean
+        equal cost."""
 
     def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Nanoseconds that the send `i` occupies its link at the link's bandwidth, and nanoseconds until it is there
@@ -202,28 +205,24 @@ class CostModel:
             PlanError: nothing was recorded.
         """
         base = base or cls({})
-        seen: dict[tuple[Kind, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        recomputed: set[int] = set()
+        computed: list[tuple[Instruction, int, Plan]] = []
+        sent: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         waited: list[int] = []
         for timeline in [timelines] if isinstance(timelines, Recorded) else timelines:
-            recomputed |= {s for s, again in enumerate(timeline.plan.recompute) if again}
             waited += lags(timeline)
             for _, i, start, end in timeline.events:
                 if i.kind in COMPUTE:
-                    seen[i.kind, i.stage][i.span.rows].append(end - start)
+                    computed.append((i, end - start, timeline.plan))
                 elif i.kind in SENDS:
                     latency = _ns(base._link_of(i, timeline.plan).latency)
-                    seen[i.kind, i.stage][i.span.rows].append(max(0, end - start - latency))
+                    sent[i.kind, i.stage][i.span.rows].append(max(0, end - start - latency))
+        seen = {**times_of_passes(computed), **sent}
         if not seen:
             raise PlanError("a cost model can't be measured from timelines without events")
         tables = {key: {rows: median(times) / 1e9 for rows, times in by.items()} for key, by in seen.items()}
-        for (kind, stage), points in tables.items():
+        for (kind, _), points in tables.items():
             if len(points) == 1 and kind is not Kind.STEP:
                 points[0] = 0.0
-            if kind in _BACKWARD and stage in recomputed:
-                forward = tables[Kind.F, stage]
-                for rows in points:
-                    points[rows] = max(0.0, points[rows] - at_rows(tuple(sorted(forward.items())), rows))
         measured = {key: tuple(sorted(points.items())) for key, points in tables.items()}
         if any(kind in SENDS for kind, _ in measured):
             links = {pair: replace(link, burst=0.0) for pair, link in base.links.items()}
@@ -266,12 +265,18 @@ class CostModel:
         return _ns(self.overhead)
 
     def duration(self, i: Instruction, plan: Plan) -> int:
-        """Nanoseconds of the computation `i`; where its stage recomputes, backward includes a forward."""
-        known = self._durations.get((i.kind, i.stage, i.span.rows))
+        """Nanoseconds of the computation `i`, pass by pass; a backward includes the forward that it runs again."""
+        found = 0
+        for rows, again in passes(i, plan):
+            found += self._pass(i.kind, i.stage, rows)
+            if again and i.kind in _BACKWARD:
+                found += self._pass(Kind.F, i.stage, rows)
+        return found
+
+    def _pass(self, kind: Kind, stage: int, rows: int) -> int:
+        known = self._durations.get((kind, stage, rows))
         if known is None:
-            known = self._durations[i.kind, i.stage, i.span.rows] = _ns(self.time(i.kind, i.stage, i.span.rows))
-        if i.kind in _BACKWARD and plan.recompute and plan.recompute[i.stage]:
-            return known + _ns(self.time(Kind.F, i.stage, i.span.rows))
+            known = self._durations[kind, stage, rows] = _ns(self.time(kind, stage, rows))
         return known
 
     @cached_property
@@ -295,20 +300,23 @@ class CostModel:
         return self.links.get((source, target), self.link)
 
     def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Bytes of activations that `i` takes when it starts, and bytes that it gives back when it ends."""
+        """Bytes of activations that `i` takes when it starts, and bytes that it gives back when it ends. A forward in
+        several passes takes what it comes to hold at most; a backward starts with all that it has to make again."""
         if i.kind is Kind.STEP or not (self.activation_bytes or self.working_bytes):
             return 0, 0
-        s, rows = i.stage, i.span.rows
-        all_of_it = self.activation_bytes[s] * rows if self.activation_bytes else 0
-        working = int(self.working_bytes[s] * rows) if self.working_bytes else 0
-        again = bool(plan.recompute) and plan.recompute[s]
-        kept = all_of_it
-        if again:
-            kept = int(self.forward_bytes[s - 1]) * rows if s > 0 and self.forward_bytes else 0
-        made_again = all_of_it if again else 0
+        s = i.stage
+        all_of_it = self.activation_bytes[s] if self.activation_bytes else 0
+        received = int(self.forward_bytes[s - 1]) if s > 0 and self.forward_bytes else 0
+        kept = made_again = most = working = 0
+        for rows, again in passes(i, plan):
+            at_work = int(self.working_bytes[s] * rows) if self.working_bytes else 0
+            working = max(working, at_work)
+            kept += (received if again else all_of_it) * rows
+            made_again += all_of_it * rows if again else 0
+            most = max(most, kept + at_work)
         match i.kind:
             case Kind.F:
-                return kept + working, working
+                return most, most - kept
             case Kind.I:
                 return made_again + working, working
             case Kind.B:
@@ -334,6 +342,37 @@ class CostModel:
             if s + 1 < plan.n_stages and plan.crosses(s) and self.backward_bytes:
                 size += self.backward_bytes[s] * max(span.rows for span in plan.spans(Kind.RB, s))
         return int(self.waiting_messages * size)
+
+
+def times_of_passes(
+    computed: Iterable[tuple[Instruction, float, Plan]],
+) -> dict[tuple[Kind, int], dict[int, list[float]]]:
+    """Nanoseconds of single passes, by kind and stage, and by rows, from those of whole computations.
+
+    Passes share the time of their computation by their samples, as no more is to be seen from outside. Forwards that a
+    backward ran again are taken off: the median of those that were seen.
+    """
+    found: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    later: list[tuple[Instruction, float, tuple[Pass, ...]]] = []
+
+    def share(i: Instruction, took: float, each: Sequence[Pass]) -> None:
+        for rows, _ in each:
+            found[i.kind, i.stage][rows].append(took if len(each) == 1 else took * rows / i.span.rows)
+
+    for i, took, plan in computed:
+        each = passes(i, plan)
+        if i.kind in _BACKWARD and any(again for _, again in each):
+            later.append((i, took, each))
+        else:
+            share(i, took, each)
+    forward: dict[int, Table] = {}
+    for i, took, each in later:
+        if i.stage not in forward:
+            points = {rows: median(times) for rows, times in found[Kind.F, i.stage].items()}
+            forward[i.stage] = tuple(sorted(({0: 0.0} | points if len(points) == 1 else points).items()))
+        again = sum(at_rows(forward[i.stage], rows) for rows, runs_again in each if runs_again)
+        share(i, max(0.0, took - again), each)
+    return {key: by for key, by in found.items() if by}
 
 
 def _ns(seconds: float) -> int:

@@ -81,6 +81,13 @@ class Binding:
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self._holders = _holders(module, optimizers, device)
 
+    @classmethod
+    def of(cls, parameters: Mapping[str, nn.Parameter], device: torch.device) -> Binding:
+        """Parameters by name that belong to no module, such as those of a weight version."""
+        made = cls(nn.Module(), (), device)
+        made._holders.update({name: _Parameter(p) for name, p in parameters.items() if p.device == device})
+        return made
+
     def check(self) -> None:
         """Whether all can be moved, each for itself.
 

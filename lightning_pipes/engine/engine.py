@@ -136,7 +136,7 @@ class Engine:
         """
         if self._window is not None:
             raise PlanError("a plan can be swapped between windows only; drain first")
-        for name in ("ranks", "layers", "recompute"):
+        for name in ("ranks", "layers", "recompute", "whole_forward"):
             if getattr(plan, name) != getattr(self.plan, name):
                 raise PlanError(
                     f"the plan to adopt has {name} {getattr(plan, name)}, the engine was made for "

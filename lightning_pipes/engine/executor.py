@@ -9,16 +9,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine import autograd, split
 from lightning_pipes.engine.autograd import Saved
 from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.mailbox import Transport
 from lightning_pipes.engine.points import point
-from lightning_pipes.engine.spans import Shelf
+from lightning_pipes.engine.spans import Shelf, take_rows
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.weights import Version
-from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, Plan, Span, receive_of, send_of
+from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, Plan, Span, graphs, passes, receive_of, send_of
 from lightning_pipes.sim.timeline import Event
 
 Records = list[tuple[Saved, Sequence[Any]]]
@@ -125,29 +126,39 @@ class Executor:
     def _forward(self, i: Instruction, item: Item) -> None:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
         version = self._version_of(stage, i) if item.training else None
-        for atom in self._cut(i, item.training):
-            part = atom.clip(item.rows)
-            if not part.rows:
-                continue
+        for part, kept in self._runs(i, item):
             received, flags = (None, ()) if i.stage == 0 else self._shelf(Kind.RF, i).take(part)
-            saved = Saved(part, version)
             wanted: autograd.Flags = ()
             if not item.training:
                 output = stage.forward(item, part, received, None)
-            elif stage.recompute:
-                saved.recompute, saved.received = True, (received, flags)
+            elif stage.recompute or len(kept) > 1:
                 with torch.no_grad():
-                    output = stage.forward(item, part, received, version)
-                wanted = saved.sent_flags = autograd.may_want_gradients(output)
+                    output = stage.forward(item, part, received, version, in_parts=len(kept) > 1)
+                wanted = autograd.may_want_gradients(output)
+                for span in kept:
+                    saved = Saved(span, version, recompute=True, sent_flags=wanted)
+                    saved.received = (_own_rows(received, part, span), flags)
+                    self._saved[i.stage, i.job, i.batch].append(saved)
             else:
+                saved = Saved(part, version)
                 output = stage.forward(item, part, autograd.enter(received, flags, saved), version)
                 output, wanted = autograd.leave(output, saved)
-            if item.training:
                 self._saved[i.stage, i.job, i.batch].append(saved)
             if not last:
                 self._hand_on(Kind.SF, i, part, (output, wanted))
             elif not item.training:
                 self.outputs.append((part, output))
+
+    def _runs(self, i: Instruction, item: Item) -> list[tuple[Span, list[Span]]]:
+        """The samples of every run of a forward, and those of the graphs that differentiate them: several where one run
+        makes none, and backward makes one after the other."""
+        whole = i.span.clip(item.rows)
+        if not item.training:
+            return [(whole, [whole])]
+        kept = [part for span in graphs(i, self.plan) if (part := span.clip(item.rows)).rows]
+        if len(kept) == 1 or len(passes(i, self.plan)) == 1:
+            return [(whole, kept)]
+        return [(part, [part]) for part in kept]
 
     def _version_of(self, stage: Stage, i: Instruction) -> Version | None:
         """What the first forward of this batch read: all of it goes through the same weights."""
@@ -227,11 +238,8 @@ class Executor:
     def _is_last(self, stage: int) -> bool:
         return stage == self.plan.n_stages - 1
 
-    def _cut(self, i: Instruction, training: bool) -> tuple[Span, ...]:
-        """The parts of a forward that are differentiated by different backwards; each gets a graph of its own."""
-        if not training:
-            return (i.span,)
-        return tuple(
-            Span(max(i.span.start, b.start), min(i.span.stop, b.stop))
-            for b in self.plan.overlapping(Kind.B, i.stage, i.job, i.span)
-        )
+
+def _own_rows(tree: Any, span: Span, part: Span) -> Any:
+    """Like `take_rows`, in memory of their own, so that each part can be let go by itself."""
+    rows = take_rows(tree, span, part)
+    return rows if part == span else pytree.tree_map_only(torch.Tensor, torch.clone, rows)

@@ -81,6 +81,11 @@ def comparable(state: Any) -> Any:
     return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
+def same_random_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two results of `random_state` would give the same random numbers, as far as both say."""
+    return all(comparable(a[name]) == comparable(b[name]) for name in a.keys() & b.keys())
+
+
 @contextmanager
 def forked_rng(device: torch.device) -> Iterator[None]:
     """Leaves the generators of torch, Python and NumPy as they were before."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.in_parts import InParts
 from lightning_pipes.engine.item import Item
 from lightning_pipes.engine.rng import seed_all, stream_seed
 from lightning_pipes.engine.weights import Version, WeightVersions
@@ -65,7 +66,6 @@ class Stage:
         self.layers = dict(layers)
         self.body = body
         self.step = step
-        self.recompute = recompute
         self.job = job
         self.last_backward = last_backward
         self.seed = 0
@@ -74,16 +74,43 @@ class Stage:
         """Whether the body runs for the second time on the same samples."""
         self.weights = WeightVersions(self.layers, most=1)
         self._version: Version | None = None
+        self._recompute = recompute
+        self._in_parts: InParts | None = None
         self._said_inseparable = False
         self._changes_input: bool | None = None  # whether a layer works in place on what was received; None: unknown
 
-    def forward(self, item: Item, span: Span, received: Any, version: Version | None, again: bool = False) -> Any:
-        """Runs the body with the weights of `version`."""
+    @property
+    def recompute(self) -> bool:
+        """Whether forward runs again before backward; while it runs, whether that is so for these samples."""
+        return self._recompute or self._in_parts is not None
+
+    def forward(
+        self,
+        item: Item,
+        span: Span,
+        received: Any,
+        version: Version | None,
+        again: bool = False,
+        in_parts: bool = False,
+    ) -> Any:
+        """Runs the body with the weights of `version`.
+
+        Args:
+            again: whether it runs for the second time on these samples.
+            in_parts: whether it will run again on some of these samples at a time.
+
+        Raises:
+            PlanError: what runs in parts could give something else than in one piece.
+        """
         self._version, self.recomputing = version, again
+        self._in_parts = InParts(self.number, span, self.device) if in_parts else None
         try:
-            return self.body(self, item, span, received)
+            out = self.body(self, item, span, received)
+            if self._in_parts is not None:
+                self._in_parts.check_drawn()
+            return out
         finally:
-            self._version, self.recomputing = None, False
+            self._version, self._in_parts, self.recomputing = None, None, False
 
     def run_layers(self, item: Item, span: Span, x: Any) -> Any:
         """`x` through the layers; each layer draws from its own random stream."""
@@ -99,7 +126,9 @@ class Stage:
     def _run_all(self, item: Item, span: Span, x: Any) -> Any:
         for number, layer in self.layers.items():
             seed = stream_seed(self.seed, self.job, number, item.number, span)
-            seed_all(seed, self.device)
+            self._seed(seed, f"layer {number}")
+            if self._in_parts is not None:
+                self._in_parts.check_layer(number, layer)
             if not self._changes_input:
                 try:
                     x = self._run_layer(number, layer, x)
@@ -129,7 +158,14 @@ class Stage:
 
     def seed_user_code(self, item: Item, span: Span, layer: int) -> None:
         """Gives user code before or after the layers its own random stream: torch's, NumPy's and Python's."""
-        seed_all(stream_seed(self.seed, self.job, layer, item.number, span), self.device, everything=True)
+        self._seed(stream_seed(self.seed, self.job, layer, item.number, span), "the step around the layers", True)
+
+    def _seed(self, seed: int, who: str, everything: bool = False) -> None:
+        if self._in_parts is not None:
+            self._in_parts.check_drawn()
+        seed_all(seed, self.device, everything)
+        if self._in_parts is not None:
+            self._in_parts.seeded(who, everything)
 
     def _tensors(self, number: int, layer: nn.Module) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}

@@ -13,12 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_pipes.engine.binding import Binding
+
 
 @dataclass(eq=False)
 class Version:
     """Parameters by layer and name as they once were; they collect gradients of their own."""
 
     parameters: dict[int, dict[str, nn.Parameter]]
+
+    def binding(self, device: torch.device) -> Binding:
+        """Those on `device`, which can be on the host while nothing computes with them; see `Swap`."""
+        named = {f"{n}.{name}": p for n, each in self.parameters.items() for name, p in each.items()}
+        return Binding.of(named, device)
 
 
 class WeightVersions:

@@ -21,6 +21,7 @@ from lightning_pipes.ir.instruction import (
     send_of,
 )
 from lightning_pipes.ir.lowering import lower, window
+from lightning_pipes.ir.passes import Alike, Pass, alike, graphs, passes, sorts
 from lightning_pipes.ir.plan import MOST_MICROBATCHES, MOST_STAGES, Cut, Plan
 from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.rule import Rule, RulePolicy, has_room, offered
@@ -45,6 +46,7 @@ __all__ = [
     "RECEIVES",
     "SENDS",
     "STEP",
+    "Alike",
     "B",
     "Cut",
     "DeadlockError",
@@ -54,6 +56,7 @@ __all__ = [
     "I",
     "Instruction",
     "Kind",
+    "Pass",
     "PipelineError",
     "Plan",
     "PlanError",
@@ -66,6 +69,7 @@ __all__ = [
     "Schedule",
     "Span",
     "W",
+    "alike",
     "check_count",
     "check_fields",
     "check_number",
@@ -74,16 +78,19 @@ __all__ = [
     "check_placement",
     "check_type",
     "even_spans",
+    "graphs",
     "has_room",
     "lower",
     "needs",
     "offered",
+    "passes",
     "placement",
     "prepared",
     "ready_key",
     "receive_of",
     "send_of",
     "shown",
+    "sorts",
     "verify",
     "window",
 ]

@@ -136,6 +136,9 @@ class Plan:
         limits: most samples that a stage may hold between F and B; empty means no limit.
         split_backward: backward runs as I and W instead of B.
         recompute: stages that keep only their input and run forward again before backward; empty means none.
+        whole_forward: stages whose forwards run in one piece even where backward is cut finer: they keep their input,
+            and each backward runs forward again for its own samples. Elsewhere such a forward runs once for each
+            backward that its samples belong to. Empty means none. See `ir.passes`.
         layers: the layers of each stage, as spans of layer numbers; empty where nobody asked.
         after: what an instruction waits for besides its data, for orders that a paper demands.
 
@@ -153,6 +156,7 @@ class Plan:
     recompute: tuple[bool, ...] = ()
     layers: tuple[Span, ...] = ()
     after: Mapping[Instruction, tuple[Instruction, ...]] = field(default_factory=dict, hash=False)
+    whole_forward: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -174,12 +178,12 @@ class Plan:
             raise PlanError(f"ranks {self.ranks} leave a rank without a stage; number them 0 to n - 1")
         if not self.versions:
             object.__setattr__(self, "versions", (1,) * n)
-        for name in ("versions", "limits", "recompute", "layers"):
+        for name in ("versions", "limits", "recompute", "layers", "whole_forward"):
             got = len(getattr(self, name))
             if got not in (0, n):
                 raise PlanError(f"{name} has {got} entries for {n} stages")
         check_count("batches", self.batches)
-        if not all(isinstance(each, bool) for each in self.recompute):
+        if not all(isinstance(each, bool) for each in (*self.recompute, *self.whole_forward)):
             raise TypeError
         if not all(isinstance(i, Instruction) for i in self.after):
             raise TypeError
@@ -189,6 +193,11 @@ class Plan:
             )
         if not min(self.versions) >= 1 or not min(self.limits, default=0) >= 0:
             raise PlanError(f"versions start at 1 and limits at 0, got {shown(self.versions)} and {shown(self.limits)}")
+        if self.whole_forward and self.whole_forward[-1]:
+            raise PlanError(
+                f"whole_forward {self.whole_forward} names the last stage, whose forward in one piece nobody would "
+                "use: it hands nothing on, and its backwards run it again. Leave it False there"
+            )
         for number, cut in enumerate(self.jobs):
             if len(cut.forward) != n:
                 raise PlanError(f"job {number} is cut for {len(cut.forward)} stages, the plan has {n}")

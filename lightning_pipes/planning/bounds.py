@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import Costs, Deployment, Link, ModelProfile
-from lightning_pipes.ir import SENDS, Instruction, Kind, Plan, Span
+from lightning_pipes.ir import SENDS, Kind, Plan, sorts
 from lightning_pipes.planning.fit import both_seconds, stage_seconds
 from lightning_pipes.planning.partition import between, lightest
 
@@ -43,8 +42,7 @@ def least_step(plan: Plan, costs: Costs) -> int:
 def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, int]:
     """Nanoseconds that all instructions of one kind take on `stage`, or on the link from it, and the quickest alone."""
     occupied, latencies, quickest = 0, [], []
-    for span, count in _sizes(plan.spans(kind, stage)):
-        i = Instruction(kind, stage, span=span)
+    for i, count in sorts(kind, stage, plan):
         if kind in SENDS:
             takes, latency = costs.transfer(i, plan)
             link = costs.between(plan.ranks[stage], plan.ranks[stage + 1 if kind is Kind.SF else stage - 1])
@@ -55,13 +53,6 @@ def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, 
         latencies.append(latency)
         quickest.append(takes + latency)
     return occupied + min(latencies), min(quickest)
-
-
-@lru_cache(maxsize=64)
-def _sizes(spans: tuple[Span, ...]) -> tuple[tuple[Span, int], ...]:
-    """A span of every size, and how many have it."""
-    counts = Counter(span.rows for span in spans)
-    return tuple((span, counts[rows]) for rows, span in {span.rows: span for span in spans}.items())
 
 
 def step_bound(profile: ModelProfile, plan: Plan, place: Deployment) -> float:

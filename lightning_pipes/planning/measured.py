@@ -10,8 +10,8 @@ from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
 from lightning_pipes.cost import CostModel, Table
-from lightning_pipes.cost.model import lags
-from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Span
+from lightning_pipes.cost.model import lags, times_of_passes
+from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, passes
 
 Key = tuple[Kind, int, int]
 """Kind, stage and rows."""
@@ -25,8 +25,8 @@ class StepSample(NamedTuple):
     """One rank's step in a few numbers.
 
     Attributes:
-        means: nanoseconds of what it computed, and of the transfers that it received, by kind, stage and rows; of a
-            transfer, the kind and stage of its send.
+        means: nanoseconds of what it computed, pass by pass, and of the transfers that it received, by kind, stage and
+            rows; of a transfer, the kind and stage of its send.
         spread: of transfers, their standard deviation over their mean.
         lag: nanoseconds, the median of what passed before a computation although nothing was missing.
         impossible: how many transfers were left out, as their stamps contradict each other, by the stage before their
@@ -54,13 +54,16 @@ class StepSample(NamedTuple):
                 may get messages already.
             chosen: whether a policy orders, which may hold back a forward that has all it needs.
         """
-        durations: dict[Key, list[int]] = defaultdict(list)
+        durations: dict[Key, list[float]] = defaultdict(list)
         impossible: Counter[int] = Counter()
         for _, i, start, end in events:
             if i.kind in SENDS and not since <= start < end:
                 impossible[min(_edge(i.kind, i.stage))] += 1
-            elif i.kind is not Kind.STEP:
+            elif i.kind in SENDS:
                 durations[i.kind, i.stage, i.span.rows].append(end - start)
+        computed = [(i, end - start, plan) for _, i, start, end in events if i.kind in COMPUTE - {Kind.STEP}]
+        for (kind, stage), by in times_of_passes(computed).items():
+            durations |= {(kind, stage, rows): times for rows, times in by.items()}
         waited = lags(_Recorded(plan, events), COMPUTE - {Kind.F} if chosen else COMPUTE)
         means = {key: fmean(found) for key, found in durations.items()}
         return cls(
@@ -139,7 +142,7 @@ class Averages:
             (kind, s, rows) in self._known
             for s in range(plan.n_stages)
             for kind in _kinds(plan, s)
-            for rows in _sizes(plan.spans(kind, s))
+            for rows in _sizes(plan, kind, s)
         )
 
     def costs(self, base: CostModel | None = None, overhead: bool = True) -> CostModel:
@@ -200,8 +203,12 @@ def _kinds(plan: Plan, stage: int) -> list[Kind]:
 
 
 @lru_cache(maxsize=64)
-def _sizes(spans: tuple[Span, ...]) -> frozenset[int]:
-    return frozenset(span.rows for span in spans)
+def _sizes(plan: Plan, kind: Kind, stage: int) -> frozenset[int]:
+    """The numbers of rows whose times are asked for."""
+    every = [Instruction(kind, stage, span=span) for span in plan.spans(kind, stage)]
+    if kind in SENDS:
+        return frozenset(i.span.rows for i in every)
+    return frozenset(rows for i in every for rows, _ in passes(i, plan))
 
 
 def _edge(kind: Kind, stage: int) -> tuple[int, int]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import Cluster, CostModel, Costs, ModelProfile
-from lightning_pipes.ir import B, F, Kind, Plan, Program, Span
+from lightning_pipes.ir import Alike, Kind, Plan, Program, alike, sorts
 from lightning_pipes.planning.partition import between
 
 Array = npt.NDArray[np.float64]
@@ -31,11 +30,14 @@ def held_rows(program: Program, plan: Plan) -> tuple[int, ...]:
 def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...]:
     """The most bytes that every rank holds; as the simulator finds, which also knows when."""
     found = []
+    simple = all(
+        cut.forward is cut.backward for cut in plan.jobs
+    )  # rows say it all, and there may be many instructions
     for rank, row in enumerate(program.head):
         now = most = costs.resident(rank, plan)
-        known: dict[tuple[Kind, int, int], tuple[int, int]] = {}
+        known: dict[tuple[Kind, int, Alike], tuple[int, int]] = {}
         for i in row:
-            key = i.kind, i.stage, i.span.rows
+            key = i.kind, i.stage, i.span.rows if simple else alike(i, plan)
             held = known.get(key)
             if held is None:
                 held = known[key] = costs.held(i, plan)
@@ -50,16 +52,10 @@ def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...
 def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
     """The most bytes that the rank of `stage` needs, if it has no other, to keep so many micro-batches of the largest
     size between F and the end of B, and to compute on one of them. What `peak_bytes` finds is never more."""
-    span = _largest(plan)[stage]
-    taken, working = costs.held(F(stage, span), plan)
-    backward, _ = costs.held(B(stage, span), plan)
-    return costs.resident(plan.ranks[stage], plan) + held * (taken - working) + max(working, backward)
-
-
-@lru_cache(maxsize=64)
-def _largest(plan: Plan) -> tuple[Span, ...]:
-    """The largest forward of each stage."""
-    return tuple(max(plan.spans(Kind.F, s), key=lambda span: span.rows) for s in range(plan.n_stages))
+    forwards, backwards = ([costs.held(i, plan) for i, _ in sorts(kind, stage, plan)] for kind in (Kind.F, Kind.B))
+    kept = max(taken - working for taken, working in forwards)
+    needed = max(*(working for _, working in forwards), *(taken for taken, _ in backwards))
+    return costs.resident(plan.ranks[stage], plan) + held * kept + needed
 
 
 def hopeless(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int]) -> bool:

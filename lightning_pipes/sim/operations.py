@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import SENDS, Instruction, Kind, Plan, PlanError
+from lightning_pipes.ir import SENDS, Alike, Instruction, Kind, Plan, PlanError, alike
 from lightning_pipes.sim.kernel import LONG_AGO, PLENTY
 from lightning_pipes.sim.machine import Machine, Table
 
@@ -127,7 +127,7 @@ class Numbering:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._groups: dict[tuple[Kind, int, int, int, int], int] = {}
+        self._groups: dict[tuple[Kind, int, int, int, Alike], int] = {}
         self._links: dict[tuple[int, int], int] = {}
         self.like: list[Instruction] = []
 
@@ -135,10 +135,13 @@ class Numbering:
         """The link, -1 for a computation, and the group of `i`."""
         kind, stage, job, batch, (start, stop) = i
         link = -1
+        same: Alike = stop - start
         if kind in SENDS:
             target = self._plan.ranks[stage + 1 if kind is Kind.SF else stage - 1]
             link = self._links.setdefault((rank, target), len(self._links))
-        group = self._groups.setdefault((kind, stage, job, batch, stop - start), len(self.like))
+        else:
+            same = alike(i, self._plan)
+        group = self._groups.setdefault((kind, stage, job, batch, same), len(self.like))
         if group == len(self.like):
             self.like.append(i)
         return link, group

@@ -265,6 +265,7 @@ class Residency(Generic[Key]):
             self._used -= self._sizes[key]
             self._copier.leave(key)
         del self._sizes[key]
+        self._predicted.pop(key, None)
 
     def offload(self, key: Key) -> None:
         """Starts to write a changed state back, so that nobody waits for that when its place is taken."""

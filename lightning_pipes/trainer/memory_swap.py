@@ -1,9 +1,8 @@
-"""More siblings than fit: their weights and optimizers take turns on the device."""
+"""More states than fit: siblings with their optimizers, layers, or weight versions take turns on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
 
 import psutil
 import torch
@@ -13,25 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.binding import Binding
 from lightning_pipes.engine.copier import SlabCopier, copier_for
-from lightning_pipes.engine.state_cache import StateCache
-from lightning_pipes.ir import PipelineError, PlanError, check_count, check_number, check_type
+from lightning_pipes.engine.swap import Swap
+from lightning_pipes.ir import PlanError, check_count, check_number, check_type
 from lightning_pipes.planning.switching import Switching
 from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.trainer.sibling_memory import SiblingMemory
-
-
-@dataclass
-class _Enrolled:
-    """A sibling with a state.
-
-    Attributes:
-        here: its tensors are those on the device.
-        leased: they stay there.
-    """
-
-    binding: Binding
-    here: bool = False
-    leased: bool = False
 
 
 class MemorySwap(SiblingMemory):
@@ -44,6 +29,8 @@ class MemorySwap(SiblingMemory):
     and activations stay on the device. On a CPU device and host are the same memory, and what is counted is real.
 
         JobArray(16, memory=MemorySwap(device_bytes=8 << 30))
+
+    Layers of one model and weight versions can take turns in the same memory; `states` gives what takes any key.
 
     Args:
         device_bytes: of each device for states.
@@ -85,9 +72,8 @@ class MemorySwap(SiblingMemory):
         self.switching: Switching | None = None
         self._poison = False
         self._several = True
-        self._enrolled: dict[int, _Enrolled] = {}
+        self._swap: Swap[Hashable] | None = None
         self._copier: SlabCopier | None = None
-        self._cache: StateCache[int] | None = None
         self._stages: set[int] = set()
         self._largest = 0
         self._shortest = float("inf")
@@ -96,15 +82,29 @@ class MemorySwap(SiblingMemory):
         self._several, self._largest, self._shortest = several, 0, float("inf")
         self.statistics, self.switching = Statistics(), None
 
+    def states(self, device: torch.device) -> Swap[Hashable]:
+        """The states on `device` by their keys, from the first call until `close`; siblings are known by numbers."""
+        if self._swap is None:
+            self._copier = copier_for(device, self.bandwidth)
+            self._swap = Swap(
+                self.device_bytes,
+                self._copier,
+                device,
+                slots=self.slots,
+                host_budget=self.host_bytes,
+                poison=self._poison,
+            )
+            self.statistics = self._swap.statistics
+        return self._swap
+
     def close(self) -> None:
-        if self._cache is None or self._copier is None:
+        if self._swap is None or self._copier is None:
             return
         found, rate = self.statistics, self._copier.bandwidth
         if rate is not None and self._shortest < float("inf"):
             self.switching = Switching(tuple(sorted(self._stages)), self._largest / rate, self._shortest)
-        self._cache.close()
-        self._cache = self._copier = None
-        self._enrolled.clear()
+        self._swap.close()
+        self._swap = self._copier = None
         leases = found.hits + found.late + found.misses
         rank_zero_info(
             f"MemorySwap: {found.hits} of {leases} uses found their state on the device, {found.late} waited for one "
@@ -121,118 +121,62 @@ class MemorySwap(SiblingMemory):
         """
         most = self.host_bytes
         if most is None:  # the other half is for models that are being set up
-            most = self._states.host_bytes + psutil.virtual_memory().available // 2 // ranks
+            held = 0 if self._swap is None else self._swap.host_bytes
+            most = held + psutil.virtual_memory().available // 2 // ranks
         return most // max(1, self._largest)
 
     def holds(self, index: int) -> bool:
-        each = self._enrolled.get(index)
-        return each is not None and each.leased
+        return self._swap is not None and self._swap.holds(index)
 
     def has_room(self, index: int) -> bool:
-        each = self._enrolled.get(index)
-        return each is None or each.leased or self._states.has_room(index)
+        swap = self._swap
+        return swap is None or index not in swap or swap.holds(index) or swap.has_room(index)
 
     def begin_turn(self, index: int) -> None:
-        self._release(index)
-        self._lease(index, write=True)
+        if self._swap is not None and index in self._swap:
+            self._swap.release(index)
+            self._swap.acquire(index, write=True)
 
     def end_turn(self, index: int, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
-        found, known = Binding(module, optimizers, device), self._enrolled.get(index)
-        if known is not None and known.binding.like(found):
-            known.binding = found
-            if known.here:
-                found.settle(self._states.on_device(index))
-            self._release(index)
-            if self._states.crowded:
-                self._states.offload(index)
+        swap, found = self.states(device), Binding(module, optimizers, device)
+        known = swap.bound(index)
+        if isinstance(known, Binding) and known.like(found):
+            swap.replace(index, found)
+            there = swap.on_device(index)
+            if there is not None:
+                found.settle(there)
+            swap.release(index)
+            swap.relieve(index)
             return
         self.leave(index)
-        found.check()
-        self._enrol(index, found, device)
+        self._largest = max(self._largest, swap.add(index, found, lambda size: self._check(index, size)))
 
     def begin_block(self, index: int, stage: int) -> None:
         self._stages.add(stage)
-        if index in self._enrolled and not self._enrolled[index].leased:
-            self._lease(index, write=self._enrolled[index].binding.has_buffers)
+        if self._swap is None or self._swap.holds(index):
+            return
+        bound = self._swap.bound(index)
+        if isinstance(bound, Binding):
+            self._swap.acquire(index, write=bound.has_buffers)
 
     def end_block(self, index: int, seconds: float, keep: bool) -> None:
         self._shortest = min(self._shortest, seconds)
-        if not keep:
-            self._release(index)
+        if not keep and self._swap is not None:
+            self._swap.release(index)
 
     def look_ahead(self, coming: Iterable[int]) -> None:
-        if self._cache is not None:
-            self._cache.predict(index for index in coming if index in self._enrolled)
+        if self._swap is not None:
+            self._swap.predict(coming)
             if self.prefetch:
-                self._cache.prefetch()
+                self._swap.prefetch()
 
     def leave(self, index: int) -> None:
-        each = self._enrolled.get(index)
-        if each is None:
-            return
-        self._release(index)
-        del self._enrolled[index]
-        if not each.here:
-            self._states.wait_for_host(index)
-        with torch.inference_mode(False):
-            own = {name: tensor.to("cpu", copy=True) for name, tensor in each.binding.tensors().items()}
-        in_use = False
-        try:
-            each.binding.hold(own)
-        except PipelineError:  # it fails, and its exception refers to a graph: it may keep the memory
-            in_use = True
-        self._states.drop(index, in_use)
+        if self._swap is not None:
+            self._swap.remove(index)
 
-    # ---- states
-
-    @property
-    def _states(self) -> StateCache[int]:
-        assert self._cache is not None
-        return self._cache
-
-    def _enrol(self, index: int, binding: Binding, device: torch.device) -> None:
-        if self._cache is None:
-            self._copier = copier_for(device, self.bandwidth)
-            self._cache = StateCache(
-                self.device_bytes,
-                self._copier,
-                device,
-                slots=self.slots,
-                host_budget=self.host_bytes,
-                leaves=self._to_host,
-                poison=self._poison,
-            )
-            self.statistics = self._cache.statistics
-        size = self._cache.add(index, binding.tensors())
+    def _check(self, index: int, size: int) -> None:
         if self._several and 2 * size > self.device_bytes:
-            self._cache.drop(index)
             raise PlanError(
                 f"sibling {index} has a state of {size} bytes, and device_bytes={self.device_bytes} has no room for "
                 f"two: the one in use and the next. Use {2 * size} or more, or cut the model into more stages"
             )
-        self._largest = max(self._largest, size)
-        self._enrolled[index] = _Enrolled(binding)
-        binding.hold(self._cache.on_host(index))
-
-    def _lease(self, index: int, write: bool) -> None:
-        each = self._enrolled.get(index)
-        if each is None:
-            return
-        self._states.acquire(index, write)
-        each.leased = True
-        if not each.here:
-            each.binding.hold(self._states.on_device(index))
-            each.here = True
-
-    def _release(self, index: int) -> None:
-        each = self._enrolled.get(index)
-        if each is not None and each.leased:
-            self._states.release(index)
-            each.leased = False
-
-    def _to_host(self, index: int) -> None:
-        """Another state takes its place on the device."""
-        each = self._enrolled.get(index)
-        if each is not None and each.here:
-            each.binding.hold(self._states.on_host(index))
-            each.here = False

@@ -104,7 +104,8 @@ class Steps:
         self._interceptor = interceptor
         self._stages = plan.n_stages
         self._both_ends = {0, plan.n_stages - 1} <= set(plan.stages[rank])
-        self._recomputes_first = self._both_ends and bool(plan.recompute) and plan.recompute[0]
+        runs_again = [again[0] for again in (plan.recompute, plan.whole_forward) if again]
+        self._recomputes_first = self._both_ends and any(runs_again)
         self._whole: dict[tuple[str, str], list[bool]] = {}
         self._seed = seed
         self._device = device

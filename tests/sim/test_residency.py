@@ -180,7 +180,9 @@ def test_jobs_come_and_go():
     with pytest.raises(PlanError, match="can't be dropped"):
         residency.drop(0)
     residency.release(0)
+    residency.predict([0])
     residency.drop(0)
+    assert residency.prefetch() == 0  # what was predicted before is forgotten
     assert residency.resident == frozenset()
     residency.add("new", 10)
     residency.expect(["new"])

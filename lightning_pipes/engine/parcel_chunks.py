@@ -1,0 +1,78 @@
+"""How parcels become chunks: which goes next, how large it is, and whose bytes it holds. Nothing here sends anything.
+
+parcel   |  description  |  tensor 0  |        tensor 1        |t2|
+chunks   |      0      |      1      |      2      |      3       |
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+FIRST, LEAST, MOST = 2**16, 2**14, 2**20
+"""Bytes of a chunk: the first one, and what all others lie between."""
+SECONDS = 0.005
+"""What a chunk may take: as long may it hold up a message of training that comes right after it has left."""
+
+
+class Line:
+    """Parcels that wait to be sent to one rank. Whoever has least left goes first: what is small need not wait until a
+    large one is through."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, tuple[int, int]] = {}  # number -> next byte, and all of them
+
+    def add(self, number: int, size: int) -> None:
+        """A parcel of `size` bytes, at least one."""
+        self._left[number] = (0, size)
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def next(self, most: int) -> tuple[int, int, int]:
+        """The number of a parcel and its bytes start to stop, `most` at most, that go next; there must be some."""
+        number = min(self._left, key=lambda n: (self._left[n][1] - self._left[n][0], n))
+        start, size = self._left[number]
+        stop = min(start + most, size)
+        if stop == size:
+            del self._left[number]
+        else:
+            self._left[number] = (stop, size)
+        return number, start, stop
+
+
+@dataclass
+class Pace:
+    """The size of chunks, from what those before have taken.
+
+    Attributes:
+        size: bytes of the next chunk, at most.
+    """
+
+    size: int = FIRST
+
+    def took(self, size: int, seconds: float) -> None:
+        """A chunk of `size` bytes took so long. At most doubles, for one chunk may have been quick by chance."""
+        if size == self.size:  # what is shorter than it may be says little
+            fitting = MOST if seconds <= 0 else int(size * SECONDS / seconds)
+            self.size = max(LEAST, min(MOST, fitting, 2 * size))
+
+
+class Layout:
+    """Parts that lie one behind the other, by their sizes in bytes."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._ends = list(accumulate(sizes))
+        self._sizes = sizes
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The (part, first byte, last byte exclusive) that the bytes start to stop are, in order."""
+        part = bisect_right(self._ends, start)
+        while start < stop:
+            begin = self._ends[part] - self._sizes[part]
+            end = min(stop, self._ends[part])
+            if end > start:
+                yield part, start - begin, end - begin
+            start, part = end, part + 1

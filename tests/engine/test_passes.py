@@ -1,0 +1,343 @@
+"""Forwards and backwards that cut a batch differently: what runs, what it is said to cost, and what comes out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipes.cost import CostModel, Link, Table
+from lightning_pipes.engine import Item, Stage
+from lightning_pipes.engine.executor import Executor
+from lightning_pipes.engine.footprint import footprint
+from lightning_pipes.ir import STEP, B, Cut, F, I, Instruction, Kind, Plan, PlanError, Program, Span, W
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.bounds import least_step
+from lightning_pipes.planning.measured import Averages, StepSample
+from lightning_pipes.planning.memory import peak_bytes, stage_peak
+from lightning_pipes.sim import simulate
+from lightning_pipes.sim.saved import plan_data
+from lightning_pipes.sim.saved import plan_of as plan_of_data
+from lightning_pipes.testing.generators import random_costs, random_plan
+from lightning_pipes.testing.loopback import Loopback
+
+from .pipes import WIDTH, assert_close, batch, body, gradients, layers, make_stages, squared_error
+
+
+def cut(*sizes: int) -> tuple[Span, ...]:
+    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    return tuple(Span(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+FINER = Cut(4, (cut(4), cut(4)), (cut(1, 1, 2), cut(4)))
+"""Stage 0 runs one forward, and a backward for 1, 1 and 2 of its samples."""
+COARSER = Cut(4, (cut(1, 3), cut(4)), (cut(2, 2), cut(4)))
+"""No cut of stage 0 is part of the other."""
+SETTINGS = {
+    "split": {},
+    "whole": {"whole_forward": (True, False)},
+    "recompute": {"recompute": (True, False)},
+    "both": {"whole_forward": (True, False), "recompute": (True, False)},
+}
+TIMES: dict[Kind, Table] = {  # neither proportional nor along a line, so that no other cut has the same sum
+    Kind.F: ((1, 3e-9), (2, 4e-9), (3, 9e-9), (4, 11e-9)),
+    Kind.B: ((1, 5e-9), (2, 8e-9), (3, 19e-9), (4, 23e-9)),
+    Kind.I: ((1, 2e-9), (2, 7e-9), (3, 10e-9), (4, 29e-9)),
+    Kind.W: ((1, 1e-9), (2, 12e-9), (3, 14e-9), (4, 31e-9)),
+}
+COSTS = CostModel({(kind, s): table for kind, table in TIMES.items() for s in (0, 1)})
+BYTES = replace(COSTS, forward_bytes=(10.0,), activation_bytes=(0, 100), working_bytes=(0.0, 7.0))
+
+
+def program(plan: Plan) -> Program:
+    """All forwards, then all backwards."""
+    late = (I, W) if plan.split_backward else (B,)
+    rows = []
+    for s in range(plan.n_stages):
+        forwards = [F(s, span) for span in plan.spans(Kind.F, s)]
+        rows.append((*forwards, *(make(s, span) for span in plan.spans(Kind.B, s) for make in late), STEP(s)))
+    return Program(tuple(rows))
+
+
+def plan_of(spans: Cut, setting: str, split_backward: bool) -> Plan:
+    return Plan((0, 1), (spans,), split_backward=split_backward, **SETTINGS[setting])  # type: ignore[arg-type]
+
+
+Ran = dict[Instruction, list[int]]
+"""The samples of each run of stage 0's layers, by the instruction that caused it."""
+
+
+def run(plan: Plan, model: list[nn.Module], make_body: Callable[..., Any] = body, rows: int = 4) -> Ran:
+    ran: Ran = {}
+    current: list[Instruction] = []
+
+    def counting(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        if stage.number == 0:
+            ran.setdefault(current[-1], []).append(span.rows)
+        return make_body(stage, item, span, received)
+
+    class Noting(Executor):
+        def run(self, i: Instruction) -> None:
+            current.append(i)
+            super().run(i)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_pipes.engine.engine.Executor", Noting)
+        pipe = Loopback(plan, program(plan), lambda rank: make_stages(plan, rank, model, body=counting))
+        pipe.inject(lambda: Item(0, rows, batch(0, rows)))
+        pipe.drain()
+    return ran
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("spans", [FINER, COARSER])
+def test_a_forward_is_priced_as_it_runs_and_gradients_are_those_of_one_process(
+    spans: Cut, setting: str, split_backward: bool
+) -> None:
+    plan = plan_of(spans, setting, split_backward)
+    model, alone = layers(), nn.Sequential(*layers())
+    ran = run(plan, model)
+    x, target = batch(0, 4)
+    squared_error(alone(x), target).backward()
+    assert_close(gradients(model), gradients(list(alone)))
+
+    if spans is FINER:
+        forward, backward = F(0, Span(0, 4)), I if split_backward else B
+        again = {backward(0, span): [span.rows] for span in cut(1, 1, 2)}
+        wanted = {
+            "split": {forward: [1, 1, 2]},
+            "whole": {forward: [4]} | again,
+            "recompute": {forward: [1, 1, 2]} | again,
+            "both": {forward: [4]} | again,
+        }
+        assert ran == wanted[setting]
+    timeline = simulate(program(plan), plan, COSTS)
+    priced = {e.instruction: e.end - e.start for e in timeline.events if e.rank == 0}
+    atoms = {B: [[1, 1], [2]]} if spans is COARSER else {B: [[1], [1], [2]]}
+    for kind in (Kind.I, Kind.W) if split_backward else (Kind.B,):
+        for span, parts in zip(plan.spans(kind, 0), atoms[B], strict=True):
+            i = Instruction(kind, 0, span=span)
+            own = sum(dict(TIMES[kind])[rows] for rows in parts)
+            forwards = sum(dict(TIMES[Kind.F])[rows] for rows in ran.get(i, ()))
+            assert priced[i] == round((own + forwards) * 1e9), i
+    for span in plan.spans(Kind.F, 0):
+        i = F(0, span)
+        assert priced[i] == round(sum(dict(TIMES[Kind.F])[rows] for rows in ran[i]) * 1e9), i
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_short_batch(setting: str) -> None:
+    plan = plan_of(FINER, setting, False)
+    model, alone = layers(), nn.Sequential(*layers())
+    ran = run(plan, model, rows=3)
+    x, target = batch(0, 3)
+    squared_error(alone(x), target).backward()
+    assert_close(gradients(model), gradients(list(alone)))
+    assert ran[F(0, Span(0, 4))] == ([3] if "whole" in setting or setting == "both" else [1, 1, 1])
+
+
+LATER = Cut(4, (cut(4), cut(4), cut(4)), (cut(4), cut(1, 1, 2), cut(4)))
+"""The same on stage 1 of three, which keeps what it received."""
+
+
+@pytest.mark.parametrize(
+    ("whole", "peak"),
+    [
+        # split: F takes 4 x 100, and 7 a sample while it computes: the largest of the parts, 2 samples, comes last
+        (False, 4 * 100 + 2 * 7),
+        # whole: keeps 4 x 10 of input, with 4 x 7 at work; the last B makes 2 x 100 again while 2 x 10 are left
+        (True, max(4 * 10 + 4 * 7, 2 * 10 + 2 * 100 + 2 * 7, 4 * 10 + 100 + 7)),
+    ],
+)
+def test_the_peak_of_memory_follows(whole: bool, peak: int) -> None:
+    plan = Plan((0, 1, 2), (LATER,), whole_forward=(False, whole, False))
+    costs = CostModel(
+        {(kind, s): table for kind, table in TIMES.items() for s in range(3)},
+        forward_bytes=(10.0, 10.0),
+        activation_bytes=(0, 100, 0),
+        working_bytes=(0.0, 7.0, 0.0),
+    )
+    assert simulate(program(plan), plan, costs).peak_bytes[1] == peak
+    assert peak_bytes(program(plan), plan, costs)[1] == peak
+    for i in (F(1, Span(0, 4)), *(B(1, span) for span in cut(1, 1, 2))):
+        assert min(costs.held(i, plan)) >= 0
+    held = [costs.held(i, plan) for i in program(plan).head[1][:-1]]
+    assert sum(taken for taken, _ in held) == sum(freed for _, freed in held)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_held_is_what_is_said(whole: bool) -> None:
+    """Measured on one rank: a forward in one piece leaves its input, and a backward gives its rows of it back."""
+    plan = Plan((0, 0, 0), (LATER,), whole_forward=(False, whole, False))
+    width = 1000
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(width))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(5):  # each keeps its own input
+                x = torch.sin(x * self.weight)
+            return x
+
+    def stages_body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        x = 2 * item.data[span.start : span.stop] if stage.number == 0 else received
+        out = stage.run_layers(item, span, x)
+        return out.sum() if stage.number == 2 else out
+
+    stages = [Stage(0, {}, stages_body), Stage(1, {0: Wide()}, stages_body), Stage(2, {}, stages_body)]
+    executor = Executor(plan, stages, None, 0, 0)  # type: ignore[arg-type]  # nothing is sent
+    row = 4 * width  # bytes
+    wanted = {}
+    order = [F(0, Span(0, 4)), F(1, Span(0, 4)), F(2, Span(0, 4)), B(2, Span(0, 4))]
+    order += [B(1, span) for span in cut(1, 1, 2)]
+    with footprint(torch.device("cpu")) as found:
+        executor.add(Item(0, 4, torch.rand(4, width, requires_grad=False)), 0)
+        before = 0
+        for i in order:
+            executor.run(i)
+            wanted[i] = found.left - before
+            before = found.left
+    activations = 10 * row  # inputs of five products and of five sines; the weights are no activations
+    kept = row if whole else activations
+    forward = wanted[F(0, Span(0, 4))] + wanted[F(1, Span(0, 4))]  # the second takes what the first has made
+    assert 4 * kept <= forward - 4 * width * 4 <= 4 * kept + 2 * 4 * row  # the batch, and what was handed on
+    if whole:
+        for span in cut(1, 1, 2)[:2]:
+            gained = wanted[B(1, span)] - (row if span.start == 0 else 0)  # the first makes the weight's gradient
+            assert gained <= -span.rows * row, "a backward gives its rows of the input back"
+
+
+class Noise(nn.Module):
+    """Draws in another way than dropout does, and for training only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(x.shape[1], dtype=x.dtype) if self.training else x
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (nn.Dropout(0.5), "layer 1 draws random numbers"),
+        (Noise(), "layer 1 draws random numbers"),
+        (nn.Sequential(nn.BatchNorm1d(WIDTH).double()), "layer 1 holds a BatchNorm1d"),
+    ],
+)
+def test_what_would_come_out_otherwise_in_parts_is_refused(layer: nn.Module, why: str) -> None:
+    model = layers()
+    model[1] = layer
+    halves = Cut(4, (cut(4), cut(4)), (cut(2, 2), cut(4)))
+    run(plan_of(halves, "split", False), model)
+    with pytest.raises(PlanError, match=f"samples 0:4 in one piece.*{why}.*without whole_forward"):
+        run(plan_of(halves, "whole", False), model)
+    alike = Plan((0, 1), (Cut.even(4, 2, 2),), whole_forward=(True, False))
+    run(alike, model)  # runs nothing in parts
+    run(plan_of(halves, "whole", False), [m.eval() for m in model])
+
+
+def test_user_code_around_the_layers_may_not_draw_either() -> None:
+    def noisy(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        if stage.number == 0:
+            stage.seed_user_code(item, span, -1)
+            if item.data[2]:
+                item.data[2]()
+        return body(stage, Item(item.number, item.rows, item.data[:2]), span, received)
+
+    def go(draw: Callable[[], Any] | None) -> None:
+        plan = plan_of(FINER, "whole", False)
+        pipe = Loopback(plan, program(plan), lambda rank: make_stages(plan, rank, layers(), body=noisy))
+        pipe.inject(lambda: Item(0, 4, (*batch(0, 4), draw)))
+        pipe.drain()
+
+    go(None)
+    for draw in (lambda: torch.rand(1), random.random, np.random.rand):
+        with pytest.raises(PlanError, match="the step around the layers draws"):
+            go(draw)
+
+
+def test_layers_that_work_in_place() -> None:
+    """The second run needs the input as it was."""
+    plan = Plan((0, 1, 2), (LATER,), whole_forward=(False, True, False))
+
+    def make() -> list[nn.Module]:
+        model = layers(6)
+        model[1] = model[1][0]  # tanh keeps its output  # type: ignore[index]
+        model[2] = nn.Sequential(nn.ReLU(inplace=True), model[2])
+        return model
+
+    model, alone = make(), nn.Sequential(*make())
+    run(plan, model)
+    x, target = batch(0, 4)
+    squared_error(alone(x), target).backward()
+    assert_close(gradients(model), gradients(list(alone)))
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("spans", [FINER, COARSER])
+def test_costs_are_measured_by_pass(spans: Cut, setting: str, split_backward: bool) -> None:
+    """Where times are in proportion to samples, what a run shows predicts itself, and the same work cut otherwise."""
+    times = {Kind.F: 30, Kind.B: 70, Kind.I: 40, Kind.W: 50}
+    true = CostModel({(kind, s): ((0, 0.0), (1, t * 1e-9)) for kind, t in times.items() for s in (0, 1)})
+    true = replace(true, link=Link(latency=5e-9))
+    plan = plan_of(spans, setting, split_backward)
+    timeline = simulate(program(plan), plan, true)
+    averages = Averages()
+    averages.add([StepSample.of([e for e in timeline.events if e.rank == rank], plan) for rank in (0, 1)])
+    for measured in (CostModel.measured(timeline), averages.costs(overhead=False)):
+        for kind in (Kind.F, Kind.I, Kind.W) if split_backward else (Kind.F, Kind.B):
+            assert measured.time(kind, 0, 1) == pytest.approx(times[kind] * 1e-9)
+        assert simulate(program(plan), plan, measured).makespan == timeline.makespan
+    assert averages.knows(plan)
+
+
+def test_plans_say_which_forwards_are_whole() -> None:
+    with pytest.raises(PlanError, match="whole_forward has 1 entries for 2 stages"):
+        Plan((0, 1), (FINER,), whole_forward=(True,))
+    with pytest.raises(PlanError, match="names the last stage"):
+        Plan((0, 1), (FINER,), whole_forward=(True, True))
+    plan = plan_of(FINER, "whole", False)
+    assert plan_of_data(plan_data(plan)) == plan
+    old = plan_data(plan)
+    del old["whole_forward"]  # as versions before wrote it
+    assert plan_of_data(old) == plan_of(FINER, "split", False)
+    model = layers()
+    pipe = Loopback(plan, program(plan), lambda rank: make_stages(plan, rank, model))
+    with pytest.raises(PlanError, match="whole_forward"):
+        pipe.adopt(replace(plan, whole_forward=()), program(plan))
+
+
+def test_equal_spans_whose_forwards_run_otherwise_are_not_taken_for_equal() -> None:
+    """Two forwards of two samples; only the first one is cut by the backwards."""
+    plan = Plan((0, 1), (Cut(4, (cut(2, 2), cut(4)), (cut(1, 1, 2), cut(4))),))
+    for order in (program(plan), make_schedule("ready")):
+        timeline = simulate(order, plan, COSTS)  # type: ignore[arg-type]
+        spent = {e.instruction: e.end - e.start for e in timeline.events}
+        assert [spent[F(0, span)] for span in cut(2, 2)] == [2 * 3, 4]
+        assert least_step(plan, COSTS) <= timeline.makespan
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_stage_needs_is_never_less_than_what_it_holds(seed: int) -> None:
+    rng = random.Random(seed)
+    plan = random_plan(seed)
+    n = plan.n_stages
+    plan = replace(plan, whole_forward=(*(rng.random() < 0.5 for _ in range(n - 1)), False))
+    costs = replace(
+        random_costs(plan, seed),
+        activation_bytes=tuple(rng.randrange(50) for _ in range(n)),
+        working_bytes=tuple(float(rng.randrange(50)) for _ in range(n)),
+        forward_bytes=tuple(float(rng.randrange(20)) for _ in range(n - 1)),
+    )
+    peak = peak_bytes(program(plan), plan, costs)
+    assert peak == simulate(program(plan), plan, costs).peak_bytes
+    for s in range(n):
+        assert stage_peak(plan, costs, s, len(plan.spans(Kind.F, s))) >= peak[s]
