@@ -11,9 +11,8 @@ from bpipe import bpipe, most_held
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import B, Cut, F, Kind, Plan, Schedule, Span, even_spans
-from lightning_pipes.ir.schedule import placement
 from lightning_pipes.planning.memory import peak_bytes
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
@@ -85,7 +84,7 @@ class Ordered:
     def steps(self, epoch: Epoch, rows: int) -> Iterator[Spent]:
         """See `OneJob`."""
         for schedule in self.schedules:
-            where = placement(schedule, epoch.stages)
+            where = schedule.placement(epoch.stages)
             if len(where) > epoch.most_stages:
                 continue
             costs = epoch.costs(where)

@@ -37,5 +37,8 @@ def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
     except TypeError as error:
         raise PlanError(f"schedule {name!r} does not take {settings}: {error}") from error
     if not isinstance(made, (Schedule, Policy)):
-        raise PlanError(f"{found.value} made a {type(made).__name__}, which has neither program(plan) nor pick(...)")
+        raise PlanError(
+            f"{found.value} made a {type(made).__name__}, which is neither a Schedule nor a Policy: "
+            "it has to inherit one of them from lightning_pipes.ir"
+        )
     return made

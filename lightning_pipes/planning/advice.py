@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from lightning_pipes.ir import PipelineError, Plan, placement
+from lightning_pipes.ir import PipelineError, Plan
 from lightning_pipes.planning.auto import installed_variants
 from lightning_pipes.planning.progress import Progress
 from lightning_pipes.planning.what_if import Trial, WhatIf
@@ -134,7 +134,7 @@ def _together(model: WhatIf, tried: Iterable[_Tried]) -> Trial | None:
     schedule = better["schedule"].schedule if "schedule" in better else None
     number = better["microbatches"].microbatches if "microbatches" in better else None
     if schedule is not None and number is not None:
-        number = min(number, max(model.now.microbatches, MOST // len(placement(schedule, model.plan.n_ranks))))
+        number = min(number, max(model.now.microbatches, MOST // len(schedule.placement(model.plan.n_ranks))))
     if schedule is None and number is None:
         return None
     return model.rebalanced(schedule, number) or model.same_cuts(schedule, number)

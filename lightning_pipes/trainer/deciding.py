@@ -150,7 +150,7 @@ class Deciding:
         with forked_rng(self._device):
             batch = example_batch(loader, max(sizes))
         pieces = None if wanted.chooses else -(-rows // max(sizes))
-        split = wanted.chooses or getattr(wanted.schedule, "splits_backward", False)
+        split = wanted.chooses or wanted.schedule.splits_backward
         trainer = self._trainer
         full = trainer.lightning_module.get_submodule(self._path)
         key = (

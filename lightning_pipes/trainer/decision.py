@@ -9,10 +9,10 @@ from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Policy, Program, Schedule, Span
 from lightning_pipes.planning.auto import Choice, choose, numbers_to_try
 from lightning_pipes.planning.balance import balanced
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Problem, planned
 from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim.units import seconds_text
-from lightning_pipes.trainer.plans import DEFAULT_MICROBATCHES_PER_STAGE, Plans, stage_layers, stage_ranks
+from lightning_pipes.trainer.plans import Plans, stage_layers, stage_ranks
 from lightning_pipes.trainer.settings import AUTO, PARAMETERS
 
 LEAST_ROWS = "least_rows"
@@ -30,6 +30,7 @@ class Decision:
         why: for people; empty where there was nothing to choose.
         table: what was compared, for people.
         profile: of the layers, where they were measured.
+        place: devices, links and memory, where they were asked for.
     """
 
     schedule: Schedule | Policy
@@ -41,6 +42,7 @@ class Decision:
     why: str = ""
     table: str = ""
     profile: ModelProfile | None = None
+    place: Deployment | None = None
 
     @property
     def endless(self) -> bool:
@@ -51,7 +53,18 @@ class Decision:
 
     def plans(self) -> Plans:
         """The plans of its batches."""
-        return Plans(self.schedule, self.ranks, self.layers, self.microbatches, self.recompute)
+        return Plans(
+            Problem(
+                self.schedule,
+                max(self.ranks) + 1,
+                1,
+                self.microbatches,
+                self.recompute,
+                self.layers,
+                self.profile,
+                self.place,
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +109,7 @@ class Wanted:
             found = [1, rows // (4 * ranks), -(-rows // ranks)]
         else:
             stages = len(stage_ranks(self.schedule, ranks))
-            one = -(-rows // (self.microbatches or DEFAULT_MICROBATCHES_PER_STAGE * stages))
+            one = -(-rows // (self.microbatches or MICROBATCHES_PER_STAGE * stages))
             found = [one // 2, one]
         return tuple(sorted({max(1, n) for n in found}))
 
@@ -112,10 +125,12 @@ class Wanted:
         if self.chooses:
             return self._chosen(profile, rows, place)
         ranks = max(plain.ranks) + 1
-        m = plain.microbatches or DEFAULT_MICROBATCHES_PER_STAGE * len(plain.ranks)
-        plan = even_plan(plain.schedule, ranks, min(m, rows), rows, plain.recompute)
+        m = plain.microbatches or MICROBATCHES_PER_STAGE * len(plain.ranks)
+        plan = planned(
+            Problem(plain.schedule, ranks, rows, min(m, rows), plain.recompute, profile=profile, place=place)
+        )
         found = balanced(profile, plain.schedule, plan, plain.layers, place)
-        return replace(plain, layers=found.layers, seconds=found.seconds, why=found.why, profile=profile)
+        return replace(plain, layers=found.layers, seconds=found.seconds, why=found.why, profile=profile, place=place)
 
     def _numbers(self, profile: ModelProfile, rows: int, ranks: int) -> list[int]:
         """Numbers of micro-batches to try, whose size was found to run."""
@@ -145,6 +160,7 @@ class Wanted:
             _reason(choice),
             str(choice),
             profile,
+            place,
         )
 
 

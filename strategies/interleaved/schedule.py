@@ -15,6 +15,7 @@ from lightning_pipes.ir import (
     Plan,
     PlanError,
     Program,
+    Schedule,
     Span,
     check_count,
     check_one_batch,
@@ -24,7 +25,7 @@ from lightning_pipes.ir import (
 
 
 @dataclass(frozen=True)
-class Interleaved:
+class Interleaved(Schedule):
     """1F1B with `stages_per_rank` stages on every rank, handed out in turn (Narayanan et al. 2021, arXiv:2104.04473,
     S2.2): rank r of p holds the stages r, r + p, r + 2p, ...
 
