@@ -85,7 +85,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a schedule orders.
+    """Everything that a schedule orders.
 
     Attributes:
         ranks: the rank that holds each stage; neighbours on one rank hand over without a message.

@@ -21,7 +21,7 @@ def installed_schedules() -> Mapping[str, EntryPoint]:
 
 
 def schedule_factory(name: str) -> Any:
-    """What makes the schedule `name` from its settings.
+    """The class or function that makes the schedule `name` from its settings.
 
     Raises:
         PlanError: no such schedule is installed; lists what there is.

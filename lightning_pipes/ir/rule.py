@@ -25,7 +25,7 @@ class Rule:
     alternate: bool = True
 
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
-        """What a policy with this rule picks; see `Policy.pick`."""
+        """The instruction that a policy with this rule picks; see `Policy.pick`."""
         limits = self.limits
         if limits:
             ready = offered(ready, lambda i: i.kind is not Kind.F or has_room(i, view.in_flight, limits))

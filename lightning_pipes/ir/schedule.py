@@ -1,4 +1,4 @@
-"""What a schedule is: it orders a plan, in advance (Schedule) or while running (Policy)."""
+"""The base classes of schedules: they order a plan, in advance (Schedule) or while running (Policy)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_pipes.ir.program import Program
 
 
 class Traits:
-    """What a schedule or a policy says of itself besides order. Each has a default; a class overrides what is otherwise
-    with it, and everybody asks here.
+    """The things that a schedule or a policy says of itself besides order. Each has a default; a class overrides what
+    is otherwise with it, and everybody asks here.
 
     Attributes:
         name: under which people choose it.
@@ -42,8 +42,8 @@ class Traits:
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> Sequence[Schedule | Policy]:
-        """What a search over schedules tries: this one with its defaults, or nothing where it does not flush, which
-        gives another result than one process."""
+        """The variants that a search over schedules tries: this one with its defaults, or nothing where it does not
+        flush, which gives another result than one process."""
         return [cls()] if cls.flushes else []  # type: ignore[list-item]  # a subclass is a Schedule or a Policy
 
     def planner(self) -> object:
@@ -68,7 +68,7 @@ class Schedule(Traits, ABC):
 
 @dataclass(frozen=True)
 class RankView:
-    """What one rank can see when a policy has to choose.
+    """The view of one rank when a policy has to choose.
 
     Attributes:
         rank: the rank.

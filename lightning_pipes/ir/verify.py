@@ -15,7 +15,7 @@ from lightning_pipes.ir.program import Program
 
 @dataclass(frozen=True)
 class Facts:
-    """What `verify` learned, per stage.
+    """The facts that `verify` learned, per stage.
 
     Attributes:
         peak_spans: most forward spans held at once between F and B.

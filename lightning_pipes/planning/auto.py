@@ -20,7 +20,7 @@ REFINED = 4
 CLOSE = 1.05
 """How many of the best options have their cuts moved until nothing gets better, and how close to the best they are."""
 WORTH_IT = 0.995
-"""What can't be faster than the best by more than this is not simulated."""
+"""An option that can't be faster than the best by more than this is not simulated."""
 LARGE = 2_000
 """Forwards of a step from which on options are left out too if those beside them are FAR from the best."""
 FAR = 1.15

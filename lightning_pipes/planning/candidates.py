@@ -48,7 +48,8 @@ class TuningPlanner(EvenPlanner):
     def candidates(
         self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()
     ) -> tuple[Candidate, ...]:
-        """What may run on `plan`, the schedule that names this planner included, within so many bytes a rank.
+        """The candidates that may run on `plan`, the schedule that names this planner included, within so many bytes a
+        rank.
 
         Args:
             costs: what is known of times and bytes now; asked again when these have changed.

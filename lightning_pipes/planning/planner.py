@@ -14,7 +14,7 @@ MICROBATCHES_PER_STAGE = 2
 
 @dataclass(frozen=True)
 class Problem:
-    """What a planner goes by.
+    """Everything that a planner goes by.
 
     Attributes:
         schedule: orders the plan.

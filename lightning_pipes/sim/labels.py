@@ -1,4 +1,4 @@
-"""What to write on an event."""
+"""Labels of events."""
 
 from __future__ import annotations
 

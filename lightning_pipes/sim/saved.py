@@ -36,7 +36,7 @@ def write_json(data: Mapping[str, Any], path: str | Path) -> None:
 
 
 def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
-    """What `write_json` wrote.
+    """The record that `write_json` wrote.
 
     Raises:
         PlanError: it is not JSON, lacks one of `keys`, or is of another format.

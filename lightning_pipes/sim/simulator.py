@@ -1,4 +1,4 @@
-"""What a program or a policy would do, in virtual time."""
+"""Simulation of a program or a policy in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ran when: the one type that the simulator predicts and the engine records."""
+"""Timelines, of what ran when: the one type that the simulator predicts and the engine records."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class ScheduleConformance:
         return len(plan.spans(Kind.F, stage)) * len(plan.jobs) * plan.batches
 
     def order(self, schedule: AnySchedule, plan: Plan) -> Program:
-        """What the schedule orders; for a policy, what it does if everything takes equally long."""
+        """The order of the schedule; for a policy, its order if everything takes equally long."""
         if isinstance(schedule, Schedule):
             return schedule.program(plan)
         return simulate(schedule, plan, CostModel.uniform(plan.n_stages, 1e-6, 1e-6)).program()

@@ -141,7 +141,7 @@ class Emulation:
 
 @dataclass(frozen=True)
 class Steps:
-    """What one rank saw of the steps of one training: start and end in nanoseconds, and the engine's events."""
+    """One rank's record of the steps of one training: start and end in nanoseconds, and the engine's events."""
 
     spans: tuple[tuple[int, int], ...]
     events: tuple[tuple[Event, ...], ...]

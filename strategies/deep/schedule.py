@@ -33,7 +33,7 @@ class Deep(Schedule):
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[Deep]:
-        """What a planner tries: one micro-batch more for each link, and two."""
+        """The variants that a planner tries: one micro-batch more for each link, and two."""
         return [cls(times * (n_ranks - 1)) for times in (1, 2) if 1 < n_ranks < microbatches]
 
     def program(self, plan: Plan) -> Program:

@@ -44,7 +44,7 @@ class Interleaved(Schedule):
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[Interleaved]:
-        """What a planner tries."""
+        """The variants that a planner tries."""
         return [cls(v) for v in (2, 3, 4)]
 
     def placement(self, n_ranks: int) -> tuple[int, ...]:

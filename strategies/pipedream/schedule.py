@@ -73,7 +73,7 @@ def endless_1f1b(plan: Plan, name: str, late_steps: bool = False) -> Program:
 
 
 class _Row:
-    """What one stage does, as turns: the forward of micro-batch n + ahead, then the backward of micro-batch n, counted
+    """The row of one stage, as turns: the forward of micro-batch n + ahead, then the backward of micro-batch n, counted
     over all batches."""
 
     def __init__(self, plan: Plan, stage: int, late_steps: bool) -> None:
