@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import Cut, Instruction, Kind, Plan, PlanError, Span
-from lightning_pipes.sim.timeline import Event, Timeline
+from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.timeline import Timeline
 
 FORMAT = 1
 """Of files with timelines in them; raised when a reader of an older one would misread it."""

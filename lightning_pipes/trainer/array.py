@@ -23,7 +23,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.ir import PlanError, check_count
-from lightning_pipes.sim.timeline import Event, Timeline
+from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.trainer.array_display import ArrayDisplay
 from lightning_pipes.trainer.array_record import ArrayRecord
 from lightning_pipes.trainer.array_size import AUTO, decided_size, enough_siblings

@@ -60,7 +60,7 @@ _COLUMNS = ("rank", "kind", "stage", "job", "batch", "chunk", "label", "span", "
 
 def _panel(name: str, timeline: Timeline, tables: _Tables) -> dict[str, Any]:
     kinds = {kind: number for number, kind in enumerate(Kind)}
-    labels = Labels(timeline)
+    labels = Labels(timeline.plan, timeline.events)
     rows: list[Sequence[int]] = []
     for e in timeline.events:
         i = e.instruction
