@@ -3,6 +3,7 @@
 Standard library only. Everything here is frozen; state lives in the engine and in the simulator.
 """
 
+from lightning_pipes.ir.deadlock import deadlock
 from lightning_pipes.ir.dependencies import DependencyTracker, needs
 from lightning_pipes.ir.errors import DeadlockError, PipelineError, PlanError, ProgramError, check_count
 from lightning_pipes.ir.instruction import (
@@ -68,6 +69,7 @@ __all__ = [
     "check_one_batch",
     "check_one_stage_a_rank",
     "check_placement",
+    "deadlock",
     "even_spans",
     "has_room",
     "lower",
