@@ -58,7 +58,7 @@ class _WhenAsked(ConfigNode):
         self._made: Any = None
 
     @property
-    def node(self) -> Any:  # type: ignore[override]
+    def node(self) -> Any:
         if self._made is None:
             self._made = OmegaConf.structured(schedule_schema(self._schedule))
         return self._made
