@@ -29,10 +29,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
-from lightning_pipes.ir import Plan, Schedule, Span, placement
+from lightning_pipes.ir import Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import Timeline, simulate
-from lightning_pipes.sim.timeline import Event
+from lightning_pipes.sim.event import Event
 from lightning_pipes.testing.emulated import Emulated, sleeping, steady
 from lightning_pipes.testing.ranks import run_ranks
 
@@ -140,7 +140,7 @@ def make_plan(cell: Cell) -> tuple[Schedule, Plan]:
     settings = {"stages_per_rank": cell.stages_per_rank} if cell.stages_per_rank > 1 else {}
     schedule = make_schedule(cell.schedule, **settings)
     assert isinstance(schedule, Schedule)
-    where = placement(schedule, cell.ranks)
+    where = schedule.placement(cell.ranks)
     return schedule, Plan.even(len(where), cell.microbatches, cell.rows, where)
 
 

@@ -38,7 +38,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose
 from lightning_pipes.planning.fit import evaluated, fit_layers
 from lightning_pipes.planning.partition import even_partition
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import Timeline, makespan
 from lightning_pipes.testing.choices import every_fit, random_problem
 from lightning_pipes.testing.emulated import Emulation, Steps, run_steps, sleeping, steady, step_seconds

@@ -29,7 +29,7 @@ from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile
 from lightning_pipes.cost.model import Table
 from lightning_pipes.engine.profiler import profile_layers
 from lightning_pipes.ir import B, Cut, F, Kind, Plan, Schedule, Span
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import makespan
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.strategies.gpipe import GPipe

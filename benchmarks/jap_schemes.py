@@ -22,9 +22,8 @@ from lightning_pipes.cost.model import Table, at_rows
 from lightning_pipes.cost.profile import added
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, Program, Schedule, Span, even_spans
-from lightning_pipes.ir.schedule import placement
 from lightning_pipes.planning.partition import even_partition
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
@@ -408,7 +407,7 @@ def _sum(parts: Sequence[tuple[Spent, int]]) -> Spent:
 
 def arrayed(schedule: Schedule, sizes: Sequence[int], ranks: int) -> tuple[Program, Plan]:
     """A batch of each of some siblings, which stand where the schedule has micro-batches; updates follow backwards."""
-    where = placement(schedule, ranks)
+    where = schedule.placement(ranks)
     order = schedule.program(Plan.even(len(where), len(sizes), ranks=where))
     plan = Plan(where, tuple(Cut.even(rows, 1, len(where)) for rows in sizes))
     rows = []

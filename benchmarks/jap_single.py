@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from bpipe import bpipe, most_held
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import B, Cut, F, Kind, Plan, Schedule, Span, even_spans
-from lightning_pipes.ir.schedule import placement
 from lightning_pipes.planning.memory import peak_bytes
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.jap import problem_of
+from lightning_pipes.strategies.jap.problem import Array
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
-
-if TYPE_CHECKING:
-    from jap_schemes import Epoch
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 
@@ -64,10 +61,35 @@ def spent_in(time: float, plan: Plan, costs: CostModel, setting: str = "") -> Sp
     return Spent(time, 1e9 * spent[Kind.F], 1e9 * spent[Kind.B], 1e9 * overhead, setting=setting)
 
 
+class Memory(Protocol):
+    @property
+    def memory(self) -> float:
+        """Bytes of a device."""
+
+
+class Site(Protocol):
+    """Where one job runs: `jap_schemes.Epoch` says what the attributes are."""
+
+    stages: int
+    most_stages: int
+    line: CostModel
+
+    @property
+    def hardware(self) -> Memory:
+        """The devices."""
+
+    @property
+    def costs(self) -> Callable[[tuple[int, ...]], CostModel]:
+        """By the rank of each stage."""
+
+    def to_partner(self, size: Array) -> Array:
+        """Nanoseconds that bytes take to the stage that keeps them."""
+
+
 class OneJob(Protocol):
     """How one job runs on all stages."""
 
-    def steps(self, epoch: Epoch, rows: int) -> Iterator[Spent]:
+    def steps(self, epoch: Site, rows: int) -> Iterator[Spent]:
         """Ways to run a batch that fit into memory."""
 
 
@@ -82,10 +104,10 @@ class Ordered:
     schedules: tuple[Schedule, ...]
     recompute: tuple[bool, ...] = (False, True)
 
-    def steps(self, epoch: Epoch, rows: int) -> Iterator[Spent]:
+    def steps(self, epoch: Site, rows: int) -> Iterator[Spent]:
         """See `OneJob`."""
         for schedule in self.schedules:
-            where = placement(schedule, epoch.stages)
+            where = schedule.placement(epoch.stages)
             if len(where) > epoch.most_stages:
                 continue
             costs = epoch.costs(where)
@@ -101,7 +123,7 @@ class Ordered:
 class ByBPipe:
     """BPipe."""
 
-    def steps(self, epoch: Epoch, rows: int) -> Iterator[Spent]:
+    def steps(self, epoch: Site, rows: int) -> Iterator[Spent]:
         """See `OneJob`."""
         costs, stages = epoch.line, epoch.stages
         for m in MICROBATCHES:

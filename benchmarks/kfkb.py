@@ -29,7 +29,7 @@ from replay import Direction, Replay, Trace
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Kind, Plan, Policy, Program, Rule, RulePolicy, Schedule
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.candidates import Candidate, Tunable
+from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import Chooser, Decision
 from lightning_pipes.sim import makespan
@@ -267,8 +267,7 @@ class Adaptive:
 
 def adaptive(case: Situation, links: Mapping[Direction, Trace], until: int, limit: int | None) -> Adaptive:
     """Begins as 1F1B, and decides as `ScheduleTuner` does."""
-    source, plan = make_schedule("kfkb", k="auto"), case.plan
-    assert isinstance(source, Tunable)
+    source, plan = tuning_planner(make_schedule("kfkb", k="auto")), case.plan
     base = case.costs(0.0)
     averages, chooser, decisions = Averages(), Chooser(), list[Decision]()
     running = Candidate(make_schedule("kfkb", k=1), plan, (4, 3, 2, 1))
@@ -293,8 +292,7 @@ def adaptive(case: Situation, links: Mapping[Direction, Trace], until: int, limi
 
 def regret(case: Situation, links: Mapping[Direction, Trace], until: int, limit: int | None) -> tuple[float, str]:
     """The share of time by which the adaptive run is slower than the best fixed choice in hindsight, and a line."""
-    source = make_schedule("kfkb", k="auto")
-    assert isinstance(source, Tunable)
+    source = tuning_planner(make_schedule("kfkb", k="auto"))
     every = {c.schedule for x in PHASES for c in source.candidates(case.plan, case.costs(x), limit)}
     by_steps = {schedule: fixed(case, schedule, links, until) for schedule in every}
     best = max(by_steps, key=lambda s: by_steps[s])
@@ -397,8 +395,7 @@ def choices(case: Situation, seeds: Iterable[int]) -> Iterator[tuple[str, Any]]:
 def choices_replayed(seeds: Iterable[int], forward: int = QUICK_MS, steps: int = 20) -> Iterator[tuple[str, Any]]:
     """The same by replaying, with 2, 4 or 8 stages, every candidate beside the choice, and links that keep their random
     speeds, or with odd seeds switch: what is chosen after a window of 1F1B, over the steps that follow."""
-    right, source, first = [], make_schedule("kfkb", k="auto"), make_schedule("kfkb", k=1)
-    assert isinstance(source, Tunable)
+    right, source, first = [], tuning_planner(make_schedule("kfkb", k="auto")), make_schedule("kfkb", k=1)
     for seed in seeds:
         rng = random.Random(seed)
         stages = rng.choice((2, 4, 8))

@@ -17,7 +17,7 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Engine, FailureWatch, Item, make_transport
 from lightning_pipes.ir import Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.candidates import Candidate, Tunable
+from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import Chooser
 from lightning_pipes.testing.emulated import steady
@@ -131,7 +131,7 @@ class Follower:
         self.adopted: list[str] = []
         self._course, self._rank = course, rank
         self._averages, self._chooser = Averages(), Chooser()
-        self._source = make_schedule("kfkb", k="auto")
+        self._source = tuning_planner(make_schedule("kfkb", k="auto"))
         self._running = Candidate(make_schedule("kfkb", k=1), course.trial.plan, ())
         self._recent: list[StepSample] = []
         self._steps, self._next = 0, FIRST
@@ -154,7 +154,6 @@ class Follower:
             self._averages.add(step)
         trial = self._course.trial
         base = CostModel(self._averages.costs().seconds, activation_bytes=(1,) * trial.stages)
-        assert isinstance(self._source, Tunable)
         candidates = self._source.candidates(trial.plan, self._averages.costs(base), self._course.limit)
         decision = self._chooser.decide([*candidates, self._running], self._running, self._averages, base)
         self._running = decision.chosen.candidate

@@ -22,7 +22,7 @@ from lightning_pipes.cost import CostModel, LayerProfile
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
 from lightning_pipes.ir import SENDS, Kind, Plan, Policy, Program, Schedule
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.candidates import Candidate, Tunable
+from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.tuning import Chooser, Decision
@@ -239,8 +239,7 @@ def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[Decisio
     dist.all_gather_object(every, mine)
     told: list[Any] = [None]
     if rank == 0:
-        found, source = averages(zip(*every, strict=True)), make_schedule("kfkb", k="auto")
-        assert isinstance(source, Tunable)
+        found, source = averages(zip(*every, strict=True)), tuning_planner(make_schedule("kfkb", k="auto"))
         base = CostModel(found.costs().seconds, activation_bytes=(1,) * trial.stages)
         costs = found.costs(base)
         candidates = source.candidates(trial.plan, costs, trial.limit or 4 * trial.stages)

@@ -27,8 +27,9 @@ from torch import nn
 
 from lightning_pipes import PipelineStrategy, ScheduleTuner
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.candidates import Candidate, Tunable
+from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
+from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.planning.tuning import Chooser
 from lightning_pipes.sim import load_kernel, machine
 from lightning_pipes.testing.emulated import Emulated, sleeping, steady
@@ -78,8 +79,10 @@ class Changes(L.Callback):
         if number % EACH == 0:
             names = [("deep", {"slack": 3}), ("kfkb", {"k": 2}), ("deep", {"slack": 4}), ("kfkb", {"k": 3})]
             name, settings = names[number // EACH % len(names)]
+            schedule = make_schedule(name, **settings)
+            change = Candidate(schedule, planned(Problem(schedule, STAGES, MICROBATCHES, MICROBATCHES)), ())
             since = time.perf_counter()
-            adopt_told(trainer.strategy.running, make_schedule(name, **settings), MICROBATCHES, MICROBATCHES)  # type: ignore[attr-defined]
+            adopt_told(trainer.strategy.running, change)  # type: ignore[attr-defined]
             self.took.append(time.perf_counter() - since)
 
 
@@ -120,8 +123,7 @@ def rank_main(rank: int, batches: int) -> dict[str, Any]:
 def choosing(stages: int, microbatches: int) -> dict[str, float]:
     """Milliseconds to set up all candidates once, of the first choice, and of choices, the median and the most: among
     all candidates, without a limit, for messages of 0 to 3 forwards in turn, after a step of 1F1B."""
-    source, first = make_schedule("kfkb", k="auto"), make_schedule("kfkb", k=1)
-    assert isinstance(source, Tunable)
+    source, first = tuning_planner(make_schedule("kfkb", k="auto")), make_schedule("kfkb", k=1)
     case = Situation(20, stages, microbatches)
     plan, base = case.plan, case.costs(0.0)
     chooser, averages = Chooser(), Averages(window=1)

@@ -23,7 +23,7 @@ from lightning_pipes.ir import Kind, PlanError, Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose
 from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import even_plan
 
 OVERHEAD = 1e-4
 """Seconds that a rank spends before each computation; the engine took 80 to 130 us on a CPU, see docs/benchmarks.md."""

@@ -15,7 +15,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import ClassVar
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import CostModel, Link
-from lightning_pipes.ir import Instruction, Kind, Plan, Program, RankView, Rule
+from lightning_pipes.ir import Kind, Plan, Program, Rule, RulePolicy
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import load_kernel, machine, makespan, makespans, priced, simulate
 
@@ -35,16 +35,13 @@ MESSAGE = 500_000
 
 
 @dataclass(frozen=True)
-class ReadyFirst:
+class ReadyFirst(RulePolicy):
     """Runs what is ready, with twice as many micro-batches in flight as 1F1B."""
 
     name: ClassVar[str] = "ready_first"
 
     def rule(self, plan: Plan) -> Rule:
         return Rule(tuple(2 * (plan.n_stages - s) for s in range(plan.n_stages)))
-
-    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
-        return self.rule(plan).pick(ready, view, plan)
 
 
 @dataclass(frozen=True)

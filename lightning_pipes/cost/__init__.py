@@ -1,4 +1,4 @@
-"""What a plan costs: seconds and bytes of stages and links. Numbers only; who runs when is `sim`'s business."""
+"""The costs of a plan: seconds and bytes of stages and links. Numbers only; who runs when is `sim`'s business."""
 
 from lightning_pipes.cost.cluster import FREE, Cluster, Device, Link
 from lightning_pipes.cost.deployment import Deployment

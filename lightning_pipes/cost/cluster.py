@@ -1,4 +1,4 @@
-"""What a plan runs on: devices and the links between them."""
+"""Clusters: devices and the links between them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Link:
 
     @property
     def hurry(self) -> float:
-        """What a message takes at full speed, as a share of what it takes at the bandwidth: 0 to 1."""
+        """The time of a message at full speed, as a share of what it takes at the bandwidth: 0 to 1."""
         return 0.0 if self.peak == math.inf else self.bandwidth / self.peak
 
 
@@ -71,7 +71,7 @@ FREE = Link()
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on.
+    """The device that one rank computes on.
 
     Attributes:
         memory: bytes that stages may use; None where nobody asked.

@@ -39,9 +39,9 @@ _BACKWARD = {Kind.B, Kind.I}  # either runs the forward again where a stage reco
 
 
 class Costs(Protocol):
-    """What a simulation asks, in integer nanoseconds and bytes. `CostModel` answers it for most; give your own where
-    cost depends on more than kind, stage and rows, such as on the batch. What an object says is remembered: for other
-    costs make another."""
+    """The costs that a simulation asks for, in integer nanoseconds and bytes. `CostModel` answers it for most; give
+    your own where cost depends on more than kind, stage and rows, such as on the batch. What an object says is
+    remembered: for other costs make another."""
 
     @property
     def overhead_ns(self) -> int:
@@ -67,7 +67,7 @@ class Costs(Protocol):
 
 @runtime_checkable
 class Recorded(Protocol):
-    """What a model is measured from; a `Timeline` is one."""
+    """The measurements that a model is made from; a `Timeline` is one."""
 
     @property
     def plan(self) -> Plan:

@@ -1,4 +1,4 @@
-"""What layers cost, one by one, as measured on a device or computed from shapes; stages are sums of them."""
+"""The costs of layers, one by one, as measured on a device or computed from shapes; stages are sums of them."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def per_row(table: Table) -> float:
 
 
 def _table(layer: LayerProfile, kind: Kind) -> Table:
-    """What a layer has for F, B, I or W; without weights I is all of B."""
+    """The table of a layer for F, B, I or W; without weights I is all of B."""
     if kind is Kind.F:
         return layer.forward
     if kind is Kind.B:

@@ -1,4 +1,4 @@
-"""What layers cost by their shapes alone, without running them: a layer is run in symbols, and a tape takes notes.
+"""The costs of layers by their shapes alone, without running them: a layer is run in symbols, and a tape takes notes.
 
 What is assumed, which is what torch does:
 
@@ -64,14 +64,14 @@ class Tensor:
 
 
 Tensors = Tensor | tuple[Tensor, ...]
-"""What passes between layers."""
+"""The values that pass between layers."""
 Layer = Callable[["Tape", Tensors], Tensors]
 """Runs in symbols: calls the tape's operations."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What one operation does, for each sample: forward, and backward for the gradients of inputs and of weights.
+    """The work of one operation, for each sample: forward, and backward for the gradients of inputs and of weights.
 
     Attributes:
         flops: of the three.
@@ -89,7 +89,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer costs. Bytes and FLOPs are for each sample unless they are of weights.
+    """The cost of one layer. Bytes and FLOPs are for each sample unless they are of weights.
 
     Attributes:
         parameters: how many numbers are trained.
@@ -167,7 +167,7 @@ class Tape:
         self._start()
 
     def layer(self, name: str, run: Layer, x: Tensors) -> tuple[LayerShape, Tensors]:
-        """What `run` costs with the input `x`, and its output. The layers of a model share a tape, in order."""
+        """The cost of `run` with the input `x`, and its output. The layers of a model share a tape, in order."""
         before = dict(self._held)
         self._start()
         y = run(self, x)
@@ -374,7 +374,7 @@ def _forward_moments(steps: Sequence[_Step], outputs: Iterable[Tensor]) -> Itera
 def _backward_moments(
     steps: Sequence[_Step], outputs: Iterable[Tensor], before: Container[object]
 ) -> Iterator[tuple[float, float]]:
-    """What was saved goes as soon as nothing needs it any more, but for what others hold: outputs, and what `before`
+    """Saved tensors go as soon as nothing needs it any more, but for what others hold: outputs, and what `before`
     has, which earlier layers saved."""
     kept = {t.storage for t in outputs}
     users = Counter(t.storage for step in steps for t in step.saved)
@@ -416,7 +416,7 @@ class _Gradient:
 
 
 def shapes(layers: Sequence[tuple[str, Layer]], x: Tensors, tape: Tape) -> list[LayerShape]:
-    """What each of the named `layers` costs, the first of which reads `x`."""
+    """The cost of each of the named `layers`, the first of which reads `x`."""
     found = []
     for name, run in layers:
         shape, x = tape.layer(name, run, x)

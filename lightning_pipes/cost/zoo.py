@@ -36,7 +36,7 @@ class Model:
     loss: Layer = blocks.cross_entropy
 
     def shapes(self, itemsize: float = FLOAT32, mask_itemsize: float = 1) -> list[LayerShape]:
-        """What each layer costs, and in the end the loss."""
+        """The cost of each layer, and in the end of the loss."""
         indices = len(self.sample) == 1
         x = Tensor(self.sample, INT64 if indices else itemsize, trained=False)
         return shapes([*self.layers, ("loss", self.loss)], x, Tape(itemsize, mask_itemsize))
@@ -64,7 +64,7 @@ def named_profile(
     optimizer: str = "adam",
     recompute: bool = False,
 ) -> ModelProfile:
-    """What the layers of the model `name` cost on `device`, by formula: see `cost.shapes` and `cost.chips`.
+    """The costs of the layers of the model `name` on `device`, by formula: see `cost.shapes` and `cost.chips`.
 
     Weights, gradients and activations are of type `dtype`; what the optimizer keeps is float32, with a copy of the
     weights where they are smaller.

@@ -36,7 +36,7 @@ from lightning_pipes.ir import (
     Span,
     lower,
 )
-from lightning_pipes.sim.timeline import Event
+from lightning_pipes.sim.event import Event
 
 
 class Watch(Protocol):

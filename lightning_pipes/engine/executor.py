@@ -20,7 +20,7 @@ from lightning_pipes.engine.spans import Shelf, take_rows
 from lightning_pipes.engine.stage import Stage
 from lightning_pipes.engine.weights import Version
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, Plan, Span, graphs, passes, receive_of, send_of
-from lightning_pipes.sim.timeline import Event
+from lightning_pipes.sim.event import Event
 
 Records = list[tuple[Saved, Sequence[Any]]]
 """Forwards and the gradients of their outputs."""

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.local import CONNECT_SECONDS, HELLO, LocalInbox, LocalMailbox, LocalOutbox

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.channel import Inbox, Outbox
 from lightning_pipes.engine.direct import DirectGroup, DirectInbox, DirectOutbox, nccl_group

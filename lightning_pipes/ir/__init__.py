@@ -1,9 +1,10 @@
-"""What a pipeline does, as data: plans, instructions, programs, and what they owe each other.
+"""The work of a pipeline as data: plans, instructions, programs, and what they owe each other.
 
 Standard library only. Everything here is frozen; state lives in the engine and in the simulator.
 """
 
 from lightning_pipes.ir.checks import check_count, check_fields, check_number, check_type, shown
+from lightning_pipes.ir.deadlock import deadlock
 from lightning_pipes.ir.dependencies import DependencyTracker, needs
 from lightning_pipes.ir.errors import DeadlockError, PipelineError, PlanError, ProgramError
 from lightning_pipes.ir.instruction import (
@@ -29,10 +30,10 @@ from lightning_pipes.ir.schedule import (
     Policy,
     RankView,
     Schedule,
+    Traits,
     check_one_batch,
     check_one_stage_a_rank,
     check_placement,
-    placement,
     prepared,
     ready_key,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "RulePolicy",
     "Schedule",
     "Span",
+    "Traits",
     "W",
     "alike",
     "check_count",
@@ -77,6 +79,7 @@ __all__ = [
     "check_one_stage_a_rank",
     "check_placement",
     "check_type",
+    "deadlock",
     "even_spans",
     "graphs",
     "has_room",
@@ -84,7 +87,6 @@ __all__ = [
     "needs",
     "offered",
     "passes",
-    "placement",
     "prepared",
     "ready_key",
     "receive_of",

@@ -186,9 +186,8 @@ def _read_one_of(what: str, value: Any, hint: Any, of: Sequence[Any]) -> tuple[A
 
 def _read_several(what: str, value: Any, hint: Any) -> tuple[Any, str]:
     origin, of = get_origin(hint), get_args(hint)
-    kinds = (list, tuple) if origin in (tuple, list) else (Sequence,)
     exact = origin is tuple and of[-1:] != (...,)
-    if not isinstance(value, kinds) or isinstance(value, (str, bytes)) or (exact and len(value) != len(of)):
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or (exact and len(value) != len(of)):
         return value, f"{what} must be {wanted(hint)}, got {shown(value)}"
     made, changed = [], origin is tuple and not isinstance(value, tuple)
     for number, each in enumerate(value):

@@ -1,4 +1,4 @@
-"""What must precede what. The only place that knows."""
+"""Dependencies between instructions, stated here only."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DependencyTracker:
         return ready
 
     def missing(self, i: Instruction) -> list[Instruction]:
-        """What `i` still waits for."""
+        """The instructions that `i` still waits for."""
         return [n for n in needs(i, self.plan) if n not in self._done]
 
     @property

@@ -11,7 +11,7 @@ from lightning_pipes.ir.span import Span
 
 
 class Kind(StrEnum):
-    """What an instruction does. The value is its text form."""
+    """The kind of work that an instruction does. The value is its text form."""
 
     F = "F"
     """Forward."""

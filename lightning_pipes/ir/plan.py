@@ -123,7 +123,7 @@ def _check_size(stages: int, microbatches: int) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a schedule orders.
+    """Everything that a schedule orders.
 
     Attributes:
         ranks: the rank that holds each stage; neighbours on one rank hand over without a message.

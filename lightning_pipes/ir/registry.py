@@ -21,11 +21,11 @@ def installed_schedules() -> Mapping[str, EntryPoint]:
     return {e.name: e for e in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
 
 
-def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
-    """The schedule `name` with its settings.
+def schedule_factory(name: str) -> Any:
+    """The class or function that makes the schedule `name` from its settings.
 
     Raises:
-        PlanError: no such schedule is installed, or it does not take these settings; lists what there is.
+        PlanError: no such schedule is installed; lists what there is.
     """
     name = check_type("schedule", name, str)
     found = installed_schedules().get(name)
@@ -33,11 +33,23 @@ def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
         close = difflib.get_close_matches(name, installed_schedules(), n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise PlanError(f"no schedule is called {shown(name)}; {hint}installed are {', '.join(installed_schedules())}")
-    factory = found.load()
+    return found.load()
+
+
+def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
+    """The schedule `name` with its settings.
+
+    Raises:
+        PlanError: no such schedule is installed, or it does not take these settings; lists what there is.
+    """
+    factory = schedule_factory(name)
     try:
         made = factory(**settings)
     except TypeError as error:
         raise PlanError(f"schedule {name!r} does not take {shown(settings)}: {error}") from error
     if not isinstance(made, (Schedule, Policy)):
-        raise PlanError(f"{found.value} made a {type(made).__name__}, which has neither program(plan) nor pick(...)")
+        raise PlanError(
+            f"{factory!r} made a {type(made).__name__}, which is neither a Schedule nor a Policy: "
+            "it has to inherit one of them from lightning_pipes.ir"
+        )
     return made

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from lightning_pipes.ir.instruction import Instruction, Kind
 from lightning_pipes.ir.plan import Plan
@@ -25,7 +25,7 @@ class Rule:
     alternate: bool = True
 
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
-        """What a policy with this rule picks; see `Policy.pick`."""
+        """The instruction that a policy with this rule picks; see `Policy.pick`."""
         limits = self.limits
         if limits:
             ready = offered(ready, lambda i: i.kind is not Kind.F or has_room(i, view.in_flight, limits))
@@ -37,19 +37,19 @@ class Rule:
         return forward if self.alternate and not after_forward else other
 
 
-@runtime_checkable
-class RulePolicy(Policy, Protocol):
-    """A policy whose `pick` is that of a rule.
+class RulePolicy(Policy):
+    """A policy that is a rule."""
 
-    `def pick(self, ready, view, plan): return self.rule(plan).pick(ready, view, plan)` keeps the promise.
-    """
-
+    @abstractmethod
     def rule(self, plan: Plan) -> Rule:
         """The rule by which it orders `plan`.
 
         Raises:
             PlanError: it can't order such a plan.
         """
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
+        return self.rule(plan).pick(ready, view, plan)
 
 
 def offered(ready: Iterable[Instruction], fits: Callable[[Instruction], bool]) -> tuple[Instruction, ...]:

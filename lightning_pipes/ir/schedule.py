@@ -1,10 +1,11 @@
-"""What a schedule is: it orders a plan, in advance (Schedule) or while running (Policy)."""
+"""The base classes of schedules: they order a plan, in advance (Schedule) or while running (Policy)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import ClassVar
 
 from lightning_pipes.ir.errors import PlanError
 from lightning_pipes.ir.instruction import Instruction, Kind
@@ -12,22 +13,51 @@ from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program
 
 
-@runtime_checkable
-class Schedule(Protocol):
-    """Turns a plan into a program. Frozen: its fields are its settings.
+class Traits:
+    """The things that a schedule or a policy says of itself besides order. Each has a default; a class overrides what
+    is otherwise with it, and everybody asks here.
 
-    What a plan has to be like before it can be ordered is said by attributes that a schedule may have:
-
-    - `placement(n_ranks) -> tuple[int, ...]`, the rank of each stage; by default one stage a rank, in order.
-    - `splits_backward`, whether backward runs as I and W; by default it does not.
-    - `versions(plan) -> tuple[int, ...]`, the weight versions that may live on each stage; by default one. A schedule
-      with more of them does not flush between batches: its program is endless.
+    Attributes:
+        name: under which people choose it.
+        splits_backward: whether backward runs as I and W.
+        flushes: whether all stages end a batch before the next one begins; where they do not its program is endless.
     """
 
-    @property
-    def name(self) -> str:
-        """The name under which people choose it."""
+    name: ClassVar[str]
+    splits_backward: ClassVar[bool] = False
+    flushes: ClassVar[bool] = True
 
+    @property
+    def tunes(self) -> bool:
+        """Whether a run shall change, while it goes on, to what its planner offers."""
+        return False
+
+    def placement(self, n_ranks: int) -> tuple[int, ...]:
+        """The rank of each stage; one stage a rank, in order."""
+        return tuple(range(n_ranks))
+
+    def versions(self, plan: Plan) -> tuple[int, ...]:
+        """The weight versions that may live on each stage; one."""
+        return (1,) * plan.n_stages
+
+    @classmethod
+    def variants(cls, n_ranks: int, microbatches: int) -> Sequence[Schedule | Policy]:
+        """The variants that a search over schedules tries: this one with its defaults, or nothing where it does not
+        flush, which gives another result than one process."""
+        return [cls()] if cls.flushes else []  # type: ignore[list-item]  # a subclass is a Schedule or a Policy
+
+    def planner(self) -> object:
+        """The `planning.Planner` that decides how batches are cut for it; None for the default one, which cuts evenly.
+
+        Typed as an object, for this layer knows nothing of costs; `planning.planner_of` checks it.
+        """
+        return None
+
+
+class Schedule(Traits, ABC):
+    """Turns a plan into a program. A subclass is frozen: its fields are its settings."""
+
+    @abstractmethod
     def program(self, plan: Plan) -> Program:
         """Every compute instruction of the plan's window, one row a rank; transfers are added by `lower`.
 
@@ -38,7 +68,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class RankView:
-    """What one rank can see when a policy has to choose.
+    """The view of one rank when a policy has to choose.
 
     Attributes:
         rank: the rank.
@@ -51,18 +81,14 @@ class RankView:
     in_flight: dict[int, int]
 
 
-@runtime_checkable
-class Policy(Protocol):
+class Policy(Traits, ABC):
     """Picks what a rank does next where the order is not fixed in advance.
 
     Frozen and without memory of its own, so that simulator and executor ask the same question and get the same
     answer.
     """
 
-    @property
-    def name(self) -> str:
-        """The name under which people choose it."""
-
+    @abstractmethod
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
         """One of `ready`, or None to wait for more.
 
@@ -97,7 +123,7 @@ def check_placement(plan: Plan, schedule: Schedule) -> None:
     Raises:
         PlanError: they do.
     """
-    wanted = placement(schedule, plan.n_ranks)
+    wanted = schedule.placement(plan.n_ranks)
     if plan.ranks != wanted:
         raise PlanError(f"{schedule.name} places stages on ranks {wanted}, the plan on {plan.ranks}")
 
@@ -120,14 +146,6 @@ def check_one_stage_a_rank(plan: Plan, name: str) -> None:
 
 def prepared(plan: Plan, schedule: Schedule | Policy) -> Plan:
     """`plan` with the backward and the weight versions that the schedule asks for."""
-    split = getattr(schedule, "splits_backward", False)
-    if split != plan.split_backward:
-        plan = replace(plan, split_backward=split)
-    versions = getattr(schedule, "versions", None)
-    return plan if versions is None else replace(plan, versions=tuple(versions(plan)))
-
-
-def placement(schedule: Schedule | Policy, n_ranks: int) -> tuple[int, ...]:
-    """The rank of each stage as the schedule wants it; one stage a rank, in order, unless it says otherwise."""
-    place = getattr(schedule, "placement", None)
-    return tuple(range(n_ranks)) if place is None else tuple(place(n_ranks))
+    if plan.split_backward != schedule.splits_backward:
+        plan = replace(plan, split_backward=schedule.splits_backward)
+    return plan if schedule.flushes else replace(plan, versions=tuple(schedule.versions(plan)))

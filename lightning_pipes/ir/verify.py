@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from lightning_pipes.ir.deadlock import deadlock
 from lightning_pipes.ir.dependencies import needs
-from lightning_pipes.ir.errors import DeadlockError, PlanError, ProgramError
+from lightning_pipes.ir.errors import PlanError, ProgramError
 from lightning_pipes.ir.instruction import COMPUTE, Instruction, Kind
 from lightning_pipes.ir.lowering import lower, window
 from lightning_pipes.ir.plan import Plan
@@ -15,7 +16,7 @@ from lightning_pipes.ir.program import Program
 
 @dataclass(frozen=True)
 class Facts:
-    """What `verify` learned, per stage.
+    """The facts that `verify` learned, per stage.
 
     Attributes:
         peak_spans: most forward spans held at once between F and B.
@@ -91,13 +92,9 @@ def _run(program: Program, plan: Plan) -> list[Instruction]:
                 done[row[at[rank]]] = None
                 at[rank] += 1
                 moved = True
-    stuck = [(rank, row[at[rank]]) for rank, row in enumerate(program.head) if at[rank] < len(row)]
+    stuck = {rank: row[at[rank]] for rank, row in enumerate(program.head) if at[rank] < len(row)}
     if stuck:
-        waits = "; ".join(
-            f"rank {rank} waits at {i} for {', '.join(str(n) for n in needs(i, plan) if n not in done)}"
-            for rank, i in stuck
-        )
-        raise DeadlockError(f"the ranks wait for each other: {waits}")
+        raise deadlock(done, stuck, plan)
     return list(done)
 
 

@@ -1,4 +1,4 @@
-"""What to change about a run, in one sentence: found by simulating changes, claiming nothing else."""
+"""Advice on a run, in one sentence: found by simulating changes, claiming nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from lightning_pipes.ir import PipelineError, Plan, placement
+from lightning_pipes.ir import PipelineError, Plan
 from lightning_pipes.planning.auto import installed_variants
 from lightning_pipes.planning.progress import Progress
 from lightning_pipes.planning.what_if import Trial, WhatIf
@@ -52,7 +52,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """What a run loses its time with.
+    """A cause of lost time in a run.
 
     Attributes:
         sentence: what is slow, and what to change.
@@ -75,7 +75,7 @@ class _Tried(NamedTuple):
 
 
 def advise(record: RunRecord, progress: Progress = lambda what, done: None) -> Advice:
-    """What is slow in a run, and the change that helps most of those that were simulated: other cuts where the layers'
+    """The slow part of a run, and the change that helps most of those that were simulated: other cuts where the layers'
     times are known, more or fewer micro-batches, other installed schedules, and the best of them together."""
     slowest = Slowest.of(record.shown)
     if record.siblings > 1:  # they keep each other's ranks busy: only a slow stage makes all of them slower
@@ -134,7 +134,7 @@ def _together(model: WhatIf, tried: Iterable[_Tried]) -> Trial | None:
     schedule = better["schedule"].schedule if "schedule" in better else None
     number = better["microbatches"].microbatches if "microbatches" in better else None
     if schedule is not None and number is not None:
-        number = min(number, max(model.now.microbatches, MOST // len(placement(schedule, model.plan.n_ranks))))
+        number = min(number, max(model.now.microbatches, MOST // len(schedule.placement(model.plan.n_ranks))))
     if schedule is None and number is None:
         return None
     return model.rebalanced(schedule, number) or model.same_cuts(schedule, number)
@@ -256,7 +256,7 @@ def _change(model: WhatIf, trial: Trial) -> Change:
 
 
 def _limits(model: WhatIf) -> Iterator[str]:
-    """What the simulation does not know."""
+    """A sentence on what the simulation does not know."""
     if not model.layers_known:
         yield (
             "The times of single layers are not known, so no other cuts were tried, and times were taken as "
@@ -271,9 +271,9 @@ def _notes(record: RunRecord) -> Iterator[str]:
     if record.measured is not None and record.measured.makespan:
         off = record.predicted.makespan / record.measured.makespan - 1
         if abs(off) > 0.1:
-            foretold, took = (seconds_text(t.makespan) for t in (record.predicted, record.measured))
+            predicted, took = (seconds_text(t.makespan) for t in (record.predicted, record.measured))
             yield (
-                f"The simulator foretells {foretold} for this step and {took} were measured ({off:+.0%}): "
+                f"The simulator predicts {predicted} for this step and {took} were measured ({off:+.0%}): "
                 "what it says of changes is no more exact than that."
             )
     if record.between is not None:

@@ -14,13 +14,13 @@ from lightning_pipes.ir import DeadlockError, Kind, Plan, PlanError, Policy, Pro
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.planning.bounds import step_bound
 from lightning_pipes.planning.fit import Fit, fit_layers, improved
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import Problem, planned
 
 REFINED = 4
 CLOSE = 1.05
 """How many of the best options have their cuts moved until nothing gets better, and how close to the best they are."""
 WORTH_IT = 0.995
-"""What can't be faster than the best by more than this is not simulated."""
+"""An option that can't be faster than the best by more than this is not simulated."""
 MOST_FORWARDS = 2**15
 """Of a batch on all ranks, in what is tried: more take long to simulate, and gain next to nothing."""
 LARGE = 2_000
@@ -221,18 +221,9 @@ def _place(option: Option) -> tuple[bool, float]:
 
 
 def installed_variants(ranks: int, microbatches: int) -> Iterator[Schedule | Policy]:
-    """Every installed schedule with the settings that it says are worth a try, itself with its defaults otherwise.
-
-    A schedule says so by a method `variants(n_ranks, microbatches)` of its class; none at all for one that does not
-    give the same result as one process, such as one that keeps several versions of the weights.
-    """
+    """Every installed schedule with the settings that it says are worth a try: `Traits.variants`."""
     for entry in installed_schedules().values():
-        factory = entry.load()
-        variants = getattr(factory, "variants", None)
-        if variants is not None:
-            yield from variants(ranks, microbatches)
-        elif not hasattr(factory, "versions"):
-            yield factory()
+        yield from entry.load().variants(ranks, microbatches)
 
 
 def numbers_to_try(ranks: int, rows: int) -> list[int]:
@@ -259,7 +250,7 @@ def _options(
     for m in numbers:
         for schedule in schedules if schedules is not None else installed_variants(ranks, m):
             for again in recompute:
-                plan = even_plan(schedule, ranks, m, rows, again)
+                plan = planned(Problem(schedule, ranks, rows, m, again, profile=profile, place=place))
                 why_not = _impossible(profile, schedule, plan, asked_for=schedules is not None)
                 key = plan.ranks, m, again, plan.split_backward
                 if not why_not and key not in bounds:

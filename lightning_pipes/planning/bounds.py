@@ -121,8 +121,8 @@ class _Bound:
         return lightest(found)
 
     def _several_stages_a_rank(self) -> float:
-        """What all ranks do and wait, shared out by speed; or what one rank does at least, since layers are not
-        divided. With recomputation the least over all sizes of the last stage, which does not recompute."""
+        """The time that all ranks work and wait, shared out by speed; or what one rank does at least, since layers are
+        not divided. With recomputation the least over all sizes of the last stage, which does not recompute."""
         n, plan = len(self.profile.layers), self.plan
         plain, again = (both_seconds(self.profile, plan, self.rows, again=on) for on in (False, True))
         ends = float(plain[0] + plain[-1])
@@ -181,6 +181,6 @@ def _least(link: Link, size: float) -> float:
 
 
 def heaviest(items: Array, bins: int) -> float:
-    """What the fullest of so many bins holds at least: of the k * bins + 1 largest items one bin has k + 1."""
+    """The least that the fullest of so many bins holds: of the k * bins + 1 largest items one bin has k + 1."""
     sizes = np.sort(items)[::-1]
     return max(float(sizes[k * bins - k : k * bins + 1].sum()) for k in range(-(-len(sizes) // bins)))

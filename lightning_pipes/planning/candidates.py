@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
 
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import Cut, Kind, Plan, PlanError, Policy, Schedule, prepared
 from lightning_pipes.planning.memory import stage_peak
+from lightning_pipes.planning.planner import EvenPlanner, planner_of
 from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim.memory import Limit, limits_of
 from lightning_pipes.sim.units import bytes_text
@@ -40,18 +41,15 @@ class Candidate:
         return f"{schedule_label(self.schedule)}, {self.microbatches} micro-batches"
 
 
-@runtime_checkable
-class Tunable(Protocol):
-    """A schedule that knows what a run may change to while it goes on."""
+class TuningPlanner(EvenPlanner):
+    """A planner that knows what a run may change to while it goes on."""
 
-    @property
-    def name(self) -> str:
-        """The name under which people choose it."""
-
+    @abstractmethod
     def candidates(
         self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()
     ) -> tuple[Candidate, ...]:
-        """What may run instead of this schedule on `plan`, itself included, within so many bytes a rank.
+        """The candidates that may run on `plan`, the schedule that names this planner included, within so many bytes a
+        rank.
 
         Args:
             costs: what is known of times and bytes now; asked again when these have changed.
@@ -60,6 +58,18 @@ class Tunable(Protocol):
         Raises:
             PlanError: nothing fits; names the stage and what is missing.
         """
+
+
+def tuning_planner(schedule: Schedule | Policy) -> TuningPlanner:
+    """The planner of a schedule that can change while a run goes on.
+
+    Raises:
+        PlanError: it can't.
+    """
+    planner = planner_of(schedule)
+    if not isinstance(planner, TuningPlanner):
+        raise PlanError(f"schedule {schedule.name} does not say what to change to; begin with 'kfkb'")
+    return planner
 
 
 @lru_cache(maxsize=64)

@@ -145,7 +145,7 @@ def ordered(schedule: Schedule | Policy, plan: Plan) -> tuple[Program | Policy, 
 
 
 def evaluated(profile: ModelProfile, order: Program | Policy, plan: Plan, cluster: Cluster | Deployment) -> Fit:
-    """What a plan with its layers comes to."""
+    """The figures of a plan with its layers."""
     fit = _evaluated(profile, order, plan, deployed(cluster), limited=False)
     assert fit is not None, "there was no limit"
     return fit

@@ -1,4 +1,4 @@
-"""What a run is measured to cost while it goes on: moving averages of what every step records anyway."""
+"""The measured costs of a run while it goes on: moving averages of what every step records anyway."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StepSample(NamedTuple):
     def of(
         cls, events: Sequence[tuple[int, Instruction, int, int]], plan: Plan, since: int = 0, chosen: bool = False
     ) -> StepSample:
-        """What one rank recorded in one window; transfers with those who received them.
+        """The sample that one rank recorded in one window; transfers with those who received them.
 
         Sender and receiver stamp a message each by its own clock. If one of these jumps, a message arrives before it
         was sent, or was sent before the window began: such transfers say nothing.
@@ -193,7 +193,7 @@ class Averages:
 
 
 def _kinds(plan: Plan, stage: int) -> list[Kind]:
-    """What `stage` runs and sends."""
+    """The instructions and messages of `stage`."""
     kinds = [Kind.F, *((Kind.I, Kind.W) if plan.split_backward else (Kind.B,))]
     if stage + 1 < plan.n_stages and plan.crosses(stage):
         kinds.append(Kind.SF)

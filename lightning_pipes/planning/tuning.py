@@ -21,14 +21,14 @@ HYSTERESIS = 0.01
 TIE = 0.005
 """Candidates whose steps differ by less are as fast."""
 UNDERSTATED = 0.05
-"""What averages at least understate of an order that is not fixed, where links are unsteady."""
+"""The least share by which averages understate an order that is not fixed, where links are unsteady."""
 UNSTEADY = 0.3
 """Standard deviation over mean of a link's transfers in one step, from which on averages do not tell the whole."""
 _KEPT = 128
 
 
 class Regime(StrEnum):
-    """What the links do to the pipeline; the best number of micro-batches under way differs."""
+    """The effect of links on the pipeline; the best number of micro-batches under way differs."""
 
     FREE = "free links"
     """1F1B loses less than 3 % to them, and it holds least."""
@@ -41,7 +41,7 @@ class Regime(StrEnum):
 
 
 def regime_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> Regime:
-    """What the links of `plan` do, if every micro-batch is as its first one.
+    """The effect of the links of `plan`, if every micro-batch is as its first one.
 
     Args:
         lag: seconds that ranks are held up before computations although nothing is missing. Where it is a good part of
@@ -73,7 +73,7 @@ class Ranked(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """What to run from the next step on.
+    """The decision on what runs from the next step on.
 
     Attributes:
         ranked: candidates whose steps were worked out, the fastest first: as many as it takes to be sure.
@@ -98,7 +98,7 @@ class Decision:
 
     @property
     def gain(self) -> float:
-        """The share by which the step is foretold to take less than it does now; 0 where nothing changes."""
+        """The share by which the step is predicted to take less than it does now; 0 where nothing changes."""
         return 1 - self.chosen.seconds / self.current.seconds if self.switches and self.current.seconds else 0.0
 
     def __str__(self) -> str:
@@ -132,8 +132,8 @@ class Chooser:
 
         What runs is left at once if it is not among the candidates. Of those that are as fast, the one that holds least
         is taken. Where links are unsteady, averages do not show what an order gains that is not fixed: measured, 13 %
-        over kFkB with as much memory. So it goes first there if it is foretold to be slower by less than 5 %, with all
-        the memory it can have, and needs no foretold gain.
+        over kFkB with as much memory. So it goes first there if it is predicted to be slower by less than 5 %, with all
+        the memory it can have, and needs no predicted gain.
 
         Args:
             base: bytes of the stages.
@@ -229,7 +229,8 @@ def _certain(every: Sequence[Ranked], rest: float, unsteady: bool) -> Ranked | N
 
 
 def _best(every: Sequence[Ranked], fastest: float, unsteady: bool) -> Ranked | None:
-    """What is taken where the fastest candidate takes so many seconds; None where none of these is as fast."""
+    """The candidate that is taken where the fastest candidate takes so many seconds; None where none of these is as
+    fast."""
     close = [r for r in every if r.seconds <= fastest * (1 + TIE)]
     policies = [r for r in every if _is_policy(r) and r.seconds <= fastest * (1 + UNDERSTATED)]
     if unsteady and policies:

@@ -20,7 +20,7 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.sim import makespan, simulate
 from lightning_pipes.sim.curve import most_held
 from lightning_pipes.sim.record import RunRecord
@@ -71,7 +71,7 @@ class WhatIf:
         if len(plan.jobs) > 1 or plan.batches > 1:
             raise PlanError(f"changes are tried for one batch of one job; this is {len(plan.jobs)} x {plan.batches}")
         self.schedule = make_schedule(record.schedule, **record.settings)
-        if getattr(self.schedule, "versions", None) is not None:
+        if not self.schedule.flushes:
             raise PlanError(f"{record.schedule} does not flush between batches, so there are no steps to compare")
         self.plan = plan
         self.layers_known = record.profile is not None and bool(plan.layers)
@@ -141,7 +141,7 @@ class WhatIf:
 
     def _plan(self, schedule: Schedule | Policy, microbatches: int | None) -> Plan:
         m = microbatches or len(self.plan.spans(Kind.F, 0))
-        return even_plan(schedule, self.plan.n_ranks, m, self.rows, any(self.plan.recompute))
+        return planned(Problem(schedule, self.plan.n_ranks, self.rows, m, any(self.plan.recompute)))
 
     def _evaluated(self, schedule: Schedule | Policy, plan: Plan) -> Trial:
         order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule

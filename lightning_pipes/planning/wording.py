@@ -30,7 +30,7 @@ def schedule_label(schedule: Schedule | Policy) -> str:
 
 
 def strategy_arguments(schedule: Schedule | Policy, plan: Plan) -> dict[str, Any]:
-    """What PipelineStrategy is told, for `plan`; without `partition` where the plan does not say which layers."""
+    """The arguments of PipelineStrategy for `plan`; without `partition` where the plan does not say which layers."""
     found: dict[str, Any] = {"schedule": schedule.name, "microbatches": len(plan.spans(Kind.F, 0))}
     if settings := schedule_settings(schedule):
         found["schedule_args"] = settings

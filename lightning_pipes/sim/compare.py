@@ -45,7 +45,7 @@ class Comparison:
 
 
 def compare(predicted: Timeline, measured: Timeline) -> Comparison:
-    """How well `predicted` foretold `measured`: makespan, bubbles, medians of every kind, order."""
+    """How near `predicted` is to `measured`: makespan, bubbles, medians of every kind, order."""
     medians = [_medians(t) for t in (predicted, measured)]
     moved = total = 0
     for row, other in zip(predicted.program().head, measured.program().head, strict=False):

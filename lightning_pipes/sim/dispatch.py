@@ -28,8 +28,8 @@ from lightning_pipes.sim.queues import Queues, Run, choose
 
 
 def dispatch(policy: Policy, queues: Queues, costs: Costs, memory: Bytes, blocking_sends: bool) -> Run:
-    """What `policy` makes of `queues`, as `sim.window.opened` gives them; what would exceed the plan's limits or the
-    memory is not offered.
+    """The order that `policy` makes of `queues`, as `sim.window.opened` gives them; what would exceed the plan's limits
+    or the memory is not offered.
 
     A policy that is a rule is not asked: the kernel runs it.
 

@@ -101,8 +101,8 @@ def every(
 
 
 def pick(rank, forward, other, nothing, alternate, after_forward):
-    """What a rank does by a rule (see `ir.Rule`), given the first `forward` and the first `other` operation that it may
-    run; `nothing` where there is none."""
+    """The next operation of a rank by a rule (see `ir.Rule`), given the first `forward` and the first `other` operation
+    that it may run; `nothing` where there is none."""
     if other == nothing or (alternate and forward != nothing and not after_forward):
         return forward
     return other

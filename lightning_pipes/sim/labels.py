@@ -1,9 +1,11 @@
-"""What to write on an event."""
+"""Labels of events."""
 
 from __future__ import annotations
 
-from lightning_pipes.ir import Instruction, Kind
-from lightning_pipes.sim.timeline import Timeline
+from collections.abc import Sequence
+
+from lightning_pipes.ir import Instruction, Kind, Plan
+from lightning_pipes.sim.event import Event
 
 WORDS = {
     Kind.F: "forward",
@@ -15,11 +17,11 @@ WORDS = {
 
 
 class Labels:
-    """Micro-batch numbers, with job and batch where the timeline has several."""
+    """Micro-batch numbers, with job and batch where the events have several."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._plan = timeline.plan
-        items = [(e.instruction.job, e.instruction.batch) for e in timeline.events]
+    def __init__(self, plan: Plan, events: Sequence[Event]) -> None:
+        self._plan = plan
+        items = [(e.instruction.job, e.instruction.batch) for e in events]
         self._jobs = any(job for job, _ in items)
         self._batches = any(batch for _, batch in items)
 

@@ -1,4 +1,5 @@
-"""What runs the kernel: Python, or machine code that numba makes of the same source where it is installed."""
+"""The machine that runs the kernel: Python, or machine code that numba makes of the same source where it is
+installed."""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ class _Progress:
 
 
 def machine(steps: int) -> Machine:
-    """What shall take the next `steps` steps: Python until it has taken PATIENCE of them, then numba if there is."""
+    """The machine that takes the next `steps` steps: Python until it has taken PATIENCE of them, then numba if there
+    is."""
     _Progress.steps += steps
     return PYTHON if _Progress.steps <= PATIENCE else numba_machine() or PYTHON
 

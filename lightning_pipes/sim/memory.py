@@ -23,7 +23,7 @@ def limits_of(limit: Limit, ranks: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Bytes:
-    """What ranks hold.
+    """The bytes that ranks hold.
 
     Attributes:
         held: of each rank, before anything runs.
@@ -38,12 +38,12 @@ class Bytes:
 
     @cached_property
     def table(self) -> Table:
-        """What the kernel reads."""
+        """The tables that the kernel reads."""
         return Table((self.taken, self.freed, self.may))
 
     @classmethod
     def of(cls, operations: Operations, plan: Plan, costs: Costs, limit: Limit) -> Bytes:
-        """What `costs` say of `operations`.
+        """The memory of `operations` by `costs`.
 
         Raises:
             PlanError: the weights alone do not fit.

@@ -1,4 +1,4 @@
-"""What a window runs, as numbers: computations and messages, on ranks and links, and what they cost."""
+"""The operations of a window, as numbers: computations and messages, on ranks and links, and what they cost."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Operations:
         return list(accumulate(counts, initial=0))
 
     def scratch(self, by: Machine) -> tuple[Any, ...]:
-        """What the kernel notes of wires, links and messages while it runs."""
+        """The kernel's notes of wires, links and messages while it runs."""
         links = len(self.pairs)  # there are no more wires than links
         return by.fill(links), by.fill(links, LONG_AGO), by.fill(links), by.fill(self.base[-1])
 
     def prices(self, costs: Costs) -> Prices:
-        """What the operations cost; those of the last costs are remembered, which must not change meanwhile."""
+        """The costs of the operations; those of the last costs are remembered, which must not change meanwhile."""
         known = self._known
         if not known or known[0][0] is not costs:
             known[:] = [(costs, _prices(self, costs))]

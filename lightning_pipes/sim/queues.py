@@ -14,7 +14,7 @@ from lightning_pipes.sim.memory import Bytes
 from lightning_pipes.sim.operations import Operations, Prices, Timed, joined
 
 EFFORT = 8
-"""What an operation costs the kernel where it is chosen, over what it costs in a fixed order."""
+"""The time that an operation costs the kernel where it is chosen, over what it costs in a fixed order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +54,14 @@ class Queues(Operations):
 
     @cached_property
     def beginning(self) -> Table:
-        """What each operation waits for, where each queue begins, and how many of it are ready."""
+        """The number of operations that each one waits for, where each queue begins, and how many of it are ready."""
         ready = [sum(not self.waiting[i] for i in members) for members in self.members]
         return Table((self.waiting, joined(self.members)[0][:-1], ready))
 
 
 @dataclass
 class Run:
-    """What becomes of operations; lists or arrays, to which the kernel writes.
+    """The results of operations; lists or arrays, to which the kernel writes.
 
     Attributes:
         timed: when they run.

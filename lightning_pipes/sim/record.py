@@ -1,4 +1,4 @@
-"""What is kept of a run, so that a report can be written later, on any machine, without torch."""
+"""The record of a run, kept so that a report can be written later, on any machine, without torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WRITTEN = ("predicted", "measured", "costs", "profile")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One step of a run, as it was and as it was foretold.
+    """One step of a run, as it was and as it was predicted.
 
     Attributes:
         predicted: the same order simulated with `costs`.
@@ -70,7 +70,7 @@ class RunRecord:
 
     @property
     def shared(self) -> str:
-        """What there is to know of a training that was not alone; empty for one that was."""
+        """A sentence about a training that was not alone; empty for one that was."""
         if self.siblings == 1:
             return ""
         return (
@@ -85,7 +85,7 @@ class RunRecord:
 
     @property
     def shown(self) -> Timeline:
-        """What was measured, else what is foretold."""
+        """The measured timeline, else the predicted one."""
         return self.measured or self.predicted
 
     @property

@@ -147,7 +147,7 @@ class _Numbering:
         return found if all(at == len(row) for at, row in zip(next_, program.head, strict=True)) else None
 
     def _unit(self, i: Instruction) -> _Unit:
-        """What all micro-batches like `i` need and send."""
+        """The needs and messages of all micro-batches like `i`."""
         plan = self._plan
         own: list[list[int]] = []
         whole: list[list[int]] = []

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipes.ir import Instruction, Kind
+from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.labels import WORDS, Labels
-from lightning_pipes.sim.timeline import Event, Timeline
+from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.sim.units import seconds_text
 
 Shade = Callable[[Instruction], Any]
@@ -49,7 +50,7 @@ def save_png(timeline: Timeline, path: str | Path, other: Timeline | None = None
     for panel, name, axis in zip(panels, ("predicted", "measured"), axes, strict=False):
         title = panel.name or (name if other is not None else "")
         points = 72 * (width - _LEFT - _RIGHT) / span
-        _panel(axis, panel, span, points, partial(_shade, labels=Labels(panel)))
+        _panel(axis, panel, span, points, partial(_shade, labels=Labels(panel.plan, panel.events)))
         heading = ", ".join(part for part in (title, seconds_text(panel.makespan)) if part)
         axis.set_title(heading, loc="left", fontsize=10, pad=5)
     _legend(axes[0], panels)
@@ -94,7 +95,7 @@ def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade
     """Draw one timeline; `points` of paper stand for a nanosecond."""
     from matplotlib.collections import PolyCollection
 
-    labels = Labels(timeline)
+    labels = Labels(timeline.plan, timeline.events)
     size = _unit(span)[1]
     longest: dict[Kind, int] = defaultdict(int)  # all numbers of a kind are shown, or none
     for e in timeline.computations:
@@ -180,7 +181,7 @@ def save_chrome_trace(timeline: Timeline, path: str | Path) -> None:
     One process a rank; one thread for its computations, one for each link that it sends on (more where latency lets
     messages overlap); an arrow from each message to the computation that first uses it. Times are in microseconds.
     """
-    labels = Labels(timeline)
+    labels = Labels(timeline.plan, timeline.events)
     lanes = _Lanes()
     records: list[dict[str, Any]] = []
     first_use: dict[Instruction, Event] = {}

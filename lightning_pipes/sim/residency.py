@@ -86,7 +86,8 @@ class VirtualCopier:
 
 @dataclass
 class Statistics:
-    """What leases met. `hits`: the state was there; `late`: on its way; `misses`: it was not asked for before.
+    """Counts of what leases met. `hits`: the state was there; `late`: on its way; `misses`: it was not asked for
+    before.
 
     `refused` are prefetches for which there was no room, `wasted` those that went before anybody used them.
     """
@@ -154,7 +155,7 @@ class Residency(Generic[Key]):
 
     @property
     def resident(self) -> frozenset[Key]:
-        """What is on the device, or on its way to it."""
+        """The keys that are on the device, or on its way to it."""
         return frozenset(self._held)
 
     def add(self, key: Key, size: int) -> None:
@@ -306,7 +307,7 @@ class Residency(Generic[Key]):
         return True
 
     def _victims(self) -> list[Key]:
-        """What may leave, the first one first."""
+        """The keys that may leave, the first one first."""
         free = [key for key, held in self._held.items() if not held.leased]
         return sorted(free, key=lambda key: (-self._next_use(key), self._held[key].used))
 

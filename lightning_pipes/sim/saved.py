@@ -13,7 +13,8 @@ from lightning_pipes.cost.cluster import LONGEST
 from lightning_pipes.cost.written import check_written, read_object
 from lightning_pipes.ir import RECEIVES, Cut, Instruction, Kind, Plan, PlanError, Span, check_type, shown
 from lightning_pipes.ir.checks import hints
-from lightning_pipes.sim.timeline import Event, Timeline
+from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.timeline import Timeline
 
 FORMAT = 1
 """Of files with timelines in them; raised when a reader of an older one would misread it."""
@@ -39,7 +40,7 @@ def write_json(data: Mapping[str, Any], path: str | Path) -> None:
 
 
 def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
-    """What `write_json` wrote.
+    """The record that `write_json` wrote.
 
     Raises:
         PlanError: it is not JSON, lacks one of `keys`, or is of another format.

@@ -1,4 +1,4 @@
-"""What a program or a policy would do, in virtual time."""
+"""Simulation of a program or a policy in virtual time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import Instruction, Plan, PlanError, Policy, Program
 from lightning_pipes.sim.dispatch import dispatch
+from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.machine import Array
 from lightning_pipes.sim.memory import Bytes, Limit, peaks
 from lightning_pipes.sim.operations import Operations, Timed
 from lightning_pipes.sim.static import compiled, ends_under, run
-from lightning_pipes.sim.timeline import Event, Timeline
+from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.sim.window import opened
 
 

@@ -9,7 +9,7 @@ from lightning_pipes.ir import Kind
 from lightning_pipes.sim.timeline import Timeline
 
 UNEVEN = 1.1
-"""What takes so much longer than the others is slow."""
+"""A stage or link that takes so much longer than the others is slow."""
 
 
 @dataclass(frozen=True)

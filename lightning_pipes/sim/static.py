@@ -7,13 +7,12 @@ where several ranks share a wire their messages' order depends on time; then the
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from lightning_pipes.ir import RECEIVES, SENDS, DeadlockError, Instruction, Plan, PlanError, Program, lower, needs
+from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Plan, PlanError, Program, deadlock, lower, needs
 from lightning_pipes.sim.kernel import LONG_AGO
 from lightning_pipes.sim.machine import Array, Table, machine, rows_of_costs
 from lightning_pipes.sim.memory import Bytes
@@ -127,17 +126,11 @@ def compiled(program: Program, plan: Plan) -> Compiled:
                 arrived[rank].clear()
                 continue
             break
-    stuck = [(rank, row[at[rank]]) for rank, row in enumerate(lowered.head) if at[rank] < len(row)]
+    stuck = {rank: row[at[rank]] for rank, row in enumerate(lowered.head) if at[rank] < len(row)}
     if stuck:
-        raise DeadlockError(
-            "the ranks wait for each other: " + "; ".join(_why(rank, i, plan, number) for rank, i in stuck)
-        )
+        raise deadlock(number, stuck, plan)
     table = Table((ranks, links, groups, *joined(before)))
     return Compiled(plan, tuple(kept), tuple(numbering.like), numbering.pairs, table)
-
-
-def _why(rank: int, i: Instruction, plan: Plan, done: Container[Instruction]) -> str:
-    return f"rank {rank} waits at {i} for {', '.join(str(n) for n in needs(i, plan) if n not in done)}"
 
 
 def run(order: Compiled, prices: Prices, blocking_sends: bool = False) -> Timed:

@@ -1,4 +1,4 @@
-"""What ran when: the one type that the simulator predicts and the engine records."""
+"""Timelines, of what ran when: the one type that the simulator predicts and the engine records."""
 
 from __future__ import annotations
 
@@ -6,23 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
-from typing import NamedTuple
 
 from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Program
-
-
-class Event(NamedTuple):
-    """One instruction on one rank, in nanoseconds from the start of the timeline.
-
-    A transfer runs from the moment its link starts to move it until its last byte is there; it is listed under the
-    sending rank, with the instruction of the send.
-    """
-
-    rank: int
-    instruction: Instruction
-    start: int
-    end: int
+from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.gantt import gantt
+from lightning_pipes.sim.units import seconds_text
 
 
 @dataclass(frozen=True)
@@ -121,25 +109,7 @@ class Timeline:
             rows[e.rank].append(e.instruction)
         return Program(tuple(map(tuple, rows)))
 
-    def save(self, path: str | Path) -> None:
-        """Writes JSON, from which `load` makes an equal timeline."""
-        from lightning_pipes.sim.saved import save_timeline
-
-        save_timeline(self, path)
-
-    @staticmethod
-    def load(path: str | Path) -> Timeline:
-        """The timeline that `save` wrote.
-
-        Raises:
-            PlanError: the file holds no timeline, or is of a format that this version does not read.
-        """
-        from lightning_pipes.sim.saved import load_timeline
-
-        return load_timeline(path)
-
     def gantt(self, width: int = 100) -> str:
         """A drawing in text, `width` characters for the makespan; see `sim.gantt`."""
-        from lightning_pipes.sim.gantt import gantt
-
-        return gantt(self, width)
+        title = f"{self.name + ': ' if self.name else ''}{seconds_text(self.makespan)}"
+        return gantt(self.plan, self.events, self.makespan, self.bubble, title, width)

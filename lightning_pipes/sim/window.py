@@ -70,7 +70,8 @@ def opened(plan: Plan, batches: int) -> Queues:
 
 
 def _without_receives(i: Instruction, plan: Plan) -> list[Instruction]:
-    """What `i` needs; for a receive, what that needs, which is its send where the plan demands nothing else."""
+    """The instructions that `i` needs; for a receive, those that it needs, which is its send where the plan demands
+    nothing else."""
     out = []
     for n in needs(i, plan):
         if n.kind not in RECEIVES:

@@ -11,7 +11,7 @@ from lightning_pipes.cost import Cluster, Device, LayerProfile, Link, ModelProfi
 from lightning_pipes.ir import PlanError
 from lightning_pipes.planning.auto import installed_variants
 from lightning_pipes.planning.fit import Fit, fit_layers
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import even_plan
 
 
 class Problem(NamedTuple):

@@ -29,7 +29,6 @@ from lightning_pipes.ir import (
     Schedule,
     Span,
     lower,
-    placement,
     prepared,
     verify,
 )
@@ -59,7 +58,7 @@ class ScheduleConformance:
     def plan(self, schedule: AnySchedule, ranks: int, microbatches: int) -> Plan:
         """The plan to order; override it for a schedule that needs more than even spans."""
         if self.stages_per_rank is None:
-            where = placement(schedule, ranks)
+            where = schedule.placement(ranks)
         else:
             where = tuple(range(ranks)) * self.stages_per_rank
         return prepared(Plan.even(len(where), microbatches, ranks=where), schedule)
@@ -69,7 +68,7 @@ class ScheduleConformance:
         return len(plan.spans(Kind.F, stage)) * len(plan.jobs) * plan.batches
 
     def order(self, schedule: AnySchedule, plan: Plan) -> Program:
-        """What the schedule orders; for a policy, what it does if everything takes equally long."""
+        """The order of the schedule; for a policy, its order if everything takes equally long."""
         if isinstance(schedule, Schedule):
             return schedule.program(plan)
         return simulate(schedule, plan, CostModel.uniform(plan.n_stages, 1e-6, 1e-6)).program()

@@ -19,7 +19,7 @@ from lightning_pipes.cost import LayerProfile
 from lightning_pipes.cost.model import at_rows
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
 from lightning_pipes.ir import Plan, Policy, Program, Span
-from lightning_pipes.sim.timeline import Event
+from lightning_pipes.sim.event import Event
 
 SPIN = 0.00005
 
@@ -141,7 +141,7 @@ class Emulation:
 
 @dataclass(frozen=True)
 class Steps:
-    """What one rank saw of the steps of one training: start and end in nanoseconds, and the engine's events."""
+    """One rank's record of the steps of one training: start and end in nanoseconds, and the engine's events."""
 
     spans: tuple[tuple[int, int], ...]
     events: tuple[tuple[Event, ...], ...]

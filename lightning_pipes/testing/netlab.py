@@ -63,7 +63,8 @@ class NetLab(Hosts):
 
     @property
     def links(self) -> dict[Direction, Link]:
-        """What the links are set to, for a `CostModel`; latency and computing that messages need are not known here."""
+        """The speeds that the links are set to, for a `CostModel`; latency and computing that messages need are not
+        known here."""
         return dict(self._links)
 
     def shape(self, bandwidth: float | None, directions: Iterable[Direction] | None = None) -> None:
@@ -160,7 +161,7 @@ class NetLab(Hosts):
         return f"tbf rate {round(8 * bandwidth / GOODPUT)}bit burst {self._burst} limit {self._queue}"
 
     def _on(self, host: int, make: Callable[[], T]) -> T:
-        """What `make` returns on a host: a socket stays in the network in which it was made."""
+        """The object that `make` returns on a host: a socket stays in the network in which it was made."""
 
         def there() -> T:
             enter(self.holders[host])

@@ -60,7 +60,7 @@ class RanksFailedError(AssertionError):
 def run_ranks(
     fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None
 ) -> list[Any]:
-    """What `fn(rank, *args)` returns on each of `n` processes, by rank.
+    """The values that `fn(rank, *args)` returns on each of `n` processes, by rank.
 
     `fn` is found by its module and name, values are pickled.
 
@@ -71,7 +71,7 @@ def run_ranks(
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
-    """What ranks returned.
+    """The values that ranks returned.
 
     Raises:
         RanksFailedError: any of them did not.
@@ -220,7 +220,8 @@ def _die_with_starter() -> None:
 
 
 def environment(rank: int, n: int, address: str, port: int) -> dict[str, str]:
-    """What torchrun tells each of `n` ranks, which meet at `address` and `port`, where the first one has the store."""
+    """The environment that torchrun gives each of `n` ranks, which meet at `address` and `port`, where the first one
+    has the store."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from lightning_pipes.cost import CostModel, LayerProfile, Link, ModelProfile
-from lightning_pipes.ir import Plan, Span, placement
+from lightning_pipes.ir import Plan, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.sim import simulate
@@ -55,7 +55,7 @@ def record_of(
     `cuts` says where stages begin; they are `known` or not.
     """
     made = make_schedule(schedule, **settings)
-    where = placement(made, ranks)
+    where = made.placement(ranks)
     edges = [0, *cuts, len(milliseconds)]
     layers = (
         tuple(Span(a, b) for a, b in pairwise(edges)) if cuts else even_partition([1.0] * len(milliseconds), len(where))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_type
+from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.wording import schedule_settings
 from lightning_pipes.trainer.checks import warn_about_pieces
 from lightning_pipes.trainer.control import Control
@@ -41,15 +42,15 @@ def adopt(
     _change(run, plans)
 
 
-def adopt_told(run: PipelineRun, schedule: Schedule | Policy, microbatches: int, rows: int) -> None:
-    """The same for what one rank has chosen, verified for batches of `rows` samples, and told all ranks: nobody need
-    ask or verify again, which would hold up the next batch.
+def adopt_told(run: PipelineRun, chosen: Candidate) -> None:
+    """The same for what one rank has chosen, verified, and told all ranks: nobody need ask or verify again, which would
+    hold up the next batch. Batches of the size of its plan are cut as that says.
 
     Raises:
         PlanError: see `adopt`.
     """
     _check_flushes(run)
-    _change(run, run.plans.other(schedule, microbatches, verified=rows))
+    _change(run, run.plans.other(chosen.schedule, chosen.microbatches, chosen.plan, verified=chosen.plan.jobs[0].rows))
 
 
 def _change(run: PipelineRun, plans: Plans) -> None:

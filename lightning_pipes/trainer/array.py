@@ -26,7 +26,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.points import point
 from lightning_pipes.ir import PlanError, check_count, check_type, shown
-from lightning_pipes.sim.timeline import Event, Timeline
+from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.trainer.array_display import ArrayDisplay
 from lightning_pipes.trainer.array_record import ArrayRecord
 from lightning_pipes.trainer.array_size import AUTO, decided_size, enough_siblings

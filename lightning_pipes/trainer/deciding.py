@@ -125,7 +125,7 @@ class Deciding:
         (rows, batch) = sampled[0]
         sizes = wanted.microbatch_rows(rows, self._grid.length)
         pieces = None if wanted.chooses else -(-rows // max(sizes))
-        split = wanted.chooses or getattr(wanted.schedule, "splits_backward", False)
+        split = wanted.chooses or wanted.schedule.splits_backward
         key = (
             _structure(module, module.get_submodule(self._path), batch),
             (sizes, pieces, split, str(self._trainer.precision_plugin.precision), _device_name(self._device)),

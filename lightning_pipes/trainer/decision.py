@@ -10,10 +10,10 @@ from lightning_pipes.ir import Policy, Program, Schedule, Span
 from lightning_pipes.planning.auto import Choice, choose, numbers_to_try
 from lightning_pipes.planning.balance import balanced
 from lightning_pipes.planning.fit import evaluated, ordered
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Problem, planned
 from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim.units import seconds_text
-from lightning_pipes.trainer.plans import DEFAULT_MICROBATCHES_PER_STAGE, Plans, stage_layers, stage_ranks
+from lightning_pipes.trainer.plans import Plans, stage_layers, stage_ranks
 from lightning_pipes.trainer.settings import AUTO, PARAMETERS
 
 LEAST_ROWS = "least_rows"
@@ -33,6 +33,7 @@ class Decision:
         why: for people; empty where there was nothing to choose.
         table: what was compared, for people.
         profile: of the layers, where they were measured.
+        place: devices, links and memory, where they were asked for.
     """
 
     schedule: Schedule | Policy
@@ -46,6 +47,7 @@ class Decision:
     why: str = ""
     table: str = ""
     profile: ModelProfile | None = None
+    place: Deployment | None = None
 
     @property
     def endless(self) -> bool:
@@ -56,7 +58,18 @@ class Decision:
 
     def plans(self) -> Plans:
         """The plans of its batches."""
-        return Plans(self.schedule, self.ranks, self.layers, self.microbatches, self.recompute)
+        return Plans(
+            Problem(
+                self.schedule,
+                max(self.ranks) + 1,
+                1,
+                self.microbatches,
+                self.recompute,
+                self.layers,
+                self.profile,
+                self.place,
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,7 @@ class Wanted:
             found = [1, rows // (4 * ranks), -(-rows // ranks)]
         else:
             stages = len(stage_ranks(self.schedule, ranks))
-            one = -(-rows // (self.microbatches or DEFAULT_MICROBATCHES_PER_STAGE * stages))
+            one = -(-rows // (self.microbatches or MICROBATCHES_PER_STAGE * stages))
             found = [one // 2, one]
         return tuple(sorted({max(1, n) for n in found}))
 
@@ -123,16 +136,21 @@ class Wanted:
         if self.chooses:
             return self._chosen(profile, rows, place)
         ranks = max(plain.ranks) + 1
-        m = plain.microbatches or DEFAULT_MICROBATCHES_PER_STAGE * len(plain.ranks)
-        plan = even_plan(plain.schedule, ranks, min(m, rows), rows, plain.recompute)
+        m = plain.microbatches or MICROBATCHES_PER_STAGE * len(plain.ranks)
+        plan = planned(
+            Problem(plain.schedule, ranks, rows, min(m, rows), plain.recompute, profile=profile, place=place)
+        )
         found = balanced(profile, plain.schedule, plan, plain.layers, place)
-        made = replace(plain, layers=found.layers, why=found.why)
+        made = replace(plain, layers=found.layers, why=found.why, place=place)
         return self.predicted(made, profile, rows, place)
 
     def predicted(self, made: Decision, profile: ModelProfile, rows: int, place: Deployment) -> Decision:
         """The same decision with what it comes to by a profile."""
         m = min(made.plans().microbatches, rows)
-        plan = replace(even_plan(made.schedule, max(made.ranks) + 1, m, rows, made.recompute), layers=made.layers)
+        ranks = max(made.ranks) + 1
+        plan = planned(
+            Problem(made.schedule, ranks, rows, m, made.recompute, made.layers, profile=profile, place=place)
+        )
         order, _ = ordered(made.schedule, plan)
         whole, computing = (evaluated(p, order, plan, place).seconds for p in (profile, profile.without_steps()))
         return replace(made, seconds=whole, computing=computing, rows=rows, profile=profile)
@@ -163,6 +181,7 @@ class Wanted:
             plan.layers,
             why=_reason(choice),
             table=str(choice),
+            place=place,
         )
         return self.predicted(made, profile, rows, place)
 

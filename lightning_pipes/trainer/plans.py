@@ -6,41 +6,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, placement, prepared, verify
+from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, prepared, verify
 from lightning_pipes.planning.partition import even_partition, partition_at
+from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Problem, planned
 from lightning_pipes.sim import simulate
 
-DEFAULT_MICROBATCHES_PER_STAGE = 2
 TRIED_PER_STAGE = 16
 """Micro-batches for each stage that show whether a schedule can order a plan."""
 _KEPT = 64
 
 
 class Plans:
-    """Plans by number of samples: every batch is cut evenly, so what a sample sees does not depend on other batches.
+    """Plans by number of samples, as the planner of the schedule wants them: how a batch is cut depends on its own size
+    only.
 
     Args:
-        schedule: orders the plan.
-        ranks: the rank of each stage.
-        layers: the layers of each stage.
-        microbatches: pieces of a batch; None means two a stage.
-        recompute: all stages but the last keep only their input.
+        problem: that of any batch, its layers decided; `rows` are filled in.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule | Policy,
-        ranks: Sequence[int],
-        layers: Sequence[Span],
-        microbatches: int | None,
-        recompute: bool,
-    ) -> None:
-        self.schedule = schedule
-        self.microbatches = microbatches or DEFAULT_MICROBATCHES_PER_STAGE * len(ranks)
-        self._ranks = tuple(ranks)
-        self._layers = tuple(layers)
-        # The last stage runs the user's whole step, which should log and count once.
-        self._recompute = tuple(recompute and s < len(ranks) - 1 for s in range(len(ranks))) if recompute else ()
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._ranks = problem.schedule.placement(problem.ranks)
+        self.schedule = problem.schedule
+        self.microbatches = problem.microbatches or MICROBATCHES_PER_STAGE * len(self._ranks)
         self._made: dict[int, tuple[Plan, Program | Policy]] = {}
         self._given: dict[int, tuple[Plan, Program | Policy]] = {}
         self._verified: int | None = None
@@ -65,11 +53,7 @@ class Plans:
         if rows not in self._made:
             if len(self._made) >= _KEPT:
                 self._made.pop(next(iter(self._made)))
-            n = len(self._ranks)
-            plan = Plan.even(
-                n, self.microbatches, rows, ranks=self._ranks, layers=self._layers, recompute=self._recompute
-            )
-            self._made[rows] = self._ordered(plan)
+            self._made[rows] = self._ordered(planned(replace(self._problem, rows=rows)))
         return self._made[rows]
 
     def other(
@@ -83,27 +67,29 @@ class Plans:
 
         Args:
             microbatches: by default as many as now.
-            given: the plan for batches of its size, as with other spans on every stage; those of another size are cut
-                evenly. Its layers and recomputation are those of the run.
+            given: the plan for batches of its size, as with other spans on every stage; the schedule's planner cuts
+                those of another size. Where it names no layers, and nothing to recompute, those of the run count.
             verified: samples of the batches for which somebody has verified the order: doing so takes up to a hundred
                 times what making it does.
 
         Raises:
-            PlanError: the schedule moves stages to other ranks, does not flush between batches, or can't order it.
+            PlanError: the schedule moves stages to other ranks, does not flush between batches, or can't order it; or
+                `given` has other layers, or recomputes elsewhere.
         """
-        ranks = max(self._ranks) + 1
-        wanted = placement(schedule, ranks) if given is None else given.ranks
+        wanted = schedule.placement(self._problem.ranks) if given is None else given.ranks
         if wanted != self._ranks:
             raise PlanError(
                 f"{schedule.name} has stages on ranks {wanted}, and the run has them on {self._ranks}: layers would "
                 "have to move, which they can't while training goes on. Choose a schedule with the same placement, or "
                 "start another run with it"
             )
-        made = Plans(schedule, self._ranks, self._layers, microbatches or self.microbatches, False)
-        made._recompute, made._verified = self._recompute, verified
+        made = Plans(replace(self._problem, schedule=schedule, microbatches=microbatches or self.microbatches))
+        made._verified = verified
         if given is not None:
-            plan = replace(given, layers=self._layers, recompute=self._recompute)
-            made._given = {plan.jobs[0].rows: made._ordered(plan)}
+            rows = given.jobs[0].rows
+            made._given[rows] = made._ordered(
+                prepared(self._kept(given, planned(replace(made._problem, rows=rows))), schedule)
+            )
         largest = verified or max(self._made, default=made.trial_rows)  # the next batch is most likely of that size
         tried = [made.for_rows(largest), *made._given.values()]
         if any(isinstance(order, Program) and order.endless for _, order in tried):
@@ -113,8 +99,19 @@ class Plans:
             )
         return made
 
+    def _kept(self, given: Plan, usual: Plan) -> Plan:
+        for name, asked, has in (
+            ("layers", given.layers, usual.layers),
+            ("recompute", given.recompute, usual.recompute),
+        ):
+            if any(asked) and asked != has:
+                raise PlanError(
+                    f"the plan has {name} {asked}, and the run {has}, which can't change while it goes on; leave "
+                    f"{name} out of the plan, or start another run with it"
+                )
+        return replace(given, layers=usual.layers, recompute=usual.recompute)
+
     def _ordered(self, plan: Plan) -> tuple[Plan, Program | Policy]:
-        plan = prepared(plan, self.schedule)
         verified = plan.jobs[0].rows == self._verified
         if isinstance(self.schedule, Schedule):
             order = self.schedule.program(plan)
@@ -135,4 +132,4 @@ def stage_layers(partition: str | Sequence[int], sizes: Sequence[int], stages: i
 
 def stage_ranks(schedule: Schedule | Policy, n_ranks: int) -> tuple[int, ...]:
     """The pipeline rank of each stage."""
-    return placement(schedule, n_ranks)
+    return schedule.placement(n_ranks)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning_pipes.cost import CostModel, ModelProfile
 from lightning_pipes.ir import Plan, PlanError, Policy, Program
 from lightning_pipes.sim import simulate
+from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.record import FILE, RunRecord
-from lightning_pipes.sim.timeline import Event, Timeline
+from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer.stage_bytes import StageBytes, with_bytes
 

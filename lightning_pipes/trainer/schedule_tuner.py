@@ -27,7 +27,7 @@ from lightning_pipes.ir import (
     check_count,
     check_type,
 )
-from lightning_pipes.planning.candidates import Candidate, Tunable
+from lightning_pipes.planning.candidates import Candidate, TuningPlanner, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, Decision
 from lightning_pipes.sim import load_kernel
@@ -70,12 +70,10 @@ class _Report(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """What rank 0 tells all ranks: what runs from the next batch on, verified for batches of so many samples; how many
-    batches later it decides again, and whether clocks have jumped."""
+    """What rank 0 tells all ranks: what runs from the next batch on, exactly that and verified, None for no change; how
+    many batches later it decides again, and whether clocks have jumped."""
 
-    schedule: Schedule | Policy | None
-    microbatches: int
-    rows: int
+    change: Candidate | None
     wait: int
     set_clocks: bool
     metrics: dict[str, float]
@@ -170,11 +168,7 @@ class ScheduleTuner(pl.Callback):
                 f"ScheduleTuner changes what PipelineStrategy does; this trainer has {type(strategy).__name__}. "
                 "Set strategy=PipelineStrategy('kfkb'), or leave the callback out"
             )
-        if not isinstance(strategy.schedule, Tunable):
-            raise PipelineError(
-                f"ScheduleTuner: schedule {strategy.schedule.name} does not say what to change to; begin with 'kfkb'"
-            )
-        self._source: Tunable = strategy.schedule
+        self._source: TuningPlanner = tuning_planner(strategy.schedule)
         self._running: Candidate | None = None
         self._averages = Averages(self.window)
         self._batches, self._read = 0, 0
@@ -193,9 +187,9 @@ class ScheduleTuner(pl.Callback):
         self._next = self._batches + order.wait
         if order.set_clocks:
             strategy.running.engine.set_clocks()
-        if order.schedule is not None:
-            adopt_told(strategy.running, order.schedule, order.microbatches, order.rows)
-            strategy.schedule = order.schedule
+        if order.change is not None:
+            adopt_told(strategy.running, order.change)
+            strategy.schedule = order.change.schedule
         for logger in trainer.loggers:  # silent everywhere but on rank 0
             logger.log_metrics(order.metrics, trainer.global_step)
 
@@ -241,7 +235,7 @@ class ScheduleTuner(pl.Callback):
         candidates = self._source.candidates(plan, self._averages.costs(base), limit, self.sizes)
         current = self._running
         if current is None or current.schedule != schedule:
-            current = Candidate(candidates[0].schedule if getattr(schedule, "tunes", False) else schedule, plan, ())
+            current = Candidate(candidates[0].schedule if schedule.tunes else schedule, plan, ())
         if not current.peak_bytes or limit is None or all(map(le, current.peak_bytes, limit)):
             candidates = (*candidates, current)  # with what links once asked for, or with another size
         decision = self._chooser.decide(candidates, current, self._averages, base)
@@ -252,11 +246,10 @@ class ScheduleTuner(pl.Callback):
         )
         self.decisions.append(tuned)
         _log.log(logging.INFO if decision.switches else logging.DEBUG, "batch %d: %s", self._batches, decision)
-        then, changes = decision.chosen.candidate, decision.switches
+        change = decision.chosen.candidate if decision.switches else None
         wait = self.window if self._batches == FIRST else self._wait(step, tuned)
         jumped = self._averages.impossible > 0
-        rows = then.plan.jobs[0].rows
-        return _Order(then.schedule if changes else None, then.microbatches, rows, wait, jumped, _metrics(tuned))
+        return _Order(change, wait, jumped, _metrics(tuned))
 
     def _limit(self, reports: Sequence[_Report], ranks: int) -> list[int] | None:
         """Bytes that each rank of the pipeline may hold, the least of all replicas; None without a limit."""
@@ -313,5 +306,5 @@ def _metrics(tuned: Tuned) -> dict[str, float]:
 def with_tuner(trainer: pl.Trainer, schedule: Schedule | Policy) -> None:
     """Gives the trainer a ScheduleTuner if the schedule wants one and there is none."""
     callbacks = private.callbacks(trainer)
-    if getattr(schedule, "tunes", False) and not any(isinstance(c, ScheduleTuner) for c in callbacks):
+    if schedule.tunes and not any(isinstance(c, ScheduleTuner) for c in callbacks):
         callbacks.append(ScheduleTuner())

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.mailbox import Key, Mailbox, Transport
 from lightning_pipes.ir import PlanError
-from lightning_pipes.sim.timeline import Event
+from lightning_pipes.sim.event import Event
 from lightning_pipes.trainer.control import Control, close_all
 from lightning_pipes.trainer.sibling_board import Board
 

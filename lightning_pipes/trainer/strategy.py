@@ -544,7 +544,7 @@ class PipelineStrategy(ParallelStrategy):
     @property
     def flushes(self) -> bool:
         """Whether all stages end a batch before the next one begins."""
-        return getattr(self.schedule, "versions", None) is None
+        return self.schedule.flushes
 
     def adopt(
         self, schedule: str | Schedule | Policy, microbatches: int | None = None, plan: Plan | None = None

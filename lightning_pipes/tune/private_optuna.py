@@ -67,6 +67,8 @@ def untouched_generators(sampler: BaseSampler) -> Iterator[np.random.RandomState
         if isinstance(value, BaseSampler):
             yield from untouched_generators(value)
         elif (
-            isinstance(value, LazyRandomState) and value._rng is not None and value.rng.get_state()[2] == _NOTHING_DRAWN
+            isinstance(value, LazyRandomState)
+            and value._rng is not None
+            and value.rng.get_state(legacy=True)[2] == _NOTHING_DRAWN
         ):
             yield value.rng

@@ -7,87 +7,15 @@ values are used (a schedule checks its own), names and types here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-MAKE_SCHEDULE = "lightning_pipes.ir.registry.make_schedule"
+from lightning_pipes.tune.schedule_schema import ScheduleSettings, register_schedule
+
 MAKE_CLUSTER = "lightning_pipes.cost.clusters.make_cluster"
-
-
-@dataclass
-class ScheduleSettings:
-    """A schedule by its entry point's name; the other fields are the schedule's own.
-
-    `hydra.utils.instantiate(cfg.schedule)` makes it.
-    """
-
-    _target_: str = MAKE_SCHEDULE
-    name: str = MISSING
-
-
-@dataclass
-class GPipeSettings(ScheduleSettings):
-    name: str = "gpipe"
-
-
-@dataclass
-class OneFOneBSettings(ScheduleSettings):
-    name: str = "1f1b"
-
-
-@dataclass
-class InterleavedSettings(ScheduleSettings):
-    name: str = "interleaved"
-    stages_per_rank: int = 2
-
-
-@dataclass
-class KFKBSettings(ScheduleSettings):
-    name: str = "kfkb"
-    k: int | str = 1  # or auto
-
-
-@dataclass
-class ZeroBubbleSettings(ScheduleSettings):
-    name: str = "zero_bubble"
-
-
-@dataclass
-class HanayoSettings(ScheduleSettings):
-    name: str = "hanayo"
-    waves: int = 1
-
-
-@dataclass
-class DeepSettings(ScheduleSettings):
-    name: str = "deep"
-    slack: int = 2
-
-
-@dataclass
-class PerLinkSettings(ScheduleSettings):
-    name: str = "per_link"
-    extra: tuple[int, ...] = ()
-
-
-@dataclass
-class ReadySettings(ScheduleSettings):
-    name: str = "ready"
-    slack: int = 2
-    limits: tuple[int, ...] = ()
-    alternate: bool = True
-
-
-@dataclass
-class PipeDreamSettings(ScheduleSettings):
-    name: str = "pipedream"
-
-
-@dataclass
-class PipeDream2BWSettings(ScheduleSettings):
-    name: str = "pipedream_2bw"
 
 
 @dataclass
@@ -96,11 +24,6 @@ class AutoSettings(ScheduleSettings):
 
     _target_: str = "lightning_pipes.trainer.settings.chosen_later"
     name: str = "auto"
-
-
-@dataclass
-class JAPSettings(ScheduleSettings):
-    name: str = "jap"
 
 
 @dataclass
@@ -305,18 +228,6 @@ SCHEMAS: dict[str, type] = {
     "profile": ProfileSettings,
     "cluster": ClusterSettings,
     "schedule/auto": AutoSettings,
-    "schedule/gpipe": GPipeSettings,
-    "schedule/1f1b": OneFOneBSettings,
-    "schedule/interleaved": InterleavedSettings,
-    "schedule/kfkb": KFKBSettings,
-    "schedule/zero_bubble": ZeroBubbleSettings,
-    "schedule/hanayo": HanayoSettings,
-    "schedule/deep": DeepSettings,
-    "schedule/per_link": PerLinkSettings,
-    "schedule/ready": ReadySettings,
-    "schedule/pipedream": PipeDreamSettings,
-    "schedule/pipedream_2bw": PipeDream2BWSettings,
-    "schedule/jap": JAPSettings,
     "model/gpt": GPTSettings,
     "model/mlp": MLPSettings,
     "model/resnet_digits": ResNetDigitsSettings,
@@ -325,8 +236,19 @@ SCHEMAS: dict[str, type] = {
 }
 
 
+GROUP = "lightning_pipes/schema"
+CONF = Path(__file__).parent.parent / "conf"
+
+
+def our_schedules() -> list[str]:
+    """The names of the files in conf/schedule/ that stand for an installed schedule."""
+    return sorted(path.stem for path in (CONF / "schedule").glob("*.yaml") if f"schedule/{path.stem}" not in SCHEMAS)
+
+
 def register() -> None:
     """Adds the schemas to Hydra's config store as lightning_pipes/schema/<path of the file in conf/>."""
     for path, schema in SCHEMAS.items():
-        group, _, name = f"lightning_pipes/schema/{path}".rpartition("/")
+        group, _, name = f"{GROUP}/{path}".rpartition("/")
         ConfigStore.instance().store(group=group, name=name, node=schema, provider="lightning_pipes")
+    for name in our_schedules():
+        register_schedule(name, f"{GROUP}/schedule")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipes.ir import Plan, PlanError, Program, check_fields
+from lightning_pipes.ir import Plan, PlanError, Program, Schedule, check_fields
 from lightning_pipes.strategies.per_link import warmed_up
 
 
 @dataclass(frozen=True)
-class Deep:
+class Deep(Schedule):
     """1F1B whose first stage holds `slack` micro-batches more, and every later one fewer of them, down to none.
 
     Stage s of p holds p - s micro-batches and slack (p - 1 - s) / (p - 1) more, rounded up. More of them hide slower
@@ -34,7 +34,7 @@ class Deep:
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[Deep]:
-        """What a planner tries: one micro-batch more for each link, and two."""
+        """The variants that a planner tries: one micro-batch more for each link, and two."""
         return [cls(times * (n_ranks - 1)) for times in (1, 2) if 1 < n_ranks < microbatches]
 
     def program(self, plan: Plan) -> Program:

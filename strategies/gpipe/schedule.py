@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, Program, check_one_batch
+from lightning_pipes.ir import STEP, B, F, Instruction, Kind, Plan, Program, Schedule, check_one_batch
 
 
 @dataclass(frozen=True)
-class GPipe:
+class GPipe(Schedule):
     """All forwards of a batch, then all backwards in the same order (Huang et al. 2019, arXiv:1811.06965).
 
     Holds every micro-batch of the batch; a step of m micro-batches on p equal stages takes (m + p - 1)(f + b). With

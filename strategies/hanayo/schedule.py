@@ -16,6 +16,7 @@ from lightning_pipes.ir import (
     Plan,
     PlanError,
     Program,
+    Schedule,
     Span,
     check_count,
     check_one_batch,
@@ -25,7 +26,7 @@ from lightning_pipes.ir import (
 
 
 @dataclass(frozen=True)
-class Hanayo:
+class Hanayo(Schedule):
     """1F1B with 2 `waves` stages on every rank, placed down the ranks and up again `waves` times (Liu et al. 2023,
     arXiv:2308.15762): rank r of p holds the stages r and 2p - 1 - r of every wave of 2p stages. Where a wave turns, a
     rank hands over to itself.

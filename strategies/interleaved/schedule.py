@@ -16,6 +16,7 @@ from lightning_pipes.ir import (
     Plan,
     PlanError,
     Program,
+    Schedule,
     Span,
     check_count,
     check_one_batch,
@@ -25,7 +26,7 @@ from lightning_pipes.ir import (
 
 
 @dataclass(frozen=True)
-class Interleaved:
+class Interleaved(Schedule):
     """1F1B with `stages_per_rank` stages on every rank, handed out in turn (Narayanan et al. 2021, arXiv:2104.04473,
     S2.2): rank r of p holds the stages r, r + p, r + 2p, ...
 
@@ -44,7 +45,7 @@ class Interleaved:
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[Interleaved]:
-        """What a planner tries."""
+        """The variants that a planner tries."""
         return [cls(v) for v in (2, 3, 4)]
 
     def placement(self, n_ranks: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What no order of an array's blocks can beat."""
+"""Bounds that no order of an array's blocks can beat."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ def _urgent_first(heads: list[float], busy: list[float], tails: list[float]) -> 
 
 
 def _after(amounts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """What there is from each of the times between `amounts` on."""
+    """The amount that there is from each of the times between `amounts` on."""
     return np.append(amounts[::-1].cumsum()[::-1], 0.0)

@@ -11,7 +11,7 @@ from lightning_pipes.strategies.jap.problem import Array, ArrayProblem
 
 @dataclass(frozen=True, eq=False)
 class ArrayCosts:
-    """What an array's blocks cost the simulator, `cost.Costs`.
+    """The costs of an array's blocks for the simulator, `cost.Costs`.
 
     A transfer is latency: it occupies no link, as in the paper. A backward contains its recomputation, a STEP is update
     and switch. After a forward the switch takes the stage too, while the message is on its way already.

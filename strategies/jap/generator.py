@@ -27,8 +27,8 @@ def random_costs(
     overhead: float | None = None,
     seed: int = 0,
 ) -> CostModel:
-    """What blocks of the paper's kind of jobs cost: a fixed time and one of each sample, for a backward three times as
-    long as for a forward, recomputation included.
+    """The costs of blocks of the paper's kind of jobs: a fixed time and one of each sample, for a backward three times
+    as long as for a forward, recomputation included.
 
     Args:
         kind: "language" or "vision": times and batch sizes.

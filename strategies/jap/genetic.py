@@ -15,7 +15,7 @@ from lightning_pipes.strategies.jap.solution import Solution
 
 @dataclass(frozen=True)
 class Genetic:
-    """What the paper leaves open.
+    """The settings that the paper leaves open.
 
     Attributes:
         population: chromosomes.

@@ -11,7 +11,7 @@ from lightning_pipes.strategies.jap.solution import Solution
 
 
 def as_printed(problem: ArrayProblem) -> Solution:
-    """What the paper calls branch and bound (S IV-B, Algorithm 1): block by block it commits to the one with the least
+    """The paper's branch and bound (S IV-B, Algorithm 1): block by block it commits to the one with the least
     bound, the last of equals, and never returns; so nothing says that the result is best. See `branch` for a search.
 
     Read with its sets made anew at each block, which the print forgets. The bound of a stage is that of interrupted

@@ -1,4 +1,4 @@
-"""What runs the solvers' kernel: Python, or machine code where numba is installed; see `sim.machine`."""
+"""The machine that runs the solvers' kernel: Python, or machine code where numba is installed; see `sim.machine`."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def numba_kernel() -> Kernel | None:
 
 
 def kernel_for(blocks: int) -> Kernel:
-    """What shall place so many blocks: it decides how long that takes, never what comes out."""
+    """The machine that places so many blocks: it decides how long that takes, never what comes out."""
     return PYTHON if blocks <= PATIENCE else numba_kernel() or PYTHON

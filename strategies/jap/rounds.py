@@ -1,4 +1,4 @@
-"""What a job array runs that goes in rounds, as the paper's does: a batch of every sibling, in a searched order."""
+"""The order of a job array that goes in rounds, as the paper's does: a batch of every sibling, in a searched order."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ RULES: Mapping[str, tuple[Any, int]] = {
 
 
 def by_rule(problem: ArrayProblem, rule: str) -> Solution:
-    """What a rule gives.
+    """The order that a rule gives.
 
     Raises:
         PlanError: nobody knows the rule.
@@ -65,13 +65,13 @@ def listed(problem: ArrayProblem, there: Array, back: Array, style: int, window:
 
 
 def numbers(there: Array, back: Array, style: int) -> tuple[Array, Array]:
-    """What `kernel.listed` takes: numbers of forwards and of backwards, all different."""
+    """The input of `kernel.listed`: numbers of forwards and of backwards, all different."""
     ahead = 4 * len(there)
     return 2 * there + 1 + ahead * (style == 0), 2 * back + ahead * (style == 1)
 
 
 def scratch(problem: ArrayProblem, by: Kernel) -> tuple[Any, ...]:
-    """What `kernel.listed` notes of blocks and stages."""
+    """The notes of `kernel.listed` on blocks and stages."""
     n, s = problem.blocks, problem.stages
     return by.fill(n), by.fill(s), by.fill(s), by.fill(s), by.fill(n), by.fill(s)
 

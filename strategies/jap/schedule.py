@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Plan, PlanError, Program, check_one_stage_a_rank
+from lightning_pipes.ir import Plan, PlanError, Program, Schedule, check_one_stage_a_rank
 from lightning_pipes.strategies.jap.stream import Job, Stream
 
 
 @dataclass(frozen=True)
-class JAP:
+class JAP(Schedule):
     """Jobs that share a pipeline without rounds (ArrayPipe, without its barrier): the plan's batches of all its jobs,
     those of a job one after another, in the order of a `Stream` where all jobs are resident.
 

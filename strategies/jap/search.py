@@ -28,7 +28,7 @@ CHUNK = 200
 
 @dataclass
 class Effort:
-    """What a search may spend: `orders` to be timed, and an end that somebody else's clock may call.
+    """The budget of a search: `orders` to be timed, and an end that somebody else's clock may call.
 
     Only the number of orders makes results reproducible: ranks that must agree give no `over`.
     """
@@ -100,7 +100,7 @@ class _Search:
         return makespan
 
     def by_rule(self, rule: str) -> _Beginning:
-        """What a rule gives."""
+        """The order that a rule gives."""
         place, style = rules.RULES[rule]
         there = place(self.problem)
         return _Beginning(self.keep(rules.listed(self.problem, there, there, style, 0, self._by)), style, there)

@@ -1,4 +1,4 @@
-"""What a solver found, and how good that is at least."""
+"""A solver's order, and a bound on how good it is."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, PlanErr
 from lightning_pipes.ir.program import Rows
 
 FORWARD, BACKWARD, FREE, OVER = range(4)
-"""What happens: a forward or a backward arrives, a stage becomes free, a job's batch is over."""
+"""Events: a forward or a backward arrives, a stage becomes free, a job's batch is over."""
 
 
 @dataclass(frozen=True)

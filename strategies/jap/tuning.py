@@ -15,7 +15,7 @@ BATCHES = 12
 
 @dataclass(frozen=True)
 class Setup:
-    """What to give a `Stream` and its jobs.
+    """Settings for a `Stream` and its jobs.
 
     Attributes:
         backward_first: see `Stream`.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import Kind, Plan, PlanError
-from lightning_pipes.planning.candidates import Candidate, candidate, cut_into, nothing_fits
+from lightning_pipes.planning.candidates import Candidate, TuningPlanner, candidate, cut_into, nothing_fits
 from lightning_pipes.sim.memory import Limit
 from lightning_pipes.strategies.deep import Deep, tapered
 from lightning_pipes.strategies.kfkb.schedule import KFKB
@@ -65,22 +66,25 @@ def memory_curve(
     return tuple(c for _, _, c in found)
 
 
-def all_candidates(
-    plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = (), prune: str = "per_k"
-) -> tuple[Candidate, ...]:
-    """The memory curve; k = 1 with every size that fits; and for each size what else has more micro-batches under way:
-    `deep`, `per_link` with what these costs ask for, and `ready` with what fits.
+@dataclass(frozen=True)
+class KFKBPlanner(TuningPlanner):
+    """Cuts evenly, and offers what else a run may change to while it goes on.
 
-    Args:
-        sizes: samples of a micro-batch to choose from; by default the plan's own.
-
-    Raises:
-        PlanError: see `memory_curve`.
+    Attributes:
+        prune: see `memory_curve`.
     """
-    sizes = sizes or (max(span.rows for span in plan.spans(Kind.F, 0)),)
-    curve = memory_curve(plan, costs, memory_limit, sizes, prune)
-    others = [c for size in sizes for c in _others(cut_into(plan, size), costs, memory_limit) if c is not None]
-    return tuple(dict.fromkeys((*curve, *others)))
+
+    prune: str = "per_k"
+
+    def candidates(
+        self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()
+    ) -> tuple[Candidate, ...]:
+        """The memory curve; k = 1 with every size that fits; and for each size what else has more micro-batches under
+        way: `deep`, `per_link` with what these costs ask for, and `ready` with what fits. See `TuningPlanner`."""
+        sizes = sizes or (max(span.rows for span in plan.spans(Kind.F, 0)),)
+        curve = memory_curve(plan, costs, memory_limit, sizes, self.prune)
+        others = [c for size in sizes for c in _others(cut_into(plan, size), costs, memory_limit) if c is not None]
+        return tuple(dict.fromkeys((*curve, *others)))
 
 
 def _largest(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from lightning_pipes.cost import Costs
 from lightning_pipes.ir import (
     STEP,
     B,
@@ -16,25 +14,24 @@ from lightning_pipes.ir import (
     Kind,
     Plan,
     Program,
+    Schedule,
     check_count,
     check_one_batch,
     check_one_stage_a_rank,
 )
-from lightning_pipes.planning.candidates import Candidate
-from lightning_pipes.sim.memory import Limit
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class KFKB:
+class KFKB(Schedule):
     """k forwards, then k backwards, on every rank (Wang et al. 2023, arXiv:2303.01675, S4.1).
 
     k = 1 is 1F1B; k >= m, the number of micro-batches, is GPipe. A larger k hides slower links and holds more
     activations: stage s of p keeps at most min(k * (p - s), m) micro-batches. The last group may be incomplete.
 
     With k = "auto" a run begins as 1F1B, and changes while it goes on to whatever is fastest by simulation on what it
-    measures, of `candidates`: other k, and other schedules that do the same with less memory.
+    measures, of its planner's candidates: other k, and other schedules that do the same with less memory.
 
     Raises:
         PlanError: k is no whole number from 1 on, a rank has several stages, backward spans differ from forward spans,
@@ -55,16 +52,13 @@ class KFKB:
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[KFKB]:
-        """What a planner tries: k from 2, doubling; k = 1 is 1F1B and k = m is GPipe."""
+        """The variants that a planner tries: k from 2, doubling; k = 1 is 1F1B and k = m is GPipe."""
         return [cls(2**power) for power in range(1, (microbatches - 1).bit_length())]
 
-    def candidates(
-        self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()
-    ) -> tuple[Candidate, ...]:
-        """See `planner.all_candidates`."""
-        from lightning_pipes.strategies.kfkb.planner import all_candidates  # which knows schedules that know this one
+    def planner(self) -> object:
+        from lightning_pipes.strategies.kfkb.planner import KFKBPlanner  # which knows schedules that know this one
 
-        return all_candidates(plan, costs, memory_limit, sizes)
+        return KFKBPlanner()
 
     def program(self, plan: Plan) -> Program:
         check_one_batch(plan, self.name)

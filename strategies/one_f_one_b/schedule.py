@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipes.ir import Plan, Program
+from lightning_pipes.ir import Plan, Program, Schedule
 from lightning_pipes.strategies.kfkb import KFKB
 
 
 @dataclass(frozen=True)
-class OneFOneB:
+class OneFOneB(Schedule):
     """One forward, one backward in turn, after a warm-up of one micro-batch per later stage (PipeDream-Flush,
     Narayanan et al. 2021, arXiv:2006.09503, S2.2).
 

@@ -15,6 +15,7 @@ from lightning_pipes.ir import (
     Plan,
     PlanError,
     Program,
+    Schedule,
     check_fields,
     check_one_batch,
     check_one_stage_a_rank,
@@ -22,7 +23,7 @@ from lightning_pipes.ir import (
 
 
 @dataclass(frozen=True)
-class PerLink:
+class PerLink(Schedule):
     """1F1B that has more micro-batches under way over slow links: `extra[s]` more between the stages s and s + 1.
 
     Stage s of p runs p - s forwards before its first backward, as 1F1B does, and as many more as all links after it

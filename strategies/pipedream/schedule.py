@@ -14,13 +14,14 @@ from lightning_pipes.ir import (
     Plan,
     PlanError,
     Program,
+    Schedule,
     check_one_stage_a_rank,
 )
 from lightning_pipes.ir.program import Row
 
 
 @dataclass(frozen=True)
-class PipeDream:
+class PipeDream(Schedule):
     """Asynchronous 1F1B with weight stashing (Narayanan et al. 2019, SOSP, S3.2 and S3.3): the next batch enters while
     the ones before it are still on their way back, so after the start no rank idles.
 
@@ -35,6 +36,7 @@ class PipeDream:
     """
 
     name: ClassVar[str] = "pipedream"
+    flushes: ClassVar[bool] = False
 
     def versions(self, plan: Plan) -> tuple[int, ...]:
         """The weight versions that live on each stage."""
@@ -71,7 +73,7 @@ def endless_1f1b(plan: Plan, name: str, late_steps: bool = False) -> Program:
 
 
 class _Row:
-    """What one stage does, as turns: the forward of micro-batch n + ahead, then the backward of micro-batch n, counted
+    """The row of one stage, as turns: the forward of micro-batch n + ahead, then the backward of micro-batch n, counted
     over all batches."""
 
     def __init__(self, plan: Plan, stage: int, late_steps: bool) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipes.ir import Kind, Plan, PlanError, Program
+from lightning_pipes.ir import Kind, Plan, PlanError, Program, Schedule
 from lightning_pipes.strategies.pipedream import endless_1f1b
 
 
 @dataclass(frozen=True)
-class PipeDream2BW:
+class PipeDream2BW(Schedule):
     """PipeDream with double-buffered weights (Narayanan et al. 2021, arXiv:2006.09503, S3.1): the gradients of the m
     micro-batches of a batch are summed before one update, and every batch reads, on all stages, the weights without the
     update of the batch before it: W(t + 1) = W(t) - lr dL(W(t - 1)).
@@ -24,6 +24,7 @@ class PipeDream2BW:
     """
 
     name: ClassVar[str] = "pipedream_2bw"
+    flushes: ClassVar[bool] = False
 
     def versions(self, plan: Plan) -> tuple[int, ...]:
         """The weight versions that live on each stage."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, RankView, Rule, check_fields
+from lightning_pipes.ir import Kind, Plan, PlanError, Rule, RulePolicy, check_fields
 from lightning_pipes.strategies.deep import tapered
 
 
 @dataclass(frozen=True)
-class Ready:
+class Ready(RulePolicy):
     """No fixed order: a rank runs whatever is ready. Where forward and backward both are, it takes the sort that it did
     not run last, or with `alternate` off the backward.
 
@@ -43,9 +42,6 @@ class Ready:
     def rule(self, plan: Plan) -> Rule:
         """The limits in samples for this plan, and whether to alternate."""
         return Rule(_limits(plan, self.slack, self.limits), self.alternate)
-
-    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
-        return self.rule(plan).pick(ready, view, plan)
 
 
 @lru_cache(maxsize=64)

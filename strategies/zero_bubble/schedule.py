@@ -13,6 +13,7 @@ from lightning_pipes.ir import (
     Kind,
     Plan,
     Program,
+    Schedule,
     W,
     check_one_batch,
     check_one_stage_a_rank,
@@ -20,7 +21,7 @@ from lightning_pipes.ir import (
 
 
 @dataclass(frozen=True)
-class ZeroBubble:
+class ZeroBubble(Schedule):
     """ZB-H1 (Qi et al. 2023, arXiv:2401.10241, S2.3): 1F1B with backward in two parts. The input gradients (I) go back
     at once; on stage s the weight gradients (W) stay s micro-batches behind and end in the time in which 1F1B idles.
 

@@ -22,6 +22,7 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.tune import schema
 from lightning_pipes.tune.messages import explain, plain_errors
+from lightning_pipes.tune.schedule_schema import MAKE_SCHEDULE, schedule_schema
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = sorted(path.stem for path in (ROOT / "conf" / "schedule").glob("*.yaml") if path.stem != "auto")
@@ -39,20 +40,26 @@ def composed(*overrides: str) -> DictConfig:
 
 def test_every_installed_schedule_of_ours_has_settings() -> None:
     ours = {name for name, entry in installed_schedules().items() if entry.value.startswith("lightning_pipes.")}
-    assert ours == set(SCHEDULES)
-    assert {f"schedule/{name}" for name in (*SCHEDULES, "auto")} == {
-        key for key in schema.SCHEMAS if key.startswith("schedule/")
-    }
+    assert ours == set(SCHEDULES) == set(schema.our_schedules())
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_settings_are_the_fields_of_the_schedule(name: str) -> None:
-    taken = {f.name: (f.type, f.default) for f in fields(installed_schedules()[name].load())}
-    settings = schema.SCHEMAS[f"schedule/{name}"]
-    inherited = {f.name for f in fields(schema.ScheduleSettings)}
-    assert {f.name: (f.type, f.default) for f in fields(settings) if f.name not in inherited} == taken
+def test_files_show_every_setting_of_their_schedule(name: str) -> None:
+    settings = {f.name for f in fields(schedule_schema(name))} - {"_target_"}
+    assert settings == {"name", *(f.name for f in fields(installed_schedules()[name].load()))}
     written = yaml.safe_load((ROOT / "conf" / "schedule" / f"{name}.yaml").read_text())
-    assert set(written) - {"defaults"} == {"name", *taken}  # the file shows every setting
+    assert set(written) - {"defaults"} == settings
+
+
+def test_schemas_are_made_when_they_are_asked_for() -> None:
+    code = (
+        "import sys; from hydra.core.config_store import ConfigStore; from lightning_pipes.tune import schema;"
+        "schema.register(); before = 'lightning_pipes.strategies' in sys.modules or 'numpy' in sys.modules;"
+        "load = ConfigStore.instance().load; path = 'lightning_pipes/schema/schedule/kfkb.yaml';"
+        "load(path).node.k = 7; print(before, load(path).node)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert found == f"False {{'_target_': '{MAKE_SCHEDULE}', 'name': 'kfkb', 'k': 1}}"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -19,6 +19,7 @@ from lightning_pipes.ir import (
     Kind,
     Plan,
     PlanError,
+    Policy,
     ProgramError,
     RankView,
     Schedule,
@@ -134,7 +135,7 @@ def test_a_mailbox_whose_owner_never_waits_stays_small() -> None:
 
 
 @dataclass(frozen=True)
-class Lazy:
+class Lazy(Policy):
     """Never picks a backward."""
 
     name: str = "lazy"
@@ -144,7 +145,7 @@ class Lazy:
 
 
 @dataclass(frozen=True)
-class Wild:
+class Wild(Policy):
     """Picks what is not there."""
 
     name: str = "wild"
@@ -154,7 +155,7 @@ class Wild:
 
 
 @dataclass(frozen=True)
-class Eager:
+class Eager(Policy):
     """Forwards first, as many as the plan's limits allow."""
 
     name: str = "eager"

@@ -261,7 +261,7 @@ def test_asynchronous_weight_versions(batches: int) -> None:
 
 
 @dataclass(frozen=True)
-class LastSamplesFirst:
+class LastSamplesFirst(Policy):
     """Forward from the last micro-batch to the first, backward as soon as possible: no static schedule sends so."""
 
     name: str = "last samples first"

@@ -33,7 +33,7 @@ DATA = [
     slice(1, 2),
     Kind.F,
     Plan.even(4, 2),
-    Link(0.1, 1e9),
+    Link(0.1, 1e-3),
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
-from lightning_pipes.ir import Plan, Schedule, Span, placement
+from lightning_pipes.ir import Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import run_ranks
 
@@ -33,7 +33,7 @@ def train(rank: int, name: str, settings: dict[str, Any], ranks: int, recompute:
     device = torch.device("cuda:0")
     schedule = make_schedule(name, **settings)
     assert isinstance(schedule, Schedule)
-    where = placement(schedule, ranks)
+    where = schedule.placement(ranks)
     n = len(where)
     plan = Plan.even(n, 4, ROWS, where, recompute=[recompute] * n)
     layers = model()

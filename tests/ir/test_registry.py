@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_pipes.ir import PlanError, placement
+from lightning_pipes.ir import PlanError
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 
 
@@ -24,5 +24,5 @@ def test_unknown_settings_are_refused():
 
 
 def test_placement():
-    assert placement(make_schedule("gpipe"), 3) == (0, 1, 2)
-    assert placement(make_schedule("interleaved", stages_per_rank=2), 2) == (0, 1, 0, 1)
+    assert make_schedule("gpipe").placement(3) == (0, 1, 2)
+    assert make_schedule("interleaved", stages_per_rank=2).placement(2) == (0, 1, 0, 1)

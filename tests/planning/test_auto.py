@@ -12,7 +12,7 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose
 from lightning_pipes.planning.fit import evaluated, fit_layers
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.testing.choices import Problem, every_fit, random_problem
 
 

@@ -8,7 +8,7 @@ from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link
 from lightning_pipes.ir import PlanError, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.balance import balanced
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import even_plan
 
 MIB = 2**20
 

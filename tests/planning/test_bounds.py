@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import ClassVar
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
-from lightning_pipes.ir import Instruction, Plan, Program, RankView, Rule, Span, placement
+from lightning_pipes.ir import Plan, Program, Rule, RulePolicy, Schedule, Span
 from lightning_pipes.planning.bounds import heaviest, least_step, step_bound
 from lightning_pipes.planning.fit import evaluated
 from lightning_pipes.sim import makespan
@@ -24,7 +23,7 @@ from tests.sim.test_static import split
 
 
 @dataclass(frozen=True)
-class LateWeights:
+class LateWeights(Schedule):
     """GPipe with W after all I."""
 
     name: ClassVar[str] = "late"
@@ -35,7 +34,7 @@ class LateWeights:
 
 
 @dataclass(frozen=True)
-class Anything:
+class Anything(RulePolicy):
     """Whatever is ready."""
 
     name: ClassVar[str] = "anything"
@@ -43,9 +42,6 @@ class Anything:
 
     def rule(self, plan: Plan) -> Rule:
         return Rule(alternate=self.alternate)
-
-    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
-        return self.rule(plan).pick(ready, view, plan)
 
 
 SCHEDULES = [GPipe(), KFKB(1), KFKB(2), LateWeights(), Interleaved(2), Interleaved(3)]
@@ -86,7 +82,7 @@ def test_nothing_beats_the_bound(schedule, again):
     closest = np.inf
     for seed in range(8):
         profile, place, ranks, rows = problem(seed)
-        where = placement(schedule, ranks)
+        where = schedule.placement(ranks)
         if len(where) > len(profile.layers):
             continue
         recompute = (True,) * (len(where) - 1) + (False,) if again else ()

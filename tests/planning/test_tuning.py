@@ -13,6 +13,7 @@ from lightning_pipes.planning.tuning import Chooser, Decision, Regime, regime_of
 from lightning_pipes.sim import load_kernel, simulate
 from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.kfkb import KFKB
+from lightning_pipes.strategies.kfkb.planner import KFKBPlanner
 from lightning_pipes.strategies.per_link import PerLink
 from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.testing.generators import uniform
@@ -30,7 +31,7 @@ def given(costs, lag=0.0, unsteady=0.0, window=1):
 
 def case(link, stages=4, m=24, f=20 * MS, b=40 * MS, **more):
     plan, costs = uniform(stages, m, f=f, b=b, link=link, activation_bytes=10)
-    return plan, costs, KFKB("auto").candidates(plan, costs, **more)
+    return plan, costs, KFKBPlanner().candidates(plan, costs, **more)
 
 
 def seconds(c, costs):
@@ -64,7 +65,7 @@ def test_the_choice_is_that_of_simulating_everything(seed, unsteady):
         (kind, s): ((1, t * (1 + spread * rng.uniform(-1, 1)) * 1e-3),) for kind, t in ms.items() for s in range(6)
     }
     costs = replace(costs, seconds={k: t for k, t in times.items() if k[1] < plan.n_stages})
-    found = KFKB("auto").candidates(plan, costs, rng.choice([None, 10 * 2 * plan.n_stages, 10 * 3 * plan.n_stages]))
+    found = KFKBPlanner().candidates(plan, costs, rng.choice([None, 10 * 2 * plan.n_stages, 10 * 3 * plan.n_stages]))
     current = rng.choice(found)
     decision = Chooser().decide(found, current, given(costs, unsteady=unsteady))
     free = decision.regime is Regime.FREE
@@ -81,7 +82,7 @@ def test_few_are_simulated():
 def test_what_is_prepared_is_decided_alike():
     plan, costs, found = case(link=20 * MS)
     prepared = Chooser()
-    prepared.prepare(KFKB("auto").candidates(plan, uniform(4, 24, f=1, b=2)[1]), uniform(4, 24, f=1, b=2)[1])
+    prepared.prepare(KFKBPlanner().candidates(plan, uniform(4, 24, f=1, b=2)[1]), uniform(4, 24, f=1, b=2)[1])
     fixed = {(c.schedule, c.plan) for c in found if not isinstance(c.schedule, PerLink)}  # which costs ask for
     assert fixed <= prepared._known.keys() == prepared._verified
     assert prepared.decide(found, found[0], given(costs)) == Chooser().decide(found, found[0], given(costs))
@@ -206,7 +207,7 @@ def test_a_closed_loop_follows_the_links():
     for link in (0, 0, 0, 30, 30, 30, 0, 0, 0):
         samples, _, _ = step(current, m=12, link=max(1, link * MS))
         averages.add(samples)
-        found = KFKB("auto").candidates(plan, replace(averages.costs(), activation_bytes=(1,) * 3))
+        found = KFKBPlanner().candidates(plan, replace(averages.costs(), activation_bytes=(1,) * 3))
         found = [c for c in found if isinstance(c.schedule, Schedule)]
         now = next(c for c in found if c.schedule == current)
         current = chooser.decide(found, now, averages).chosen.candidate.schedule
@@ -228,14 +229,14 @@ def test_planning_takes_milliseconds():
         for n in range(9):
             averages._known[Kind.SF, 0, 1] += n
             started = time.process_time()
-            found = KFKB("auto").candidates(plan, averages.costs(costs))
+            found = KFKBPlanner().candidates(plan, averages.costs(costs))
             chooser.decide(found, found[0], averages)
             took.append(time.process_time() - started)
         assert min(took) < 0.1  # 10 ms at rest
 
 
 @dataclass(frozen=True)
-class Careless:
+class Careless(Schedule):
     """As fast as nothing else, as it leaves out all backwards."""
 
     name = "careless"

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import pytest
 
-from lightning_pipes.ir import Span
+from lightning_pipes.ir import Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.planning.wording import (
     layers_text,
     listed,
@@ -44,7 +44,7 @@ def test_recompute_and_open_layers():
 
 def test_settings_are_numbers_and_what_is_not_by_default():
     @dataclass(frozen=True)
-    class Mine:
+    class Mine(Schedule):
         k: int = 1
         limits: tuple[int, ...] = ()
         eager: bool = False

@@ -6,7 +6,7 @@ from bisect import insort
 from heapq import heappop, heappush
 
 from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, DependencyTracker, Kind, RankView, offered, ready_key, window
-from lightning_pipes.sim.timeline import Event
+from lightning_pipes.sim.event import Event
 from tests.sim.links import Links
 
 

@@ -7,7 +7,7 @@ import pytest
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import verify
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.curve import memory_curves, most_held
 from lightning_pipes.strategies.one_f_one_b import OneFOneB

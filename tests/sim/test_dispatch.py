@@ -15,7 +15,7 @@ from lightning_pipes.testing.generators import random_costs, random_plan, tiny_p
 
 
 @dataclass(frozen=True)
-class BackwardFirst:
+class BackwardFirst(Policy):
     """Whatever comes first in `ready`, with at most `limit` samples in flight on the first stage, one less on each
     further one."""
 
@@ -29,7 +29,7 @@ class BackwardFirst:
 
 
 @dataclass(frozen=True)
-class Scripted:
+class Scripted(Policy):
     """A program as a policy."""
 
     rows: tuple
@@ -42,7 +42,7 @@ class Scripted:
 
 
 @dataclass(frozen=True)
-class Latest:
+class Latest(Policy):
     """The last of what is ready: forwards first, and out of order."""
 
     name: ClassVar[str] = "latest"

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from lightning_pipes.ir import Cut, DeadlockError, F, Kind, Plan, PlanError, Rule, RulePolicy, Span, verify
+from lightning_pipes.ir import Cut, DeadlockError, F, Kind, Plan, PlanError, Policy, Rule, RulePolicy, Span, verify
 from lightning_pipes.sim import makespan, makespans, priced, simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
@@ -21,7 +21,7 @@ from tests.sim.longest_path import starts
 
 
 @dataclass(frozen=True)
-class ByRule:
+class ByRule(RulePolicy):
     """A rule as a policy, which the kernel runs."""
 
     limits: tuple = ()
@@ -32,12 +32,9 @@ class ByRule:
         limits = self.limits[:1] * plan.n_stages if len(self.limits) == 1 else self.limits
         return Rule(limits, self.alternate)
 
-    def pick(self, ready, view, plan):
-        return self.rule(plan).pick(ready, view, plan)
-
 
 @dataclass(frozen=True)
-class Asked:
+class Asked(Policy):
     """The same policy without its rule: it has to be asked."""
 
     policy: ByRule

@@ -96,7 +96,7 @@ def test_a_plan_has_one_panel_and_says_that_nothing_ran():
     text = page(replace(RECORD, measured=None), NOTHING)
     assert [panel["name"] for panel in data_of(text)["panels"]] == ["predicted"]
     assert "Pipeline plan: 1f1b" in text
-    assert "foretold (" not in text
+    assert "predicted (" not in text
 
 
 def test_without_bytes_there_is_no_memory_curve():

@@ -10,9 +10,9 @@ import pytest
 
 from lightning_pipes.cost import Link
 from lightning_pipes.ir import Kind, Plan, PlanError, Span
-from lightning_pipes.sim import Timeline, simulate
+from lightning_pipes.sim import simulate
 from lightning_pipes.sim.record import FILE, RunRecord
-from lightning_pipes.sim.saved import costs_data, costs_of, plan_data, plan_of
+from lightning_pipes.sim.saved import costs_data, costs_of, load_timeline, plan_data, plan_of, save_timeline
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -54,8 +54,8 @@ def test_spans_are_listed_once():
 def test_timelines_come_back(seed, tmp_path):
     plan = random_plan(seed)
     timeline = replace(simulate(GPipe().program(plan), plan, random_costs(plan, seed)), attributes={"a": "b"})
-    timeline.save(tmp_path / "x.json")
-    again = Timeline.load(tmp_path / "x.json")
+    save_timeline(timeline, tmp_path / "x.json")
+    again = load_timeline(tmp_path / "x.json")
     assert again == timeline
     assert (again.bubble, again.link_busy, again.program()) == (timeline.bubble, timeline.link_busy, timeline.program())
 
@@ -86,7 +86,7 @@ def test_costs_come_back():
 def test_other_files_are_refused(text, said, tmp_path):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(PlanError, match=said):
-        Timeline.load(tmp_path / "x.json")
+        load_timeline(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("known", [False, True])

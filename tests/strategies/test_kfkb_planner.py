@@ -6,11 +6,11 @@ import pytest
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Kind, Plan, PlanError, Schedule
-from lightning_pipes.planning.candidates import Tunable, cut_into
+from lightning_pipes.planning.candidates import cut_into, tuning_planner
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.kfkb import KFKB
-from lightning_pipes.strategies.kfkb.planner import memory_curve
+from lightning_pipes.strategies.kfkb.planner import KFKBPlanner, memory_curve
 from lightning_pipes.strategies.per_link import PerLink
 from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.testing.generators import uniform
@@ -68,7 +68,7 @@ def test_never_more_than_the_limit_and_as_foretold(limit, more):
     if "forward_bytes" in more:
         plan = replace(plan, recompute=(True, True, True, False))
     try:
-        found = KFKB("auto").candidates(plan, costs, limit, sizes=(1, 2, 3, 4, 6, 12))
+        found = KFKBPlanner().candidates(plan, costs, limit, sizes=(1, 2, 3, 4, 6, 12))
     except PlanError:
         assert limit == 130
         return
@@ -127,8 +127,8 @@ def test_k_ends_where_there_are_no_more_micro_batches():
 
 def test_other_ways_for_the_same_memory():
     plan, costs = uniform(4, 24, f=20, b=40, link=60, activation_bytes=10)
-    found = KFKB("auto").candidates(plan, costs, 90)
-    assert isinstance(KFKB(), Tunable)
+    found = KFKBPlanner().candidates(plan, costs, 90)
+    assert tuning_planner(KFKB("auto")) == KFKBPlanner()
     assert {type(c.schedule) for c in found} == {KFKB, Deep, PerLink, Ready} - {PerLink}
     assert [c.schedule for c in found if isinstance(c.schedule, KFKB)] == [KFKB(1), KFKB(2)]
     assert [c.schedule for c in found if isinstance(c.schedule, Deep)] == [Deep(1), Deep(3), Deep(4)]
@@ -144,13 +144,13 @@ def test_other_ways_for_the_same_memory():
 def test_extra_where_one_link_is_slow():
     plan, costs = uniform(4, 24, f=20, b=40, activation_bytes=10)
     slow = {(Kind.SF, 1): ((1, 60e-9),), (Kind.SB, 2): ((1, 60e-9),)}
-    found = KFKB("auto").candidates(plan, replace(costs, seconds={**costs.seconds, **slow}), 60)
+    found = KFKBPlanner().candidates(plan, replace(costs, seconds={**costs.seconds, **slow}), 60)
     assert [c.schedule.extra for c in found if isinstance(c.schedule, PerLink)] == [(0, 2, 0)]
 
 
 def test_one_stage_has_nothing_to_choose():
     plan, costs = uniform(1, 8, f=1, b=2)
-    assert {type(c.schedule) for c in KFKB("auto").candidates(plan, costs)} == {KFKB}
+    assert {type(c.schedule) for c in KFKBPlanner().candidates(plan, costs)} == {KFKB}
 
 
 @pytest.mark.parametrize("k", ["Auto", "", "2", 1.5])

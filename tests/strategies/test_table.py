@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipes.ir import Plan, Schedule, placement, prepared
+from lightning_pipes.ir import Plan, Schedule, prepared
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.sim import simulate
 from lightning_pipes.testing.generators import uniform
@@ -44,7 +44,7 @@ def value(cell, **names):
 
 def run(name, p, m, batches):
     schedule = make_schedule(name, **SETTINGS.get(name, {}))
-    where = placement(schedule, p)
+    where = schedule.placement(p)
     per_rank = len(where) // p
     plan, costs = uniform(
         len(where), m, F // per_rank, (B_I + B_W) // per_rank, w=B_W // per_rank, ranks=where, activation_bytes=1

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_pipes.ir import Program, ProgramError, Span
+from lightning_pipes.ir import Program, ProgramError, Schedule, Span
+from lightning_pipes.planning.planner import Problem
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.trainer.plans import Plans
 
 
-class Wrong:
+class Wrong(Schedule):
     """Leaves out the last stage's work."""
 
     name = "wrong"
@@ -19,7 +20,7 @@ class Wrong:
 
 
 def test_what_was_verified_is_not_verified_again():
-    plans = Plans(KFKB(1), (0, 1), (Span(0, 1), Span(1, 2)), 4, False)
+    plans = Plans(Problem(KFKB(1), 2, 1, 4, layers=(Span(0, 1), Span(1, 2))))
     plan, _ = plans.for_rows(8)
     found = plans.other(Wrong(), 4, verified=8)
     assert found.for_rows(8) == (plan, Wrong().program(plan))

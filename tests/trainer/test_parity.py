@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lightning_pipes.ir import Instruction, Kind, Plan, RankView
+from lightning_pipes.ir import Instruction, Kind, Plan, Policy, RankView
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import Case, Lit, LitHooked, LitOutside, LitTied, differences, train, train_cases
 
@@ -29,7 +29,7 @@ CLIPPED = {"gradient_clip_val": 0.05}
 
 
 @dataclass(frozen=True)
-class BackwardFirst:
+class BackwardFirst(Policy):
     """A policy instead of a program: backwards as soon as they are ready, at most three micro-batches in flight."""
 
     name: ClassVar[str] = "backward first"

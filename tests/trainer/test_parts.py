@@ -18,8 +18,9 @@ from torch import nn
 
 import lightning_pipes.trainer
 from lightning_pipes.engine import FailureWatch
-from lightning_pipes.ir import DeadlockError, Instruction, Kind, PipelineError, Plan, Program, RankView, Span
+from lightning_pipes.ir import DeadlockError, Instruction, Kind, PipelineError, Plan, Policy, Program, RankView, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
+from lightning_pipes.planning.planner import Problem
 from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.barriers import has_purpose
@@ -295,7 +296,7 @@ def test_names_in_lightning_s_registry():
 
 
 @dataclass(frozen=True)
-class Refusing:
+class Refusing(Policy):
     """A policy that begins nothing once two micro-batches are under way, and does not go on with those either."""
 
     name: ClassVar[str] = "refusing"
@@ -305,7 +306,7 @@ class Refusing:
 
 
 def test_a_policy_that_gets_stuck_is_refused():
-    plans = Plans(Refusing(), (0, 1), [Span(0, 1)] * 2, 4, recompute=False)
+    plans = Plans(Problem(Refusing(), 2, 1, 4, layers=(Span(0, 1),) * 2))
     assert plans.for_rows(1)
     with pytest.raises(DeadlockError, match="and refusing picks none"):
         plans.for_rows(8)
@@ -313,7 +314,7 @@ def test_a_policy_that_gets_stuck_is_refused():
 
 def test_the_last_stage_never_recomputes():
     """It runs the user's whole step, which logs and counts."""
-    plans = Plans(make_schedule("1f1b"), (0, 1, 2), [Span(0, 1)] * 3, None, recompute=True)
+    plans = Plans(Problem(make_schedule("1f1b"), 3, 1, None, True, (Span(0, 1),) * 3))
     assert plans.microbatches == 6
     plan, order = plans.for_rows(50)
     assert plan.recompute == (True, True, False)
@@ -338,11 +339,11 @@ def test_what_a_hook_misses_on_other_stages_is_explained(here):
 
 
 def test_the_plan_is_what_the_schedule_asks_for() -> None:
-    plan, order = Plans(make_schedule("zero_bubble"), (0, 1), [Span(0, 1)] * 2, 4, recompute=True).for_rows(8)
+    plan, order = Plans(Problem(make_schedule("zero_bubble"), 2, 1, 4, True, (Span(0, 1),) * 2)).for_rows(8)
     assert plan.split_backward
     assert isinstance(order, Program)
     assert Kind.W in {i.kind for i in order.instructions()}
-    plan, order = Plans(make_schedule("pipedream"), (0, 1), [Span(0, 1)] * 2, 1, recompute=False).for_rows(8)
+    plan, order = Plans(Problem(make_schedule("pipedream"), 2, 1, 1, layers=(Span(0, 1),) * 2)).for_rows(8)
     assert plan.versions == (2, 1)
     assert isinstance(order, Program)
     assert order.endless

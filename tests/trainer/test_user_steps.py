@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipes.ir import Instruction, Plan, RankView
+from lightning_pipes.ir import Instruction, Plan, Policy, RankView
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import WIDTH, Case, Lit, differences, train, train_cases
 
@@ -62,7 +62,7 @@ class LitMask(Lit):
 
 
 @dataclass(frozen=True)
-class Eager:
+class Eager(Policy):
     """A policy that waits for nothing; the first and the last of its stages share a rank."""
 
     name: ClassVar[str] = "eager"

@@ -34,7 +34,7 @@ class Simulated(Protocol):
 
 
 class Finding(Protocol):
-    """What the page says about a run: `planning.advice.Advice` is one."""
+    """The advice that the page shows about a run: `planning.advice.Advice` is one."""
 
     @property
     def sentence(self) -> str: ...
@@ -97,7 +97,7 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
         (
             seconds_text(shown.makespan),
             ("a step of the pipeline" if batches == 1 else f"for {batches} batches")
-            + (_foretold(record) if record.measured else ", foretold"),
+            + (_predicted(record) if record.measured else ", predicted"),
         ),
         (f"{bubble:.0%}", f"bubble: {_bubble(record)}"),
         (f"{shown.efficiency:.0%}", "efficiency: the busiest rank's share"),
@@ -116,11 +116,11 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     return found
 
 
-def _foretold(record: RunRecord) -> str:
+def _predicted(record: RunRecord) -> str:
     if record.siblings > 1:
         return f"; alone it would take {seconds_text(record.predicted.makespan)}, as simulated"
     off = record.predicted.makespan / max(record.shown.makespan, 1) - 1
-    return f"; foretold {seconds_text(record.predicted.makespan)} ({off:+.0%})"
+    return f"; predicted {seconds_text(record.predicted.makespan)} ({off:+.0%})"
 
 
 def _described(record: RunRecord) -> str:
@@ -173,7 +173,7 @@ def _ranks(record: RunRecord) -> str:
     shown, slowest = record.shown, Slowest.of(record.shown)
     peaks = record.predicted.peak_bytes if any(record.predicted.peak_bytes) else ()
     heads = {"rank": False, "stages": False, "busy": True, "bubble": True}
-    heads |= {"foretold": True} if record.measured else {}
+    heads |= {"predicted": True} if record.measured else {}
     heads |= {"peak memory": True} if peaks else {}
     rows = []
     for rank, stages in enumerate(record.plan.stages):

@@ -1,4 +1,4 @@
-"""What the page's script draws: timelines and memory as columns of numbers."""
+"""The data that the page's script draws: timelines and memory as columns of numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def picture_json(record: RunRecord) -> str:
 
 
 def timelines(record: RunRecord) -> list[tuple[str, Timeline]]:
-    """What is shown, by name: measured first."""
+    """The timelines that are shown, by name: measured first."""
     found = [] if record.measured is None else [(record.measured.name, record.measured)]
     return [*found, ("predicted", record.predicted)]
 
@@ -60,7 +60,7 @@ _COLUMNS = ("rank", "kind", "stage", "job", "batch", "chunk", "label", "span", "
 
 def _panel(name: str, timeline: Timeline, tables: _Tables) -> dict[str, Any]:
     kinds = {kind: number for number, kind in enumerate(Kind)}
-    labels = Labels(timeline)
+    labels = Labels(timeline.plan, timeline.events)
     rows: list[Sequence[int]] = []
     for e in timeline.events:
         i = e.instruction

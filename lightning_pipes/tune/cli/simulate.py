@@ -13,7 +13,7 @@ from lightning_pipes.cost.units import as_bytes
 from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Program, Schedule, verify
 from lightning_pipes.planning.fit import evaluated, fit_layers, ordered
 from lightning_pipes.planning.partition import partition_at
-from lightning_pipes.planning.plans import even_plan
+from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.planning.wording import schedule_label, schedule_settings
 from lightning_pipes.sim import simulate
@@ -82,7 +82,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Policy, Plan, CostModel]:
     """Times from the command line: of a micro-batch on a rank, shared out evenly to the rank's stages."""
     (m,) = numbers(cfg.microbatches, "microbatches", MOST_NUMBER // cfg.ranks) or [8]
-    plan = even_plan(schedule, cfg.ranks, m, m)
+    plan = planned(Problem(schedule, cfg.ranks, m, m))
     times = {
         Kind.F: durations(cfg.forward, "forward", cfg.ranks),
         Kind.B: durations(cfg.backward, "backward", cfg.ranks),
@@ -113,7 +113,7 @@ def _profiled(
 ) -> tuple[Program | Policy, Plan, CostModel]:
     """Times from a profile, cut where `partition` says or where it is best."""
     (m,) = numbers(cfg.microbatches, "microbatches", MOST_NUMBER // cfg.ranks) or [8]
-    plan = even_plan(schedule, cfg.ranks, m, cfg.batch or m, cfg.recompute)
+    plan = planned(Problem(schedule, cfg.ranks, cfg.batch or m, m, cfg.recompute))
     cluster = replace(cluster, devices=cluster.devices[: cfg.ranks])
     if cfg.partition is None:
         fit = fit_layers(profile, schedule, plan, cluster)

@@ -1,0 +1,115 @@
+"""Planners: from a problem to the plan of a batch, everything but order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from lightning_pipes.cost import Deployment, ModelProfile
+from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Schedule, Span, prepared
+
+MICROBATCHES_PER_STAGE = 2
+"""Where nobody says how many pieces a batch is cut into."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that a planner goes by.
+
+    Attributes:
+        schedule: orders the plan.
+        ranks: of one pipeline, a device each.
+        rows: samples of the batch.
+        microbatches: pieces of the batch that were asked for; None where the planner decides.
+        recompute: whether all stages but the last are to keep only their input.
+        layers: of each stage, where that is decided; a plan then keeps to it.
+        profile: seconds and bytes of the layers; None where nobody has measured them.
+        place: devices, links and memory limits; None where nobody has asked for them.
+    """
+
+    schedule: Schedule | Policy
+    ranks: int
+    rows: int
+    microbatches: int | None = None
+    recompute: bool = False
+    layers: tuple[Span, ...] = ()
+    profile: ModelProfile | None = None
+    place: Deployment | None = None
+
+
+class Planner(ABC):
+    """Decides how batches are cut: for a schedule, which names its planner by `planner()`, and by it for everybody.
+
+    It has no memory of its own and draws no unseeded random numbers: every rank asks its own and gets the same plan.
+    """
+
+    @abstractmethod
+    def plan(self, problem: Problem) -> Plan:
+        """How the batch is cut, on the ranks where the schedule places its stages; `prepared` for it by `planned`.
+
+        A batch of another size is another problem, as is the last one of an epoch.
+
+        Raises:
+            PlanError: there is no such plan.
+        """
+
+    def replan(self, plan: Plan, seen: Problem) -> Plan | None:
+        """Another plan for the batch of `plan`, by what is known while it runs; None to go on with it."""
+        return None
+
+
+class EvenPlanner(Planner):
+    """The same even cut on every stage: micro-batches that differ by one sample at most."""
+
+    def plan(self, problem: Problem) -> Plan:
+        where = problem.schedule.placement(problem.ranks)
+        # The last stage runs the user's whole step, which should log and count once.
+        again = tuple(s < len(where) - 1 for s in range(len(where))) if problem.recompute else ()
+        m = MICROBATCHES_PER_STAGE * len(where) if problem.microbatches is None else problem.microbatches
+        cut = Cut.even(problem.rows, m, len(where))
+        return Plan(where, (cut,), layers=problem.layers, recompute=again)
+
+
+def planner_of(schedule: Schedule | Policy) -> Planner:
+    """The planner that the schedule names, or the one that cuts evenly.
+
+    Raises:
+        PlanError: it names something else.
+    """
+    planner = schedule.planner()
+    if planner is None:
+        return EvenPlanner()
+    if not isinstance(planner, Planner):
+        raise PlanError(
+            f"the planner of schedule {schedule.name!r} is {planner!r}; it needs a subclass of "
+            "lightning_pipes.planning.Planner, or None for even micro-batches"
+        )
+    return planner
+
+
+def planned(problem: Problem) -> Plan:
+    """The plan of the schedule's planner, with the backward and the weight versions that the schedule asks for.
+
+    Raises:
+        PlanError: there is none, or the planner's is for other ranks, rows or layers than those of the problem.
+    """
+    schedule = problem.schedule
+    plan = planner_of(schedule).plan(problem)
+    where = schedule.placement(problem.ranks)
+    for what, got, needed in (
+        ("stages on ranks", plan.ranks, where),
+        ("rows", tuple(cut.rows for cut in plan.jobs), (problem.rows,)),
+        ("layers", plan.layers, problem.layers or plan.layers),
+    ):
+        if got != needed:
+            raise PlanError(f"the planner of schedule {schedule.name!r} planned for {what} {got}, asked for {needed}")
+    return prepared(plan, schedule)
+
+
+def even_plan(schedule: Schedule | Policy, ranks: int, microbatches: int, rows: int, recompute: bool = False) -> Plan:
+    """A batch of `rows` samples in equal micro-batches, whatever the schedule's own planner would do.
+
+    Raises:
+        PlanError: no samples or no micro-batches.
+    """
+    return prepared(EvenPlanner().plan(Problem(schedule, ranks, rows, microbatches, recompute)), schedule)

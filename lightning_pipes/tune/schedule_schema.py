@@ -1,0 +1,76 @@
+"""Schemas of schedules, made from the schedules' own dataclasses: their settings are stated once.
+
+A schema is made when a config asks for it. Hydra loads ours at the start of every app in the environment, and loading
+all schedules takes as long as loading Hydra.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING as NOTHING
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from typing import Any, get_type_hints
+
+from hydra.core.config_store import ConfigNode, ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.registry import schedule_factory
+
+MAKE_SCHEDULE = "lightning_pipes.ir.registry.make_schedule"
+
+
+@dataclass
+class ScheduleSettings:
+    """A schedule by its entry point's name; the other fields are the schedule's own.
+
+    `hydra.utils.instantiate(cfg.schedule)` makes it.
+    """
+
+    _target_: str = MAKE_SCHEDULE
+    name: str = MISSING
+
+
+def schedule_schema(name: str) -> type[ScheduleSettings]:
+    """The settings that the installed schedule `name` can be told, with the types and defaults of its fields.
+
+    Raises:
+        PlanError: there is none, or it is no dataclass.
+    """
+    made = schedule_factory(name)
+    if not is_dataclass(made):
+        raise PlanError(f"schedule {name!r} is made by {made!r}; its settings are found if it is a dataclass")
+    types = get_type_hints(made)
+    own: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
+    for each in fields(made):
+        if each.default_factory is not NOTHING:
+            own.append((each.name, types[each.name], field(default_factory=each.default_factory)))
+        else:
+            own.append((each.name, types[each.name], MISSING if each.default is NOTHING else each.default))
+    return make_dataclass(f"{name.title().replace('_', '')}Settings", own, bases=(ScheduleSettings,))
+
+
+class _WhenAsked(ConfigNode):
+    """A schedule's schema in Hydra's store, which copies a node when it loads one and sets the copy's."""
+
+    def __init__(self, name: str, group: str, schedule: str) -> None:
+        self.name, self.group, self.package, self.provider = f"{name}.yaml", group, None, "lightning_pipes"
+        self._schedule = schedule
+        self._made: Any = None
+
+    @property
+    def node(self) -> Any:
+        if self._made is None:
+            self._made = OmegaConf.structured(schedule_schema(self._schedule))
+        return self._made
+
+    @node.setter
+    def node(self, made: Any) -> None:
+        self._made = made
+
+
+def register_schedule(name: str, group: str) -> None:
+    """Adds the schema of an installed schedule to Hydra's config store, as `group`/`name`."""
+    here: Any = ConfigStore.instance().repo
+    for part in group.split("/"):
+        here = here.setdefault(part, {})
+    here[f"{name}.yaml"] = _WhenAsked(name, group, name)

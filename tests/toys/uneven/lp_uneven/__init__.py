@@ -1,0 +1,54 @@
+"""A system of its own in one folder: stages cut a batch differently, forward and backward too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+from lightning_pipes.ir import STEP, B, Cut, F, Kind, Plan, Program, Schedule, Span
+from lightning_pipes.planning.planner import Planner, Problem
+
+
+@dataclass(frozen=True)
+class Uneven(Schedule):
+    """All forwards, then all backwards, however each stage cuts them."""
+
+    name: ClassVar[str] = "uneven"
+
+    def planner(self) -> object:
+        return UnevenPlanner()
+
+    def program(self, plan: Plan) -> Program:
+        return Program(
+            tuple(
+                (
+                    *(F(stage, span) for span in plan.spans(Kind.F, stage)),
+                    *(B(stage, span) for span in plan.spans(Kind.B, stage)),
+                    STEP(stage),
+                )
+                for stage in range(plan.n_stages)
+            )
+        )
+
+
+class UnevenPlanner(Planner):
+    """Quarters of a batch: forward 2 + 2 and backward 1 + 1 + 2 on stage 0, 1 + 3 and 3 + 1 on all others."""
+
+    def plan(self, problem: Problem) -> Plan:
+        stages = len(problem.schedule.placement(problem.ranks))
+        forward = [(2, 2), *[(1, 3)] * (stages - 1)]
+        backward = [(1, 1, 2), *[(3, 1)] * (stages - 1)]
+        cut = Cut(
+            problem.rows,
+            tuple(quarters(problem.rows, parts) for parts in forward),
+            tuple(quarters(problem.rows, parts) for parts in backward),
+        )
+        return Plan(tuple(range(stages)), (cut,), layers=problem.layers)
+
+
+def quarters(rows: int, parts: Sequence[int]) -> tuple[Span, ...]:
+    """Spans of so many quarters each, as near as whole samples come to that; none is empty."""
+    ends = [0, *(rows * part // 4 for part in accumulate(parts))]
+    return tuple(Span(a, b) for a, b in pairwise(ends) if a < b)
