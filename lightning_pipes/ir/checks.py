@@ -7,7 +7,7 @@ comparison it should fail, and True counts as 1. Whoever takes a value from outs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import fields
 from enum import Enum
 from numbers import Integral, Real
@@ -187,7 +187,8 @@ def _read_one_of(what: str, value: Any, hint: Any, of: Sequence[Any]) -> tuple[A
 def _read_several(what: str, value: Any, hint: Any) -> tuple[Any, str]:
     origin, of = get_origin(hint), get_args(hint)
     exact = origin is tuple and of[-1:] != (...,)
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or (exact and len(value) != len(of)):
+    kinds = (tuple, MutableSequence) if origin in (tuple, list) else (Sequence,)
+    if not isinstance(value, kinds) or isinstance(value, (str, bytes, bytearray)) or (exact and len(value) != len(of)):
         return value, f"{what} must be {wanted(hint)}, got {shown(value)}"
     made, changed = [], origin is tuple and not isinstance(value, tuple)
     for number, each in enumerate(value):
