@@ -390,6 +390,7 @@ class Run:
         """What is not as it should be after all have ended."""
         wrong = []
         for number, root in enumerate(self.roots):
+            root.wait(self.soon)  # its process is gone
             victim = self.case.victim == (number if self.case.launcher == "hosts" else LAUNCHER)
             victim |= self.case.launcher == "lightning" and self.case.victim == 0
             if not victim and not self.complete and root.returncode == 0:

@@ -42,7 +42,10 @@ def wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[
                 return
         except OSError as error:
             if launcher_hosts_store() and isinstance(error, ConnectionRefusedError):
-                raise  # it was there before it started this process
+                raise ConnectionRefusedError(  # it was there before it started this process
+                    f"the launcher has ended: it hosted the store of this run at {address}:{port}, where nobody "
+                    f"listens now ({error})"
+                ) from error
             if time.monotonic() > until:
                 seconds = timeout.total_seconds()
                 raise TimeoutError(

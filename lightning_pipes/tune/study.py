@@ -344,9 +344,11 @@ def draw_others(study: Study) -> None:
 
 
 def try_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
-    """Queues the parameters of a trial that a process has taken with it."""
-    if params:
-        study.enqueue_trial(dict(params), user_attrs={RETRY: number})
+    """Queues the parameters of a trial that a process has taken with it: those too that were queued for it, and that it
+    had not come to suggest."""
+    queued = study.get_trials(deepcopy=False)[number].system_attrs.get("fixed_params", {})
+    if wanted := {**queued, **params}:
+        study.enqueue_trial(wanted, user_attrs={RETRY: number})
 
 
 def _has_ended(owner: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -11,7 +12,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_pipes.engine.rendezvous import agreed_name
+from lightning_pipes.engine.rendezvous import agreed_name, launcher_store
 from lightning_pipes.tune.run_name import run_name
 
 SOON = timedelta(seconds=20)
@@ -93,3 +94,16 @@ def test_a_requeued_slurm_job_keeps_its_name(environment):
     assert run_name() == "slurm-4711_3.2"
     environment.setenv("SLURM_JOB_NAME", "interactive")
     assert not run_name().startswith("slurm")
+
+
+def test_who_comes_after_the_launcher_has_died_says_so(environment):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens
+        for name, value in {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(unused.getsockname()[1]),
+        }.items():
+            environment.setenv(name, value)
+        with pytest.raises(ConnectionRefusedError, match="the launcher has ended"):
+            launcher_store(SOON)
