@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.engine.rng import random_state, same_random_state
 from lightning_pipes.ir import PlanError, Span
 
-MIXING = (nn.modules.batchnorm._BatchNorm,)
+MIXING = (BatchNorm,)
 """Layers in which a sample's output depends on the others, while they train."""
 
 

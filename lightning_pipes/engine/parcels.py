@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.channel import RECEIVER, SENDER
 from lightning_pipes.engine.failure import FailureWatch
 from lightning_pipes.engine.parcel_chunks import MOST, Layout, Line, Pace
 from lightning_pipes.engine.parcel_format import content_of, described, packed
+from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.socket_queues import SocketQueues
 from lightning_pipes.engine.transport import IDLE
 from lightning_pipes.ir import PipelineError, PlanError
@@ -142,6 +143,7 @@ class Parcels:
         self.changed = threading.Condition()
         self._ranks = frozenset(ranks)
         self._connection = watch.store_later()
+        self._stores: list[Any] = []  # of groups: torch keeps only its own half of ours
         self._busy: Callable[[], bool] = SocketQueues().busy
         self._out: dict[int, _Outgoing] = {}
         self._in: dict[int, _Incoming] = {}
@@ -261,6 +263,7 @@ class Parcels:
         until then.
         """
         store, mine = self._connection(), int(self.rank == destination)
+        self._stores.append(store)
         store.set(f"{source}-{destination}/{mine}", "")
         pause = LOOK_SECONDS
         while not store.check([f"{source}-{destination}/{1 - mine}"]):

@@ -106,7 +106,7 @@ def plan_of(data: object, what: str = "plan") -> Plan:
     """
     pairs = tuple[tuple[int, int], ...]
     kinds = {**hints(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}
-    found = check_written(what, data, kinds)
+    found = check_written(what, data, kinds, optional=["whole_forward"])  # older versions wrote none
     tables = [tuple(Span(*span) for span in spans) for spans in found.pop("spans")]
     found["jobs"] = tuple(_cut(f"{what}.jobs[{n}]", job, tables) for n, job in enumerate(found["jobs"]))
     found["layers"] = tuple(Span(*span) for span in found["layers"])

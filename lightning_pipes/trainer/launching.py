@@ -24,7 +24,7 @@ class Launcher(private.SubprocessLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             os.environ[LAUNCHER] = str(os.getpid())
-            self._call_children_scripts()
+            private.call_children_scripts(self)
             watch_launched(environment.node_rank() * self.num_processes + 1, self.procs)
         private.set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)

@@ -51,6 +51,13 @@ optimizer_to_device = _optimizer_to_device
 optimizers_to_device = _optimizers_to_device
 init_optimizers = _init_optimizers_and_lr_schedulers
 SubprocessLauncher = _SubprocessScriptLauncher
+
+
+def call_children_scripts(launcher: _SubprocessScriptLauncher) -> None:
+    """Starts the script for the other devices of this node; they are in `launcher.procs` then."""
+    launcher._call_children_scripts()
+
+
 reduce_over = _sync_ddp
 gather_over = _all_gather_ddp_if_available
 WrappingCheckpointIO = _WrappingCheckpointIO

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from optuna import Study
@@ -69,6 +69,6 @@ def untouched_generators(sampler: BaseSampler) -> Iterator[np.random.RandomState
         elif (
             isinstance(value, LazyRandomState)
             and value._rng is not None
-            and value.rng.get_state(legacy=True)[2] == _NOTHING_DRAWN
+            and value.rng.get_state(legacy=False)["state"]["pos"] == _NOTHING_DRAWN
         ):
             yield value.rng

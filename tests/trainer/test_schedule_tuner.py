@@ -209,10 +209,10 @@ def test_scalars(ranks, folder):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: ScheduleTuner(0), "interval and window must be positive, got 0 and 5"),
-        (lambda: ScheduleTuner(timedelta(seconds=-1)), "must be positive"),
-        (lambda: ScheduleTuner(window=0), "must be positive, got 50 and 0"),
-        (lambda: ScheduleTuner(hysteresis=2), "hysteresis is a share of a step"),
+        (lambda: ScheduleTuner(0), "interval must be at least 1, got 0"),
+        (lambda: ScheduleTuner(timedelta(seconds=-1)), "must be longer than nothing"),
+        (lambda: ScheduleTuner(window=0), "window must be at least 1, got 0"),
+        (lambda: ScheduleTuner(hysteresis=2), "hysteresis must be a share of a step"),
         (lambda: ScheduleTuner(memory_limit="much"), "much"),
     ],
 )
