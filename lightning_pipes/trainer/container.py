@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ from lightning_pipes.trainer.together import NotMeasuredError, Together
 from lightning_pipes.trainer.unchanged import unchanged
 
 ROWS = 4
+RUNS = 4
 """Samples of the step that containers are timed in."""
 MOST = 0.5
 """The share of the work that layers should have at least."""
@@ -85,20 +87,24 @@ def _run(trainer: pl.Trainer, module: pl.LightningModule, data: Any, device: tor
             module.to(device)
         batch = private.on_device(trainer, batch)
         arguments = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
-        for _ in range(2):  # the first run may take longer
+        for _ in range(RUNS):  # the first run may take longer, and so may any on a busy machine
             with ExitStack() as running:
                 for clock in clocks:
                     running.enter_context(clock.running())
                 module.training_step(copied(batch), *arguments)
-    return {clock.path: clock.seconds for clock in clocks if clock.in_order}
+    return {clock.path: clock.least for clock in clocks if clock.in_order}
 
 
 class Clock:
-    """Seconds that a container's layers took in a step."""
+    """Times the layers of a container.
+
+    Attributes:
+        least: seconds that they took in the fastest of all steps.
+    """
 
     def __init__(self, path: str, layers: Sequence[nn.Module], device: torch.device) -> None:
         self.path = path
-        self.seconds = 0.0
+        self.least = math.inf
         self._layers = layers
         self._device = device
         self._called: list[int] = []
@@ -111,7 +117,7 @@ class Clock:
     @contextmanager
     def running(self) -> Iterator[None]:
         """The block is one step."""
-        self.seconds, self._called, begun = 0.0, [], 0.0
+        seconds, begun, self._called = 0.0, 0.0, []
 
         def before(*_: Any, number: int) -> None:
             nonlocal begun
@@ -120,8 +126,9 @@ class Clock:
             begun = time.perf_counter()
 
         def after(*_: Any) -> None:
+            nonlocal seconds
             synchronize(self._device)
-            self.seconds += time.perf_counter() - begun
+            seconds += time.perf_counter() - begun
 
         with ExitStack() as hooks:
             for number, layer in enumerate(self._layers):
@@ -129,6 +136,7 @@ class Clock:
                 hooks.callback(first.remove)
                 hooks.callback(layer.register_forward_hook(after).remove)
             yield
+        self.least = min(self.least, seconds)
 
 
 def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProfile | None) -> None:

@@ -42,8 +42,9 @@ USABLE = 0.9
 TRIALS = 3
 """Cuts that are tried at most."""
 _LINK_SIZES = (2**14, 2**18, 2**21)
-_profiles: dict[tuple[Any, ...], tuple[ModelProfile, list[float]] | NotMeasuredError] = {}
-"""What was measured, and how fast every process is, by all that it depends on; the same in all processes."""
+_profiles: dict[tuple[Any, ...], tuple[ModelProfile, list[float]] | str] = {}
+"""What was measured, and how fast every process is, or why there was nothing to measure, by all that it depends on; the
+same in all processes. A reason is kept as text: an error would keep what was there when it was raised."""
 
 
 class Deciding:
@@ -133,8 +134,8 @@ class Deciding:
         known = _profiles.get(key)
         if not all(self._together(lambda: known is not None)):
             known = None
-        if isinstance(known, NotMeasuredError):
-            raise known
+        if isinstance(known, str):
+            raise NotMeasuredError(known, quiet=True)
         if known is not None:
             profile, speeds = known
             return self._planned(wanted, plain, profile, rows, self._place(plain, speeds))
@@ -144,7 +145,7 @@ class Deciding:
                 made = self._tried(wanted, plain, profile, rows, self._place(plain, speeds), measuring)
         except NotMeasuredError as why:
             if why.quiet:
-                _profiles[key] = why
+                _profiles[key] = str(why)
             raise
         assert made.profile is not None
         _profiles[key] = made.profile, speeds
