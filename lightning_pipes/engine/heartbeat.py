@@ -106,14 +106,15 @@ def heart_of(store: Any, rank: int) -> Heart:
     """The heart of this process, which beats in `store` from the first call on."""
     global _heart
     if _heart is None:
-        atexit.register(_stop)
+        atexit.register(end)
     if _heart is None or _heart.store is not store:
-        _stop()
+        end()
         _heart = Heart(store, rank)
     return _heart
 
 
-def _stop() -> None:
+def end() -> None:
+    """This process says that it comes to its end, as it does at the end of an interpreter."""
     if _heart is not None:
         _heart.stop()
 

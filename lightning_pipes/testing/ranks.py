@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lightning_pipes.engine import heartbeat
 from lightning_pipes.testing.patience import patience
 
 # A store asks for the name of every client that connects, and answers nobody meanwhile. A name server that loses one
@@ -199,6 +200,8 @@ def _rank_main(
         faulthandler.cancel_dump_traceback_later()
     if dist.is_initialized() and not error:
         dist.destroy_process_group()
+    if not error:
+        heartbeat.end()
     sys.stdout.flush()
     sys.stderr.flush()
     if error:  # ends as an interpreter of its own does: there, too, nobody may wait for the dead

@@ -24,6 +24,8 @@ INCOMPLETE = "_lightning_pipes_incomplete"
 SPREAD = "_lightning_pipes_spread"
 """Attribute of a module that was made on meta and has been run: the path of its container, and the layers here."""
 
+MEASURABLE = 1e-3
+"""Seconds that a container must take for its time to count: less is noise."""
 CLEARLY_LARGER = 1.5
 """By what factor the parameters of a container must exceed those of all others for it to be cut without being named."""
 
@@ -95,7 +97,8 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
     if seconds:
         slowest = sorted(seconds, key=lambda path: -seconds[path])
         before = by_size or (slowest[1] if len(slowest) > 1 else None)
-        if before is None or seconds[slowest[0]] >= CLEARLY_LARGER * seconds[before]:
+        told_apart = seconds[slowest[0]] >= MEASURABLE
+        if told_apart and (before is None or seconds[slowest[0]] >= CLEARLY_LARGER * seconds[before]):
             by_size = slowest[0]
     if by_size is None:
         single = [(_size(m), n) for n, m in module.named_children() if isinstance(m, nn.Sequential)]

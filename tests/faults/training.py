@@ -169,7 +169,7 @@ def train(rank: int, run: Run) -> dict[str, Any]:
     harm = [Harm(run)] if rank in run.victims and run.harm != "nan" else []
     trainer = pl.Trainer(
         accelerator="cpu",
-        strategy=PipelineStrategy(microbatches=4, **run.strategy),
+        strategy=PipelineStrategy(**{"microbatches": 4, "check_loss": False, **run.strategy}),
         max_epochs=EPOCHS,
         num_sanity_val_steps=0,
         callbacks=[saver, *harm, *options.pop("callbacks")],
