@@ -30,7 +30,6 @@ SOON = 30.0
 """Seconds on a busy machine; each limit of ours is below ten, and half a minute and more was waited without them."""
 
 KILLED = {
-    "met some": Fault(1, "rendezvous.asked", ""),
     "before the process group": Fault(1, "process_group", ""),
     "before the first group": Fault(1, "new_group", ""),
     "in a later group": Fault(1, "new_group", "", nth=2),

@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
+from lightning_pipes.engine import rendezvous
 from lightning_pipes.engine.rendezvous import agreed_name, launcher_store
 from lightning_pipes.tune.run_name import run_name
 
@@ -107,3 +108,30 @@ def test_who_comes_after_the_launcher_has_died_says_so(environment):
             environment.setenv(name, value)
         with pytest.raises(ConnectionRefusedError, match="the launcher has ended"):
             launcher_store(SOON)
+
+
+def test_who_was_alive_and_has_ended_is_not_waited_for(monkeypatch):
+    """And the dead of an earlier attempt, whom nobody has seen alive, are not taken for those of this one."""
+    alive = {"own": True, "old": False}
+
+    class Seen:
+        def __init__(self, name):
+            self.name = name
+
+        def has_ended(self):
+            return not alive[self.name]
+
+    class Store(dict):
+        def check(self, keys):
+            return all(key in self for key in keys)
+
+    monkeypatch.setattr(rendezvous.Process, "parse", Seen)
+    store = Store({"lightning_pipes/asks/1": b"7", "lightning_pipes/place/7": b"old"})
+    living = rendezvous._Living(store)
+    living.look_after(2)
+    living.look_after(1)
+    store |= {"lightning_pipes/asks/1": b"8", "lightning_pipes/place/8": b"own"}
+    living.look_after(1)
+    alive["own"] = False
+    with pytest.raises(ConnectionAbortedError, match="rank 1 has ended before all ranks had come"):
+        living.look_after(1)
