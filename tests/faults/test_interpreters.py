@@ -24,7 +24,9 @@ def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if n else pytest.mark.slow) for n, name in enumerate(CASES)]
+)
 def test_all_end_and_go_on(name, faults):
     case = faults.Case(number=0, launcher="lightning", ranks=2, victim=1, act="kill", nth=2, **CASES[name])
     result = faults.try_one(case, SOON, faults.undisturbed(case.kind, 2))

@@ -24,7 +24,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import WIDTH, data, quiet
 
-FEW, MANY = 6, 120
+FEW, MANY = 4, 120
 EACH = 60.0
 """Seconds for a case and its rank; a busy machine takes ten times what a quiet one does."""
 SCHEDULES = ("1f1b", "gpipe", "kfkb", "interleaved", "zero_bubble", "hanayo", "deep", "per_link", "ready")

@@ -93,6 +93,7 @@ def test_who_raises_ends_though_a_stopped_rank_owes_it_an_answer(tmp_path):
     assert "Traceback" in said
 
 
+@pytest.mark.slow  # tests/faults/test_errors.py has the same of ranks
 def test_sigterm_is_no_success(tmp_path):
     with script(tmp_path) as run:
         run.send(signal.SIGTERM, 0, "training")
