@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
+from lightning_pipes.testing import interpreters
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer import threads
 from lightning_pipes.trainer.threads import Cores, share
@@ -84,9 +85,10 @@ SCRIPT = """
 def test_ranks_that_lightning_starts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT) + "os.write(1, f\"{os.environ.get('OMP_NUM_THREADS')} \".encode())\n")
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
+    clean = interpreters.environment("threads", tmp_path)  # other tests' Trainers leave LOCAL_RANK behind in ours
+    given = {key: value for key, value in clean.items() if key != "OMP_NUM_THREADS"}
+    given["PYTHONPATH"] = str(Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, str(script)], env=given, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["None"] * 2 + ["{3}"] * 4
 
