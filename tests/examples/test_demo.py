@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TRIES = 3
+TRIES = 5
 
 
 def benchmark() -> ModuleType:
@@ -30,7 +30,7 @@ def busy() -> bool:
 
 def test_the_demo_is_balanced_and_as_predicted() -> None:
     """The cut is right every time, on a busy machine too: one layer further a stage takes three times as long as the
-    other. A step is as predicted in one of three runs at least, unless others are busy."""
+    other. A step is as predicted in one of five runs at least, unless others are busy."""
     demo = benchmark()
     for _ in range(TRIES):
         run = demo.demo("trainer.limit_train_batches=14", "trainer.limit_val_batches=1")
