@@ -354,9 +354,8 @@ class FailureWatch:
         """Makes `text` the failure of the run, unless there is one; `elsewhere` if it is not this rank's own."""
         text = printable(text)
         first = None
-        if (
-            self._store is not None and not self._closed.is_set()
-        ):  # the store may be gone with its host; closed connections tell the others then
+        # The store may be gone with its host; closed connections tell the others then.
+        if self._store is not None and not self._closed.is_set():
             words = _Words(text)
             self._last_words.put(words)
             first = words.wait(TELL_SECONDS)

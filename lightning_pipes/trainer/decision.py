@@ -13,7 +13,7 @@ from lightning_pipes.planning.fit import evaluated, ordered
 from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Problem, planned
 from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim.units import seconds_text
-from lightning_pipes.trainer.plans import Plans, stage_layers, stage_ranks
+from lightning_pipes.trainer.plans import Plans, stage_layers
 from lightning_pipes.trainer.settings import AUTO, PARAMETERS
 
 LEAST_ROWS = "least_rows"
@@ -95,7 +95,7 @@ class Wanted:
         Raises:
             PlanError: layers can't be cut so, or the schedule can't order it.
         """
-        where = stage_ranks(self.schedule, ranks)
+        where = self.schedule.placement(ranks)
         partition = PARAMETERS if isinstance(self.partition, str) else self.partition
         layers = stage_layers(partition, sizes, len(where))
         found = Decision(self.schedule, self.microbatches, self.recompute, where, layers)
@@ -113,7 +113,7 @@ class Wanted:
         if self.chooses and self.microbatches is None:
             found = [1, rows // (4 * ranks), -(-rows // ranks)]
         else:
-            stages = len(stage_ranks(self.schedule, ranks))
+            stages = len(self.schedule.placement(ranks))
             one = -(-rows // (self.microbatches or MICROBATCHES_PER_STAGE * stages))
             found = [one // 2, one]
         return tuple(sorted({max(1, n) for n in found}))

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer.decision import Decision, Wanted
-from lightning_pipes.trainer.plans import stage_ranks
 from lightning_pipes.trainer.sibling import Sibling
 
 Structure = dict[str, tuple[tuple[int, ...], str]]
@@ -32,7 +31,7 @@ def microbatches_among(wanted: Wanted, sibling: Sibling[object], ranks: int) -> 
     """What a sibling wants, in as many micro-batches as its array says where it does not."""
     if wanted.microbatches is not None or wanted.chooses:
         return wanted
-    stages = len(stage_ranks(wanted.schedule, ranks))
+    stages = len(wanted.schedule.placement(ranks))
     return replace(wanted, microbatches=sibling.array.microbatches(stages))
 
 

@@ -128,8 +128,3 @@ def stage_layers(partition: str | Sequence[int], sizes: Sequence[int], stages: i
     if isinstance(partition, str):
         return even_partition(sizes, stages)
     return partition_at(partition, len(sizes), stages)
-
-
-def stage_ranks(schedule: Schedule | Policy, n_ranks: int) -> tuple[int, ...]:
-    """The pipeline rank of each stage."""
-    return schedule.placement(n_ranks)
