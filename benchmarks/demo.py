@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lightning_pipes.sim.record import RunRecord
-from lightning_pipes.sim.slowest import Slowest
+from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.shown.slowest import Slowest
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train.py"
 BALANCED = [3]

@@ -30,9 +30,9 @@ from torch import nn
 
 from lightning_pipes.cost import Cluster, CostModel, Device, Link, ModelProfile
 from lightning_pipes.engine import FailureWatch, Item, Stage, make_transport
-from lightning_pipes.engine.channel import POSTED
-from lightning_pipes.engine.links import measure_links
-from lightning_pipes.engine.profiler import profile_layers
+from lightning_pipes.engine.compute.profiler import profile_layers
+from lightning_pipes.engine.messages.channel import POSTED
+from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.ir import SENDS, Kind, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose

@@ -27,7 +27,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile
 from lightning_pipes.cost.model import Table
-from lightning_pipes.engine.profiler import profile_layers
+from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import B, Cut, F, Kind, Plan, Schedule, Span
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import makespan

@@ -31,11 +31,12 @@ from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.planning.tuning import Chooser
-from lightning_pipes.sim import load_kernel, machine
+from lightning_pipes.sim import load_kernel
+from lightning_pipes.sim.loops import machine
 from lightning_pipes.testing.emulated import Emulated, sleeping, steady
 from lightning_pipes.testing.netlab import NetLab, why_not
-from lightning_pipes.trainer.adopting import adopt_told
-from lightning_pipes.trainer.schedule_tuner import FIRST
+from lightning_pipes.trainer.callbacks.schedule_tuner import FIRST
+from lightning_pipes.trainer.loop.adopting import adopt_told
 
 FORWARD, X = 0.005, 0.5
 EACH = 3

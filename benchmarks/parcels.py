@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipes.engine import Engine, FailureWatch, Item, make_transport
-from lightning_pipes.engine.parcels import Parcels
-from lightning_pipes.engine.socket_queues import SocketQueues
+from lightning_pipes.engine.messages.parcels import Parcels
+from lightning_pipes.engine.messages.socket_queues import SocketQueues
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.testing.emulated import Emulation, sleeping, steady

@@ -26,7 +26,8 @@ import numpy.typing as npt
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import Kind, Plan, Program, Rule, RulePolicy
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.sim import load_kernel, machine, makespan, makespans, priced, simulate
+from lightning_pipes.sim import load_kernel, makespan, makespans, priced, simulate
+from lightning_pipes.sim.loops import machine
 
 STAGES, MICROBATCHES, VECTORS = 8, 64, 256
 FORWARD, BACKWARD, LINK = 20e-3, 40e-3, Link(bandwidth=1e8, latency=1e-4)

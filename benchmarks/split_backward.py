@@ -21,8 +21,8 @@ from engine import Block
 from torch import nn
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.engine.autograd import Saved, backward, enter, leave
-from lightning_pipes.engine.split import backward_inputs
+from lightning_pipes.engine.compute.autograd import Saved, backward, enter, leave
+from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.ir import Kind, Plan, Span, prepared
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import makespan

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipes.after_lightning import load_trainer_with_lightning
 
 if TYPE_CHECKING:
+    from lightning_pipes.arrays.array import JobArray
+    from lightning_pipes.arrays.memory_swap import MemorySwap
     from lightning_pipes.trainer import PipelineStrategy, ScheduleTuner, TimelineLogger
-    from lightning_pipes.trainer.array import JobArray
-    from lightning_pipes.trainer.memory_swap import MemorySwap
-    from lightning_pipes.trainer.sharded import consolidate
-    from lightning_pipes.tune.pruning import OptunaPruning
-    from lightning_pipes.tune.study import optimize_array
+    from lightning_pipes.trainer.checkpoint.sharded import consolidate
+    from lightning_pipes.tune.studies.pruning import OptunaPruning
+    from lightning_pipes.tune.studies.study import optimize_array
 
 _WHERE = {
-    "JobArray": "lightning_pipes.trainer.array",
-    "MemorySwap": "lightning_pipes.trainer.memory_swap",
-    "OptunaPruning": "lightning_pipes.tune.pruning",
+    "JobArray": "lightning_pipes.arrays.array",
+    "MemorySwap": "lightning_pipes.arrays.memory_swap",
+    "OptunaPruning": "lightning_pipes.tune.studies.pruning",
     "PipelineStrategy": "lightning_pipes.trainer",
     "ScheduleTuner": "lightning_pipes.trainer",
     "TimelineLogger": "lightning_pipes.trainer",
-    "consolidate": "lightning_pipes.trainer.sharded",
-    "optimize_array": "lightning_pipes.tune.study",
+    "consolidate": "lightning_pipes.trainer.checkpoint.sharded",
+    "optimize_array": "lightning_pipes.tune.studies.study",
 }
 
 __all__ = [

@@ -26,7 +26,9 @@ class OptunaSweeper(Sweeper):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from hydra.core.plugins import Plugins
 
-        from lightning_pipes.tune.search import Search  # Optuna is imported here, and not when Hydra looks for plugins
+        from lightning_pipes.tune.studies.search import (
+            Search,  # Optuna is imported here, and not when Hydra looks for plugins
+        )
 
         self.hydra_context, self.config = hydra_context, config
         self.launcher = Plugins.instance().instantiate_launcher(

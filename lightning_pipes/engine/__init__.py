@@ -1,12 +1,12 @@
 """Runs programs on torch: stages, transport, executor, and the one interface that every schedule is driven by."""
 
+from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS
+from lightning_pipes.engine.compute.stage import Stage, layers_only
 from lightning_pipes.engine.engine import Engine
-from lightning_pipes.engine.failure import FailureWatch, PeerFailure
-from lightning_pipes.engine.item import Item
-from lightning_pipes.engine.mailbox import Mailbox, Transport
-from lightning_pipes.engine.rng import AFTER_LAYERS, BEFORE_LAYERS
-from lightning_pipes.engine.stage import Stage, layers_only
-from lightning_pipes.engine.transport import GlooTransport, LoopbackTransport, make_transport
+from lightning_pipes.engine.messages.mailbox import Mailbox, Transport
+from lightning_pipes.engine.messages.transport import GlooTransport, LoopbackTransport, make_transport
+from lightning_pipes.engine.watch.failure import FailureWatch, PeerFailure
 
 __all__ = [
     "AFTER_LAYERS",

@@ -12,16 +12,16 @@ from typing import Any, Protocol
 import torch
 
 from lightning_pipes.cost import Link
-from lightning_pipes.engine.clocks import measure_offsets
-from lightning_pipes.engine.executor import Executor
-from lightning_pipes.engine.failure import PeerFailure
-from lightning_pipes.engine.item import Item
-from lightning_pipes.engine.links import measure_links
-from lightning_pipes.engine.mailbox import Transport
-from lightning_pipes.engine.order import Order, ReadyOrder, StaticOrder
-from lightning_pipes.engine.rng import forked_rng
-from lightning_pipes.engine.stage import Stage
-from lightning_pipes.engine.weights import WeightVersions
+from lightning_pipes.engine.compute.executor import Executor
+from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.order import Order, ReadyOrder, StaticOrder
+from lightning_pipes.engine.compute.rng import forked_rng
+from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.engine.compute.weights import WeightVersions
+from lightning_pipes.engine.messages.clocks import measure_offsets
+from lightning_pipes.engine.messages.links import measure_links
+from lightning_pipes.engine.messages.mailbox import Transport
+from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import (
     RECEIVES,
     SENDS,

@@ -12,8 +12,8 @@ from lightning_pipes.planning.auto import installed_variants
 from lightning_pipes.planning.progress import Progress
 from lightning_pipes.planning.what_if import Trial, WhatIf
 from lightning_pipes.planning.wording import listed, moves, schedule_label, strategy_arguments, strategy_line
-from lightning_pipes.sim.record import RunRecord
-from lightning_pipes.sim.slowest import Slowest
+from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.shown.slowest import Slowest
 from lightning_pipes.sim.units import seconds_text
 
 WORTH_IT = 0.03

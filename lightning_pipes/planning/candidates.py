@@ -12,7 +12,7 @@ from lightning_pipes.ir import Cut, Kind, Plan, PlanError, Policy, Schedule, pre
 from lightning_pipes.planning.memory import stage_peak
 from lightning_pipes.planning.planner import EvenPlanner, planner_of
 from lightning_pipes.planning.wording import schedule_label
-from lightning_pipes.sim.memory import Limit, limits_of
+from lightning_pipes.sim.loops.memory import Limit, limits_of
 from lightning_pipes.sim.units import bytes_text
 
 

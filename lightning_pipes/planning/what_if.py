@@ -22,8 +22,8 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
 from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.sim import makespan, simulate
-from lightning_pipes.sim.curve import most_held
-from lightning_pipes.sim.record import RunRecord
+from lightning_pipes.sim.shown.curve import most_held
+from lightning_pipes.sim.shown.record import RunRecord
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ import numpy as np
 
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import Instruction, Plan, PlanError, Policy, Program
-from lightning_pipes.sim.dispatch import dispatch
 from lightning_pipes.sim.event import Event
-from lightning_pipes.sim.machine import Array
-from lightning_pipes.sim.memory import Bytes, Limit, peaks
-from lightning_pipes.sim.operations import Operations, Timed
-from lightning_pipes.sim.static import compiled, ends_under, run
+from lightning_pipes.sim.loops.dispatch import dispatch
+from lightning_pipes.sim.loops.machine import Array
+from lightning_pipes.sim.loops.memory import Bytes, Limit, peaks
+from lightning_pipes.sim.loops.operations import Operations, Timed
+from lightning_pipes.sim.loops.static import compiled, ends_under, run
+from lightning_pipes.sim.loops.window import opened
 from lightning_pipes.sim.timeline import Timeline
-from lightning_pipes.sim.window import opened
 
 
 def simulate(
@@ -62,8 +62,8 @@ def makespan(order: Program | Policy, plan: Plan, costs: Costs, *, blocking_send
     """Nanoseconds that a finite program or a policy takes: `simulate(...).makespan` without its timeline, for searches.
 
     Keep the objects: what depends on order and plan is set up once for each pair, and the costs used last are
-    remembered. Where numba is installed and much is simulated, machine code does the rest; see `sim.machine`. Who goes
-    round many orders keeps a `Rehearsal` of each.
+    remembered. Where numba is installed and much is simulated, machine code does the rest; see `sim.loops.machine`. Who
+    goes round many orders keeps a `Rehearsal` of each.
 
     Raises:
         DeadlockError: ranks wait for each other, or for a policy that picks nothing.

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_pipes.engine import heartbeat
+from lightning_pipes.engine.watch import heartbeat
 from lightning_pipes.testing.patience import patience
 
 # A store asks for the name of every client that connects, and answers nobody meanwhile. A name server that loses one

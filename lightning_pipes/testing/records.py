@@ -11,7 +11,7 @@ from lightning_pipes.ir import Plan, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.record import RunRecord
+from lightning_pipes.sim.shown.record import RunRecord
 
 MIB = 2**20
 FAST = Link(bandwidth=2e9)

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.ir.registry import installed_schedules
-from lightning_pipes.trainer.settings import AUTO
+from lightning_pipes.trainer.plan.settings import AUTO
 from lightning_pipes.trainer.strategy import PipelineStrategy
 
 CLASS_NAMES = ("PipelineStrategy", "lightning_pipes.PipelineStrategy")

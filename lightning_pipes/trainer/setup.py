@@ -8,25 +8,25 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_pipes.engine.rng import replica_seed
+from lightning_pipes.engine.compute.rng import replica_seed
 from lightning_pipes.ir import Program
-from lightning_pipes.trainer.capture import Interceptor
-from lightning_pipes.trainer.checks import warn_about, warn_about_pieces
-from lightning_pipes.trainer.connections import Connections
-from lightning_pipes.trainer.container import warn_about_outside
-from lightning_pipes.trainer.control import Control
-from lightning_pipes.trainer.deciding import Deciding
-from lightning_pipes.trainer.decision import Decision, Wanted
-from lightning_pipes.trainer.deferred import DeferredWeights, check_same_cut
-from lightning_pipes.trainer.grid import Grid
-from lightning_pipes.trainer.hidden_state import HiddenState
-from lightning_pipes.trainer.layout import Layout
-from lightning_pipes.trainer.pipelined import CutModule
-from lightning_pipes.trainer.proxy import Layers
-from lightning_pipes.trainer.replicas import BufferSync, Replicas
-from lightning_pipes.trainer.run import PipelineRun
-from lightning_pipes.trainer.shared_parameters import SharedParameters, held_once, holders
-from lightning_pipes.trainer.steps import Steps
+from lightning_pipes.trainer.loop.connections import Connections
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.module.capture import Interceptor
+from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces
+from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut
+from lightning_pipes.trainer.module.hidden_state import HiddenState
+from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.proxy import Layers
+from lightning_pipes.trainer.plan.container import warn_about_outside
+from lightning_pipes.trainer.plan.deciding import Deciding
+from lightning_pipes.trainer.plan.decision import Decision, Wanted
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.layout import Layout
+from lightning_pipes.trainer.ranks.replicas import BufferSync, Replicas
+from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters, held_once, holders
+from lightning_pipes.trainer.step.steps import Steps
 
 
 class PipelineSetup:

@@ -19,56 +19,50 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import AsyncCheckpointIO, Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipes.engine.ending import has_given_up, hurry, never_destroy
-from lightning_pipes.engine.failure import HEARTBEAT_TIMEOUT, FailureWatch
-from lightning_pipes.engine.launcher import check_launcher, dead_ranks, heed_launcher
-from lightning_pipes.engine.meeting import adopted_store, kept, lone_store, made_store, run_store
-from lightning_pipes.engine.points import point
-from lightning_pipes.engine.rendezvous import store_host
-from lightning_pipes.engine.trust import secret_for_children
+from lightning_pipes.engine.watch.ending import has_given_up, hurry, never_destroy
+from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT, FailureWatch
+from lightning_pipes.engine.watch.launcher import check_launcher, dead_ranks, heed_launcher
+from lightning_pipes.engine.watch.meeting import adopted_store, kept, lone_store, made_store, run_store
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.rendezvous import store_host
+from lightning_pipes.engine.watch.trust import secret_for_children
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_count, check_type
-from lightning_pipes.trainer import checkpoints
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.about import describe_run, gather_run
-from lightning_pipes.trainer.adopting import adopt
-from lightning_pipes.trainer.capture import named_step
-from lightning_pipes.trainer.checks import check_async, check_callbacks, check_module
-from lightning_pipes.trainer.clipping import GradientAgreement
-from lightning_pipes.trainer.connections import Connections, Idle, connections
-from lightning_pipes.trainer.container import find_container
-from lightning_pipes.trainer.control import Control
-from lightning_pipes.trainer.data_state import KEY, TrainingData
-from lightning_pipes.trainer.decision import Decision, Wanted
-from lightning_pipes.trainer.deferred import (
+from lightning_pipes.trainer.callbacks.schedule_tuner import with_tuner
+from lightning_pipes.trainer.checkpoint import checkpoints
+from lightning_pipes.trainer.checkpoint.data_state import KEY, TrainingData
+from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, existing, local_path
+from lightning_pipes.trainer.checkpoint.mapped import load_mapped
+from lightning_pipes.trainer.checkpoint.saving import Saver
+from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
+from lightning_pipes.trainer.ignoring import ignore_warnings
+from lightning_pipes.trainer.loop.about import describe_run, gather_run
+from lightning_pipes.trainer.loop.adopting import adopt
+from lightning_pipes.trainer.loop.connections import Connections, Idle, connections
+from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.loop.stopping import StopAgreement, as_terminated
+from lightning_pipes.trainer.loop.streaming import StreamingRun, check_streaming
+from lightning_pipes.trainer.module.capture import named_step
+from lightning_pipes.trainer.module.checks import check_async, check_callbacks, check_module
+from lightning_pipes.trainer.module.deferred import (
     check_optimizers,
     has_meta,
-    load_mapped,
 )
-from lightning_pipes.trainer.equal_starts import broadcast_random_state, equal_weights
-from lightning_pipes.trainer.files import AtomicCheckpointIO, existing, local_path
-from lightning_pipes.trainer.gradient_logs import GradientLogs
-from lightning_pipes.trainer.grid import Grid
-from lightning_pipes.trainer.hook_view import HookView
-from lightning_pipes.trainer.hooks import HookWrappers
-from lightning_pipes.trainer.ignoring import ignore_warnings
-from lightning_pipes.trainer.launching import Launcher
-from lightning_pipes.trainer.logs import metrics_gather_over
-from lightning_pipes.trainer.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
-from lightning_pipes.trainer.pipelined import CutModule, find_pipelined, layer_sizes
-from lightning_pipes.trainer.prediction import Prediction
-from lightning_pipes.trainer.replicas import Replicas
-from lightning_pipes.trainer.report import About, PipelineReport, Window
-from lightning_pipes.trainer.run import PipelineRun
-from lightning_pipes.trainer.saving import Saver
-from lightning_pipes.trainer.schedule_tuner import with_tuner
-from lightning_pipes.trainer.settings import (
+from lightning_pipes.trainer.module.equal_starts import broadcast_random_state, equal_weights
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
+from lightning_pipes.trainer.module.pipelined import CutModule, find_pipelined, layer_sizes
+from lightning_pipes.trainer.module.summary import log_graphs, show_summaries
+from lightning_pipes.trainer.plan.container import find_container
+from lightning_pipes.trainer.plan.decision import Decision, Wanted
+from lightning_pipes.trainer.plan.prediction import Prediction
+from lightning_pipes.trainer.plan.settings import (
     AUTO,
     check_parts,
     known_backend,
@@ -81,18 +75,24 @@ from lightning_pipes.trainer.settings import (
     possible_microbatches,
     possible_timeout,
 )
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.launching import Launcher
+from lightning_pipes.trainer.ranks.replicas import Replicas
+from lightning_pipes.trainer.ranks.threads import Threads
+from lightning_pipes.trainer.reports.report import About, PipelineReport, Window
+from lightning_pipes.trainer.reports.timing import Share, Timing
 from lightning_pipes.trainer.setup import PipelineSetup
-from lightning_pipes.trainer.sharded import ShardedCheckpoint
-from lightning_pipes.trainer.steps import Context
-from lightning_pipes.trainer.stopping import StopAgreement, as_terminated
-from lightning_pipes.trainer.streaming import StreamingRun, check_streaming
-from lightning_pipes.trainer.summary import log_graphs, show_summaries
-from lightning_pipes.trainer.threads import Threads
-from lightning_pipes.trainer.timing import Share, Timing
+from lightning_pipes.trainer.step.clipping import GradientAgreement
+from lightning_pipes.trainer.step.gradient_logs import GradientLogs
+from lightning_pipes.trainer.step.hook_view import HookView
+from lightning_pipes.trainer.step.hooks import HookWrappers
+from lightning_pipes.trainer.step.logs import metrics_gather_over
+from lightning_pipes.trainer.step.steps import Context
 from lightning_pipes.trainer.versions import tell_if_untested
 
 
-class PipelineStrategy(ParallelStrategy):
+class PipelineStrategy(PipelineHost):
     """Trains an unmodified LightningModule with its layers spread over the devices.
 
     One `nn.Sequential` of the module is cut into stages; every batch is cut into micro-batches that flow through

@@ -15,12 +15,12 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log, env_override, 
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from lightning_pipes.arrays.array import JobArray
+from lightning_pipes.arrays.siblings.kinship import KinshipError
+from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, current_sibling
 from lightning_pipes.ir import PipelineError, PlanError, check_count
-from lightning_pipes.trainer.array import JobArray
-from lightning_pipes.trainer.kinship import KinshipError
-from lightning_pipes.trainer.sibling import ArrayCancelledError, current_sibling
-from lightning_pipes.tune.board import Board
 from lightning_pipes.tune.own_hydra import own_hydra, own_logging
+from lightning_pipes.tune.studies.board import Board
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_pipes.trainer.sibling import current_sibling
+from lightning_pipes.arrays.siblings.sibling import current_sibling
 from lightning_pipes.tune.private_hydra import hydra_singletons
 
 _config: ContextVar[Any] = ContextVar("lightning_pipes_hydra_config")

@@ -19,7 +19,7 @@ def run_name() -> str:
     """
     now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from lightning_pipes.engine.rendezvous import launcher_hosts_store, launcher_store
+        from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, launcher_store
 
         if launcher_hosts_store():
             name: str = launcher_store(_TIMEOUT).compare_set("lightning_pipes/run_name", "", now).decode()

@@ -22,7 +22,7 @@ MAKE_CLUSTER = "lightning_pipes.cost.clusters.make_cluster"
 class AutoSettings(ScheduleSettings):
     """No schedule: the strategy chooses one."""
 
-    _target_: str = "lightning_pipes.trainer.settings.chosen_later"
+    _target_: str = "lightning_pipes.trainer.plan.settings.chosen_later"
     name: str = "auto"
 
 

@@ -1,4 +1,4 @@
-"""The machine that runs the solvers' kernel: Python, or machine code where numba is installed; see `sim.machine`."""
+"""The machine that runs the solvers' kernel: Python, or with numba machine code; see `sim.loops.machine`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_pipes.sim.machine import compiled
+from lightning_pipes.sim.loops.machine import compiled
 from lightning_pipes.strategies.jap import kernel
 
 FUNCTIONS = (

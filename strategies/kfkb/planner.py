@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import Kind, Plan, PlanError
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, candidate, cut_into, nothing_fits
-from lightning_pipes.sim.memory import Limit
+from lightning_pipes.sim.loops.memory import Limit
 from lightning_pipes.strategies.deep import Deep, tapered
 from lightning_pipes.strategies.kfkb.schedule import KFKB
 from lightning_pipes.strategies.per_link import PerLink, extra_for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import Kind, Plan, PlanError, check_one_stage_a_rank
 from lightning_pipes.planning.memory import stage_peak
-from lightning_pipes.sim.memory import Limit, limits_of
+from lightning_pipes.sim.loops.memory import Limit, limits_of
 from lightning_pipes.sim.units import bytes_text
 
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from lightning_pipes.cost import blocks
 from lightning_pipes.cost.shapes import INT64, LayerShape, Tape, Tensor, shapes
 from lightning_pipes.cost.zoo import named_model
-from lightning_pipes.engine.profiler import profile_layers
+from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import PlanError
 from tests.cost import torch_zoo as ours
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_pipes.engine import Engine, Item, Mailbox
-from lightning_pipes.engine.message import Decoder, Encoder, Message, Wire
+from lightning_pipes.engine.messages.message import Decoder, Encoder, Message, Wire
 from lightning_pipes.ir import (
     DeadlockError,
     Instruction,

@@ -14,16 +14,16 @@ from torch import nn
 
 from lightning_pipes.cost import CostModel, Link, Table
 from lightning_pipes.engine import Item, Stage
-from lightning_pipes.engine.executor import Executor
-from lightning_pipes.engine.footprint import footprint
+from lightning_pipes.engine.compute.executor import Executor
+from lightning_pipes.engine.compute.footprint import footprint
 from lightning_pipes.ir import STEP, B, Cut, F, I, Instruction, Kind, Plan, PlanError, Program, Span, W
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.bounds import least_step
 from lightning_pipes.planning.measured import Averages, StepSample
 from lightning_pipes.planning.memory import peak_bytes, stage_peak
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.saved import plan_data
-from lightning_pipes.sim.saved import plan_of as plan_of_data
+from lightning_pipes.sim.shown.saved import plan_data
+from lightning_pipes.sim.shown.saved import plan_of as plan_of_data
 from lightning_pipes.testing.generators import random_costs, random_plan
 from lightning_pipes.testing.loopback import Loopback
 

@@ -20,8 +20,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_pipes import JobArray, PipelineStrategy
-from lightning_pipes.engine.failure import PeerFailure
-from lightning_pipes.engine.points import Fault
+from lightning_pipes.engine.watch.failure import PeerFailure
+from lightning_pipes.engine.watch.points import Fault
 from lightning_pipes.testing.ranks import Outcome, run_ranks, watch_ranks
 from tests.faults.training import ROWS, Net, Run, pairs, terminate, train
 from tests.trainer.lit import quiet

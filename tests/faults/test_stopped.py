@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.engine.heartbeat import Silence
+from lightning_pipes.engine.watch.heartbeat import Silence
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import Outcome, watch_ranks

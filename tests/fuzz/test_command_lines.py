@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipes.sim.record import FILE
+from lightning_pipes.sim.shown.record import FILE
 from lightning_pipes.testing.records import record_of
 from lightning_pipes.tune.cli import main
 from tests.fuzz.values import deadline

@@ -20,7 +20,7 @@ from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds
 from lightning_pipes.cost.zoo import OPTIMIZERS, named_profile
 from lightning_pipes.ir import Cut, Kind, PipelineError, Plan, Policy, Schedule, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
-from lightning_pipes.tune.study import optimize_array
+from lightning_pipes.tune.studies.study import optimize_array
 from tests.fuzz.values import Door, count, deadline, flag, integer, number, optional, perturbed, several, text
 
 FEW, MANY = 1500, 30_000

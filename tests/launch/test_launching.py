@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_pipes.engine import launcher
+from lightning_pipes.engine.watch import launcher
 from lightning_pipes.testing.interpreters import processes
 from tests.launch.example import environment
 from tests.launch.fit import HEARTBEAT_TIMEOUT
@@ -140,7 +140,7 @@ def test_who_was_started_by_a_rank_is_no_rank(monkeypatch):
     """It has the rank's environment."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv(launcher.LAUNCHER, str(os.getpid()))
-    code = "from lightning_pipes.engine.launcher import _launcher; import os; print(_launcher() == os.getppid())"
+    code = "from lightning_pipes.engine.watch.launcher import _launcher; import os; print(_launcher() == os.getppid())"
     below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     for program, ours in ((code, "True\n"), (below, "False\n")):
         found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -12,8 +12,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_pipes.engine import rendezvous
-from lightning_pipes.engine.rendezvous import agreed_name, launcher_store
+from lightning_pipes.engine.watch import rendezvous
+from lightning_pipes.engine.watch.rendezvous import agreed_name, launcher_store
 from lightning_pipes.tune.run_name import run_name
 
 SOON = timedelta(seconds=20)

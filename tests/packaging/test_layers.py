@@ -6,17 +6,41 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LAYERS = ["ir", "cost", "sim", "planning", "engine", "trainer", "tune"]  # from the bottom
+LAYERS = ["ir", "cost", "sim", "planning", "engine", "trainer", "arrays", "tune"]  # from the bottom
+ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
+    "sim": ["units", "event", "labels", "gantt", "timeline", "residency", "loops", "simulator", "shown", "page"],
+    "engine": ["private_torch", "watch", "messages", "residency", "compute", "engine"],
+    "trainer": [
+        "private_lightning",
+        "versions",
+        "ignoring",
+        "ranks",
+        "module",
+        "checkpoint",
+        "step",
+        "reports",
+        "plan",
+        "loop",
+        "callbacks",
+        "setup",
+        "strategy",
+        "registration",
+    ],
+}
+MOST_FILES = 16
+"""Of a folder that can still be overlooked; with `__init__`."""
 TORCHLESS = {"ir", "cost", "sim", "planning", "strategies"}
 FORBIDDEN = {
     **{part: {"torch", "lightning", "torchmetrics", "hydra", "omegaconf", "optuna"} for part in TORCHLESS},
     "engine": {"lightning", "hydra", "omegaconf", "optuna"},
     "trainer": {"hydra", "omegaconf", "optuna"},
+    "arrays": {"hydra", "omegaconf", "optuna"},
     "hydra_plugins": {"torch", "lightning", "optuna"},
 }
 STANDARD_LIBRARY_ONLY = {"ir"}
@@ -64,6 +88,41 @@ def test_imports_point_down(part: str) -> None:
     if part == "tune":  # the user's doorway, reached through the package itself
         allowed |= {"PipelineStrategy"}
     assert complaints(part, allowed) == []
+
+
+def room(module: str, layer: str) -> str | None:
+    """The room of a layer that a module is in; None for the layer itself, and for other modules."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["lightning_pipes", layer] and len(parts) > 2 else None
+
+
+@pytest.mark.parametrize("layer", ROOMS)
+def test_rooms_import_from_rooms_below(layer: str) -> None:
+    rooms, wrong = ROOMS[layer], []
+    for path in files(layer):
+        here = room(dotted(path), layer)
+        for module in imports(path) if here != "__init__" else ():
+            there = room(module, layer)
+            if there in rooms and rooms.index(there) > rooms.index(here or ""):
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    found = {p.stem for p in (ROOT / "lightning_pipes" / layer).iterdir()} - {"__pycache__", "__init__"}
+    assert (wrong, found) == ([], {*rooms})
+
+
+def dotted(path: Path) -> str:
+    """The module in a file."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    of = {dotted(path): path for part in LAYERS for path in files(part) if path.name != "__init__.py"}
+    TopologicalSorter({name: {*imports(path)} & {*of} - {name} for name, path in of.items()}).prepare()
+
+
+def test_a_folder_can_be_overlooked() -> None:
+    folders = {path.parent for part in LAYERS for path in files(part)}
+    sizes = {str(folder.relative_to(ROOT)): len([*folder.glob("*.py")]) for folder in folders}
+    assert {folder: n for folder, n in sizes.items() if n > MOST_FILES} == {}
 
 
 def test_strategies_import_from_below_the_line_only() -> None:

@@ -105,7 +105,7 @@ def test_private_names_are_at_home() -> None:
 )
 def test_a_new_one_is_found(code: str) -> None:
     assert len(foreign({"lightning_pipes/trainer/new.py": ast.parse(code)})) == 1
-    assert foreign({"lightning_pipes/tune/private_optuna.py": ast.parse(code)}) == []
+    assert foreign({"lightning_pipes/tune/studies/private_optuna.py": ast.parse(code)}) == []
 
 
 def test_what_is_ours_is_not_meant() -> None:

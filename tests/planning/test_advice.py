@@ -9,7 +9,7 @@ import pytest
 from lightning_pipes.cost import Link
 from lightning_pipes.planning.advice import advise
 from lightning_pipes.planning.what_if import WhatIf
-from lightning_pipes.sim.record import RunRecord
+from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.testing.records import layer, record_of
 
 SLOW_THIRD = [2] * 6 + [4] * 3 + [2] * 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_pipes.sim import machine
+from lightning_pipes.sim.loops import machine
 
 
 @pytest.fixture(params=["python", "numba"])

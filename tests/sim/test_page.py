@@ -12,7 +12,7 @@ import pytest
 from lightning_pipes.ir import Kind
 from lightning_pipes.planning.advice import Advice, advise
 from lightning_pipes.sim.page import page
-from lightning_pipes.sim.slowest import Slowest
+from lightning_pipes.sim.shown.slowest import Slowest
 from lightning_pipes.sim.units import bytes_text
 from lightning_pipes.testing.records import record_of
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_pipes.cost import Link
-from lightning_pipes.engine.autograd import Saved, backward, enter, leave
-from lightning_pipes.engine.split import backward_inputs
+from lightning_pipes.engine.compute.autograd import Saved, backward, enter, leave
+from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.ir import I, Kind, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.testing.emulated import Emulated, Steps, sleeping, step_seconds

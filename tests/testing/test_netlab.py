@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_pipes.cost import Link
 from lightning_pipes.engine import FailureWatch, GlooTransport, make_transport
-from lightning_pipes.engine.links import measure_links
+from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.ir import Plan, PlanError
 from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.netlab import GOODPUT, Competition, NetLab, why_not

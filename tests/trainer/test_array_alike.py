@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pipes.arrays.array import JobArray
+from lightning_pipes.arrays.siblings.shared import Shared
+from lightning_pipes.arrays.siblings.sibling import RETURN_SECONDS, Sibling
+from lightning_pipes.arrays.siblings.sibling_board import Board, Failure, Return
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.array import JobArray
-from lightning_pipes.trainer.optimizers import check_same_settings, settings_of
-from lightning_pipes.trainer.shared import Shared
-from lightning_pipes.trainer.sibling import RETURN_SECONDS, Sibling
-from lightning_pipes.trainer.sibling_board import Board, Failure, Return
-from tests.trainer.test_array import Job, _text, quiet
+from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
+from tests.arrays.test_array import Job, _text, quiet
 
 
 def fails_before_fit(rank: int, victim: int, job: Job) -> Any:

@@ -21,16 +21,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, ModelProfile
-from lightning_pipes.engine.rng import random_state
+from lightning_pipes.engine.compute.rng import random_state
 from lightning_pipes.ir import Plan, PlanError
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer import deciding, measuring
-from lightning_pipes.trainer.decision import LEAST_ROWS, Wanted
-from lightning_pipes.trainer.sample import NoSampleError, batch_rows, example_batch
-from lightning_pipes.trainer.trial import Trial, Trials
-from lightning_pipes.trainer.unchanged import unchanged
+from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.plan import deciding, measuring
+from lightning_pipes.trainer.plan.decision import LEAST_ROWS, Wanted
+from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
+from lightning_pipes.trainer.plan.trial import Trial, Trials
 from tests.trainer.lit import WIDTH, Case, Lit, LitOutside, LitTied, data, differences, plain_values, quiet, train
 
 LAYERS = 9

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lightning_pipes import consolidate
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import watch_ranks
-from lightning_pipes.trainer import files
-from lightning_pipes.trainer.files import AtomicCheckpointIO
-from lightning_pipes.trainer.index import INDEX
-from lightning_pipes.trainer.saving import Saver
-from tests.trainer.test_saving import OneRank, fit
+from lightning_pipes.trainer.checkpoint import files
+from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
+from lightning_pipes.trainer.checkpoint.index import INDEX
+from lightning_pipes.trainer.checkpoint.saving import Saver
+from tests.trainer.checkpoint.test_saving import OneRank, fit
 
 WAY_OUT = "Use an earlier checkpoint, or another copy of this one"
 

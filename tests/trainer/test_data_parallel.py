@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.grid import Grid
+from lightning_pipes.trainer.ranks.grid import Grid
 from tests.trainer.lit import Keeper, Lit, LitOutside, MeanOfAll, data, differences, plain_values, quiet
 
 REPLICAS = 2

@@ -27,8 +27,8 @@ from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from lightning_pipes.trainer import checks
-from lightning_pipes.trainer.checks import warn_about, warn_about_pieces, warn_about_small_batch
+from lightning_pipes.trainer.module import checks
+from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces, warn_about_small_batch
 from tests.trainer.lit import Lit, LitOutside, data, quiet
 
 SOON = 12.0

@@ -15,9 +15,9 @@ from torch import nn
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.capture import Interceptor
-from lightning_pipes.trainer.pipelined import CutModule, find_pipelined
-from lightning_pipes.trainer.tape import TapedLayer
+from lightning_pipes.trainer.module.capture import Interceptor
+from lightning_pipes.trainer.module.pipelined import CutModule, find_pipelined
+from lightning_pipes.trainer.module.tape import TapedLayer
 from tests.compat.models import LitGPT2
 from tests.trainer.lit import Case, differences, train_cases
 

@@ -17,23 +17,23 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 import lightning_pipes.trainer
+from lightning_pipes.arrays.siblings.barriers import has_purpose
 from lightning_pipes.engine import FailureWatch
 from lightning_pipes.ir import DeadlockError, Instruction, Kind, PipelineError, Plan, Policy, Program, RankView, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.planning.planner import Problem
 from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.barriers import has_purpose
-from lightning_pipes.trainer.batches import check_same, fingerprint, join, rows_of, take
-from lightning_pipes.trainer.capture import Interceptor
-from lightning_pipes.trainer.control import Control, close_all
-from lightning_pipes.trainer.equal_starts import checksum
-from lightning_pipes.trainer.hooks import HookWrappers
-from lightning_pipes.trainer.logs import LogCall, merge, recorded
-from lightning_pipes.trainer.optimizers import keep_local, parameter_names
-from lightning_pipes.trainer.pipelined import CutModule
-from lightning_pipes.trainer.plans import Plans
-from lightning_pipes.trainer.shared_parameters import holders
+from lightning_pipes.trainer.module.batches import check_same, fingerprint, join, rows_of, take
+from lightning_pipes.trainer.module.capture import Interceptor
+from lightning_pipes.trainer.module.equal_starts import checksum
+from lightning_pipes.trainer.module.optimizers import keep_local, parameter_names
+from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.plan.plans import Plans
+from lightning_pipes.trainer.ranks.control import Control, close_all
+from lightning_pipes.trainer.ranks.shared_parameters import holders
+from lightning_pipes.trainer.step.hooks import HookWrappers
+from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
 from tests.trainer.lit import Lit, LitTied
 
 

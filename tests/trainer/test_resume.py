@@ -29,8 +29,8 @@ from torch.utils.data import (
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer import on_every_stage
-from lightning_pipes.trainer.data_state import native, portable
-from lightning_pipes.trainer.resumable import ResumableLoader, resumable
+from lightning_pipes.trainer.checkpoint.data_state import native, portable
+from lightning_pipes.trainer.checkpoint.resumable import ResumableLoader, resumable
 from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
 
 EPOCHS = 3

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.engine import failure
+from lightning_pipes.engine.watch import failure
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.capture import Interceptor
-from lightning_pipes.trainer.checks import check_module
-from lightning_pipes.trainer.pipelined import CutModule
+from lightning_pipes.trainer.module.capture import Interceptor
+from lightning_pipes.trainer.module.checks import check_module
+from lightning_pipes.trainer.module.pipelined import CutModule
 from tests.trainer.lit import Lit, LitOutside, data, quiet
 
 

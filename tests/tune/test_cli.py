@@ -16,7 +16,7 @@ import yaml
 from lightning_pipes.cost import ModelProfile
 from lightning_pipes.ir import Kind
 from lightning_pipes.ir.registry import installed_schedules
-from lightning_pipes.sim.record import FILE
+from lightning_pipes.sim.shown.record import FILE
 from lightning_pipes.testing.records import record_of
 from lightning_pipes.tune import schema
 from lightning_pipes.tune.cli import main

@@ -26,8 +26,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.tune import sweep_settings
-from lightning_pipes.tune.search import open_storage
-from lightning_pipes.tune.space import distribution
+from lightning_pipes.tune.studies.search import open_storage
+from lightning_pipes.tune.studies.space import distribution
 from tests.launch.example import environment
 from tests.tune import app
 from tests.tune.sweep import fit

@@ -11,7 +11,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from optuna.trial import TrialState
 
-from lightning_pipes.tune import private_hydra, private_optuna
+from lightning_pipes.tune import private_hydra
+from lightning_pipes.tune.studies import private_optuna
 
 
 @pytest.fixture

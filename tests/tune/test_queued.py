@@ -5,7 +5,7 @@ from __future__ import annotations
 import optuna
 from optuna.trial import TrialState
 
-from lightning_pipes.tune.study import try_again
+from lightning_pipes.tune.studies.study import try_again
 
 
 def test_a_queued_trial_that_dies_before_it_suggests_is_tried_again():

@@ -12,8 +12,8 @@ from typing import Protocol
 from lightning_pipes.ir import Kind
 from lightning_pipes.sim.labels import WORDS
 from lightning_pipes.sim.page.picture import SENT, picture_json, timelines
-from lightning_pipes.sim.record import RunRecord
-from lightning_pipes.sim.slowest import Slowest
+from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.shown.slowest import Slowest
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.sim.units import bytes_text, seconds_text
 

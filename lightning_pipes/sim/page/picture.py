@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_pipes.ir import SENDS, Kind, Span
-from lightning_pipes.sim.curve import memory_curves
 from lightning_pipes.sim.labels import WORDS, Labels
-from lightning_pipes.sim.record import RunRecord
-from lightning_pipes.sim.slowest import Slowest
+from lightning_pipes.sim.shown.curve import memory_curves
+from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.shown.slowest import Slowest
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.sim.units import seconds_text
 

@@ -10,7 +10,7 @@ from lightning_pipes.planning.advice import Advice, advise
 from lightning_pipes.planning.progress import Progress
 from lightning_pipes.sim import save_png
 from lightning_pipes.sim.page import page
-from lightning_pipes.sim.record import RunRecord
+from lightning_pipes.sim.shown.record import RunRecord
 
 
 def write_pictures(

@@ -23,9 +23,9 @@ from lightning_pipes.planning.wording import (
     strategy_line,
 )
 from lightning_pipes.sim import Timeline, simulate
-from lightning_pipes.sim.curve import most_held
-from lightning_pipes.sim.record import RunRecord
-from lightning_pipes.sim.slowest import Slowest
+from lightning_pipes.sim.shown.curve import most_held
+from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.shown.slowest import Slowest
 from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json, table
 from lightning_pipes.tune.cli.pictures import write_pictures

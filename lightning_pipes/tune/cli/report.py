@@ -15,8 +15,8 @@ from lightning_pipes.planning.advice import advise
 from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim import compare
 from lightning_pipes.sim.page import page
-from lightning_pipes.sim.record import RunRecord
-from lightning_pipes.sim.slowest import Slowest
+from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.shown.slowest import Slowest
 from lightning_pipes.tune.cli.command import Command, print_json
 from lightning_pipes.tune.cli.pictures import writable
 from lightning_pipes.tune.cli.sources import load_profile

@@ -17,7 +17,7 @@ from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.planning.wording import schedule_label, schedule_settings
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.record import RunRecord
+from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures

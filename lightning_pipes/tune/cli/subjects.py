@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 import lightning_pipes
 from lightning_pipes.cost import ModelProfile
-from lightning_pipes.engine.profiler import Progress, profile_layers
+from lightning_pipes.engine.compute.profiler import Progress, profile_layers
 from lightning_pipes.ir import PlanError, shown
-from lightning_pipes.trainer.pipelined import find_pipelined
+from lightning_pipes.trainer.module.pipelined import find_pipelined
 
 
 @dataclass(frozen=True)

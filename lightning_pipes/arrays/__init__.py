@@ -1,0 +1,1 @@
+"""Job arrays: sibling jobs share one pipeline."""

@@ -1,0 +1,412 @@
+"""Job arrays: sibling jobs share one pipeline, so that no stage waits while any of them has work for it.
+
+Siblings are the user's ordinary functions, each with a Trainer and a PipelineStrategy of its own. Every rank runs all
+of them, one thread each, and one thread at a time. A sibling has its turn until it has handed a batch to the pipeline;
+it gets the next one when the pipeline is through with that batch here, and turns come in the order in which batches
+were handed in. So all ranks give the same turns in the same order, whatever takes how long, and everything that
+siblings say to their like on other ranks in their turns finds its partner. Between turns, and while a sibling waits for
+another rank in its own, a rank computes whatever batch of whichever sibling can be computed.
+
+Definition 1 and section III-A of ArrayPipe, without its barrier after each iteration: nothing makes one sibling wait
+for the batch of another.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_pipes.arrays.array_display import ArrayDisplay
+from lightning_pipes.arrays.array_record import ArrayRecord
+from lightning_pipes.arrays.array_size import AUTO, decided_size, enough_siblings
+from lightning_pipes.arrays.arrivals import Arrivals
+from lightning_pipes.arrays.interrupts import Interrupts
+from lightning_pipes.arrays.memory_swap import MemorySwap
+from lightning_pipes.arrays.rounds import RoundOrder, Rounds
+from lightning_pipes.arrays.sibling_memory import SiblingMemory
+from lightning_pipes.arrays.siblings.baton import own_random_state, set_own_random_state
+from lightning_pipes.arrays.siblings.connections import join
+from lightning_pipes.arrays.siblings.shared import Shared
+from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Outcome, Sibling, current_sibling
+from lightning_pipes.arrays.siblings.sibling_board import Board, Failure, NoMore, Return
+from lightning_pipes.engine.engine import Engine
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.ir import PlanError, check_count, check_type, shown
+from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.trainer.loop.connections import in_company
+from lightning_pipes.trainer.loop.stopping import terminated
+
+T = TypeVar("T")
+
+_NO_MORE: Any = object()
+_NOTICE_SECONDS = 0.05
+"""How often a rank with nothing to do looks whether a sibling has ended elsewhere."""
+_LOOK_SECONDS = 0.001
+"""How often it looks whether something has come about that does not come as a message."""
+
+
+class JobArray(Generic[T]):
+    """Runs functions as siblings that share one pipeline.
+
+    Every rank makes one of the same size and gives it the same functions in the same order.
+
+    Args:
+        size: how many siblings are under way at a time. Twice as many as there are stages keep all stages busy; with
+            fewer, each batch is cut into more micro-batches, unless its strategy says into how many. "auto" begins with
+            one, and after its first step, which shows what a sibling takes, has as many as `memory` has room for, but
+            no more than are of use.
+        progress: whether to show on rank 0 how far the siblings are; by default where standard error is a terminal.
+        memory: lets weights and optimizers of more siblings take part than the device has room for.
+        rounds: says in which order a batch of every sibling is computed, whole, one stage a rank; nobody's next batch
+            begins before all are over, as in the paper. For comparison: without, siblings go on as soon as they can.
+
+    Attributes:
+        size: siblings at a time, as far as it is decided.
+        timeline: when each rank computed for which sibling, on all ranks, once `run` has come to its end. Its ranks are
+            in the order of the pipeline, from stage 0 on; the numbers of its batches count those of a sibling. None
+            before, after a failure, and where nothing was trained.
+
+    Raises:
+        PlanError: `size` is no positive number, or "auto" without `memory`, or there are rounds and memory is swapped;
+            in `run`, "auto" finds no room for two.
+    """
+
+    def __init__(
+        self,
+        size: int | Literal["auto"],
+        progress: bool | None = None,
+        memory: MemorySwap | None = None,
+        rounds: RoundOrder | None = None,
+    ) -> None:
+        if rounds is not None and not callable(rounds):
+            raise PlanError(f"rounds must be a function, as in rounds=round_order, got {shown(rounds)}")
+        check_type("memory", memory, MemorySwap | None)
+        check_type("progress", progress, bool | None)
+        decides = isinstance(size, str) and size == AUTO
+        if decides and memory is None:
+            raise PlanError("size='auto' follows from memory: give memory=MemorySwap(device_bytes=...), or a number")
+        if rounds is not None and memory is not None:
+            raise PlanError("an array in rounds keeps all siblings on the device; leave out memory, or rounds")
+        self.size = 1 if decides else check_count("size", size, "; or size='auto'")
+        self._rounds: Rounds[Sibling[T]] | None = None if rounds is None else Rounds(rounds)
+        self.memory: SiblingMemory = memory or SiblingMemory()
+        self._decides = memory if decides else None
+        """What decides the size."""
+        self._deciding = False
+        self._asked = -1
+        """The sibling after which all ranks were asked last."""
+        self.timeline: Timeline | None = None
+        self._progress = sys.stderr.isatty() if progress is None else progress
+        self._display: ArrayDisplay | None = None
+        self._record = ArrayRecord()
+        self.shared = Shared()
+        self._queue: deque[Sibling[T] | None] = deque()
+        """Who has a turn next; None where a sibling has ended one turn earlier than on other ranks."""
+        self._arrivals: Arrivals[Sibling[T]] = Arrivals()
+        self._living: dict[int, Sibling[T]] = {}
+        self._heard: defaultdict[int, list[tuple[int, Failure | Return, float]]] = defaultdict(list)
+        """What other ranks have told of siblings that have not ended here: who, what, and when it was heard."""
+        self._jobs_elsewhere: dict[int, int] = {}
+        """Of ranks that have no more than these."""
+        self._begun = 0
+        self._home: Mapping[str, Any] = {}
+        self._interrupts = Interrupts()
+        self._terminated = False
+        """Whether siblings end by SIGTERM, as all ranks have agreed."""
+        self._looked = 0.0
+
+    def run(self, jobs: Iterable[Callable[[], T]]) -> Iterator[Outcome[T]]:
+        """How each sibling ended, as they end. The next job is asked for when a place is free.
+
+        A sibling that raises ends alone; whoever iterates decides whether the others go on.
+
+        Raises:
+            PlanError: it is called by a sibling, a job is no function, or one does other things on other ranks.
+            PeerFailure: a rank has died.
+            SIGTERMException: after SIGTERM to any rank, once the siblings under way have ended by it, each after the
+                same batch on all ranks. No other job is begun then.
+            KeyboardInterrupt: after Ctrl-C, when all siblings have been told. A second one does not wait for them.
+        """
+        if current_sibling() is not None:
+            raise PlanError("a sibling of an array can't run an array itself; give the outer one all the jobs")
+        source, self._home = iter(jobs), own_random_state()
+        self._display = ArrayDisplay(self._progress and os.environ.get("LOCAL_RANK", "0") == "0")
+        if self._decides is not None:
+            self.size, self._deciding, self._asked = 1, True, -1
+        self.memory.open(several=self._deciding or self.size > 1)
+        self._interrupts.open()
+        end: BaseException = ArrayCancelledError("the array was closed before this sibling had ended")
+        try:
+            more = filling = True
+            while True:
+                while more and not self._terminated and len(self._queue) < self.size:
+                    set_own_random_state(self._home)
+                    job = next(source, _NO_MORE)
+                    if job is _NO_MORE:
+                        more = False
+                        self.shared.board.tell_news(NoMore(self._begun))
+                        break
+                    if not callable(job):
+                        raise PlanError(f"job {self._begun} of the array is {job!r}, and must be a function")
+                    sibling = Sibling(self._begun, partial(_together, job), self, self._home)
+                    self._living[self._begun] = sibling
+                    self._begun += 1
+                    yield from self._have_turn(sibling, filling)
+                filling = False
+                if not self._queue and self._terminated:
+                    raise terminated()
+                if not self._queue:
+                    self.timeline = self._record.timeline(self._gathered())
+                    break
+                if self._rounds is not None:
+                    self._compute_round(self._rounds)
+                head = self._queue[0]
+                if head is not None:
+                    self._work_until(head.ready)
+                self._queue.popleft()
+                if head is not None:
+                    yield from self._have_turn(head)
+        except GeneratorExit:  # whoever iterates has enough, or has failed
+            raise
+        except BaseException as error:
+            end = error
+            raise
+        finally:
+            if self._interrupts.count < 2:  # else a sibling may be running
+                self._cancel(end)
+            set_own_random_state(self._home)
+            self._interrupts.close()
+            self._close()
+        self._interrupts.raise_later()
+
+    # ---- what its siblings ask for
+
+    def microbatches(self, stages: int) -> int:
+        """In how many a batch is cut where a sibling does not say it: as few as keep all stages busy, of siblings with
+        batches of different sizes, too."""
+        size = enough_siblings(stages) if self._rounds is not None or self._decides is not None else self.size
+        return -(-enough_siblings(stages) // size)
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether this process got SIGTERM."""
+        return self._interrupts.terminated
+
+    def keep(self, index: int, engine: Engine) -> None:
+        """Writes down what was computed for a batch of sibling number `index`."""
+        self._record.add(index, engine)
+
+    def take_home(self, index: int) -> None:
+        """Its weights and optimizers are its own again, and lie in no memory that siblings share."""
+        self.memory.leave(index)
+
+    # ---- turns
+
+    def _have_turn(self, sibling: Sibling[T], filling: bool = False) -> Iterator[Outcome[T]]:
+        """A turn of a sibling. While the array is `filling` nobody computes meanwhile: a rank that computes keeps all
+        others waiting, and the first siblings would start one by one, each some computations after the one before."""
+        self._work_until(lambda: self.memory.has_room(sibling.index))
+        self.memory.begin_turn(sibling.index)
+        self.memory.look_ahead(self._coming())
+        sibling.begin_turn()
+        while not sibling.go_on():
+            self._work_until(sibling.ready, idle=filling)
+        if sibling.outcome is None:
+            self._end_turn(sibling)
+        self._show(sibling)
+        if self._deciding and self._asked < sibling.index and (sibling.outcome is not None or _has_stepped(sibling)):
+            self._agree_on_size(sibling)
+        if sibling.outcome is None:
+            self._queue.append(sibling)
+            return
+        self._terminated |= isinstance(sibling.outcome.error, SIGTERMException)  # on all ranks, in the same turn
+        del self._living[sibling.index]
+        self._heard.pop(sibling.index, None)
+        if self._ends_later_elsewhere(sibling):
+            self._queue.append(None)
+        set_own_random_state(self._home)
+        yield sibling.outcome
+
+    def _end_turn(self, sibling: Sibling[T]) -> None:
+        trainer, memory = sibling.trainer, self.memory
+        assert trainer is not None, "who has a window has a trainer"
+        try:
+            memory.end_turn(sibling.index, trainer.lightning_module, trainer.optimizers, trainer.strategy.root_device)
+        except PlanError as error:
+            sibling.fail(error)
+            sibling.doom(sibling.turns + 1, error)
+
+    def _agree_on_size(self, sibling: Sibling[T]) -> None:
+        """Decides with all ranks, unless the sibling has ended on one: each says so, or for how many it has room."""
+        memory, board, engine = self._decides, self.shared.board, sibling.engine
+        assert memory is not None
+        self._asked = sibling.index
+        trainer = None if sibling.outcome is not None or sibling.doomed else sibling.trainer
+        rooms = [0 if trainer is None else memory.room(trainer.num_devices)]
+        room = f"room/{sibling.index}"
+        board.tell(room, str(rooms[0]))
+        self._work_until(lambda: board.all_told(room))
+        if board.others:
+            rooms = [int(each) for each in board.values(room)]
+        if all(rooms):
+            assert engine is not None
+            self.size, self._deciding = decided_size(rooms, engine.plan.n_ranks), False
+
+    def _show(self, sibling: Sibling[T]) -> None:
+        assert self._display is not None
+        if sibling.outcome is None:
+            self._display.after_turn(sibling.index, sibling.trainer)
+        else:
+            self._display.ended(sibling.index, sibling.counts)
+
+    def _ends_later_elsewhere(self, sibling: Sibling[T]) -> bool:
+        """Whether a sibling that has ended here goes on to its next turn on other ranks, so that its place is taken
+        until then. One that has returned does the same everywhere, or fails by the same turn."""
+        board, later = self.shared.board, False
+        ended, late = f"ended/{sibling.index}", f"late/{sibling.index}"
+        board.tell(ended)
+        if not sibling.failed:
+            return False
+        for rank in board.others:
+            self._work_until(partial(_either, board, ended, late, rank))
+            later |= board.told(late, rank)
+        return later
+
+    # ---- work
+
+    def _compute_round(self, rounds: Rounds[Sibling[T]]) -> None:
+        """Computes all that siblings have handed in, once each has; then all of them have a turn."""
+        if not rounds.to_come:
+            siblings = [s for s in self._queue if s is not None]
+            rounds.begin(siblings)
+            for sibling in siblings:
+                self._work_until(sibling.ready)
+            rounds.end(len(self._queue))
+        rounds.to_come -= 1
+
+    def _work_until(self, ready: Callable[[], bool], idle: bool = False) -> None:
+        """Computes for siblings between their turns until `ready()`; sleeps where there is nothing to do, or always if
+        `idle`."""
+        while not ready():
+            if self._interrupts.count:
+                raise KeyboardInterrupt
+            if idle or not self._work():
+                self._sleep()
+
+    def _work(self) -> bool:
+        """Runs one computation with what it sends; whether there was one."""
+        chosen = self._arrivals.choose(self._queue, self.memory) if self._rounds is None else self._rounds.next()
+        if chosen is None:
+            return False
+        started = time.monotonic()
+        if not chosen.doomed:
+            self._compute_here(chosen)
+        assert self._display is not None
+        self._display.computed(time.monotonic() - started)
+        return True
+
+    def _compute_here(self, sibling: Sibling[T]) -> None:
+        """Runs a computation with the sibling's weights on the device, while those that come next are brought."""
+        engine, memory = sibling.engine, self.memory
+        i = None if engine is None else engine.upcoming()
+        assert engine is not None
+        assert i is not None
+        memory.begin_block(sibling.index, i.stage)
+        memory.look_ahead(self._coming())
+        started = time.monotonic()
+        sibling.compute()
+        memory.end_block(sibling.index, time.monotonic() - started, keep=engine.holds_weights or sibling.doomed)
+
+    def _coming(self) -> list[int]:
+        """Whose weights will be wanted next, the first one first."""
+        return [*self._arrivals.indices, *(s.index for s in self._queue if s is not None)]
+
+    def _sleep(self) -> None:
+        shared = self.shared
+        if shared.watch is not None:
+            shared.watch.check()
+        if shared.transport is None:
+            time.sleep(_LOOK_SECONDS)
+        else:
+            shared.transport.mailbox.wait_some(_LOOK_SECONDS)
+        now = time.monotonic()
+        if now > self._looked + _NOTICE_SECONDS:
+            self._looked = now
+            self._hear(now)
+
+    def _hear(self, now: float) -> None:
+        """Takes note of how siblings end on other ranks, of those also that have not begun here."""
+        for rank, news in self.shared.board.news():
+            if isinstance(news, NoMore):
+                self._jobs_elsewhere[rank] = news.jobs
+            elif news.index >= self._begun or news.index in self._living:
+                self._heard[news.index].append((rank, news, now))
+        for rank, jobs in self._jobs_elsewhere.items():
+            if self._begun > jobs:
+                raise PlanError(
+                    f"rank {rank} has {jobs} jobs for the array, and rank {self.shared.board.rank} has begun another "
+                    "one: all ranks need the same jobs in the same order, so they can't depend on the rank, or on "
+                    "files that only some of them see"
+                )
+        for index in self._heard.keys() & self._living.keys():
+            for rank, news, since in self._heard[index]:
+                self._living[index].hear(rank, news, now - since)
+
+    # ---- ends
+
+    def _gathered(self) -> Sequence[Sequence[Event]]:
+        """What has run on each rank."""
+        shared, board, events = self.shared, self.shared.board, self._record.events
+        if not board.others:
+            return [events]
+        point("array.gather")
+        board.tell("last", shared.greeting(self.size))
+        self._work_until(lambda: board.all_told("last"))
+        return shared.gathered(board.values("last"), events)
+
+    def _cancel(self, error: BaseException) -> None:
+        """Ends all siblings that are left, none of which may count on other ranks any more."""
+        watch = self.shared.watch
+        if self._living and watch is not None and watch.error is None:
+            watch.fail(error)
+        for sibling in self._living.values():
+            self.take_home(sibling.index)
+        cancelled = error
+        if not isinstance(error, ArrayCancelledError):
+            cancelled = ArrayCancelledError(f"the array has ended: {type(error).__name__} {error}".rstrip())
+        for sibling in self._living.values():
+            sibling.cancel(cancelled)
+        self._living.clear()
+        self._queue.clear()
+
+    def _close(self) -> None:
+        shared, self.shared = self.shared, Shared()
+        if self._display is not None:
+            self._display.close()
+        self.memory.close()
+        point("array.close")
+        shared.close()
+
+
+def _either(board: Board, one: str, other: str, rank: int) -> bool:
+    return board.told(one, rank) or board.told(other, rank)
+
+
+def _has_stepped(sibling: Sibling[Any]) -> bool:
+    return sibling.trainer is not None and sibling.trainer.global_step > 0
+
+
+def _together(job: Callable[[], T]) -> T:
+    """What a sibling's function returns, whose trainings get the connections of its array."""
+    sibling = current_sibling()
+    assert sibling is not None, "a sibling runs it"
+    with in_company(partial(join, sibling)):
+        return job()

@@ -1,0 +1,56 @@
+"""Ctrl-C, and SIGTERM, while something runs that can't be stopped anywhere."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+from lightning_pipes.engine.watch.launcher import signal_launched
+
+
+class Interrupts:
+    """From `open` to `close` Ctrl-C is taken note of, to be raised where nothing runs; the second one raises
+    KeyboardInterrupt at once. SIGTERM is taken note of, too. Other threads than the main one get none.
+
+    Attributes:
+        count: so often Ctrl-C came.
+        terminated: whether SIGTERM came.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.terminated = False
+        self._opened = False
+
+    def open(self) -> None:
+        """Counts from 0."""
+        self.count, self.terminated = 0, False
+        if threading.current_thread() is threading.main_thread():
+            self._opened = True
+            self._before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGINT, self._note)
+            signal.signal(signal.SIGTERM, self._note_sigterm)
+
+    def close(self) -> None:
+        """From now on the signals are what they were before."""
+        if self._opened:
+            self._opened = False
+            interrupt, terminate = self._before
+            signal.signal(signal.SIGINT, interrupt)
+            signal.signal(signal.SIGTERM, terminate)
+
+    def raise_later(self) -> None:
+        """Called after `close`: SIGTERM comes now, if it came before."""
+        if self.terminated:
+            signal.raise_signal(signal.SIGTERM)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 1:
+            raise KeyboardInterrupt
+
+    def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        if not self.terminated:
+            signal_launched(signum)
+        self.terminated = True

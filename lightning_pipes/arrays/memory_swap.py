@@ -1,0 +1,182 @@
+"""More states than fit: siblings with their optimizers, layers, or weight versions take turns on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import psutil
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipes.arrays.sibling_memory import SiblingMemory
+from lightning_pipes.engine.residency.binding import Binding
+from lightning_pipes.engine.residency.copier import SlabCopier, copier_for
+from lightning_pipes.engine.residency.swap import Swap
+from lightning_pipes.ir import PlanError, check_count, check_number, check_type
+from lightning_pipes.planning.switching import Switching
+from lightning_pipes.sim.residency import Statistics
+
+
+class MemorySwap(SiblingMemory):
+    """Keeps the states of all siblings of an array on the host, and those that are needed on the device.
+
+    A state is what a sibling has on a rank: weights, buffers and what its optimizers remember of them. It is on the
+    device while something is computed for the sibling and while it has its turn, in which its optimizers step; those
+    that come next are brought meanwhile (S III-D of ArrayPipe). Without `recompute=True` it also stays from a batch's
+    first forward to its last backward, so that no more siblings have a batch under way than there are slots. Gradients
+    and activations stay on the device. On a CPU device and host are the same memory, and what is counted is real.
+
+        JobArray(16, memory=MemorySwap(device_bytes=8 << 30))
+
+    Layers of one model and weight versions can take turns in the same memory; `states` gives what takes any key.
+
+    Args:
+        device_bytes: of each device for states.
+        host_bytes: of the host for the states of one rank, if they are to be bounded. Where an array's size follows
+            from memory it is half of what is free by default, shared by the host's ranks.
+        slots: the most states on a device, if fewer than fit.
+        bandwidth: bytes per second each way of an emulated link; on CPU only.
+        prefetch: whether states are brought before they are needed. Without, every switch waits for its copy, which
+            shows what that is worth.
+
+    Attributes:
+        statistics: of this rank, over the array's run: hits, late ones and misses among leases, stalls, bytes.
+        switching: the paper's E2 with what was measured in that run: whether copies were hidden, and what would help;
+            None where nothing was copied.
+
+    Raises:
+        PlanError: a number that is not positive, or fewer than two slots. A sibling ends by one where two states do not
+            fit at a time, or all of them not on the host, or where one can't be moved.
+    """
+
+    def __init__(
+        self,
+        device_bytes: int,
+        host_bytes: int | None = None,
+        slots: int | None = None,
+        bandwidth: float | None = None,
+        prefetch: bool = True,
+    ) -> None:
+        self.device_bytes = check_count("device_bytes", device_bytes)
+        self.host_bytes = None if host_bytes is None else check_count("host_bytes", host_bytes)
+        self.slots = None if slots is None else check_count("slots", slots)
+        if slots is not None and slots < 2:
+            raise PlanError(f"switching needs a slot for the state in use and one for the next, got {slots}")
+        if bandwidth is not None:
+            check_number("bandwidth", bandwidth, "bytes per second above 0", lambda x: x > 0)
+        self.bandwidth = bandwidth
+        self.prefetch = check_type("prefetch", prefetch, bool)
+        self.statistics = Statistics()
+        self.switching: Switching | None = None
+        self._poison = False
+        self._several = True
+        self._swap: Swap[Hashable] | None = None
+        self._copier: SlabCopier | None = None
+        self._stages: set[int] = set()
+        self._largest = 0
+        self._shortest = float("inf")
+
+    def open(self, several: bool) -> None:
+        self._several, self._largest, self._shortest = several, 0, float("inf")
+        self.statistics, self.switching = Statistics(), None
+
+    def states(self, device: torch.device) -> Swap[Hashable]:
+        """The states on `device` by their keys, from the first call until `close`; siblings are known by numbers."""
+        if self._swap is None:
+            self._copier = copier_for(device, self.bandwidth)
+            self._swap = Swap(
+                self.device_bytes,
+                self._copier,
+                device,
+                slots=self.slots,
+                host_budget=self.host_bytes,
+                poison=self._poison,
+            )
+            self.statistics = self._swap.statistics
+        return self._swap
+
+    def close(self) -> None:
+        if self._swap is None or self._copier is None:
+            return
+        found, rate = self.statistics, self._copier.bandwidth
+        if rate is not None and self._shortest < float("inf"):
+            self.switching = Switching(tuple(sorted(self._stages)), self._largest / rate, self._shortest)
+        self._swap.close()
+        self._swap = self._copier = None
+        leases = found.hits + found.late + found.misses
+        rank_zero_info(
+            f"MemorySwap: {found.hits} of {leases} uses found their state on the device, {found.late} waited for one "
+            f"on its way, {found.misses} for one that was not; {found.stall_ns / 1e9:.3g} s of waiting, "
+            f"{found.bytes_in / 1e9:.3g} GB in, {found.bytes_out / 1e9:.3g} GB out"
+            + ("" if self.switching is None or not found.stall_ns else f". {self.switching}")
+        )
+
+    def room(self, ranks: int) -> int:
+        """States like the largest for which this rank's host has memory, with those that are there.
+
+        Args:
+            ranks: on this host.
+        """
+        most = self.host_bytes
+        if most is None:  # the other half is for models that are being set up
+            held = 0 if self._swap is None else self._swap.host_bytes
+            most = held + psutil.virtual_memory().available // 2 // ranks
+        return most // max(1, self._largest)
+
+    def holds(self, index: int) -> bool:
+        return self._swap is not None and self._swap.holds(index)
+
+    def has_room(self, index: int) -> bool:
+        swap = self._swap
+        return swap is None or index not in swap or swap.holds(index) or swap.has_room(index)
+
+    def begin_turn(self, index: int) -> None:
+        if self._swap is not None and index in self._swap:
+            self._swap.release(index)
+            self._swap.acquire(index, write=True)
+
+    def end_turn(self, index: int, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        swap, found = self.states(device), Binding(module, optimizers, device)
+        known = swap.bound(index)
+        if isinstance(known, Binding) and known.like(found):
+            swap.replace(index, found)
+            there = swap.on_device(index)
+            if there is not None:
+                found.settle(there)
+            swap.release(index)
+            swap.relieve(index)
+            return
+        self.leave(index)
+        self._largest = max(self._largest, swap.add(index, found, lambda size: self._check(index, size)))
+
+    def begin_block(self, index: int, stage: int) -> None:
+        self._stages.add(stage)
+        if self._swap is None or self._swap.holds(index):
+            return
+        bound = self._swap.bound(index)
+        if isinstance(bound, Binding):
+            self._swap.acquire(index, write=bound.has_buffers)
+
+    def end_block(self, index: int, seconds: float, keep: bool) -> None:
+        self._shortest = min(self._shortest, seconds)
+        if not keep and self._swap is not None:
+            self._swap.release(index)
+
+    def look_ahead(self, coming: Iterable[int]) -> None:
+        if self._swap is not None:
+            self._swap.predict(coming)
+            if self.prefetch:
+                self._swap.prefetch()
+
+    def leave(self, index: int) -> None:
+        if self._swap is not None:
+            self._swap.remove(index)
+
+    def _check(self, index: int, size: int) -> None:
+        if self._several and 2 * size > self.device_bytes:
+            raise PlanError(
+                f"sibling {index} has a state of {size} bytes, and device_bytes={self.device_bytes} has no room for "
+                f"two: the one in use and the next. Use {2 * size} or more, or cut the model into more stages"
+            )

@@ -1,0 +1,1 @@
+"""One sibling of an array, and its like on other ranks."""

@@ -1,0 +1,89 @@
+"""Functions in threads of which one runs at a time: whoever holds the baton."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_pipes.engine.compute.rng import random_state, set_random_state
+from lightning_pipes.engine.watch.points import point
+
+
+class Runner:
+    """A function in a thread of its own, which runs only between `go` and the next `pause` in it.
+
+    The random state of torch, Python and NumPy belongs to who holds the baton: a function finds it after a pause as it
+    was before, whatever ran meanwhile. So do context variables, which start as copies of the caller's. The GPU that a
+    function has chosen is the caller's, too, from then on, as if it had run there: a thread begins with number 0, which
+    may be another rank's.
+
+    Args:
+        fn: runs to its end, or to an exception, both of which are for `fn` to keep.
+        state: what its random numbers start from.
+    """
+
+    def __init__(self, fn: Callable[[], None], name: str, state: Mapping[str, Any]) -> None:
+        self.ended = False
+        self._fn = fn
+        self._state = state
+        self._device = _device()
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=lambda: context.run(self._main), name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether the caller is the function's thread."""
+        return threading.current_thread() is self._thread
+
+    def go(self) -> None:
+        """Lets the function run, and returns when it pauses or has ended."""
+        self._go.release()
+        self._back.acquire()
+        _choose(self._device)
+        if self.ended:
+            self._thread.join()
+
+    def pause(self) -> None:
+        """Called by the function: returns at the next `go`. The random state may be another then."""
+        self._device = _device()
+        point("sibling.pause")
+        self._back.release()
+        self._go.acquire()
+
+    def _main(self) -> None:
+        self._go.acquire()
+        _choose(self._device)
+        set_random_state(self._state, _device())
+        try:
+            self._fn()
+        finally:
+            self.ended = True
+            self._device = _device()
+            self._back.release()
+
+
+def own_random_state() -> Mapping[str, Any]:
+    """The state of all generators that code on this thread draws from."""
+    return random_state(_device())
+
+
+def set_own_random_state(state: Mapping[str, Any]) -> None:
+    """The other direction of `own_random_state`."""
+    set_random_state(state, _device())
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _choose(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -1,0 +1,110 @@
+"""Connections of a sibling: those that all siblings of its array share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_pipes.arrays.siblings.agreement import SiblingAgreement
+from lightning_pipes.arrays.siblings.barriers import has_purpose
+from lightning_pipes.arrays.siblings.kinship import decide_alike, microbatches_among, same_container
+from lightning_pipes.arrays.siblings.sibling import Sibling, SiblingWatch, wait_in_turn
+from lightning_pipes.engine.engine import Turns, Watch
+from lightning_pipes.engine.messages.mailbox import Transport
+from lightning_pipes.engine.watch.failure import FailureWatch
+from lightning_pipes.ir import PlanError
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.loop.connections import Connections, Make
+from lightning_pipes.trainer.loop.stopping import StopAgreement
+from lightning_pipes.trainer.plan.decision import Decision, Wanted
+from lightning_pipes.trainer.ranks.control import Control
+
+
+def join(
+    sibling: Sibling[Any], trainer: pl.Trainer, rank: int, ranks: int, make_watch: Callable[[], FailureWatch]
+) -> Connections:
+    """Those of a training that a sibling begins, before they are made; the first one makes the watch."""
+    return SiblingConnections(sibling, trainer, sibling.array.shared.watched(make_watch, rank, ranks))
+
+
+@dataclass
+class SiblingConnections:
+    """Of a sibling of an array, which leaves them to the next one."""
+
+    sibling: Sibling[Any]
+    trainer: pl.Trainer
+    watch: FailureWatch
+
+    @property
+    def trainings(self) -> int:
+        return self.sibling.array.size
+
+    def connect(self, make: Make) -> Control:
+        array = self.sibling.array
+        greetings = self.sibling.meet(array.shared.greeting(array.size))
+        control = array.shared.control(greetings, partial(make, self.watch, wait_in_turn))
+        self.sibling.trainer = self.trainer
+        private.remove_progress_bars(self.trainer)
+        return control
+
+    def get_ready(self, pipeline: Control) -> None:
+        pipeline.get_ready()
+
+    def waits_at(self, barrier: str | None) -> bool:
+        return has_purpose(barrier, self.trainer)
+
+    @property
+    def told_to_end(self) -> bool:
+        return self.sibling.array.told_to_end
+
+    def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
+        return microbatches_among(wanted, self.sibling, ranks)
+
+    def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
+        return same_container(self.sibling, module, find)
+
+    def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
+        return decide_alike(self.sibling, module, plain, decide)
+
+    def check_endless(self, schedule: str) -> None:
+        raise PlanError(
+            f"{schedule} does not flush between batches, which siblings of an array have to; they keep each other's "
+            "stages busy, so choose 'jap' or '1f1b'"
+        )
+
+    def transport(self, make: Callable[[], Transport]) -> Transport:
+        return self.sibling.array.shared.connected(make)
+
+    @property
+    def engine_watch(self) -> Watch:
+        return SiblingWatch(self.sibling, self.watch)
+
+    @property
+    def turns(self) -> Turns | None:
+        return self.sibling
+
+    def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
+        self.sibling.check_later(come, check, late)
+
+    def check(self) -> None:
+        self.sibling.check()
+
+    def agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
+        return SiblingAgreement(trainer, stops, control, self.sibling).agree
+
+    def go_home(self) -> None:
+        self.sibling.array.take_home(self.sibling.index)
+
+    def leave(self, control: Control | None, down: bool) -> None:
+        if control is not None and not down:
+            self.sibling.array.shared.take_back(control)
+
+    def renew(self, control: Control) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        self.sibling.fail(error)

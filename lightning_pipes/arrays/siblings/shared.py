@@ -1,0 +1,124 @@
+"""Connections that the siblings of an array have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from lightning_pipes.arrays.siblings.sibling_board import Board
+from lightning_pipes.engine.messages.mailbox import Key, Mailbox, Transport
+from lightning_pipes.engine.watch.failure import FailureWatch
+from lightning_pipes.ir import PlanError
+from lightning_pipes.sim.event import Event
+from lightning_pipes.trainer.ranks.control import Control, close_all
+
+_GATHER_TIMEOUT = timedelta(minutes=5)
+"""How long ranks wait for each other in the end, where no sibling says it."""
+
+
+class Shared:
+    """Made by the first sibling that needs them, and ended with the array.
+
+    Attributes:
+        watch: sees ranks that die; None before the first sibling has asked for it.
+        transport: of all messages; None before the first sibling has asked for it.
+        board: on which ranks tell each other of siblings.
+        facts: what the first sibling found out, by name; the others take it over, or have to agree.
+    """
+
+    def __init__(self) -> None:
+        self.watch: FailureWatch | None = None
+        self.transport: Transport | None = None
+        self.board = Board()
+        self.facts: dict[str, Any] = {}
+        self._free: dict[int, Control] = {}
+        """Connections that siblings have left, by number."""
+        self._numbers: dict[Control, int] = {}
+        """Of those that siblings have."""
+        self._made = 0
+
+    def watched(self, make: Callable[[], FailureWatch], rank: int, ranks: int) -> FailureWatch:
+        """The watch of all siblings; the first one makes it."""
+        if self.watch is None:
+            self.watch = make()
+            self.board.open(self.watch, rank, ranks)
+        return self.watch
+
+    def connected(self, make: Callable[[], Transport]) -> Transport:
+        """The transport of all siblings, which no single one closes; the first one makes it."""
+        if self.transport is None:
+            self.transport = make()
+        return _Kept(self.transport)
+
+    def greeting(self, size: int) -> str:
+        """What ranks have to know of each other before they take `control`, by the meeting of a sibling."""
+        return json.dumps([size, sorted(self._free)])
+
+    def control(self, greetings: Sequence[str], make: Callable[[], Control]) -> Control:
+        """Connections for one sibling, made unless one that has ended left its own on all ranks. Collective. Those that
+        it left on some ranks only are given up: it has failed on others before it was through with them.
+
+        Args:
+            greetings: of all ranks, by rank.
+
+        Raises:
+            PlanError: arrays of other ranks have other sizes.
+        """
+        sizes, free = zip(*map(json.loads, greetings), strict=True)
+        if len(set(sizes)) > 1:
+            each = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sizes))
+            raise PlanError(
+                f"the array has size {each}; all ranks need the same number of siblings at a time, so it can't depend "
+                "on what one of them finds"
+            )
+        common = set.intersection(*map(set, free))
+        self._free = {number: control for number, control in self._free.items() if number in common}
+        if self._free:
+            number = min(self._free)
+            control = self._free.pop(number)
+        else:
+            self._made += 1
+            number, control = self._made, make()
+        self._numbers[control] = number
+        return control
+
+    def take_back(self, control: Control) -> None:
+        """A sibling has no use for its connections any more: all calls on them were made by this rank."""
+        self._free[self._numbers.pop(control)] = control
+
+    def gathered(self, greetings: Sequence[str], events: Sequence[Event]) -> Sequence[Sequence[Event]]:
+        """What each rank gives. Collective."""
+        control = self.control(greetings, self._last)
+        self.take_back(control)
+        return control.all_gather(events)
+
+    def _last(self) -> Control:
+        assert self.watch is not None, "there are other ranks"
+        return Control(range(len(self.board.others) + 1), self.watch, _GATHER_TIMEOUT)
+
+    def close(self) -> None:
+        """Ends them."""
+        close_all(self._free.values())
+        if self.transport is not None:
+            self.transport.close()
+        if self.watch is not None:
+            self.watch.close()
+
+
+class _Kept:
+    """The transport of all siblings, which no single one closes."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    @property
+    def mailbox(self) -> Mailbox:
+        return self._transport.mailbox
+
+    def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
+        self._transport.send(rank, key, tree, flags)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,341 @@
+"""A sibling of a job array: one of the user's functions in a thread of its own, in turns.
+
+A sibling has its turn until it has handed a batch to the pipeline, or waits for another rank in the middle of it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_pipes.arrays.siblings.baton import Runner, own_random_state, set_own_random_state
+from lightning_pipes.arrays.siblings.shared import Shared
+from lightning_pipes.arrays.siblings.sibling_board import Failure, Return
+from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure, error_elsewhere, packed_error
+from lightning_pipes.engine.engine import Engine
+from lightning_pipes.engine.watch.failure import FailureWatch
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.ir import PipelineError, PlanError
+
+T = TypeVar("T")
+
+_WINDOWS = 1 << 32
+"""Windows that one sibling may open before its numbers run into those of the next."""
+_LOOK_SECONDS = 0.001
+"""How often it looks whether an answer of other ranks has come."""
+_REASON_SECONDS = 1.0
+"""How long a computation that failed waits for an answer of other ranks that may say why."""
+RETURN_SECONDS = 60.0
+"""How long a sibling may go on in a turn in which it has returned on another rank, for what that has said before."""
+_PATIENCE = 100
+"""How often a sibling that was told to end may go on waiting for something before it is left alone."""
+_current: contextvars.ContextVar[Sibling[Any] | None] = contextvars.ContextVar("lightning_pipes_sibling", default=None)
+
+
+class ArrayCancelledError(PipelineError):
+    """The array ends before this sibling does: Ctrl-C, a rank that died, or a caller that has enough."""
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """How a sibling ended on this rank.
+
+    Attributes:
+        index: counts the siblings in the order in which they began.
+        value: what its function returned; None where it raised.
+        error: what it raised.
+    """
+
+    index: int
+    value: T | None = None
+    error: BaseException | None = None
+
+
+class Host(Protocol):
+    """What a sibling needs of its array.
+
+    Attributes:
+        size: siblings at a time, as far as it is decided.
+        shared: what connects all siblings.
+    """
+
+    size: int
+    shared: Shared
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether this process got SIGTERM."""
+
+    def keep(self, index: int, engine: Engine) -> None:
+        """Writes down what was computed for a batch of sibling number `index`."""
+
+    def take_home(self, index: int) -> None:
+        """Its weights and optimizers are its own again, and lie in no memory that siblings share."""
+
+    def microbatches(self, stages: int) -> int:
+        """In how many micro-batches a batch is cut where a sibling does not say it."""
+
+
+class Sibling(Generic[T]):
+    """One function of an array, as its strategy and its array see it.
+
+    Attributes:
+        index: counts the siblings in the order in which they began.
+        turns: those that it has had, with the one it is in; the same on all ranks at the same point of the function.
+        in_turn: whether it is in one: it runs, or waits for other ranks.
+        outcome: how it ended; None before.
+        engine: whose window is being worked on between its turns.
+        trainer: the one that it has given its model last.
+        counts: whether it is to be shown as one that has ended; not where there was nothing left to do.
+    """
+
+    def __init__(self, index: int, fn: Callable[[], T], array: Host, state: Mapping[str, Any]) -> None:
+        self.index = index
+        self.array = array
+        self.turns = 0
+        self.in_turn = False
+        self.outcome: Outcome[T] | None = None
+        self.engine: Engine | None = None
+        self.trainer: pl.Trainer | None = None
+        self.counts = True
+        self._fn = fn
+        self._windows = 0
+        self._meetings = 0
+        self._failed = False
+        self._checks: deque[tuple[int, Callable[[], bool], Callable[[], object]]] = deque()
+        self._ready: Callable[[], bool] = lambda: True
+        self._task: Callable[[], None] | None = None
+        self._fate: tuple[int, BaseException] | None = None  # the turn that it does not survive, and what ends it
+        self._heard: BaseException | None = None  # what ends it, if another rank has said so
+        self._runner = Runner(self._body, f"sibling {index}", state)
+
+    # ---- called on its own thread
+
+    def window(self) -> int:
+        """A number for the next window of its engines, which no other sibling uses."""
+        self._windows += 1
+        return self.index * _WINDOWS + self._windows
+
+    def finish(self, engine: Engine) -> None:
+        """Ends its turn; returns in the next one, when the window that is open in `engine` is through on this rank."""
+        self.engine, self.in_turn = engine, False
+        try:
+            self._pause(lambda: engine.satisfied)
+        finally:
+            self.engine = None
+        self.array.keep(self.index, engine)
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Returns when `ready()`; its turn goes on, and meanwhile this rank computes for others."""
+        if self._runner.running and not ready():
+            self._pause(ready)
+
+    def meet(self, word: str) -> Sequence[str]:
+        """Returns when all ranks have come here, so that calls that block find their like; a failure of this sibling
+        elsewhere ends it. What each rank says, by rank; `word` where there are no others.
+
+        Raises:
+            PlanError: it has failed before; ranks may be in different turns since.
+        """
+        if self.failed:
+            raise PlanError(
+                f"sibling {self.index} of the array has failed, and its function goes on to train: ranks are not at "
+                "one place any more. Return, or raise, and try again in another job, or trial"
+            )
+        board = self.array.shared.board
+        self._meetings += 1
+        meeting = f"meetings/{self.index}/{self._meetings}"
+        board.tell(meeting, word)
+        point("sibling.meet")
+        self.wait_until(lambda: board.all_told(meeting))
+        return board.values(meeting) if board.others else [word]
+
+    def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
+        """Has `check` called when `come()`, to raise what is wrong. All ranks ask for it in the same turn, go on as if
+        nothing was, and find the same: an error ends the sibling `late` turns after this one, or in the middle of what
+        it waits for. In that turn they call `check`, unless they can't go on without each other. `check` waits by
+        itself where it is called before that."""
+        self._checks.append((self.turns + late, come, check))
+
+    def check(self) -> None:
+        """Returns when all that was to be checked later is right."""
+        while self._checks:
+            *_, check = self._checks.popleft()
+            check()
+
+    def fail(self, error: BaseException, where: str = "") -> None:
+        """Tells the other ranks that it ends by `error`, unless they know."""
+        heard = error is self._heard or isinstance(error, (SiblingFailure, ArrayCancelledError, SIGTERMException))
+        if not self._failed and not heard:
+            text = f"{type(error).__name__}: {error}" + (f", in {where}" if where else "")
+            self.array.shared.board.tell_news(Failure(self.index, self.next_turn, text, packed_error(error)))
+        self._failed = True
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed on any rank, as far as this one knows, also if its function has caught the error."""
+        return self._failed or self._heard is not None
+
+    def _pause(self, ready: Callable[[], bool]) -> None:
+        self._ready = ready
+        self._meet_fate()
+        state = own_random_state()
+        while True:
+            self._runner.pause()
+            if self._task is None:
+                break
+            self._task()
+            self._task = None
+        set_own_random_state(state)
+        if self._fate is not None and self._fate[0] <= self.turns:
+            raise self._fate[1]
+
+    def _body(self) -> None:
+        token = _current.set(self)
+        try:
+            value = self._fn()
+            point("sibling.ended")
+            self.array.shared.board.tell_news(Return(self.index, self.turns, self._meetings))
+            self.outcome = Outcome(self.index, value=value)
+        except BaseException as error:  # SystemExit of one sibling must not end the others
+            self.fail(error)
+            self.outcome = Outcome(self.index, error=error)
+            self._checks.clear()
+        finally:
+            self.array.take_home(self.index)
+            _current.reset(token)
+
+    # ---- called by its array
+
+    def ready(self) -> bool:
+        """Whether what it waits for has come about, or never will."""
+        return self.doomed or self._ready() or self._wrong()
+
+    @property
+    def doomed(self) -> bool:
+        """Whether it ends when it runs next."""
+        return self._fate is not None and self._fate[0] <= self.next_turn
+
+    def begin_turn(self) -> None:
+        """Its next turn comes now; `go_on` until it is over."""
+        point("sibling.turn")
+        self.turns += 1
+        self.in_turn = True
+
+    def go_on(self) -> bool:
+        """Lets it run until it waits; whether its turn is over."""
+        self._runner.go()
+        return self.outcome is not None or not self.in_turn
+
+    def compute(self) -> None:
+        """Runs on its thread what its window has next, up to one computation."""
+        engine = self.engine
+        assert engine is not None
+
+        def task() -> None:
+            try:
+                engine.advance()
+            except BaseException as error:
+                if not self._wrong(_REASON_SECONDS):  # else that is the reason, and other ranks find it, too
+                    self.fail(error)
+                    self.doom(self.next_turn, error)
+
+        self._task = task
+        self._runner.go()
+
+    def doom(self, turn: int, error: BaseException) -> None:
+        """It gets `error` in turn number `turn`: at its start, or in its middle where it waits there already. Where
+        that turn is over it is the next one, and the other ranks hear of it."""
+        if self._fate is None:
+            self._fate = turn, error
+            self._meet_fate()
+
+    def hear(self, rank: int, news: Failure | Return, seconds: float) -> None:
+        """It has ended on another rank, which is known here for so many seconds; of an error it gets the same here.
+
+        Raises:
+            PlanError: it has returned there, and does something else here. What other siblings say in turns finds no
+                partner any more then.
+        """
+        if isinstance(news, Failure):
+            if self._heard is None:
+                self._heard = error_elsewhere(news.text, news.error)
+                self.doom(news.turn, self._heard)
+        elif not self.doomed and (
+            self.next_turn > news.turn or self._meetings > news.meetings or seconds > RETURN_SECONDS
+        ):
+            raise PlanError(
+                f"sibling {self.index} of the array has returned on rank {rank}, in its turn {news.turn}, and goes on "
+                f"here, in its turn {self.next_turn}. Its function must do the same on all ranks: what a Trainer is "
+                "called for, and how often, can't depend on the rank, the time, or unseeded random numbers"
+            )
+
+    def cancel(self, error: BaseException) -> None:
+        """Ends it by `error`, wherever it waits."""
+        self._fate, self._failed = (0, error), True
+        for _ in range(_PATIENCE):
+            if self.outcome is None:
+                self._runner.go()
+
+    def _wrong(self, patience: float = 0.0) -> bool:
+        """Whether one of the things to be checked later turns out to be wrong, which dooms it."""
+        until = time.monotonic() + patience
+        while self._checks and self._fate is None:
+            turn, come, check = self._checks[0]
+            while not come():
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(_LOOK_SECONDS)
+            self._checks.popleft()
+            try:
+                check()
+            except PipelineError as error:
+                self._checks.clear()
+                self.doom(turn, error)
+                return self.doomed
+        return False
+
+    @property
+    def next_turn(self) -> int:
+        """The number of the turn in which it runs next: the one it is in, or the one after."""
+        return self.turns if self.in_turn else self.turns + 1
+
+    def _meet_fate(self) -> None:
+        if self._fate is not None and 0 < self._fate[0] < self.next_turn:
+            self.array.shared.board.tell(f"late/{self.index}")
+
+
+class SiblingWatch:
+    """What the engine of a sibling tells of failures: they are the sibling's own, not the whole run's."""
+
+    def __init__(self, sibling: Sibling[Any], watch: FailureWatch) -> None:
+        self.doing: object | None = None
+        self._sibling = sibling
+        self._watch = watch
+
+    def check(self) -> None:
+        """Raises PeerFailure if a rank has died."""
+        self._watch.check()
+
+    def fail(self, error: BaseException, where: str = "") -> None:
+        """Tells the other ranks."""
+        self._sibling.fail(error, where)
+
+
+def wait_in_turn(ready: Callable[[], bool]) -> None:
+    """Returns when `ready()`, or at once where no sibling is running; meanwhile others' batches are computed."""
+    sibling = current_sibling()
+    if sibling is not None:
+        sibling.wait_until(ready)
+
+
+def current_sibling() -> Sibling[Any] | None:
+    """The sibling whose function is running; None outside of arrays."""
+    return _current.get()

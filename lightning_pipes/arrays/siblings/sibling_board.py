@@ -1,0 +1,158 @@
+"""The board on which the ranks of an array tell each other how siblings fare."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from lightning_pipes.engine.watch.failure import FailureWatch, PeerFailure
+from lightning_pipes.engine.watch.trust import printable
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A sibling fails.
+
+    Attributes:
+        index: of the sibling.
+        turn: the number of the turn that it does not survive.
+        text: where and why.
+        error: the packed error.
+    """
+
+    index: int
+    turn: int
+    text: str
+    error: bytes = b""
+
+
+@dataclass(frozen=True)
+class Return:
+    """A sibling has returned, and comes to nothing more.
+
+    Attributes:
+        index: of the sibling.
+        turn: the number of its last turn.
+        meetings: so many it came to.
+    """
+
+    index: int
+    turn: int
+    meetings: int
+
+
+@dataclass(frozen=True)
+class NoMore:
+    """A rank has no more jobs than these."""
+
+    jobs: int
+
+
+News = Failure | Return | NoMore
+
+
+class Board:
+    """A part of the ranks' store. What is told before `open` is told then; nothing is where there is a single rank.
+
+    Where the store has ended nobody can be told any more, and who asks gets a PeerFailure.
+
+    Attributes:
+        rank: this one.
+        others: the ranks that can be told.
+    """
+
+    def __init__(self) -> None:
+        self.others: Sequence[int] = ()
+        self.rank = 0
+        self._watch: FailureWatch | None = None
+        self._store: Any = None
+        self._early: list[Callable[[], None]] | None = []
+        self._news = 0
+
+    def open(self, watch: FailureWatch, rank: int, ranks: int) -> None:
+        """This is rank number `rank` of so many."""
+        early, self._early = self._early or [], None
+        if ranks > 1:
+            self.others = [other for other in range(ranks) if other != rank]
+            self.rank, self._watch, self._store = rank, watch, watch.store()
+            for say in early:
+                say()
+
+    def tell(self, what: str, value: str = "") -> None:
+        """This rank has something to say, once."""
+        if self._early is not None:
+            self._early.append(partial(self.tell, what, value))
+        elif self._store is not None:
+            with suppress(RuntimeError):
+                self._store.set(f"{what}/{self.rank}", value)
+
+    def told(self, what: str, rank: int) -> bool:
+        """Whether another rank has said it."""
+        return self._has([f"{what}/{rank}"])
+
+    def all_told(self, what: str) -> bool:
+        """Whether all ranks have said it, this one having done so."""
+        return self._store is None or self._has([f"{what}/{rank}" for rank in self.others])
+
+    def values(self, what: str) -> list[str]:
+        """What all ranks have said, by rank; this one, too."""
+        with self._asked():
+            found = self._store.multi_get([f"{what}/{rank}" for rank in range(len(self.others) + 1)])
+        return [bytes(each).decode() for each in found]
+
+    def tell_news(self, news: News) -> None:
+        """What others have to know that do not ask."""
+        if self._early is not None:
+            self._early.append(partial(self.tell_news, news))
+        elif self._store is not None:
+            if isinstance(news, Failure):
+                news = replace(news, text=f"sibling {news.index} failed on rank {self.rank}: {news.text}")
+            with suppress(RuntimeError):
+                packed, number = _packed(self.rank, news), self._news + 1
+                while self._store.compare_set(f"news/{number}", "", packed).decode() != packed:
+                    number += 1
+
+    def news(self) -> Iterator[tuple[int, News]]:
+        """What other ranks have told since this was asked last, with their numbers."""
+        while self._store is not None and self._has([f"news/{self._news + 1}"]):
+            self._news += 1
+            with self._asked():
+                rank, news = _unpacked(self._store.get(f"news/{self._news}"))
+            if rank != self.rank:
+                yield rank, news
+
+    def _has(self, keys: list[str]) -> bool:
+        with self._asked():
+            return bool(self._store.check(keys))
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Raises PeerFailure where the store does not answer the block: the watch's, which says who has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            assert self._watch is not None
+            self._watch.learn_reason()
+            raise PeerFailure(f"the store through which ranks know of each other does not answer ({error})") from error
+
+
+def _packed(rank: int, news: News) -> str:
+    """News of a rank as JSON."""
+    fields = asdict(news)
+    if isinstance(news, Failure):
+        fields["error"] = base64.b64encode(news.error).decode()
+    return json.dumps([rank, type(news).__name__, fields])
+
+
+def _unpacked(packed: bytes) -> tuple[int, News]:
+    rank, kind, fields = json.loads(packed)
+    if kind == Failure.__name__:
+        fields["error"] = base64.b64decode(fields["error"])
+        fields["text"] = printable(fields["text"])
+        return rank, Failure(**fields)
+    return rank, Return(**fields) if kind == Return.__name__ else NoMore(**fields)

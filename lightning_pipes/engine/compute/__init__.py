@@ -1,0 +1,1 @@
+"""Computations of one rank."""

@@ -1,0 +1,245 @@
+"""Runs one rank's instructions on torch. It never asks which schedule they come from."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.engine.compute import autograd, split
+from lightning_pipes.engine.compute.autograd import Saved
+from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.spans import Shelf, take_rows
+from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.engine.compute.weights import Version
+from lightning_pipes.engine.messages.mailbox import Transport
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, Plan, Span, graphs, passes, receive_of, send_of
+from lightning_pipes.sim.event import Event
+
+Records = list[tuple[Saved, Sequence[Any]]]
+"""Forwards and the gradients of their outputs."""
+
+KEPT_EVENTS = 100_000
+"""An endless window forgets the oldest."""
+
+
+class Executor:
+    """The state of one window on one rank: what was computed, received, and is still to be differentiated."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Sequence[Stage],
+        transport: Transport,
+        rank: int,
+        window: int,
+        offsets: Mapping[int, int] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.window = window
+        self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self.outputs: list[tuple[Span, Any]] = []
+        """What the last stage returned in evaluation."""
+        self._stages = {(stage.number, stage.job): stage for stage in stages}
+        self._transport = transport
+        self._offsets = offsets or {}
+        self._items: dict[tuple[int, int], Item] = {}
+        self._shelves: dict[tuple[Kind, int, int, int], Shelf] = {}
+        self._saved: dict[tuple[int, int, int], list[Saved]] = defaultdict(list)
+        self._split: dict[Instruction, tuple[split.WeightGradients, list[Version | None]]] = {}
+        self._versions: dict[tuple[int, int, int], Version | None] = {}
+        self._rows_left: dict[tuple[int, int, int], int] = {}  # whose weight gradients are to come
+        self._steps: Counter[tuple[int, int]] = Counter()
+        self._last_arrival: dict[tuple[int, Kind], int] = {}
+
+    def add(self, item: Item, batch: int) -> None:
+        """`item` is batch number `batch` of its job in this window."""
+        self._items[item.job, batch] = item
+
+    def run(self, i: Instruction) -> None:
+        """Runs one instruction; its needs must be met."""
+        item = self._items[i.job, i.batch]
+        point(i.kind)
+        if i.kind is Kind.STEP:
+            started = time.monotonic_ns()
+            self._step(i, item)
+            self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+            return
+        span = i.span.clip(item.rows)
+        if not span.rows:  # a short batch ends before this span
+            return
+        if i.kind is Kind.RF or i.kind is Kind.RB:
+            self._receive(i, span)
+        elif i.kind is Kind.SF or i.kind is Kind.SB:
+            self._send(i, span)
+        else:
+            started = time.monotonic_ns()
+            self._compute(i, item, span)
+            self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether forwards wait for their backward with the weights that they have read."""
+        return bool(self._split) or any(not saved.recompute for held in self._saved.values() for saved in held)
+
+    def _compute(self, i: Instruction, item: Item, span: Span) -> None:
+        if i.kind is Kind.F:
+            self._forward(i, item)
+            return
+        stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
+        if i.kind is Kind.W:
+            with self._completing(stage, i, item, span):
+                left, versions = self._split.pop(i)
+                left.compute()
+                stage.weights.collect(versions)
+            return
+        records = self._take_saved(i, item, span)
+        if i.kind is Kind.I:
+            left = split.backward_inputs(records, last)
+            if left.inseparable:
+                stage.say_inseparable(left.inseparable)
+            self._split[i._replace(kind=Kind.W)] = left, [saved.version for saved, _ in records]
+        else:
+            with self._completing(stage, i, item, span):
+                autograd.backward(records, last)
+                stage.weights.collect(saved.version for saved, _ in records)
+        if i.stage > 0:
+            for saved, _ in records:
+                self._hand_on(Kind.SB, i, saved.span, autograd.input_gradients(saved))
+
+    def _completing(self, stage: Stage, i: Instruction, item: Item, span: Span) -> AbstractContextManager[None]:
+        """What the stage wants around the weight gradients of the batch's last samples, whichever these are."""
+        batch = (i.stage, i.job, i.batch)
+        left = self._rows_left[batch] = self._rows_left.get(batch, item.rows) - span.rows
+        if left:
+            return nullcontext()
+        del self._rows_left[batch]
+        return nullcontext() if stage.last_backward is None else stage.last_backward(i.stage)
+
+    def _forward(self, i: Instruction, item: Item) -> None:
+        stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
+        version = self._version_of(stage, i) if item.training else None
+        for part, kept in self._runs(i, item):
+            received, flags = (None, ()) if i.stage == 0 else self._shelf(Kind.RF, i).take(part)
+            wanted: autograd.Flags = ()
+            if not item.training:
+                output = stage.forward(item, part, received, None)
+            elif stage.recompute or len(kept) > 1:
+                with torch.no_grad():
+                    output = stage.forward(item, part, received, version, in_parts=len(kept) > 1)
+                wanted = autograd.may_want_gradients(output)
+                for span in kept:
+                    saved = Saved(span, version, recompute=True, sent_flags=wanted)
+                    saved.received = (_own_rows(received, part, span), flags)
+                    self._saved[i.stage, i.job, i.batch].append(saved)
+            else:
+                saved = Saved(part, version)
+                output = stage.forward(item, part, autograd.enter(received, flags, saved), version)
+                output, wanted = autograd.leave(output, saved)
+                self._saved[i.stage, i.job, i.batch].append(saved)
+            if not last:
+                self._hand_on(Kind.SF, i, part, (output, wanted))
+            elif not item.training:
+                self.outputs.append((part, output))
+
+    def _runs(self, i: Instruction, item: Item) -> list[tuple[Span, list[Span]]]:
+        """The samples of every run of a forward, and those of the graphs that differentiate them: several where one run
+        makes none, and backward makes one after the other."""
+        whole = i.span.clip(item.rows)
+        if not item.training:
+            return [(whole, [whole])]
+        kept = [part for span in graphs(i, self.plan) if (part := span.clip(item.rows)).rows]
+        if len(kept) == 1 or len(passes(i, self.plan)) == 1:
+            return [(whole, kept)]
+        return [(part, [part]) for part in kept]
+
+    def _version_of(self, stage: Stage, i: Instruction) -> Version | None:
+        """What the first forward of this batch read: all of it goes through the same weights."""
+        batch = (i.stage, i.job, i.batch)
+        if batch not in self._versions:
+            self._versions[batch] = stage.weights.current()
+        return self._versions[batch]
+
+    def _take_saved(self, i: Instruction, item: Item, span: Span) -> Records:
+        """The forwards that a backward differentiates, each with the gradients of its outputs."""
+        held = self._saved[i.stage, i.job, i.batch]
+        mine = [saved for saved in held if saved.span.overlaps(span)]
+        self._saved[i.stage, i.job, i.batch] = [saved for saved in held if not saved.span.overlaps(span)]
+        stage = self._stages[i.stage, i.job]
+        for saved in mine:
+            if saved.recompute:
+                received, flags = saved.received
+                saved.received = None
+                entered = autograd.enter(received, flags, saved)
+                output = stage.forward(item, saved.span, entered, saved.version, again=True)
+                autograd.leave(output, saved, saved.sent_flags)
+        if self._is_last(i.stage):
+            return [(saved, ()) for saved in mine]
+        gradients = self._shelf(Kind.RB, i)
+        return [(saved, gradients.take(saved.span)) for saved in mine]
+
+    def _step(self, i: Instruction, item: Item) -> None:
+        stage = self._stages[i.stage, i.job]
+        if stage.step is not None:
+            stage.step(item)
+        stage.weights.updated()
+        batch = (i.stage, i.job, i.batch)
+        self._saved.pop(batch, None)
+        self._versions.pop(batch, None)
+        for kind in SENDS | RECEIVES:
+            self._shelves.pop((kind, *batch), None)
+        self._steps[i.job, i.batch] += 1
+        if self._steps[i.job, i.batch] == len(self.plan.stages[self.rank]):  # this rank is through with the batch
+            del self._steps[i.job, i.batch], self._items[i.job, i.batch]
+
+    def _hand_on(self, send: Kind, i: Instruction, span: Span, tree: Any) -> None:
+        """To the neighbour's shelf, or where it is on another rank to ours until the message is complete."""
+        receive = receive_of(i._replace(kind=send))
+        if self.plan.ranks[receive.stage] == self.rank:
+            self._shelf(receive.kind, receive).put(span, tree)
+        else:
+            self._shelf(send, i).put(span, tree)
+
+    def _send(self, i: Instruction, span: Span) -> None:
+        receive = receive_of(i)
+        content = self._shelf(i.kind, i).take(span)
+        tree, flags = content if i.kind is Kind.SF else (content[0] if len(content) == 1 else content, ())
+        self._transport.send(self.plan.ranks[receive.stage], (self.window, receive), tree, flags)
+
+    def _receive(self, i: Instruction, span: Span) -> None:
+        message = self._transport.mailbox.take((self.window, i))
+        assert message is not None, f"{i} was run before its message was there"
+        if i.kind is Kind.RF:
+            self._shelf(i.kind, i).put(span, (message.tree, message.flags))
+        else:  # a list of gradients; a single one travels bare
+            self._shelf(i.kind, i).put(span, message.tree if isinstance(message.tree, list) else [message.tree])
+        if message.arrived:
+            send = send_of(i)
+            source = self.plan.ranks[send.stage]
+            sent = message.sent + self._offsets.get(source, 0)  # by this rank's clock
+            started = max(sent, message.posted, self._last_arrival.get((source, i.kind), 0))
+            self._last_arrival[source, i.kind] = message.arrived
+            self.events.append(Event(source, send, min(started, message.arrived), message.arrived))
+
+    def _shelf(self, kind: Kind, i: Instruction) -> Shelf:
+        key = (kind, i.stage, i.job, i.batch)
+        shelf = self._shelves.get(key)
+        if shelf is None:
+            shelf = self._shelves[key] = Shelf(gradients=kind is Kind.SB or kind is Kind.RB)
+        return shelf
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == self.plan.n_stages - 1
+
+
+def _own_rows(tree: Any, span: Span, part: Span) -> Any:
+    """Like `take_rows`, in memory of their own, so that each part can be let go by itself."""
+    rows = take_rows(tree, span, part)
+    return rows if part == span else pytree.tree_map_only(torch.Tensor, torch.clone, rows)

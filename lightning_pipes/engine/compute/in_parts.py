@@ -1,0 +1,65 @@
+"""What must not happen in a forward that will run again on some of its samples at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipes.engine.compute.rng import random_state, same_random_state
+from lightning_pipes.engine.private_torch import BatchNorm
+from lightning_pipes.ir import PlanError, Span
+
+MIXING = (BatchNorm,)
+"""Layers in which a sample's output depends on the others, while they train."""
+
+
+class InParts:
+    """Watches one such forward: each sample must come out as it will when it runs with fewer others.
+
+    Otherwise its gradient would be that of something that never went on to the next stage.
+
+    Args:
+        stage: whose forward it is.
+        span: its samples.
+    """
+
+    def __init__(self, stage: int, span: Span, device: torch.device) -> None:
+        self._where = f"stage {stage} runs the forward of samples {span.start}:{span.stop} in one piece"
+        self._device = device
+        self._who = ""
+        self._seeded: dict[str, Any] | None = None
+
+    def seeded(self, who: str, everything: bool) -> None:
+        """The random generators were seeded for `who`; with `everything` Python's and NumPy's too."""
+        state = random_state(self._device)
+        self._who, self._seeded = who, state if everything else {name: state[name] for name in state.keys() & _TORCH}
+
+    def check_drawn(self) -> None:
+        """Refuses what drew random numbers since they were seeded.
+
+        Raises:
+            PlanError: random numbers were drawn.
+        """
+        if self._seeded is not None and not same_random_state(self._seeded, random_state(self._device)):
+            self._refuse(f"{self._who} draws random numbers")
+
+    def check_layer(self, number: int, layer: nn.Module) -> None:
+        """Refuses layers that are known to mix samples.
+
+        Raises:
+            PlanError: it is one.
+        """
+        for part in layer.modules():
+            if isinstance(part, MIXING) and part.training:
+                self._refuse(f"layer {number} holds a {type(part).__name__}, which looks at all samples at once")
+
+    def _refuse(self, why: str) -> None:
+        raise PlanError(
+            f"{self._where}, and again in parts for its backwards, which would give something else: {why}. Split this "
+            "stage's forward too, by a plan without whole_forward for it, or cut forward and backward alike"
+        )
+
+
+_TORCH = {"torch", "cuda"}

@@ -1,0 +1,226 @@
+"""What a rank does next: fixed in advance, or chosen among what is ready."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from itertools import count
+from typing import Protocol
+
+from lightning_pipes.engine.messages.mailbox import Key, Mailbox
+from lightning_pipes.ir import (
+    RECEIVES,
+    SENDS,
+    DeadlockError,
+    DependencyTracker,
+    Instruction,
+    Kind,
+    Plan,
+    Policy,
+    Program,
+    ProgramError,
+    RankView,
+    offered,
+    ready_key,
+    send_of,
+    window,
+)
+from lightning_pipes.ir.program import shifted
+
+Item = tuple[int, int]
+"""A job and the number of its batch in the window."""
+
+
+class Order(Protocol):
+    """Decides for one rank and one window."""
+
+    def add(self, item: Item, rows: int) -> None:
+        """One more batch may be worked on."""
+
+    def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
+        """What to run now; None if nothing can be run yet. `number` is the window's."""
+
+    def wait(self, mailbox: Mailbox, number: int) -> None:
+        """Returns when something has arrived that `next` may give.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+
+    @property
+    def awaited(self) -> str:
+        """What `wait` waits for, in words."""
+
+    def done(self, i: Instruction) -> None:
+        """`i`, which `next` gave, has been run."""
+
+    def close(self) -> None:
+        """No more batches come in this window."""
+
+    @property
+    def satisfied(self) -> bool:
+        """Nothing is left to do without another batch."""
+
+
+class StaticOrder:
+    """The rank's row of a lowered program. A receive is run when its message is there, everything else at once."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self._program, self._rank = program, rank
+        self._batches: Counter[int] = Counter()  # by job
+        self._rows: dict[Item, int] = {}
+        self._closed = False
+        self._upcoming: Iterator[Instruction] = self._endless() if program.endless else iter(program.head[rank])
+        self._ran = 0
+        self._next: Instruction | None = next(self._upcoming, None)
+
+    def _endless(self) -> Iterator[Instruction]:
+        yield from self._program.head[self._rank]
+        for turn in count():
+            yield from shifted(self._program.cycle[self._rank], turn)
+
+    def add(self, item: Item, rows: int) -> None:
+        self._batches[item[0]] += 1
+        self._rows[item] = rows
+
+    def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
+        i = self._current()
+        if i is None or (i.kind in RECEIVES and not mailbox.holds((number, i))):
+            return None
+        return i
+
+    def done(self, i: Instruction) -> None:
+        self._advance()
+
+    def wait(self, mailbox: Mailbox, number: int) -> None:
+        i = self._current()
+        assert i is not None
+        mailbox.wait((number, i))
+
+    @property
+    def awaited(self) -> str:
+        i = self._current()
+        return "nothing" if i is None else f"instruction {i} of stage {i.stage}, sent by stage {send_of(i).stage}"
+
+    def close(self) -> None:
+        """From here on instructions of batches that never came are left out, and an endless program ends."""
+        self._closed = True
+        if self._program.endless:
+            row = self._program.unroll(max(self._batches.values(), default=0)).head[self._rank]
+            left = [i for i in row if i.batch < self._batches[i.job]][self._ran :]
+            self._upcoming = iter(left)
+            self._next = next(self._upcoming, None)
+
+    @property
+    def satisfied(self) -> bool:
+        return self._current() is None
+
+    def _current(self) -> Instruction | None:
+        """The next instruction that has something to do; None if its batch is still to come, or at the end."""
+        while (i := self._next) is not None:
+            if i.batch < self._batches[i.job]:
+                if i.kind is Kind.STEP or i.span.start < self._rows[i.job, i.batch]:
+                    return i
+            elif not self._closed:
+                return None
+            self._advance()  # past what belongs to a batch, or to samples, that never came
+        return None
+
+    def _advance(self) -> None:
+        self._ran += 1
+        self._next = next(self._upcoming, None)
+
+
+class ReadyOrder:
+    """Whatever a policy picks among the instructions whose needs are met; messages are taken and sent at once."""
+
+    def __init__(self, policy: Policy, plan: Plan, rank: int) -> None:
+        self._policy, self._plan, self._rank = policy, plan, rank
+        self._tracker = DependencyTracker(plan)
+        self._transfers: deque[Instruction] = deque()
+        self._ready: list[Instruction] = []
+        self._unchecked: list[Instruction] = []  # receives whose message may have come before they were added
+        self._rows: dict[Item, int] = {}
+        self._left = 0
+        self._receives = 0  # those not run yet
+        self._in_flight: dict[int, int] = dict.fromkeys(plan.stages[rank], 0)
+        self._last: Instruction | None = None
+
+    def add(self, item: Item, rows: int) -> None:
+        self._rows[item] = rows
+        mine = window(self._plan, self._rank, *item)
+        self._left += len(mine)
+        self._sort(self._tracker.add(mine))
+        receives = [i for i in mine if i.kind in RECEIVES]
+        self._unchecked += receives
+        self._receives += len(receives)
+        for i in mine:
+            if i.kind in RECEIVES and not i.span.clip(rows).rows:  # nothing will be sent for rows that are not there
+                self._sort(self._tracker.complete(send_of(i)))
+
+    def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
+        self._arrived([(number, i) for i in self._unchecked if mailbox.holds((number, i))], number)
+        self._unchecked.clear()
+        self._arrived(mailbox.fresh(), number)
+        if self._transfers:
+            return self._transfers.popleft()
+        if not self._ready:
+            return None
+        self._ready.sort(key=ready_key)
+        allowed = offered(self._ready, self._fits)
+        if not allowed:
+            return None
+        picked = self._policy.pick(allowed, RankView(self._rank, self._last, dict(self._in_flight)), self._plan)
+        if picked is not None:
+            if picked not in allowed:
+                raise ProgramError(
+                    f"policy {self._policy.name!r} picked {picked} on rank {self._rank}, which is not ready"
+                )
+            self._ready.remove(picked)
+            self._last = picked
+        return picked
+
+    def _fits(self, i: Instruction) -> bool:
+        if i.kind is not Kind.F or not self._plan.limits:
+            return True
+        rows = i.span.clip(self._rows[i.job, i.batch]).rows
+        return self._in_flight[i.stage] + rows <= self._plan.limits[i.stage]
+
+    def done(self, i: Instruction) -> None:
+        self._left -= 1
+        self._receives -= i.kind in RECEIVES
+        rows = i.span.clip(self._rows[i.job, i.batch]).rows
+        if i.kind is Kind.F:
+            self._in_flight[i.stage] += rows
+        elif i.kind is Kind.B or i.kind is Kind.W:
+            self._in_flight[i.stage] -= rows
+        self._sort(self._tracker.complete(i))
+
+    def wait(self, mailbox: Mailbox, number: int) -> None:
+        if not self._receives:
+            raise DeadlockError(
+                f"rank {self._rank} waits although nothing is on its way: policy {self._policy.name!r} or the limits "
+                f"{self._plan.limits} hold back {', '.join(map(str, self._ready))}"
+            )
+        self._arrived(mailbox.wait(), number)
+
+    @property
+    def awaited(self) -> str:
+        stages = ", ".join(map(str, self._in_flight))
+        return f"any of {self._receives} messages to stage {stages}"
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def satisfied(self) -> bool:
+        return not self._left
+
+    def _arrived(self, keys: list[Key], number: int) -> None:
+        for window_number, i in keys:
+            if window_number == number:  # a neighbour may be in the next window already; its messages wait
+                self._sort(self._tracker.complete(send_of(i)))
+
+    def _sort(self, ready: list[Instruction]) -> None:
+        for i in ready:
+            (self._transfers if i.kind in SENDS or i.kind in RECEIVES else self._ready).append(i)

@@ -1,0 +1,276 @@
+"""Measures what layers cost, one after the other, the way the engine runs them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.cost import LayerProfile, ModelProfile, Table
+from lightning_pipes.engine.compute import autograd
+from lightning_pipes.engine.compute.autograd import Saved
+from lightning_pipes.engine.compute.footprint import footprint, saved_for_backward, storage_of, tensors_in
+from lightning_pipes.engine.compute.rng import forked_rng
+from lightning_pipes.engine.compute.split import backward_inputs
+from lightning_pipes.engine.compute.stage import IN_PLACE, fresh
+from lightning_pipes.ir import Kind, PlanError, Span
+
+REPEATS = 5
+CallLayer = Callable[[nn.Module, Any], Any]
+Progress = Callable[[str, float], None]
+"""Told what is measured, and how much of all is done, 0 to 1."""
+
+
+@dataclass
+class _Seen:
+    """What was measured of one layer, by number of rows."""
+
+    times: dict[Kind, dict[int, list[float]]] = field(default_factory=lambda: {k: {} for k in Kind})
+    saved: dict[int, float] = field(default_factory=dict)
+    output: dict[int, float] = field(default_factory=dict)
+    working: dict[int, float] = field(default_factory=dict)
+    keeps_input: bool = False
+    in_place: bool = False
+    """Whether the layer works in place on what comes in, which is to be a copy then, as on a stage."""
+
+    def table(self, kind: Kind) -> Table:
+        return tuple((rows, median(found)) for rows, found in sorted(self.times[kind].items()))
+
+
+def profile_layers(
+    layers: Sequence[nn.Module],
+    inputs: Mapping[int, Any],
+    *,
+    names: Sequence[str] = (),
+    optimizer: Optimizer | None = None,
+    call: CallLayer = lambda layer, x: layer(x),
+    device: torch.device | None = None,
+    split: bool = False,
+    repeats: int = REPEATS,
+    seconds: float = float("inf"),
+    entered: bool = False,
+    progress: Progress = lambda what, done: None,
+) -> ModelProfile:
+    """Times and bytes of every layer for every number of rows in `inputs`.
+
+    Each layer runs forward and backward by itself, through the engine's own code, on what the layer before it gave.
+    Weights, buffers, gradients and random numbers are afterwards as they were before.
+
+    Args:
+        inputs: by number of rows what enters the first layer; axis 0 of its tensors counts rows.
+        optimizer: whose kind and settings a step is measured with; without one steps take no time and no bytes.
+        call: runs a layer on what came in.
+        split: measures I and W too.
+        repeats: runs per number of rows, of which the median counts, after one that does not count.
+        entered: what enters the first layer is what a layer before it hands on, which counts its bytes.
+        seconds: no new run begins after so long, once every number of rows has had one that counts.
+
+    Raises:
+        PlanError: no layers or no inputs.
+    """
+    if not layers or not inputs:
+        raise PlanError(f"there is nothing to profile: {len(layers)} layers, {len(inputs)} inputs")
+    device = device or torch.device("cpu")
+    measured = [_Seen() for _ in layers]
+    started = time.perf_counter()
+    total, done = len(inputs) * (repeats + 1), 0
+    with forked_rng(device), _unchanged(layers), torch.enable_grad():
+        for rows, x in inputs.items():
+            _measure_saved(layers, rows, x, measured, call, entered)
+            _measure_working(layers, rows, x, measured, call, device)
+        for repeat in range(-1, repeats):
+            for rows, x in inputs.items():
+                done += 1
+                if repeat > 0 and time.perf_counter() - started > seconds:
+                    break
+                progress(f"{rows} rows", done / total)
+                for in_two in (False, True) if split else (False,):
+                    _measure_times(layers, rows, x, measured, call, device, in_two, count=repeat >= 0)
+        steps = [_step(layer, optimizer, device) for layer in layers]
+    given = list(names) or [str(number) for number in range(len(layers))]
+    return ModelProfile(
+        tuple(_profile(n, each, layer, *s) for n, each, layer, s in zip(given, measured, layers, steps, strict=True)),
+        device=torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads",
+    )
+
+
+def _profile(name: str, seen: _Seen, layer: nn.Module, step: float, optimizer_bytes: int) -> LayerProfile:
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    return LayerProfile(
+        name,
+        forward=seen.table(Kind.F),
+        backward=seen.table(Kind.B),
+        input_backward=seen.table(Kind.I),
+        weight_backward=seen.table(Kind.W),
+        step=step,
+        weight_bytes=sum(t.nbytes for t in (*layer.parameters(), *layer.buffers())),
+        gradient_bytes=sum(p.nbytes for p in trained),
+        optimizer_bytes=optimizer_bytes,
+        saved=tuple(sorted(seen.saved.items())),
+        keeps_input=seen.keeps_input,
+        output=tuple(sorted(seen.output.items())),
+        working=tuple(sorted(seen.working.items())),
+    )
+
+
+def _copied(x: Any) -> Any:
+    """What a first layer may change."""
+    return pytree.tree_map_only(torch.Tensor, torch.clone, x)
+
+
+def _entered(seen: _Seen, x: Any, flags: autograd.Flags, saved: Saved) -> Any:
+    """What a layer gets, where gradients are wanted that come out of it."""
+    x = autograd.enter(x, flags, saved) if flags else x
+    return pytree.tree_map(fresh, x) if seen.in_place else x
+
+
+def _measure_times(
+    layers: Sequence[nn.Module],
+    rows: int,
+    x: Any,
+    measured: Sequence[_Seen],
+    call: CallLayer,
+    device: torch.device,
+    in_two: bool,
+    count: bool,
+) -> None:
+    span = Span(0, rows)
+
+    def timed(layer: int, kind: Kind, work: Callable[[], Any]) -> Any:
+        synchronize(device)
+        begun = time.perf_counter()
+        result = work()
+        synchronize(device)
+        if count:
+            measured[layer].times[kind].setdefault(rows, []).append(time.perf_counter() - begun)
+        return result
+
+    x = _copied(x)
+    flags: autograd.Flags = ()
+    for number, layer in enumerate(layers):
+        saved = Saved(span, None)
+
+        x = _entered(measured[number], x, flags, saved)
+
+        def forward(layer: nn.Module = layer, saved: Saved = saved, x: Any = x) -> Any:
+            return autograd.leave(call(layer, x), saved)
+
+        x, flags = timed(number, Kind.STEP if in_two else Kind.F, forward)
+        if not any(flags):
+            continue  # nothing up to here is trained
+        # At once, not after all other layers: at the peak of a whole model's activations one layer would pay for
+        # memory that the allocator has given back to the system in between.
+        records = [(saved, [torch.ones_like(t) for t, flag in zip(tensors_in(x), flags, strict=True) if flag])]
+        if in_two:
+            left = timed(number, Kind.I, partial(backward_inputs, records, False))
+            timed(number, Kind.W, left.compute)
+        else:
+            timed(number, Kind.B, partial(autograd.backward, records, False))
+
+
+def _measure_saved(
+    layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer, entered: bool
+) -> None:
+    """What every layer saves for backward, and hands on."""
+    x = _copied(x)
+    weights = {storage_of(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
+    counted = weights | {storage_of(t) for t in tensors_in(x)} if entered else set(weights)
+    alive: list[Any] = []  # all that was saved: else a later storage may come to lie where an earlier one was
+    flags: autograd.Flags = ()
+    for layer, seen in zip(layers, measured, strict=True):
+        given = {storage_of(t) for t in tensors_in(x)}
+        with saved_for_backward() as found:
+            saved = Saved(Span(0, rows), None)
+            try:
+                out = call(layer, _entered(seen, x, flags, saved))
+            except RuntimeError as error:
+                if IN_PLACE not in str(error):
+                    raise
+                seen.in_place, saved = True, Saved(Span(0, rows), None)
+                out = call(layer, _entered(seen, x, flags, saved))
+        x, flags = autograd.leave(out, saved)
+        seen.keeps_input = bool(given & found.keys() & (counted - weights))
+        seen.saved[rows] = sum(size for _, size in found.keys() - counted)
+        seen.output[rows] = sum(t.nbytes for t in tensors_in(x))
+        counted |= found.keys()
+        alive.append((x, saved, found))
+
+
+def _measure_working(
+    layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer, device: torch.device
+) -> None:
+    """What every layer needs while it runs, besides what it saves and hands on."""
+    x = _copied(x)
+    flags: autograd.Flags = ()
+    for layer, seen in zip(layers, measured, strict=True):
+        saved = Saved(Span(0, rows), None)
+        for p in layer.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None  # as from the second micro-batch on
+        with footprint(device) as bytes_:
+            x, flags = autograd.leave(call(layer, _entered(seen, x, flags, saved)), saved)
+            forward = bytes_.peak - bytes_.left
+            gradients = [torch.ones_like(t) for t, flag in zip(tensors_in(x), flags, strict=True) if flag]
+            bytes_.restart()
+            held = bytes_.left
+            autograd.backward([(saved, gradients)], False)
+            backward = bytes_.peak - held
+        seen.working[rows] = max(forward, backward, 0)
+        for p in layer.parameters():
+            p.grad = None
+
+
+def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -> tuple[float, int]:
+    """Seconds of a second step of such an optimizer for copies of the layer's weights, and bytes of its state."""
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    if optimizer is None or not trained:
+        return 0.0, 0
+    copies = [nn.Parameter(p.detach().clone()) for p in trained]
+    for p in copies:
+        p.grad = torch.zeros_like(p)
+    own = copy.copy(optimizer)  # with all its settings, which its constructor may not take
+    own.param_groups = [{**optimizer.param_groups[0], "params": copies}]
+    own.state = defaultdict(dict)
+    own.step()
+    synchronize(device)
+    begun = time.perf_counter()
+    own.step()
+    synchronize(device)
+    state = (t for values in own.state.values() for t in values.values() if isinstance(t, torch.Tensor))
+    return time.perf_counter() - begun, sum(t.nbytes for t in state)
+
+
+@contextmanager
+def _unchanged(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Leaves gradients and buffers as they were."""
+    layers = list(layers)
+    gradients = [(p, p.grad) for layer in layers for p in layer.parameters()]
+    buffers = [(b, b.clone()) for layer in layers for b in layer.buffers()]
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in gradients:
+            p.grad = grad
+        with torch.no_grad():
+            for b, before in buffers:
+                b.copy_(before)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for what a GPU has to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

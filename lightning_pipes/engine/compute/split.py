@@ -1,0 +1,228 @@
+"""Backward in two parts: the input gradients at once, which the previous stage waits for, the weight gradients later.
+
+The graph of a stage has a trunk, the nodes on a way from what left the stage to what entered it, and branches that lead
+off it to weights. The first part runs the trunk alone and keeps the gradients that arrive at nodes with branches; the
+second starts at these nodes and runs the branches alone. Nothing large is computed twice, and in between only the
+tensors are held that the branches need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from lightning_pipes.engine.compute.autograd import Root, Saved, roots_of
+from lightning_pipes.engine.private_torch import CheckpointNode, FunctionNode, has_gradient_hooks, saved_tensors
+
+Gradient = torch.Tensor | None
+
+
+class _InseparableError(Exception):
+    """The message says what stands in the way."""
+
+
+@dataclass
+class _Fork:
+    """A node of the trunk with branches.
+
+    Attributes:
+        arriving: where gradients arrive at the node.
+        branches: where they leave the trunk from it.
+        leaves: the weights behind its branches.
+        shared: whether these weights have other gradients too.
+    """
+
+    arriving: list[GradientEdge]
+    branches: list[GradientEdge]
+    leaves: list[torch.Tensor]
+    shared: bool
+
+
+@dataclass(eq=False)
+class WeightGradients:
+    """What the second part of a backward has to do.
+
+    Attributes:
+        inseparable: why the first part did everything already; empty if it did not.
+    """
+
+    inseparable: str = ""
+    _whole: tuple[list[Root], list[Gradient]] | None = None
+    _forks: list[tuple[_Fork, list[Gradient]]] = field(default_factory=list)
+    _vectors: list[tuple[GradientEdge, Gradient]] = field(default_factory=list)
+    _beside: list[tuple[GradientEdge, Gradient]] = field(default_factory=list)
+
+    def compute(self) -> None:
+        """Adds the gradients to the weights; frees the graph on the way."""
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            torch.autograd.backward(*whole)  # type: ignore[arg-type]  # tensors and edges may be mixed
+        vectors, self._vectors = self._vectors, []
+        _backward(vectors)
+        beside, self._beside = self._beside, []
+        forks, self._forks = self._forks[::-1], []
+        while forks:
+            fork, gradients = forks.pop()
+            arrived = [(e, g) for e, g in zip(fork.arriving, gradients, strict=True) if g is not None]
+            if not fork.shared:
+                _backward(arrived, fork.leaves)
+            elif arrived:  # a weight gets its gradient in one piece: hooks may send it off
+                edges, got = [e for e, _ in arrived], [g for _, g in arrived]
+                found = torch.autograd.grad(edges, fork.branches, got, allow_unused=True)
+                beside += zip(fork.branches, found, strict=True)
+        _backward([(e, g) for e, g in beside if g is not None])
+
+
+def _backward(roots: Sequence[tuple[GradientEdge, Gradient]], leaves: Sequence[torch.Tensor] | None = None) -> None:
+    if roots:
+        torch.autograd.backward([e for e, _ in roots], [g for _, g in roots], inputs=leaves)
+
+
+def backward_inputs(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> WeightGradients:
+    """Gradients of the entering tensors, and what is left to do for those of the weights.
+
+    Where they can't be had apart, both are computed now: layers written as autograd functions in Python, reentrant
+    checkpoints, layers whose saved tensors are packed by hooks (as by any other checkpoint), and weights that are used
+    several times in a row without an operation of their own in between, as in a recurrent cell.
+    """
+    roots, gradients = roots_of(records, last)
+    entered = [t for saved, _ in records for t in saved.entered]
+    for saved, _ in records:
+        saved.outputs = []  # what is left to do holds as much of the graph as it needs
+    if not roots or not entered:
+        return WeightGradients(_whole=(roots, gradients) if roots else None)
+    edges = [r if isinstance(r, GradientEdge) else get_gradient_edge(r) for r in roots]
+    graph = _Graph(edges, [get_gradient_edge(t).node for t in entered])
+    inside = [n for n, e in enumerate(edges) if e.node in graph.trunk]
+    if not inside:
+        return WeightGradients(_whole=(roots, gradients))
+    try:
+        forks, vectors = graph.forks()
+    except _InseparableError as why:
+        torch.autograd.backward(edges, gradients)
+        return WeightGradients(inseparable=str(why))
+    wanted: list[Any] = [*entered, *vectors, *(e for fork in forks for e in fork.arriving)]
+    found = iter(
+        torch.autograd.grad(
+            [edges[n] for n in inside], wanted, [gradients[n] for n in inside], retain_graph=True, allow_unused=True
+        )
+    )
+    for t in entered:
+        t.grad = next(found)
+    left = WeightGradients(
+        _vectors=[(e, g) for e in vectors if (g := next(found)) is not None],
+        _forks=[(fork, [next(found) for _ in fork.arriving]) for fork in forks],
+        _beside=[(e, g) for e, g in zip(edges, gradients, strict=True) if e.node not in graph.trunk],
+    )
+    graph.release(fork.arriving[0].node for fork in forks)
+    return left
+
+
+class _Graph:
+    """The graph behind some edges, and its trunk: the nodes that lead to `entered`."""
+
+    def __init__(self, edges: Sequence[GradientEdge], entered: Iterable[Node]) -> None:
+        self.trunk = set(entered)
+        self._edges = edges
+        self._next: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+        self._arriving: dict[Node, set[int]] = defaultdict(set)
+        self._branches: dict[Node, list[GradientEdge]] = {}  # by node of the trunk, those next to the inputs first
+        for edge in edges:
+            self._arriving[edge.node].add(edge.output_nr)
+        stack = [e.node for e in reversed(edges)]
+        while stack:
+            node = stack[-1]
+            following = self._next.get(node)
+            if following is None:
+                following = self._next[node] = node.next_functions
+                stack.extend([n for n, _ in following if n is not None and n not in self._next])
+            else:  # all that follows has been seen
+                stack.pop()
+                if node not in self.trunk and not self.trunk.isdisjoint([n for n, _ in following]):
+                    self.trunk.add(node)
+                    self._add(node, following)
+
+    def _add(self, node: Node, following: tuple[tuple[Node | None, int], ...]) -> None:
+        for n, number in following:
+            if n in self.trunk:
+                self._arriving[n].add(number)
+            elif n is not None:
+                self._branches.setdefault(node, []).append(GradientEdge(n, number))
+
+    def forks(self) -> tuple[list[_Fork], list[GradientEdge]]:
+        """The nodes of the trunk with branches, from the outputs on; and where gradients of vectors arrive that are
+        better computed along the trunk: those of norms, whose two halves would each read everything.
+
+        Raises:
+            _InseparableError: the branches can't be run without the trunk, or the trunk without the branches.
+        """
+        if any(isinstance(node, CheckpointNode) for node in self._next):
+            raise _InseparableError("a reentrant checkpoint")
+        behind = {node: self._behind([b.node for b in mine]) for node, mine in reversed(self._branches.items())}
+        beside = self._behind([e.node for e in self._edges if e.node not in self.trunk])
+        users = Counter(n for side in (*behind.values(), beside) for n in side)
+        forks, vectors = [], []
+        for node, side in behind.items():
+            mine = self._branches[node]
+            shared = any(users[n] > 1 for n in side)
+            leaves = [_leaf(n) for n in side if not self._next[n]]
+            if (
+                not shared
+                and len(leaves) == len(side)
+                and all(p.ndim < 2 and not has_gradient_hooks(p) for p in leaves)
+            ):
+                vectors += mine
+            else:
+                self._check_separable(node, mine if shared else ())
+                forks.append(_Fork([GradientEdge(node, k) for k in self._arriving[node]], mine, leaves, shared))
+        return forks, vectors
+
+    def release(self, kept: Iterable[Node]) -> None:
+        """Lets go of the tensors that the trunk saved, except those of the nodes `kept`. It can't be run again."""
+        for node in self.trunk.difference(kept):
+            for tensor in saved_tensors(node):
+                if tensor.unpack_hook is None and tensor.data is not None:
+                    tensor.register_hooks(_drop, _refuse)
+
+    def _behind(self, nodes: list[Node]) -> dict[Node, None]:
+        """`nodes` and all that follows them."""
+        found: dict[Node, None] = {}
+        while nodes:
+            node = nodes.pop()
+            if node not in found:
+                found[node] = None
+                nodes.extend([n for n, _ in self._next[node] if n is not None])
+        return found
+
+    def _check_separable(self, node: Node, shared: Sequence[GradientEdge]) -> None:
+        kind: type[Any] = type(node)
+        if issubclass(kind, FunctionNode):
+            raise _InseparableError(f"{kind.__name__}, an autograd function in Python with weights")
+        if any(tensor.unpack_hook is not None for tensor in saved_tensors(node)):
+            raise _InseparableError("a checkpoint, or other hooks that pack saved tensors")
+        if any(not self._next[e.node] and has_gradient_hooks(_leaf(e.node)) for e in shared):
+            raise _InseparableError("a hook on a weight that is used several times")
+        if shared:
+            further = self._behind([n for n, _ in self._next[node] if n in self.trunk])
+            nodes = {e.node for e in shared}
+            if any(e.node in nodes for n in further if n in self._branches for e in self._branches[n]):
+                raise _InseparableError("a weight that is used several times in a row")
+
+
+def _leaf(node: Any) -> torch.Tensor:
+    """The tensor to which a node without followers adds its gradient."""
+    leaf: torch.Tensor = node.variable
+    return leaf
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _refuse(packed: None) -> torch.Tensor:
+    raise RuntimeError("the input gradients of this stage have been computed; the graph can't be run again")

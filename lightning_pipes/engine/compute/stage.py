@@ -1,0 +1,176 @@
+"""Consecutive layers that run as a unit on one rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.engine.compute.in_parts import InParts
+from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.rng import seed_all, stream_seed
+from lightning_pipes.engine.compute.weights import Version, WeightVersions
+from lightning_pipes.ir import Span
+
+Body = Callable[["Stage", Item, Span, Any], Any]
+"""Computes what a stage sends on: body(stage, item, span, received)."""
+
+
+def layers_only(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+    """The body of a stage in the middle: what was received goes through the layers."""
+    return stage.run_layers(item, span, received)
+
+
+IN_PLACE = "a leaf Variable that requires grad"
+"""How autograd refuses a layer that works in place on what the stage received, which is a leaf only here."""
+
+
+def fresh(leaf: Any) -> Any:
+    """What a layer gets that works in place, for what a stage received."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf else leaf
+
+
+class Stage:
+    """The layers of one stage, and what surrounds them there.
+
+    Args:
+        number: the stage's number.
+        layers: consecutive layers by their number in the whole model; may be empty.
+        body: called once a micro-batch, with samples on axis 0. It gets None on stage 0 and the previous stage's
+            output elsewhere; it returns what the next stage gets, on the last stage in training the scalar loss of
+            the micro-batch, scaled so that the losses of a batch add up to what is to be minimised.
+        step: called when the gradients of a batch are complete; updates the weights and clears the gradients.
+        recompute: keep only what was received and run forward again before backward.
+        job: the sibling whose layers these are.
+        last_backward: makes what is entered, with the stage's number, around the backward that completes the
+            gradients of a batch.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layers: Mapping[int, nn.Module],
+        body: Body = layers_only,
+        step: Callable[[Item], None] | None = None,
+        recompute: bool = False,
+        job: int = 0,
+        last_backward: Callable[[int], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self.number = number
+        self.layers = dict(layers)
+        self.body = body
+        self.step = step
+        self.job = job
+        self.last_backward = last_backward
+        self.seed = 0
+        self.device = torch.device("cpu")
+        self.recomputing = False
+        """Whether the body runs for the second time on the same samples."""
+        self.weights = WeightVersions(self.layers, most=1)
+        self._version: Version | None = None
+        self._recompute = recompute
+        self._in_parts: InParts | None = None
+        self._said_inseparable = False
+        self._changes_input: bool | None = None  # whether a layer works in place on what was received; None: unknown
+
+    @property
+    def recompute(self) -> bool:
+        """Whether forward runs again before backward; while it runs, whether that is so for these samples."""
+        return self._recompute or self._in_parts is not None
+
+    def forward(
+        self,
+        item: Item,
+        span: Span,
+        received: Any,
+        version: Version | None,
+        again: bool = False,
+        in_parts: bool = False,
+    ) -> Any:
+        """Runs the body with the weights of `version`.
+
+        Args:
+            again: whether it runs for the second time on these samples.
+            in_parts: whether it will run again on some of these samples at a time.
+
+        Raises:
+            PlanError: what runs in parts could give something else than in one piece.
+        """
+        self._version, self.recomputing = version, again
+        self._in_parts = InParts(self.number, span, self.device) if in_parts else None
+        try:
+            out = self.body(self, item, span, received)
+            if self._in_parts is not None:
+                self._in_parts.check_drawn()
+            return out
+        finally:
+            self._version, self._in_parts, self.recomputing = None, None, False
+
+    def run_layers(self, item: Item, span: Span, x: Any) -> Any:
+        """`x` through the layers; each layer draws from its own random stream."""
+        first_of_two = self.recompute and item.training and not self.recomputing
+        if first_of_two and self._changes_input is not False:  # the second run needs `x` as it is
+            copy = pytree.tree_map_only(torch.Tensor, torch.clone, x)
+            out = self._run_all(item, span, copy)
+            tensors = [t for t in pytree.tree_leaves(copy) if isinstance(t, torch.Tensor)]
+            self._changes_input = self._changes_input or any(t._version for t in tensors)
+            return out
+        return self._run_all(item, span, x)
+
+    def _run_all(self, item: Item, span: Span, x: Any) -> Any:
+        for number, layer in self.layers.items():
+            seed = stream_seed(self.seed, self.job, number, item.number, span)
+            self._seed(seed, f"layer {number}")
+            if self._in_parts is not None:
+                self._in_parts.check_layer(number, layer)
+            if not self._changes_input:
+                try:
+                    x = self._run_layer(number, layer, x)
+                    continue
+                except RuntimeError as error:
+                    if IN_PLACE not in str(error):
+                        raise
+                self._changes_input = True
+                seed_all(seed, self.device)
+            x = self._run_layer(number, layer, pytree.tree_map(fresh, x))
+        return x
+
+    def _run_layer(self, number: int, layer: nn.Module, x: Any) -> Any:
+        if self._version is None and not self.recomputing:
+            return layer(x)
+        return functional_call(layer, self._tensors(number, layer), (x,))
+
+    def say_inseparable(self, why: str) -> None:
+        """Warns, once, that a split backward gains nothing on this stage."""
+        if not self._said_inseparable:
+            self._said_inseparable = True
+            warnings.warn(
+                f"stage {self.number} computes its weight gradients together with its input gradients, because of "
+                f"{why}; there a schedule that splits backward gains nothing over one that does not, such as '1f1b'",
+                stacklevel=2,
+            )
+
+    def seed_user_code(self, item: Item, span: Span, layer: int) -> None:
+        """Gives user code before or after the layers its own random stream: torch's, NumPy's and Python's."""
+        self._seed(stream_seed(self.seed, self.job, layer, item.number, span), "the step around the layers", True)
+
+    def _seed(self, seed: int, who: str, everything: bool = False) -> None:
+        if self._in_parts is not None:
+            self._in_parts.check_drawn()
+        seed_all(seed, self.device, everything)
+        if self._in_parts is not None:
+            self._in_parts.seeded(who, everything)
+
+    def _tensors(self, number: int, layer: nn.Module) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        if self._version is not None:
+            tensors.update(self._version.parameters[number])
+        if self.recomputing:  # running statistics have seen this micro-batch already
+            tensors.update({name: b.clone() for name, b in layer.named_buffers()})
+        return tensors

@@ -1,0 +1,157 @@
+"""Channels from GPU to GPU: gloo carries what a message is, another backend the tensors themselves.
+
+NCCL has no tags, checks no sizes and can't say what it received, so a small header goes ahead through an ordinary
+channel. The receiver posts its receives when the header is there and knows every shape by then; both ends work
+through one channel's messages in the same order, which is all that NCCL asks for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.engine.messages.channel import RECEIVER, SENDER, Inbox, Outbox, Work
+from lightning_pipes.engine.messages.message import Message
+from lightning_pipes.engine.private_torch import ProcessGroupGloo
+from lightning_pipes.engine.watch.trust import Seal
+from lightning_pipes.ir import Instruction
+
+CPU = torch.device("cpu")
+
+
+class Payload(Protocol):
+    """What is used of a group of two ranks."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
+
+
+DirectGroup = Callable[[PrefixStore, int], Payload]
+"""Makes one end, 0 or 1, of a group of two."""
+
+
+def nccl_group(store: PrefixStore, end: int) -> Payload:
+    """One end of an NCCL communicator of two ranks."""
+    nccl: Any = dist.ProcessGroupNCCL  # absent from builds without NCCL
+    group: Payload = nccl(store, end, 2, nccl.Options())
+    return group
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Stands for a tensor in a header."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Stream:
+    """A stream of its own on a GPU; nothing on a CPU, where the same code is tested."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def use(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def after_current(self) -> None:
+        """What comes next on this stream waits for what was enqueued on the current one."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class DirectOutbox:
+    """The sending end: the header is sent and the tensors are enqueued; a thread keeps them until they have left."""
+
+    def __init__(
+        self,
+        headers: ProcessGroupGloo,
+        payload: Payload,
+        peer: int,
+        device: torch.device,
+        lost: Callable[[BaseException], None],
+        seal: Seal | None,
+    ) -> None:
+        self._headers = Outbox(headers, peer, CPU, lost, seal)
+        self._payload, self._lost = payload, lost
+        self._stream = _Stream(device)
+        self._leaving: SimpleQueue[list[tuple[Work, torch.Tensor]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._release, name=f"lightning_pipes send to {peer}", daemon=True)
+        self._thread.start()
+
+    def send(self, key: tuple[int, Instruction], tree: object, flags: tuple[bool, ...] = ()) -> None:
+        """Starts to send one message; messages arrive in the order of these calls."""
+        leaves, spec = pytree.tree_flatten(tree)
+        tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        described = [_Described(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves]
+        self._headers.send(key, pytree.tree_unflatten(described, spec), flags)
+        self._stream.after_current()
+        with self._stream.use():
+            self._leaving.put([(self._payload.send([t], RECEIVER, 0), t) for t in tensors if t.numel()])
+
+    def close(self, failed: bool) -> None:
+        self._leaving.put(None)
+        self._thread.join(timeout=1.0 if failed else 10.0)
+        self._headers.close(failed)
+
+    def _release(self) -> None:
+        try:
+            while (leaving := self._leaving.get()) is not None:
+                with self._stream.use():
+                    for work, _ in leaving:
+                        work.wait()
+                self._stream.synchronize()
+                del leaving
+        except Exception as error:
+            self._lost(error)
+
+
+class DirectInbox:
+    """The receiving end: tensors are fetched when their header arrives, by the thread that received it."""
+
+    def __init__(
+        self,
+        headers: ProcessGroupGloo,
+        payload: Payload,
+        peer: int,
+        device: torch.device,
+        deliver: Callable[[Message], None],
+        lost: Callable[[BaseException], None],
+        seal: Seal | None,
+    ) -> None:
+        self._payload, self._device, self._deliver = payload, device, deliver
+        self._stream = _Stream(device)
+        self._headers = Inbox(headers, peer, CPU, self._fetch, lost, seal)
+
+    def close(self, failed: bool) -> None:
+        self._headers.close(failed)
+
+    def _fetch(self, header: Message) -> None:
+        works: list[Work] = []
+
+        def receive(described: _Described) -> torch.Tensor:
+            tensor = torch.empty(described.shape, dtype=described.dtype, device=self._device)
+            if tensor.numel():
+                works.append(self._payload.recv([tensor], SENDER, 0))
+            return tensor
+
+        with self._stream.use():
+            tree = pytree.tree_map_only(_Described, receive, header.tree)
+            for work in works:
+                work.wait()
+        self._stream.synchronize()  # whoever takes the message may use its tensors on any stream
+        self._deliver(replace(header, tree=tree, arrived=time.monotonic_ns()))

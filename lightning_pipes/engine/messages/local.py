@@ -1,0 +1,256 @@
+"""Channels between processes of one host: tensors lie in shared memory, a socket rings.
+
+A message costs its copy into memory that both ends map and one small write, and wakes the receiver itself: there is no
+thread in between.
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.engine.messages.mailbox import Key, Mailbox
+from lightning_pipes.engine.messages.message import Decoder, Encoder, Wire
+from lightning_pipes.ir import Kind, PipelineError
+
+_RING = struct.Struct("<i i q q")  # what, number of the slot, its bytes, the sender's clock
+_FRESH, _AGAIN, _DROP, _GOODBYE = range(4)
+HELLO = struct.Struct("<i 2s")  # the sender's global rank, what it sends
+_FREE, _TAKEN = 0, 1
+CONNECT_SECONDS = 60.0
+
+
+class LocalMailbox(Mailbox):
+    """A mailbox whose owner fetches the messages itself when it waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._poll = select.poll()
+        self._readers: dict[int, Callable[[], None]] = {}
+        self._closing, self._closed = threading.Lock(), False
+        self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.watch(self._woken, self._unwake)
+
+    def watch(self, descriptor: int, reader: Callable[[], None]) -> None:
+        """Calls `reader` whenever `descriptor` can be read."""
+        self._readers[descriptor] = reader
+        self._poll.register(descriptor, select.POLLIN)
+
+    def forget(self, descriptor: int) -> None:
+        """Watches it no longer."""
+        if self._readers.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        with self._closing, suppress(OSError):  # closed, the number may belong to another file
+            if not self._closed:
+                os.write(self._waker, b"!")
+
+    def fetch(self, seconds: float | None = 0.0) -> None:
+        """Takes in what has arrived; waits that long, or with None for ever, if nothing has."""
+        for descriptor, _ in self._poll.poll(None if seconds is None else 1000 * seconds):
+            reader = self._readers.get(descriptor)
+            if reader is not None:
+                reader()
+
+    def holds(self, key: Key) -> bool:
+        if not super().holds(key):
+            self.fetch()
+        return super().holds(key)
+
+    def fresh(self) -> list[Key]:
+        self.fetch()
+        return super().fresh()
+
+    def wait_some(self, seconds: float) -> None:
+        self.check()
+        self.fetch(seconds)
+
+    def wait(self, key: Key | None = None) -> list[Key]:
+        while not (super().holds(key) if key is not None else self._unseen):
+            self.check()
+            self.fetch(None)
+        return super().fresh()
+
+    def check(self) -> None:
+        """Raises the failure that was told, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Gives back its descriptors; nobody waits here any more."""
+        with self._closing:
+            self._closed = True
+            os.close(self._woken)
+            os.close(self._waker)
+
+    def _unwake(self) -> None:
+        with suppress(OSError):
+            os.read(self._woken, 64)
+
+
+class _Memory:
+    """Memory of one message, mapped by both ends."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.map = mmap.mmap(descriptor, size)
+        self.tensor = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.bytes = self.tensor.numpy().data
+        self.views: dict[int, list[torch.Tensor]] = {}
+
+
+class LocalOutbox:
+    """The sending end. `send` copies the tensors and returns."""
+
+    def __init__(self, name: str, rank: int, kind: Kind, mailbox: LocalMailbox, lost: Callable[[BaseException], None]):
+        self._mailbox, self._lost = mailbox, lost
+        self._encoder = Encoder(self._allocate, self._forget)
+        self._slots: dict[int, int] = {}  # address of a wire's bytes -> number of its slot
+        self._descriptors: dict[int, tuple[int, int]] = {}  # number -> descriptor and bytes, until the peer has it
+        self._count = 0
+        self._flying: deque[Wire] = deque()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(CONNECT_SECONDS)
+        self._socket.connect(name)
+        self._socket.sendall(HELLO.pack(rank, kind.value.encode()))
+        self._socket.setblocking(False)
+
+    def send(self, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
+        """Sends one message; messages arrive in the order of these calls."""
+        while self._flying and self._flying[0].bytes[0] == _FREE:
+            self._encoder.give_back(self._flying.popleft())
+        wire, tensors = self._encoder.encode(key, tree, flags, time.monotonic_ns())
+        wire.fill(tensors)
+        wire.bytes[0] = _TAKEN
+        self._flying.append(wire)
+        number = self._slots[wire.buffer.data_ptr()]
+        fresh = self._descriptors.pop(number, None)
+        if fresh is None:
+            self._ring(_AGAIN, number)
+        else:
+            self._ring(_FRESH, number, *fresh)
+            os.close(fresh[0])
+
+    def close(self, failed: bool) -> None:
+        """Tells the peer that nothing more comes."""
+        if not failed:
+            self._ring(_GOODBYE, 0)
+        self._socket.close()
+        for descriptor, _ in self._descriptors.values():
+            os.close(descriptor)
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        descriptor = os.memfd_create("lightning_pipes", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+        tensor = _Memory(descriptor, size).tensor
+        self._slots[tensor.data_ptr()] = self._count
+        self._descriptors[self._count] = (descriptor, size)
+        self._count += 1
+        return tensor
+
+    def _forget(self, wire: Wire) -> None:
+        """Neither end needs the slot any longer."""
+        number = self._slots.pop(wire.buffer.data_ptr())
+        descriptor, _ = self._descriptors.pop(number, (-1, 0))
+        if descriptor >= 0:
+            os.close(descriptor)
+        else:
+            self._ring(_DROP, number)
+
+    def _ring(self, what: int, number: int, descriptor: int = -1, size: int = 0) -> None:
+        data = _RING.pack(what, number, size, time.monotonic_ns())
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))] if descriptor >= 0 else []
+        try:
+            while True:
+                try:
+                    sent = self._socket.sendmsg([data], rights)
+                    if sent == len(data):
+                        return
+                    data, rights = data[sent:], []
+                except BlockingIOError:  # hundreds of messages wait unread: read ours meanwhile
+                    self._mailbox.check()
+                    self._mailbox.fetch(0.001)
+        except OSError as error:
+            self._lost(error)
+            self._mailbox.check()
+            raise
+
+
+class LocalInbox:
+    """The receiving end, read by the mailbox's owner."""
+
+    def __init__(self, connection: socket.socket, mailbox: LocalMailbox, lost: Callable[[BaseException], None]) -> None:
+        self._socket, self._mailbox, self._lost = connection, mailbox, lost
+        self._decoder = Decoder()
+        self._slots: dict[int, _Memory] = {}
+        self._partial = b""
+        self.ended = False
+        connection.setblocking(False)
+        mailbox.watch(connection.fileno(), self._read)
+
+    def close(self) -> None:
+        self._mailbox.forget(self._socket.fileno())
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(_RING.size - len(self._partial), socket.CMSG_SPACE(4))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(error)
+            return
+        if not data:
+            self._end(ConnectionError("connection closed by peer"))
+            return
+        descriptors = array.array("i")
+        for _, _, content in ancillary:
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+        self._partial += data
+        if len(self._partial) == _RING.size:
+            ring, self._partial = self._partial, b""
+            what, number, size, rung = _RING.unpack(ring)
+            self._handle(what, number, size, rung, descriptors)
+
+    def _handle(self, what: int, number: int, size: int, rung: int, descriptors: array.array[int]) -> None:
+        if what == _GOODBYE:
+            self.ended = True
+            self._mailbox.forget(self._socket.fileno())
+        elif what == _DROP:
+            self._slots.pop(number, None)
+        else:
+            if what == _FRESH:
+                if not descriptors:
+                    raise PipelineError("shared memory did not arrive: too many open files? raise `ulimit -n`")
+                self._slots[number] = _Memory(descriptors[0], size)
+                os.close(descriptors[0])
+            memory = self._slots[number]
+            message = self._decoder.decode(memory.tensor, 0, rung, memory.views)  # it was there when the bell rang
+            tree = _copy(message.tree)
+            memory.bytes[0] = _FREE
+            self._mailbox.put(replace(message, tree=tree))
+
+    def _end(self, error: BaseException) -> None:
+        self._mailbox.forget(self._socket.fileno())
+        if not self.ended:
+            self.ended = True
+            self._lost(error)
+
+
+def _copy(tree: Any) -> Any:
+    return tree.clone() if isinstance(tree, torch.Tensor) else pytree.tree_map_only(torch.Tensor, torch.clone, tree)

@@ -1,0 +1,111 @@
+"""The ranks of one host find each other and connect their channels."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from lightning_pipes.engine.messages.local import CONNECT_SECONDS, HELLO, LocalInbox, LocalMailbox, LocalOutbox
+from lightning_pipes.engine.messages.mailbox import Key
+from lightning_pipes.engine.watch.failure import FailureWatch
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.trust import same_user
+from lightning_pipes.ir import Kind, Plan, send_of
+
+
+def host() -> str:
+    """What two processes must have in common to share memory and a socket; empty where that can't be had."""
+    if sys.platform != "linux":
+        return ""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
+
+
+class Listener:
+    """Where the peers of one rank connect."""
+
+    def __init__(self) -> None:
+        self.name = f"\0lightning_pipes-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(self.name)
+        self._socket.listen(64)
+
+    def accept(self, watch: FailureWatch) -> tuple[int, socket.socket]:
+        """The next peer's global rank and its connection.
+
+        Raises:
+            PeerFailure: another rank failed meanwhile.
+            TimeoutError: nobody came.
+        """
+        self._socket.settimeout(0.5)
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                watch.check()
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            if not same_user(connection):  # messages are unpickled: nobody else may send any
+                connection.close()
+                continue
+            connection.settimeout(CONNECT_SECONDS)
+            rank, _ = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
+            return rank, connection
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class LocalTransport:
+    """One channel per neighbour and direction, all on one host, tensors in ordinary memory."""
+
+    def __init__(self, plan: Plan, rank: int, global_ranks: Sequence[int], watch: FailureWatch, store: PrefixStore):
+        mailbox = self.mailbox = LocalMailbox()
+        self._watch = watch
+        self._out: dict[tuple[int, Kind], LocalOutbox] = {}
+        self._in: list[LocalInbox] = []
+        watch.on_failure(mailbox.fail)
+        mine = global_ranks[rank]
+        listener = Listener()
+        store.set(f"address/{mine}", listener.name)
+        point("transport.told")
+
+        def lost(peer: int) -> Callable[[BaseException], None]:
+            return lambda error: watch.lost(peer, error)
+
+        expected = 0
+        for source, destination, kind in plan.links:
+            if rank == source:
+                peer = global_ranks[destination]
+                address = store.get(f"address/{peer}").decode()
+                self._out[destination, kind] = LocalOutbox(address, mine, kind, mailbox, lost(peer))
+            elif rank == destination:
+                expected += 1
+        for _ in range(expected):
+            peer, connection = listener.accept(watch)
+            self._in.append(LocalInbox(connection, mailbox, lost(peer)))
+        listener.close()
+
+    def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
+        self._out[rank, send_of(key[1]).kind].send(key, tree, flags)
+
+    def close(self) -> None:
+        failed = self._watch.error is not None
+        for outbox in self._out.values():
+            outbox.close(failed)
+        deadline = time.monotonic() + 10
+        while not failed and not all(inbox.ended for inbox in self._in) and time.monotonic() < deadline:
+            self.mailbox.fetch(0.1)
+        for inbox in self._in:
+            inbox.close()
+        self.mailbox.close()
+        self._out, self._in = {}, []

@@ -1,0 +1,101 @@
+"""Where messages wait for their use."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from lightning_pipes.engine.messages.message import Message
+from lightning_pipes.ir import Instruction
+
+Key = tuple[int, Instruction]
+"""A window's number and the instruction that receives."""
+
+
+class Mailbox:
+    """Messages by key, filled by other threads.
+
+    Everything that a rank may have to wait for comes through here, so that a failure anywhere can wake it.
+    """
+
+    def __init__(self) -> None:
+        self._messages: dict[Key, Message] = {}
+        self._unseen: dict[Key, None] = {}
+        self._bell: SimpleQueue[None] = SimpleQueue()  # rung after each change; says that something came, not what
+        self._error: BaseException | None = None
+
+    def put(self, message: Message) -> None:
+        """A message has arrived."""
+        self._messages[message.key] = message
+        self._unseen[message.key] = None
+        self._bell.put(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits, or will, gets `error`."""
+        self._error = self._error or error
+        self._bell.put(None)
+
+    def holds(self, key: Key) -> bool:
+        """Whether the message is there."""
+        return key in self._messages
+
+    def arrived(self, key: Key) -> int:
+        """When the message arrived, in nanoseconds of the monotonic clock; 0 if it is not there."""
+        message = self._messages.get(key)
+        return 0 if message is None else message.arrived
+
+    def take(self, key: Key) -> Message | None:
+        """The message, or None if it is not there yet."""
+        self._unseen.pop(key, None)
+        with suppress(Empty):  # a rank that never has to wait must not pile up rings
+            self._bell.get_nowait()
+        return self._messages.pop(key, None)
+
+    def fresh(self) -> list[Key]:
+        """The keys that have arrived since they were asked for last, without those that were taken."""
+        keys = list(self._unseen)
+        for key in keys:
+            del self._unseen[key]
+        return keys
+
+    def wait_some(self, seconds: float) -> None:
+        """Returns when anything has arrived, or after that time.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+        if self._error is not None:
+            raise self._error
+        with suppress(Empty):
+            self._bell.get(timeout=seconds)
+
+    def wait(self, key: Key | None = None) -> list[Key]:
+        """Waits until `key`, or without a key anything new, has arrived; returns what is fresh.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+        while not (key in self._messages if key is not None else self._unseen):
+            if self._error is not None:
+                raise self._error
+            with suppress(Empty):
+                self._bell.get(timeout=1.0)  # bounded, to let Ctrl-C in
+        return self.fresh()
+
+
+class Transport(Protocol):
+    """Moves trees between the ranks of one pipeline."""
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Where what the other ranks send arrives."""
+
+    def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
+        """Starts to send a tree to another pipeline rank and returns at once.
+
+        `key` names its receive, `flags` says for each tensor whether its gradient is wanted.
+        """
+
+    def close(self) -> None:
+        """Ends all channels; both ends must call it."""

@@ -1,0 +1,257 @@
+"""One message as bytes: a fixed header, what its leaves are, and the tensors themselves.
+
+gloo checks neither size nor order, so everything that a receiver must know travels along and is checked. The
+structure of the tree is sent once per channel and signature, and named by number afterwards.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.engine.watch.trust import KNOWN, Seal, dumps, loads
+from lightning_pipes.ir import Instruction, Kind, PipelineError, Span
+
+KINDS = tuple(Kind)
+_KIND_NUMBER = {kind: n for n, kind in enumerate(KINDS)}
+_HEADER = struct.Struct("<8s q q 6i i i q")  # magic, window, sent_ns, instruction, signature, spec bytes, value bytes
+HEADER_BYTES = _HEADER.size
+_MAGIC = b"LPIPE01\0"
+ALIGN = 64
+"""Tensors start at multiples of this many bytes, so that they can be used where they lie."""
+FRONT_BYTES = ALIGN
+"""Left free in front of every message for what the channel writes there."""
+_EXTRA = FRONT_BYTES + HEADER_BYTES
+_SPARE, _POOLS = 8, 8
+"""Wires kept for one kind of message, and kinds of messages for which any are."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What arrived.
+
+    Attributes:
+        key: window and receiving instruction.
+        tree: tensors on the receiver's device and plain values.
+        flags: for each tensor of the tree, in order, whether the sender wants its gradient.
+        sent, posted, arrived: nanoseconds of the monotonic clock; posted is when the receive was.
+    """
+
+    key: tuple[int, Instruction]
+    tree: Any
+    flags: tuple[bool, ...]
+    sent: int = 0
+    posted: int = 0
+    arrived: int = 0
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a tree is made of, its values aside.
+
+    Attributes:
+        spec: the structure; None for a single tensor.
+        leaves: shape and type of each tensor, None for a plain value.
+        flags: for each tensor, whether its gradient is wanted.
+    """
+
+    spec: Any
+    leaves: tuple[tuple[torch.Size, torch.dtype] | None, ...]
+    flags: tuple[bool, ...]
+
+    def to_bytes(self, seal: Seal | None) -> bytes:
+        """Itself, the structure as a tree of numbers."""
+        skeleton = None if self.spec is None else pytree.tree_unflatten(range(len(self.leaves)), self.spec)
+        return dumps((skeleton, self.leaves, self.flags), seal)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview, seal: Seal | None) -> Signature:
+        """What `to_bytes` wrote."""
+        skeleton, leaves, flags = loads(data, seal)
+        return cls(None if skeleton is None else pytree.tree_structure(skeleton), leaves, flags)
+
+    def tree(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Any:
+        """The tree of these tensors and plain values."""
+        if self.spec is None:
+            return tensors[0]
+        tensor, value = iter(tensors), iter(values)
+        return pytree.tree_unflatten([next(value) if leaf is None else next(tensor) for leaf in self.leaves], self.spec)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each tensor starts among the tensors' bytes."""
+        return self._layout[0]
+
+    @cached_property
+    def bytes(self) -> int:
+        """What the tensors take."""
+        return self._layout[1]
+
+    @cached_property
+    def _layout(self) -> tuple[list[int], int]:
+        at, starts = 0, []
+        for shape, dtype in filter(None, self.leaves):
+            starts.append(at)
+            at += -(-shape.numel() * dtype.itemsize // ALIGN) * ALIGN
+        return starts, at
+
+
+class Wire:
+    """The bytes of one message: FRONT_BYTES for the channel, the header, plain values, and the tensors."""
+
+    def __init__(self, kind: tuple[int, int], signature: Signature, allocate: Callable[[int], torch.Tensor]) -> None:
+        body = kind[1]
+        self.kind = kind
+        with torch.inference_mode(False):  # it may be filled again outside
+            self.buffer = allocate(body + signature.bytes)
+            described = filter(None, signature.leaves)
+            self.places = [_view(self.buffer, body + at, *d) for at, d in zip(signature.starts, described, strict=True)]
+        self.bytes = self.buffer.numpy().data
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies the tensors, which must not be part of a graph, to their places."""
+        for place, tensor in zip(self.places, tensors, strict=True):
+            place.copy_(tensor, non_blocking=True)
+
+
+def ordinary(size: int) -> torch.Tensor:
+    """Bytes in ordinary memory."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def pinned(size: int) -> torch.Tensor:
+    """Bytes in pinned memory, for tensors that come from a GPU."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+class Encoder:
+    """The sending end of one channel. Wires of a steady stream are used again once they are given back.
+
+    Args:
+        allocate: where wires lie.
+        drop: told of each wire that is not kept any longer.
+        seal: of whom the receiver believes.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], torch.Tensor] = ordinary,
+        drop: Callable[[Wire], None] = lambda wire: None,
+        seal: Seal | None = KNOWN,
+    ) -> None:
+        self._seal = seal
+        self._allocate = allocate
+        self._drop = drop
+        self._known: dict[Any, tuple[int, Signature]] = {}
+        self._pools: OrderedDict[tuple[int, int], list[Wire]] = OrderedDict()
+        self._lock = threading.Lock()  # wires may be given back by another thread
+
+    def encode(
+        self, key: tuple[int, Instruction], tree: Any, flags: tuple[bool, ...], sent: int
+    ) -> tuple[Wire, Sequence[torch.Tensor]]:
+        """A wire that is complete but for the tensors, and the tensors that belong there."""
+        described: tuple[tuple[torch.Size, torch.dtype] | None, ...]
+        if isinstance(tree, torch.Tensor):  # by far the most common, and worth a short way
+            spec, tensors, values, described = None, [tree], b"", ((tree.shape, tree.dtype),)
+        else:
+            leaves, spec = pytree.tree_flatten(tree)
+            described = tuple((t.shape, t.dtype) if isinstance(t, torch.Tensor) else None for t in leaves)
+            tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+            plain = [v for v in leaves if not isinstance(v, torch.Tensor)]
+            values = dumps(plain, self._seal) if plain else b""
+        known = self._known.get((spec, described, flags))
+        spec_bytes = b""
+        if known is None:
+            known = self._known[spec, described, flags] = (len(self._known), Signature(spec, described, flags))
+            spec_bytes = known[1].to_bytes(self._seal)
+        number, signature = known
+        extra = spec_bytes + values
+        wire = self._wire((number, -(-(_EXTRA + len(extra)) // ALIGN) * ALIGN), signature)
+        window, (kind, stage, job, batch, span) = key
+        sizes = (number, len(spec_bytes), len(values))
+        _HEADER.pack_into(
+            wire.bytes, FRONT_BYTES, _MAGIC, window, sent, _KIND_NUMBER[kind], stage, job, batch, *span, *sizes
+        )
+        if extra:
+            wire.bytes[_EXTRA : _EXTRA + len(extra)] = extra
+        return wire, tensors
+
+    def give_back(self, wire: Wire) -> None:
+        """The wire has been delivered; it is kept for another message, or dropped."""
+        with self._lock:
+            pool = self._pools.get(wire.kind)
+            keep = pool is not None and len(pool) < _SPARE
+            if pool is not None and keep:
+                pool.append(wire)
+        if not keep:
+            self._drop(wire)
+
+    def _wire(self, kind: tuple[int, int], signature: Signature) -> Wire:
+        """One for messages of this kind: a signature's number, and the bytes before the tensors."""
+        evicted: list[Wire] = []
+        with self._lock:
+            pool = self._pools.setdefault(kind, [])
+            self._pools.move_to_end(kind)
+            if len(self._pools) > _POOLS:  # shapes that change all the time must not pile up memory
+                evicted = self._pools.popitem(last=False)[1]
+            wire = pool.pop() if pool else None  # the one used last is still in the caches
+        for old in evicted:
+            self._drop(old)
+        return Wire(kind, signature, self._allocate) if wire is None else wire
+
+
+class Decoder:
+    """The receiving end of one channel.
+
+    Args:
+        seal: of whom it believes.
+    """
+
+    def __init__(self, seal: Seal | None = KNOWN) -> None:
+        self._seal = seal
+        self._signatures: dict[int, Signature] = {}
+
+    def decode(
+        self, buffer: torch.Tensor, posted: int, arrived: int, views: dict[int, list[torch.Tensor]] | None = None
+    ) -> Message:
+        """The message in a byte tensor; its tensors are views of it.
+
+        With `views`, which belongs to this buffer, they are made once for each kind of message.
+
+        Raises:
+            PipelineError: the bytes are no message of this version.
+        """
+        view = buffer.numpy().data
+        magic, window, sent, kind, stage, job, batch, start, stop, number, n_spec, n_values = _HEADER.unpack_from(
+            view, FRONT_BYTES
+        )
+        if magic != _MAGIC:
+            raise PipelineError(f"received {bytes(magic)!r} instead of a message: do all ranks run the same version?")
+        at = _EXTRA
+        if n_spec:
+            self._signatures[number] = Signature.from_bytes(view[at : at + n_spec], self._seal)
+            at += n_spec
+        signature = self._signatures[number]
+        values = loads(view[at : at + n_values], self._seal) if n_values else ()
+        key = (window, Instruction(KINDS[kind], stage, job, batch, Span(start, stop)))
+        tensors = views.get(number) if views is not None and not n_spec and not n_values else None
+        if tensors is None:
+            body = -(-(at + n_values) // ALIGN) * ALIGN
+            described = filter(None, signature.leaves)
+            tensors = [_view(buffer, body + s, *d) for s, d in zip(signature.starts, described, strict=True)]
+            if views is not None and not n_spec and not n_values:
+                views[number] = tensors
+        return Message(key, signature.tree(tensors, values), signature.flags, sent, posted, arrived)
+
+
+def _view(buffer: torch.Tensor, at: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    size = shape.numel() * dtype.itemsize
+    return buffer[at : at + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)

@@ -1,0 +1,169 @@
+"""All channels of one rank: over gloo, through memory shared by one host's processes, or hand to hand inside one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from lightning_pipes.engine.messages.channel import Inbox, Outbox
+from lightning_pipes.engine.messages.direct import DirectGroup, DirectInbox, DirectOutbox, nccl_group
+from lightning_pipes.engine.messages.local import CONNECT_SECONDS
+from lightning_pipes.engine.messages.local_transport import LocalTransport, host
+from lightning_pipes.engine.messages.mailbox import Key, Mailbox, Transport
+from lightning_pipes.engine.messages.message import Decoder, Encoder
+from lightning_pipes.engine.private_torch import ProcessGroupGloo
+from lightning_pipes.engine.watch.failure import FailureWatch
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.ir import Kind, Plan, PlanError, send_of
+
+IDLE = timedelta(days=30)
+"""How long a posted receive may stay unanswered: a validation that does not use the pipeline may take hours, and the
+dead are noticed by the failure watch."""
+
+
+class GlooTransport:
+    """One channel per neighbour and direction, each over a gloo group of its own.
+
+    The groups are made from the store of the run and known to no one else: `torch.distributed.new_group` would have
+    every rank of the world take part in each. Tensors on a GPU are staged through pinned memory, so several ranks may
+    share one device; with `direct` they go from GPU to GPU over groups of that backend, and gloo carries headers only.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        global_ranks: Sequence[int],
+        device: torch.device,
+        watch: FailureWatch,
+        store: PrefixStore,
+        direct: DirectGroup | None = None,
+    ) -> None:
+        self.mailbox = Mailbox()
+        self._watch = watch
+        self._out: dict[tuple[int, Kind], Outbox | DirectOutbox] = {}
+        self._in: list[Inbox | DirectInbox] = []
+        watch.on_failure(self.mailbox.fail)
+        self._store, seal = store, watch.seal
+        self._global_rank = global_ranks[rank]
+        self._neighbours: set[int] = set()
+        for source, destination, kind in plan.links:
+            if rank not in (source, destination):
+                continue
+            peer = global_ranks[destination if rank == source else source]
+            self._neighbours.add(peer)
+            name = f"{global_ranks[source]}-{global_ranks[destination]}-{kind}"
+            end = int(rank == destination)
+            point("transport.told")
+            group = ProcessGroupGloo(PrefixStore(name, self._store), end, 2, IDLE)
+
+            def lost(error: BaseException, peer: int = peer) -> None:
+                watch.lost(peer, error)
+
+            if direct is not None:
+                payload = direct(PrefixStore(f"direct/{name}", self._store), end)
+                if rank == source:
+                    self._out[destination, kind] = DirectOutbox(group, payload, peer, device, lost, seal)
+                else:
+                    self._in.append(DirectInbox(group, payload, peer, device, self.mailbox.put, lost, seal))
+            elif rank == source:
+                self._out[destination, kind] = Outbox(group, peer, device, lost, seal)
+            else:
+                self._in.append(Inbox(group, peer, device, self.mailbox.put, lost, seal))
+
+    def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
+        self._out[rank, send_of(key[1]).kind].send(key, tree, flags)
+
+    def close(self) -> None:
+        failed = self._watch.error is not None
+        for outbox in self._out.values():
+            outbox.close(failed)
+        for inbox in self._in:
+            inbox.close(failed)
+        if not failed:
+            self._part()
+        self._out, self._in = {}, []
+
+    def _part(self) -> None:
+        """Waits until the neighbours have read everything too: a connection that one end closes while bytes are on
+        their way is reset, and the other end loses what it has not read."""
+        mine, neighbours = self._global_rank, sorted(self._neighbours)
+        for peer in neighbours:
+            self._store.set(f"closed/{mine}-{peer}", "")
+        for peer in neighbours:
+            self._store.wait([f"closed/{peer}-{mine}"], timedelta(seconds=30))
+
+
+class LoopbackTransport:
+    """Ranks in one process: what is sent goes through the same bytes and lies in the other's mailbox at once."""
+
+    def __init__(self, mailboxes: Sequence[Mailbox], rank: int) -> None:
+        self.mailbox = mailboxes[rank]
+        self._mailboxes = mailboxes
+
+    def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
+        wire, tensors = Encoder().encode(key, tree, flags, 0)
+        wire.fill(tensors)
+        self._mailboxes[rank].put(Decoder().decode(wire.buffer, 0, 0))
+
+    def close(self) -> None:
+        pass
+
+
+KINDS = ("auto", "local", "gloo", "nccl")
+"""The transports that can be asked for."""
+
+
+def make_transport(
+    plan: Plan,
+    rank: int,
+    global_ranks: Sequence[int],
+    device: torch.device,
+    watch: FailureWatch,
+    kind: str = "auto",
+) -> Transport:
+    """The transport for where the ranks are: a collective call of all ranks of the pipeline.
+
+    Args:
+        kind: "auto" takes shared memory ("local") where all ranks are on one host and tensors in ordinary memory,
+            "nccl" where every rank has a GPU of its own, and "gloo" elsewhere, which stages tensors of a GPU through
+            pinned memory. A name insists.
+
+    Raises:
+        PlanError: what is insisted on can't be had.
+    """
+    if plan.n_ranks == 1:
+        return LoopbackTransport([Mailbox()], 0)
+    point("transport")
+    store = watch.store()
+    if kind == "auto":
+        kind = _choose(store, global_ranks[rank], list(global_ranks), device)
+    if kind == "local":
+        if device.type != "cpu" or not host():
+            raise PlanError(f"transport 'local' needs Linux and tensors on the CPU, not on {device}; choose 'gloo'")
+        return LocalTransport(plan, rank, global_ranks, watch, store)
+    if kind == "nccl":
+        if device.type != "cuda":
+            raise PlanError(f"transport 'nccl' needs tensors on a GPU, not on {device}; choose 'gloo'")
+        return GlooTransport(plan, rank, global_ranks, device, watch, store, nccl_group)
+    if kind != "gloo":
+        raise PlanError(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
+    return GlooTransport(plan, rank, global_ranks, device, watch, store)
+
+
+def _choose(store: PrefixStore, rank: int, ranks: list[int], device: torch.device) -> str:
+    mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"cpu of {host()}"
+    store.set(f"place/{rank}", mine)
+    store.wait([f"place/{r}" for r in ranks], timedelta(seconds=CONNECT_SECONDS))
+    places = [store.get(f"place/{r}").decode() for r in ranks]
+    if device.type == "cpu":
+        return "local" if host() and len(set(places)) == 1 else "gloo"
+    if len(set(places)) == len(places):
+        return "nccl"
+    if rank == ranks[0]:
+        warnings.warn("several ranks share a GPU: tensors are staged through the host's memory", stacklevel=3)
+    return "gloo"

@@ -1,0 +1,1 @@
+"""States that take turns on a device."""

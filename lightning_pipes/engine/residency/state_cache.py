@@ -1,0 +1,297 @@
+"""States of which a device holds a few at a time: those in use, and those that are needed next.
+
+What to load, and what makes room for it, `sim.residency` decides. Here is where it lies: a slab on the host for each
+state, and slabs on the device that states take in turn. A slab on the device is overwritten when three things are over:
+the copy that filled it, what was computed with it, and the copy of what that has changed to the host, which the next
+load of the same state waits for, too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lightning_pipes.engine.residency.copier import SlabCopier
+from lightning_pipes.engine.residency.slab import Layout, host_slab
+from lightning_pipes.ir import PlanError
+from lightning_pipes.sim.residency import Residency, Statistics
+
+Key = TypeVar("Key")
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A slab on the device.
+
+    Attributes:
+        copies: from it and to it, the last of each.
+        used: what was computed with it, or with the memory before.
+        lost: not for other states.
+    """
+
+    slab: torch.Tensor
+    used: int | None
+    copies: list[int] = field(default_factory=list)
+    lost: bool = False
+
+    @property
+    def busy(self) -> list[int]:
+        """What must have ended before it is overwritten."""
+        return self.copies if self.used is None else [*self.copies, self.used]
+
+
+@dataclass
+class _State:
+    """Where a state lies.
+
+    Attributes:
+        on_host: its tensors in the host's slab.
+        written: the copy that made the host's slab what it is.
+        on_device: its tensors in each slab on the device where it has been; views take longer to make than to bind.
+    """
+
+    layout: Layout
+    host: torch.Tensor
+    on_host: Tensors
+    slot: _Slot | None = None
+    written: list[int] = field(default_factory=list)
+    on_device: WeakKeyDictionary[_Slot, Tensors] = field(default_factory=WeakKeyDictionary)
+
+
+class StateCache(Generic[Key]):
+    """States by key, on the host and, within a budget, on a device.
+
+        cache.add(key, tensors)                   # copied to the host
+        cache.expect(keys)                        # or predict(keys)
+        with cache.lease(key, write=True) as state:
+            ...                                   # state[name] is on the device
+        cache.prefetch()
+
+    Args:
+        budget: bytes of the device for states.
+        copier: moves them.
+        device: where.
+        slots: the most states on the device at a time, if not only bytes count.
+        host_budget: bytes of the host for states, if they are to be bounded.
+        leaves: called with the key of a state before its slab goes to another.
+        poison: fill slabs with NaN when a state leaves; for tests.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        copier: SlabCopier,
+        device: torch.device | None = None,
+        *,
+        slots: int | None = None,
+        host_budget: int | None = None,
+        leaves: Callable[[Key], None] | None = None,
+        poison: bool = False,
+    ) -> None:
+        self._budget, self._host_budget, self._slots = budget, host_budget, slots
+        self._copier = copier
+        self._device = device or torch.device("cpu")
+        self._leaves = leaves
+        self._poison = poison
+        self._states: dict[Key, _State] = {}
+        self._free: dict[int, deque[_Slot]] = defaultdict(deque)
+        self._slab_bytes = 0
+        self._residency: Residency[Key] = Residency(budget, {}, _Mover(self), slots)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What leases met."""
+        return self._residency.statistics
+
+    @property
+    def resident(self) -> frozenset[Key]:
+        """What is on the device, or on its way to it."""
+        return self._residency.resident
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all states on the host."""
+        return sum(state.layout.nbytes for state in self._states.values())
+
+    def add(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> int:
+        """One more state; its tensors are copied to the host. Returns its bytes.
+
+        Raises:
+            PlanError: it does not fit into the device's or the host's budget.
+        """
+        layout = Layout.of(tensors)
+        if self._host_budget is not None and self.host_bytes + layout.nbytes > self._host_budget:
+            raise PlanError(
+                f"state {key} has {layout.nbytes} bytes; {len(self._states)} states have {self.host_bytes} of the "
+                f"host's budget of {self._host_budget}. Raise it, or keep fewer states"
+            )
+        self._residency.add(key, layout.nbytes)
+        host = host_slab(layout.nbytes, self._device.type == "cuda")
+        state = self._states[key] = _State(layout, host, layout.views(host))
+        with torch.no_grad():
+            for name, view in state.on_host.items():
+                view.copy_(tensors[name])
+        return layout.nbytes
+
+    def drop(self, key: Key, in_use: bool = False) -> None:
+        """The state is not needed any more.
+
+        Args:
+            in_use: somebody may still refer to its slab on the device, which no other state gets.
+
+        Raises:
+            PlanError: it is leased.
+        """
+        state = self._states[key]
+        if in_use and state.slot is not None:
+            state.slot.lost = True
+        copies = [*state.written, *(state.slot.copies if state.slot is not None else ())]
+        self._residency.drop(key)
+        for ticket in copies:  # they use the host's slab
+            self._copier.wait(ticket)
+        del self._states[key]
+
+    @property
+    def crowded(self) -> bool:
+        """Whether states have to take turns."""
+        return self.host_bytes > self._budget or (self._slots is not None and len(self._states) > self._slots)
+
+    def expect(self, keys: Iterable[Key]) -> None:
+        """These leases follow those that were expected before; no others may come."""
+        self._residency.expect(keys)
+
+    def predict(self, keys: Iterable[Key]) -> None:
+        """These will probably be leased next, the first one first."""
+        self._residency.predict(keys)
+
+    def prefetch(self) -> int:
+        """Starts to load what is needed next, as far as there is room; returns how many."""
+        return self._residency.prefetch()
+
+    def has_room(self, key: Key) -> bool:
+        """Whether a lease would find a place."""
+        return self._residency.has_room(key)
+
+    @contextmanager
+    def lease(self, key: Key, write: bool = False) -> Iterator[Tensors]:
+        """The state's tensors on the device, for as long as the block runs.
+
+        Args:
+            write: the block changes them.
+
+        Raises:
+            PlanError: there is no room, or another lease was expected.
+        """
+        self.acquire(key, write)
+        try:
+            yield self.on_device(key)
+        finally:
+            self.release(key)
+
+    def acquire(self, key: Key, write: bool = False) -> None:
+        """A lease that lasts until `release`."""
+        self._residency.lease(key, write)
+
+    def release(self, key: Key) -> None:
+        """The lease is over; what is being computed with it may still be under way."""
+        self._residency.release(key)
+        slot = self._states[key].slot
+        assert slot is not None
+        slot.used = self._copier.mark()
+
+    def on_device(self, key: Key) -> Tensors:
+        """The tensors of a state that is resident."""
+        state = self._states[key]
+        assert state.slot is not None, f"state {key} is on the host only"
+        views = state.on_device.get(state.slot)
+        if views is None:
+            views = state.on_device[state.slot] = state.layout.views(state.slot.slab)
+        return views
+
+    def on_host(self, key: Key) -> Tensors:
+        """The tensors of a state on the host; they have what leases have changed after `wait_for_host`."""
+        return self._states[key].on_host
+
+    def wait_for_host(self, key: Key) -> None:
+        """Returns when what is being written back for a state is on the host."""
+        for ticket in self._states[key].written:
+            self._copier.wait(ticket)
+
+    def offload(self, key: Key) -> None:
+        """Starts to write back what leases have changed."""
+        self._residency.offload(key)
+
+    def flush(self) -> None:
+        """Returns when the host has all that leases have changed."""
+        self._residency.flush()
+        for key in self._states:
+            self.wait_for_host(key)
+
+    def close(self) -> None:
+        """Ends the copies that are under way."""
+        self._copier.close()
+
+    # ---- where states lie
+
+    def _take(self, nbytes: int) -> _Slot:
+        """A slab of a state that left, or a new one; those of other sizes go where it would be too much."""
+        if self._free[nbytes]:
+            return self._free[nbytes].popleft()
+        for others in self._free.values():
+            while others and self._slab_bytes + nbytes > self._budget:
+                old = others.popleft()
+                for ticket in old.busy:
+                    self._copier.wait(ticket)
+                self._slab_bytes -= old.slab.numel()
+        self._slab_bytes += nbytes
+        return _Slot(torch.empty(nbytes, dtype=torch.uint8, device=self._device), self._copier.mark())
+
+
+class _Mover:
+    """Does what the residency of a cache decides."""
+
+    def __init__(self, cache: StateCache[Any]) -> None:
+        self._cache = cache
+
+    def load(self, key: object, size: int, after: int | None) -> int:
+        cache = self._cache
+        state, slot = cache._states[key], cache._take(size)
+        ticket = cache._copier.copy("in", slot.slab, state.host, [*slot.busy, *state.written])
+        state.slot, slot.copies = slot, [ticket]
+        return ticket
+
+    def store(self, key: object, size: int) -> int:
+        state = self._cache._states[key]
+        assert state.slot is not None
+        ticket = self._cache._copier.copy("out", state.host, state.slot.slab, state.slot.busy)
+        state.slot.copies = [ticket]
+        state.written = [ticket]
+        return ticket
+
+    def leave(self, key: object) -> None:
+        cache = self._cache
+        state = cache._states[key]
+        slot, state.slot = state.slot, None
+        assert slot is not None
+        if slot.lost:
+            cache._slab_bytes -= slot.slab.numel()
+            return
+        if cache._leaves is not None:
+            cache._leaves(key)
+        if cache._poison:
+            nan = torch.full_like(slot.slab, 255)
+            cache._copier.wait(cache._copier.copy("out", slot.slab, nan, slot.busy))
+        cache._free[slot.slab.numel()].append(slot)
+
+    def done(self, ticket: int) -> bool:
+        return self._cache._copier.done(ticket)
+
+    def wait(self, ticket: int) -> int:
+        return self._cache._copier.wait(ticket)

@@ -1,0 +1,233 @@
+"""Whatever computes, on the device while it is needed there and on the host else: siblings, layers, weight versions.
+
+A `StateCache` moves tensors; here is what they belong to. Whoever uses these goes on with the objects that he knows,
+and finds them on the device while they are leased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from lightning_pipes.engine.residency.copier import SlabCopier
+from lightning_pipes.engine.residency.state_cache import StateCache
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.sim.residency import Statistics
+
+Key = TypeVar("Key")
+
+
+class Bound(Protocol):
+    """Something whose tensors can be elsewhere from one moment to the next; a `Binding` is one."""
+
+    def check(self) -> None:
+        """Whether all can be moved, each for itself.
+
+        Raises:
+            PlanError: they can't.
+        """
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Them by name."""
+
+    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Uses `tensors` from now on, which have the values.
+
+        Raises:
+            PipelineError: a graph refers to one that it uses.
+        """
+
+
+@dataclass
+class _Held:
+    """What belongs to a key.
+
+    Attributes:
+        here: its tensors are those on the device.
+        leased: they stay there.
+    """
+
+    bound: Bound
+    here: bool = False
+    leased: bool = False
+
+
+class Swap(Generic[Key]):
+    """States of any kind by key, and what they belong to.
+
+        swap.add(key, Binding(module, optimizers, device))
+        swap.expect(keys)                       # or predict(keys)
+        with swap.lease(key, write=True):
+            ...                                 # the module computes on the device
+        swap.prefetch()
+        swap.remove(key)
+
+    Between two leases a module must not compute: its parameters may lie on the host, or anywhere. A forward that is
+    still to be differentiated refers to weights, so its lease has to last until then, or it has to run again.
+
+    Args:
+        budget: bytes of the device for states.
+        copier: moves them; it is closed by `close`.
+        device: where.
+        slots: the most states on the device, if not only bytes count.
+        host_budget: bytes of the host, if they are to be bounded.
+        poison: fill what a state leaves on the device with NaN; for tests.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        copier: SlabCopier,
+        device: torch.device,
+        *,
+        slots: int | None = None,
+        host_budget: int | None = None,
+        poison: bool = False,
+    ) -> None:
+        self._held: dict[Key, _Held] = {}
+        self._cache: StateCache[Key] = StateCache(
+            budget, copier, device, slots=slots, host_budget=host_budget, leaves=self._to_host, poison=poison
+        )
+
+    @property
+    def statistics(self) -> Statistics:
+        """What leases met."""
+        return self._cache.statistics
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all states on the host."""
+        return self._cache.host_bytes
+
+    @property
+    def resident(self) -> frozenset[Key]:
+        """What is on the device, or on its way to it."""
+        return self._cache.resident
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._held
+
+    def holds(self, key: Key) -> bool:
+        """Whether the state is leased."""
+        each = self._held.get(key)
+        return each is not None and each.leased
+
+    def bound(self, key: Key) -> Bound | None:
+        """What belongs to the key."""
+        each = self._held.get(key)
+        return None if each is None else each.bound
+
+    def add(self, key: Key, bound: Bound, fits: Callable[[int], object] = lambda size: None) -> int:
+        """One more state, which is on the host from now on. Returns its bytes.
+
+        Args:
+            fits: gets the bytes first; if it raises, nothing has changed.
+
+        Raises:
+            PlanError: it does not fit into the device's or the host's budget, or can't be moved.
+        """
+        bound.check()
+        size = self._cache.add(key, bound.tensors())
+        try:
+            fits(size)
+        except Exception:
+            self._cache.drop(key)
+            raise
+        self._held[key] = _Held(bound)
+        bound.hold(self._cache.on_host(key))
+        return size
+
+    def replace(self, key: Key, bound: Bound) -> None:
+        """The state belongs to `bound` from now on, which has the same tensors in the same places."""
+        self._held[key].bound = bound
+
+    def on_device(self, key: Key) -> dict[str, torch.Tensor] | None:
+        """The state's tensors there, if what it belongs to uses them."""
+        return self._cache.on_device(key) if self._held[key].here else None
+
+    def remove(self, key: Key) -> None:
+        """What belongs to the key has tensors of its own again, on the host."""
+        each = self._held.get(key)
+        if each is None:
+            return
+        self.release(key)
+        del self._held[key]
+        if not each.here:
+            self._cache.wait_for_host(key)
+        with torch.inference_mode(False):
+            own = {name: tensor.to("cpu", copy=True) for name, tensor in each.bound.tensors().items()}
+        in_use = False
+        try:
+            each.bound.hold(own)
+        except PipelineError:  # it fails, and its exception refers to a graph: it may keep the memory
+            in_use = True
+        self._cache.drop(key, in_use)
+
+    def expect(self, keys: Iterable[Key]) -> None:
+        """These leases follow those that were expected before; no others may come."""
+        self._cache.expect(keys)
+
+    def predict(self, keys: Iterable[Key]) -> None:
+        """These will probably be leased next, the first one first; others that are not here are passed over."""
+        self._cache.predict(key for key in keys if key in self._held)
+
+    def prefetch(self) -> int:
+        """Starts to load what is needed next, as far as there is room; returns how many."""
+        return self._cache.prefetch()
+
+    def has_room(self, key: Key) -> bool:
+        """Whether a lease would find a place."""
+        return self._cache.has_room(key)
+
+    @contextmanager
+    def lease(self, key: Key, write: bool = False) -> Iterator[None]:
+        """What belongs to the key computes on the device, for as long as the block runs.
+
+        Args:
+            write: the block changes the state.
+
+        Raises:
+            PlanError: there is no room, or another lease was expected.
+        """
+        self.acquire(key, write)
+        try:
+            yield
+        finally:
+            self.release(key)
+
+    def acquire(self, key: Key, write: bool = False) -> None:
+        """A lease that lasts until `release`."""
+        each = self._held[key]
+        self._cache.acquire(key, write)
+        each.leased = True
+        if not each.here:
+            each.bound.hold(self._cache.on_device(key))
+            each.here = True
+
+    def release(self, key: Key) -> None:
+        """The lease is over, if there is one; what is being computed may still be under way."""
+        each = self._held.get(key)
+        if each is not None and each.leased:
+            self._cache.release(key)
+            each.leased = False
+
+    def relieve(self, key: Key) -> None:
+        """Starts to write back what leases have changed, where states have to take turns."""
+        if self._cache.crowded:
+            self._cache.offload(key)
+
+    def close(self) -> None:
+        """Ends the copies that are under way. What is left here stays where it is."""
+        self._cache.close()
+        self._held.clear()
+
+    def _to_host(self, key: Key) -> None:
+        """Another state takes its place on the device."""
+        each = self._held.get(key)
+        if each is not None and each.here:
+            each.bound.hold(self._cache.on_host(key))
+            each.here = False

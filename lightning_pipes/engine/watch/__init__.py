@@ -1,0 +1,1 @@
+"""Ranks find each other, and nobody waits for the dead."""

@@ -1,0 +1,403 @@
+"""A failure on one rank reaches all others, and nobody waits for the dead.
+
+The side channel is the store through which the ranks found each other: whoever fails first writes there what
+happened, everybody reads it several times a second. Broken connections are reported the same way, and processes of
+this host that have ended. Where nothing breaks, because a process is stopped or a link is cut, its missing signs of
+life are: each rank looks after the next one in a ring, so that the work for the store grows only as the number of
+ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+from lightning_pipes.engine.watch import ending
+from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS, Silence, heart_of
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.trust import Seal, part_of, printable, seal_of
+from lightning_pipes.ir import PipelineError
+
+_log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+REASON_SECONDS = 5 * POLL_SECONDS
+GRACE_SECONDS = 7.0
+"""How long a rank that knows of a failure may take to leave by itself before its watchdog ends it."""
+TELL_SECONDS = 2.0
+"""How long a failing rank waits for the store to take its word."""
+SAY_SECONDS = 30.0
+"""How often a rank says for whom it waits."""
+HEARTBEAT_TIMEOUT = 120.0
+"""Long enough for any call that keeps Python's lock, such as loading a large pickle."""
+T = TypeVar("T")
+
+
+class PeerFailure(PipelineError):  # noqa: N818 - reads as what it is: the failure is elsewhere
+    """Another rank failed; the message names it, its stage, its instruction and the cause."""
+
+
+class _Words:
+    """A failure on its way to the store.
+
+    Attributes:
+        first: the failure that was written first, once the store has answered.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.first: str | None = None
+        self._answered = threading.Event()
+
+    def answer(self, first: str | None) -> None:
+        """The store has answered, or can't."""
+        self.first = first
+        self._answered.set()
+
+    def wait(self, seconds: float) -> str | None:
+        """What was written first; None where the store has not answered by then."""
+        self._answered.wait(seconds)
+        return self.first
+
+
+class FailureWatch:
+    """Tells all ranks of the first failure of any.
+
+    All that it needs for that is there from the beginning: a process that is out of memory can't have another thread.
+
+    Args:
+        store: the c10d store of the process group; None for ranks in one process.
+        rank: the global rank.
+        ranks: how many there are in all.
+        heartbeat_timeout: seconds after which a rank without a sign of life, or a store without an answer, is given up.
+        store_host: who hosts the store, for the message.
+        enforce: end the process when it has not closed the watch `GRACE_SECONDS` after a failure elsewhere: a rank
+            that is blocked in a collective neither sees exceptions nor runs signal handlers. After any failure, end it
+            also when it has not ended `GRACE_SECONDS` after its main thread.
+
+    Attributes:
+        stages: the stages of each global rank, for messages.
+        doing: what this rank waits for, for messages; None while it computes.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int = 1,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+        store_host: str = "the launcher",
+        enforce: bool = True,
+    ) -> None:
+        self.stages: Mapping[int, Sequence[int]] = {}
+        self.doing: object | None = None
+        self.error: PipelineError | None = None
+        self._store = store
+        self._rank, self._neighbour = rank, (rank + 1) % ranks
+        self._others = [other % ranks for other in range(rank + 1, rank + ranks)]
+        self._timeout = heartbeat_timeout
+        self._store_host = store_host
+        self._enforce = enforce
+        self._stores = 0
+        self._listeners: list[Callable[[BaseException], None]] = []
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._failed_at: float | None = None
+        self._polls = 0
+        self._last_words: SimpleQueue[_Words | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        if store is not None:
+            self._heart = heart_of(store, rank)
+            self._prefix = f"lightning_pipes/{self._heart.next_run(rank)}"
+            self._key = f"{self._prefix}/failure"
+            for name, target in (("watch", self._watch), ("watchdog", self._guard), ("last words", self._write)):
+                thread = threading.Thread(target=target, name=f"lightning_pipes failure {name}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            point("watch.made")
+
+    def store(self) -> Any:
+        """A part of the store for one purpose of this run; ranks that ask equally often get the same."""
+        return self.store_later()()
+
+    def store_later(self) -> Callable[[], Any]:
+        """What gives that part of the store, with a connection of its own; making one takes up to a tenth of a
+        second."""
+        self._stores += 1
+        prefix = f"{self._prefix}/{self._stores}"
+        return lambda: part_of(self._store, prefix)
+
+    @property
+    def seal(self) -> Seal | None:
+        """What proves that something comes from another rank; None where nothing does."""
+        return seal_of(self._store)
+
+    def name(self, rank: int) -> str:
+        """A rank and its stages, as messages call it."""
+        stages = self.stages.get(rank, ())
+        return f"rank {rank}" + (f" (stage {', '.join(map(str, stages))})" if stages else "")
+
+    def on_failure(self, listener: Callable[[BaseException], None]) -> None:
+        """Calls `listener(error)` from another thread when any rank fails; at once if one has."""
+        with self._lock:
+            self._listeners.append(listener)
+            error = self.error
+        if error is not None:
+            listener(error)
+
+    def fail(self, error: BaseException, where: str = "") -> None:
+        """Tells everybody that this rank failed, unless another failure was told before."""
+        who = f"rank {self._rank} failed in {where}" if where else f"{self.name(self._rank)} failed"
+        self._tell(f"{who}: {type(error).__name__}: {error}", elsewhere=False)
+
+    def lost(self, peer: int, error: BaseException) -> None:
+        """A connection to `peer` broke. If the peer has said why, that is the failure; else it is gone."""
+        if self._closed.is_set():
+            return
+        if self._store is not None and self._closed.wait(2 * POLL_SECONDS):
+            return
+        if self.error is None:
+            lost = f"rank {self._rank} lost the connection to it{self._while_doing()} ({error})"
+            self._tell(f"{self.name(peer)} has ended or can't be reached: {lost}")
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the process of `rank` is known to have ended; that of another host never is."""
+        process = None if self._store is None else self._heart.process(rank)
+        return process is not None and process.has_ended()
+
+    def check(self) -> None:
+        """Raises PeerFailure if any rank has failed."""
+        if self.error is not None:
+            raise self.error
+
+    def call(self, fn: Callable[[], T]) -> T:
+        """What `fn()` returns, which waits for other ranks where no exception gets in. It has a thread of its own, and
+        is left there when a rank fails.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+        if self._store is None:
+            return fn()
+        found: Future[T] = Future()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+        def run() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                found.set_result(fn())
+            except BaseException as error:
+                found.set_exception(error)
+
+        threading.Thread(target=run, name="lightning_pipes connecting", daemon=True).start()
+        before, self.doing = self.doing, self.doing or "connections to other ranks"
+        while True:
+            try:
+                result = found.result(POLL_SECONDS)
+                self.doing = before
+                return result
+            except NotYet as error:
+                self.check()
+                if found.done() and found.exception() is error:
+                    raise
+            except RuntimeError as error:
+                if not isinstance(error, PipelineError):
+                    self.learn_reason()
+                raise
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come to the store yet."""
+        return [] if self._store is None else [rank for rank in sorted(self._others) if self._heart.ask(rank) is None]
+
+    def meet(self, timeout: float, check: Callable[[], None], ended: Callable[[], Mapping[int, str]]) -> None:
+        """Returns when all ranks have come to the store.
+
+        Args:
+            timeout: seconds to wait for the last one.
+            check: called again and again meanwhile; may raise.
+            ended: of ranks, also those that have not come, what is known of how they have ended.
+
+        Raises:
+            PeerFailure: one has ended, or does not come.
+        """
+        started = said = time.monotonic()
+        while missing := self.missing():
+            self.check()
+            check()
+            for rank, how in ended().items():
+                if rank in missing:
+                    self._tell(f"{self.name(rank)} {how} before it came to the other ranks")
+            now = time.monotonic()
+            if now > said + SAY_SECONDS:
+                said = now
+                _log.warning("[rank %d] waits for %s", self._rank, _ranks(missing))
+            if now > started + timeout:
+                self._tell(f"{_ranks(missing)} did not come to the other ranks within {timeout:.0f} s")
+            time.sleep(POLL_SECONDS / 4)
+        self.check()
+
+    def learn_reason(self) -> None:
+        """Raises PeerFailure once it gets to know of a failure, of which something else was noticed; returns if it does
+        not, a second later."""
+        until = time.monotonic() + REASON_SECONDS
+        while time.monotonic() < until:  # who fails tells the store first, and closes connections then
+            self.check()
+            time.sleep(POLL_SECONDS / 4)
+
+    def close(self) -> None:
+        """Stops watching; this process needs to give no more signs of life. It is safe from the watchdog until its main
+        thread has ended."""
+        point("watch.close")
+        self._closed.set()
+        self._last_words.put(None)
+        until = time.monotonic() + 1.0  # that long only where the store does not answer
+        while self._threads:
+            thread = self._threads.pop()
+            if thread is not threading.current_thread() and self.error is None:
+                thread.join(timeout=max(0.0, until - time.monotonic()))
+        point("watch.closed")
+
+    def _watch(self) -> None:
+        """Listens to the store, for the next rank's signs of life, and whether processes of this host have ended. Its
+        calls block where the store is stopped."""
+        silence, looks = Silence(2 * BEAT_SECONDS), round(BEAT_SECONDS / POLL_SECONDS)
+        try:
+            while self.error is None and not self._closed.wait(POLL_SECONDS):
+                self._polls += 1
+                if self._heart.line.check([self._key]):
+                    self._learn(self._heart.line.get(self._key).decode())
+                elif self._others:
+                    self._look_after(self._others[self._polls % len(self._others)])
+                    if self._polls % looks == 0:
+                        self._listen(silence)
+            if self.error is None:
+                self._heart.line.set(self._left(self._rank), "")
+        except Exception as error:
+            if not self._closed.is_set():
+                self._learn(f"{self._store_host}, which hosts the store of this run, has ended ({error})")
+
+    def _look_after(self, other: int) -> None:
+        """Tells all if the process of another rank has ended, as far as can be seen from here, in the middle of this
+        run."""
+        process = self._heart.ask(other)
+        if process is not None and process.has_ended() and not self._has_left(other):
+            self._tell(
+                f"{self.name(other)} has ended{self._how(other)}: rank {self._rank} found its process gone"
+                f"{self._while_doing()}"
+            )
+
+    def _listen(self, silence: Silence) -> None:
+        """Tells all if the next rank has come to its end, or seems dead."""
+        if self._heart.ask(self._neighbour) is None:
+            return  # it has not come yet; setting something up may take it an hour
+        seconds = silence.seconds(self._heart.beats(self._neighbour), time.monotonic())
+        ended = self._heart.has_come_to_its_end(self._neighbour)
+        if (not ended and seconds <= self._timeout) or self._has_left(self._neighbour):
+            return
+        who = self.name(self._neighbour)
+        if ended:
+            self._tell(
+                f"{who} has ended{self._how(self._neighbour)}: rank {self._rank} noticed it{self._while_doing()}"
+            )
+        else:
+            self._tell(
+                f"{who} was declared dead by rank {self._rank}: no sign of life for "
+                f"{seconds:.0f} s. Its process or host is stopped, or can't be reached; if it was only "
+                f"busy, raise heartbeat_timeout (now {self._timeout:g})"
+            )
+
+    def _how(self, other: int) -> str:
+        if not self._heart.has_come_to_its_end(other):
+            return ""
+        return " by itself, while others were in a run, in which all ranks must take part"
+
+    def _guard(self) -> None:
+        """Notices that the store does not answer, and ends a process that is blocked; never blocks itself."""
+        silence = Silence(2 * POLL_SECONDS)
+        while not self._closed.wait(POLL_SECONDS):
+            now = time.monotonic()
+            if self.error is None:
+                seconds = silence.seconds(self._polls, now)
+                if seconds > self._timeout:
+                    text = (
+                        f"{self._store_host}, which hosts the store of this run, has not answered rank {self._rank} "
+                        f"for {seconds:.0f} s: it is stopped, or can't be reached"
+                    )
+                    self._learn(text)
+                    self._last_words.put(_Words(text))  # for a host that goes on one day
+            elif self._enforce and self._failed_at is not None and now > self._failed_at + GRACE_SECONDS:
+                self._end(f"still blocked {GRACE_SECONDS:.0f} s after: {self.error}")
+        if self.error is not None and self._enforce and ending.waits_first():
+            ending.wait_for_main_thread()
+            time.sleep(GRACE_SECONDS)
+            self._end(f"has not come to its end {GRACE_SECONDS:.0f} s after its last line, nor after: {self.error}")
+
+    def _end(self, why: str) -> None:
+        with suppress(Exception):  # whatever becomes of the words
+            print(f"[rank {self._rank}] {why}; ending", file=sys.stderr)
+            sys.stderr.flush()
+        os._exit(1)
+
+    def _tell(self, text: str, elsewhere: bool = True) -> None:
+        """Makes `text` the failure of the run, unless there is one; `elsewhere` if it is not this rank's own."""
+        text = printable(text)
+        first = None
+        # The store may be gone with its host; closed connections tell the others then.
+        if self._store is not None and not self._closed.is_set():
+            words = _Words(text)
+            self._last_words.put(words)
+            first = words.wait(TELL_SECONDS)
+        if first is None or first == text:
+            self._notice(text, elsewhere)
+        else:
+            self._learn(first)
+
+    def _write(self) -> None:
+        """Writes failures into the store, which may block, and gets the first that was written."""
+        while (words := self._last_words.get()) is not None:
+            try:
+                words.answer(self._heart.last_words.compare_set(self._key, "", words.text).decode())
+            except RuntimeError:
+                words.answer(None)
+
+    def _learn(self, text: str) -> None:
+        doing, text = self._while_doing(), printable(text)
+        self._notice(text + (f"\nrank {self._rank} learnt of it{doing}" if doing else ""))
+
+    def _notice(self, text: str, elsewhere: bool = True) -> None:
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = PeerFailure(text)
+            self._failed_at = time.monotonic()
+            listeners = list(self._listeners)
+        ending.give_up()
+        if elsewhere:  # at once: whoever started this process may kill it before its own error is printed
+            _log.error("[rank %d] %s", self._rank, text)
+        for listener in listeners:
+            listener(self.error)
+
+    def _while_doing(self) -> str:
+        return "" if self.doing is None else f" while waiting for {self.doing}"
+
+    def _has_left(self, rank: int) -> bool:
+        return bool(self._heart.line.check([self._left(rank)]))
+
+    def _left(self, rank: int) -> str:
+        return f"{self._prefix}/left/{rank}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"

@@ -1,0 +1,123 @@
+"""Signs of life: every process counts up in the store, and whoever waits for it looks whether the count moves.
+
+There it also says which process it is, and in the end that it has come to its end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import threading
+from collections import Counter
+from typing import Any
+
+from lightning_pipes.engine.watch.identity import Process
+
+BEAT_SECONDS = 1.0
+
+
+class Silence:
+    """How long a count has not moved, in the time of who looks; nobody's clock on another host matters.
+
+    Between two looks at most `gap` seconds count. So whoever was itself stopped, or suspended with all others, does not
+    take its own sleep for the silence of the rest.
+    """
+
+    def __init__(self, gap: float) -> None:
+        self._gap = gap
+        self._count: int | None = None
+        self._looked = 0.0
+        self._seconds = 0.0
+
+    def seconds(self, count: int, now: float) -> float:
+        """How long `count` has been the same, as seen at `now`, a monotonic time."""
+        passed = min(now - self._looked, self._gap)
+        self._seconds = self._seconds + passed if count == self._count else 0.0
+        self._count, self._looked = count, now
+        return self._seconds
+
+
+class Heart:
+    """Counts up once a second for as long as the process lives, also between runs, when user code may take hours.
+
+    Attributes:
+        line: a connection to the store for what is answered at once. What waits for a key needs one of its own: a
+            connection serves one call at a time.
+        last_words: another, for when `line` is blocked.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.store = store
+        self.line, self.last_words = store.clone(), store.clone()
+        self._rank = rank
+        self._processes: dict[int, Process] = {}
+        self._runs: Counter[int] = Counter()
+        self._ended = threading.Event()
+        self.line.set(_key("place", rank), str(Process.own()))
+        self._thread = threading.Thread(target=self._beat, name="lightning_pipes heart", daemon=True)
+        self._thread.start()
+
+    def beats(self, rank: int) -> int:
+        """How often the heart of `rank` has beaten."""
+        key = _key("heart", rank)
+        return int(self.line.get(key)) if self.line.check([key]) else 0
+
+    def process(self, rank: int) -> Process | None:
+        """The process of `rank`; None where it has not said so yet, or `ask` has not asked."""
+        return self._processes.get(rank)
+
+    def ask(self, rank: int) -> Process | None:
+        """The process of `rank`; None where it has not said so yet."""
+        if rank not in self._processes and self.line.check([_key("place", rank)]):
+            process = Process.parse(self.line.get(_key("place", rank)).decode())
+            if process is not None:
+                self._processes[rank] = process
+        return self._processes.get(rank)
+
+    def has_come_to_its_end(self, rank: int) -> bool:
+        """Whether the interpreter of `rank` has ended, as it says itself."""
+        return bool(self.line.check([_key("ended", rank)]))
+
+    def next_run(self, rank: int) -> int:
+        """The number of the run that begins; the same on every rank."""
+        self._runs[rank] += 1
+        return self._runs[rank]
+
+    def stop(self) -> None:
+        """No more beats; the interpreter can end."""
+        self._ended.set()
+        self._thread.join(timeout=2.0)
+
+    def _beat(self) -> None:
+        try:
+            for beats in itertools.count(1):
+                if self._ended.wait(BEAT_SECONDS):
+                    break
+                self.line.set(_key("heart", self._rank), str(beats))  # and not `add`: what that makes can't be signed
+            self.line.set(_key("ended", self._rank), "")
+        except RuntimeError:  # the store is gone, which the watch of a run notices and tells
+            return
+
+
+_heart: Heart | None = None
+
+
+def heart_of(store: Any, rank: int) -> Heart:
+    """The heart of this process, which beats in `store` from the first call on."""
+    global _heart
+    if _heart is None:
+        atexit.register(end)
+    if _heart is None or _heart.store is not store:
+        end()
+        _heart = Heart(store, rank)
+    return _heart
+
+
+def end() -> None:
+    """This process says that it comes to its end, as it does at the end of an interpreter."""
+    if _heart is not None:
+        _heart.stop()
+
+
+def _key(what: str, rank: int) -> str:
+    return f"lightning_pipes/{what}/{rank}"

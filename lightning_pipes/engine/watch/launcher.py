@@ -1,0 +1,178 @@
+"""Who has started this process, and those that it has started itself, as ranks of one job.
+
+A rank whose launcher has died is alone: nobody starts it again, or stops it. It ends, wherever it is. A launcher that
+is itself a rank ends when one that it has started dies, and waits for the others when it comes to its own end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_pipes.engine.watch import ending
+from lightning_pipes.ir import PipelineError
+
+_log = logging.getLogger(__name__)
+
+LAUNCHER = "LIGHTNING_PIPES_LAUNCHER"
+"""The process that starts the others, in the environment of those."""
+TERMINATED = 128 + 15
+"""The exit status of who has ended in order after SIGTERM."""
+GRACE_SECONDS = 6.0
+"""How long a process goes on whose launcher, or a rank that it has started, has died: it may have heard of it, and be
+about to end with an error that says more."""
+_PATIENCE_SECONDS = 4.0
+"""How long a process that has failed waits in its end for those that it has started."""
+_LOOK_SECONDS = 0.3
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_born = os.getpid(), os.getppid()
+"""This process when it came here first, and its parent; a fork of it has another."""
+
+
+class LauncherEndedError(PipelineError):
+    """What has started this process has ended."""
+
+
+class _Launcher:
+    """Looks whether the launcher is there, once `heed` has found one."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.gone = False
+
+    def heed(self) -> None:
+        if self.pid or not (pid := _launcher()):
+            return
+        self.pid = pid
+        if not self._look():
+            threading.Thread(target=self._watch, name="lightning_pipes launcher", daemon=True).start()
+
+    def _look(self) -> bool:
+        self.gone = self.gone or os.getppid() != self.pid
+        return self.gone
+
+    def _watch(self) -> None:
+        while not self._look():
+            time.sleep(_LOOK_SECONDS)
+        time.sleep(GRACE_SECONDS)
+        _end(f"process {self.pid}, which has started this one, has ended; so does this one")
+
+
+class _Launched:
+    """Processes that this one has started as ranks."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        """By rank."""
+
+    def begin(self, processes: dict[int, subprocess.Popen[bytes]]) -> None:
+        self.processes = processes
+        threading.Thread(target=self._watch, name="lightning_pipes launched", daemon=True).start()
+        atexit.register(self._leave)
+
+    def signal(self, signum: int) -> None:
+        for process in self.processes.values():
+            process.send_signal(signum)  # nothing to those that have ended
+
+    def dead(self) -> dict[int, str]:
+        """How ranks have ended that have."""
+        return {
+            rank: how_it_ended(process.returncode)
+            for rank, process in self.processes.items()
+            if process.poll() is not None
+        }
+
+    def _watch(self) -> None:
+        """Ends this process, and those that it has started, after one of them has died."""
+        while True:
+            codes = {rank: process.poll() for rank, process in self.processes.items()}
+            for rank, code in codes.items():
+                if code not in (None, 0, TERMINATED):
+                    _log.error("rank %d, process %d, %s", rank, self.processes[rank].pid, how_it_ended(code))
+                    time.sleep(GRACE_SECONDS)
+                    self._kill()
+                    _end(f"rank {rank}, which this process has started, {how_it_ended(code)}; so does this one")
+            if None not in codes.values():
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def _leave(self) -> None:
+        """Waits for them: they are ranks of the job that ends with this process."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while any(process.poll() is None for process in self.processes.values()):
+            if ending.has_given_up() and time.monotonic() > until:
+                self._kill()
+                return
+            time.sleep(0.02)
+
+    def _kill(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+
+
+_above, _below = _Launcher(), _Launched()
+
+
+def heed_launcher() -> None:
+    """From now on this process ends when its launcher does, if that is Lightning's or torchrun's."""
+    _above.heed()
+
+
+def watch_launched(first_rank: int, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """This process has started others as ranks, from `first_rank` on."""
+    _below.begin(dict(enumerate(processes, first_rank)))
+
+
+def signal_launched(signum: int) -> None:
+    """Passes a signal on to the ranks that this process has started."""
+    _below.signal(signum)
+
+
+def dead_ranks() -> dict[int, str]:
+    """Of the ranks that this process has started, those that have ended, and how."""
+    return _below.dead()
+
+
+def check_launcher() -> None:
+    """Raises LauncherEndedError if the launcher has ended."""
+    if _above.gone:
+        raise LauncherEndedError(f"process {_above.pid}, which has started this one, has ended")
+
+
+def how_it_ended(code: int) -> str:
+    """What an exit status says."""
+    return f"was ended by signal {-code}" if code < 0 else f"has ended with exit status {code}"
+
+
+def _launcher() -> int:
+    """The process that has started this one as a rank; 0 if there is none, or this was started by a rank."""
+    if os.environ.get("LOCAL_RANK", "0") != "0" and LAUNCHER in os.environ:
+        pid = int(os.environ[LAUNCHER])
+        return pid if os.getppid() == pid or not Path(f"/proc/{pid}").exists() else 0
+    parent = _born[1] if _born[0] == os.getpid() else os.getppid()
+    if _TORCHRUN in os.environ and not _has_in_environment(parent, _TORCHRUN):
+        return parent
+    return 0
+
+
+def _has_in_environment(pid: int, name: str) -> bool:
+    with suppress(OSError):
+        return f"\0{name}=".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    return False
+
+
+def _end(why: str) -> None:
+    with suppress(Exception):
+        print(f"[process {os.getpid()}] {why}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)

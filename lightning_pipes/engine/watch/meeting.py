@@ -1,0 +1,115 @@
+"""The store in which the ranks of a run find each other, and keep to themselves.
+
+On one host nothing listens that another host reaches; what another user of this host can reach is signed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import psutil
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+from lightning_pipes.engine.watch.rendezvous import own_store, wait_for_host
+from lightning_pipes.engine.watch.trust import sealed
+
+LOOPBACK = "127.0.0.1"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_store: Any = None
+_kept: list[Any] = []
+_adopted: tuple[Any, Any] = None, None
+
+
+def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Callable[[], None]) -> Any:
+    """The store in which this job's `size` processes meet, so many of them on this host, the same in all of its runs;
+    only what they write counts there. Nobody on another host reaches it, nor connections made later, where all are on
+    this one.
+
+    Args:
+        check: called while others have not come; may raise.
+
+    Raises:
+        TimeoutError: not all that are needed came.
+        ConnectionRefusedError: the launcher hosted the store, and is gone.
+        PipelineError: the ranks do not believe each other.
+    """
+    global _store
+    if _store is None:
+        one_host = _on_one_host(size, local)
+        if one_host:
+            _stay_on_host()
+        store = own_store(rank, size, timeout, check) or _met_store(rank, one_host, timeout, check)
+        _store = sealed(store, rank, one_host, size, timeout, check)
+    return _store
+
+
+def made_store() -> Any:
+    """The store that `run_store` has returned; None where processes found each other in another way."""
+    return _store
+
+
+def lone_store() -> HashStore:
+    """A store for one process, which needs no port."""
+    return HashStore()
+
+
+def kept(store: Any) -> Any:
+    """The store, kept for as long as a process group may use it: torch keeps only its own half of ours."""
+    _kept.append(store)
+    return store
+
+
+def adopted_store(default: Any, rank: int, size: int, local: int) -> Any:
+    """The store of a process group that others have made, in which only what ranks write counts from now on.
+    Collective.
+
+    Raises:
+        PipelineError: the ranks do not believe each other.
+    """
+    global _adopted
+    if _adopted[0] is not default:
+        _adopted = default, sealed(default, rank, _on_one_host(size, local), size)
+    return _adopted[1]
+
+
+def store_on_loopback(port: int, timeout: timedelta) -> TCPStore:
+    """A store that this process hosts, which no other host reaches.
+
+    Args:
+        port: 0 for any that is free.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((LOOPBACK, port))
+    listener.listen(socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+def _stay_on_host() -> None:
+    """Has gloo listen where no other host reaches it, unless the environment names another interface."""
+    if _GLOO_INTERFACE not in os.environ:
+        found = (n for n, all_of in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in all_of))
+        name = next(found, None)
+        if name is not None:
+            os.environ[_GLOO_INTERFACE] = name
+
+
+def _on_one_host(size: int, local: int) -> bool:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", local)) == size
+
+
+def _met_store(rank: int, one_host: bool, timeout: timedelta, check: Callable[[], None]) -> TCPStore:
+    """The store that rank 0 hosts."""
+    address, port = LOOPBACK if one_host else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank:
+        wait_for_host(address, port, timeout, check)
+    elif one_host:
+        return store_on_loopback(port, timeout)
+    return TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)

@@ -1,0 +1,148 @@
+"""Named places at which a process comes to harm when it is asked to, so that tests can place a fault exactly.
+
+A fault is asked for by the environment of the processes, which is read once. Nothing happens otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+VARIABLE = "LIGHTNING_PIPES_FAULT"
+"""The environment variable with a `Fault`."""
+
+POINTS = {
+    "rendezvous": "a rank is about to look for the others in the launcher's store",
+    "rendezvous.asked": "a rank other than 0 has asked for the name of this attempt",
+    "rendezvous.answered": "rank 0 has answered another rank",
+    "process_group": "the default process group is about to be made",
+    "process_group.made": "it is there",
+    "watch.made": "the rank watches the others, and they have not told each other anything yet",
+    "new_group": "a group of processes is about to be made, which takes all ranks; with a delay: inside of that",
+    "new_group.made": "it is there on this rank",
+    "collective": "a collective call of ranks is under way",
+    "transport": "the stages are about to be connected",
+    "transport.told": "this rank has told where it listens, and is not connected yet",
+    "transport.made": "its stages are connected",
+    "F": "a stage's forward",
+    "B": "its backward",
+    "I": "its backward for inputs",
+    "W": "its backward for weights",
+    "STEP": "its optimizer step",
+    "SF": "it sends an activation",
+    "RF": "it has received one",
+    "SB": "it sends a gradient",
+    "RB": "it has received one",
+    "checkpoint": "a checkpoint is about to be saved",
+    "checkpoint.write": "its file, or this rank's part, is about to be written",
+    "checkpoint.part": "this rank's part is written, and the others do not know it",
+    "checkpoint.put": "it is complete, and has not got its name",
+    "sibling.turn": "a sibling of an array gets its turn",
+    "sibling.meet": "it has said that it is at a place where all ranks meet",
+    "sibling.pause": "it hands the baton back",
+    "sibling.ended": "its function has returned or raised, and the other ranks do not know it",
+    "array.gather": "all siblings have ended, and ranks tell each other what has run",
+    "array.close": "an array ends its connections",
+    "trial": "a trial of a study begins",
+    "trial.tell": "it has ended, and the study does not know it",
+    "teardown": "a run is about to be torn down",
+    "teardown.gathered": "weights and records of the run are gathered",
+    "teardown.closed": "the connections of stages have ended",
+    "control.close": "the connections of ranks are about to end",
+    "watch.close": "the rank is about to watch no longer",
+    "watch.closed": "it does not watch any more",
+    "exit": "the interpreter ends",
+}
+"""All places, and what happens there. Instructions go by their kind."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is to happen to one process.
+
+    Attributes:
+        rank: whose process, as its launcher numbers them.
+        point: where; a key of `POINTS`.
+        file: gets the time at which it happens, of the monotonic clock. Nothing happens to whom finds it there, as
+            processes do that were started again.
+        nth: at which passing, from 1 on.
+        act: "kill" and "stop" send SIGKILL and SIGSTOP to the process itself; "wait" only holds it up until `file` is
+            gone.
+        delay: seconds from the passing to the act; the process goes on meanwhile.
+    """
+
+    rank: int
+    point: str
+    file: str
+    nth: int = 1
+    act: str = "kill"
+    delay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.point not in POINTS:
+            raise ValueError(f"there is no point {self.point!r}; lightning_pipes.engine.watch.points lists them")
+        if self.act not in ("kill", "stop", "wait"):
+            raise ValueError(f"a fault can kill, stop or wait, not {self.act!r}")
+
+    def environment(self) -> Mapping[str, str]:
+        """What processes must have in their environment, whichever rank they are."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    def happen(self) -> None:
+        """Does it to this process, now."""
+        path = Path(self.file)
+        if path.exists():
+            return
+        unnamed = path.with_name(f"{path.name}.{os.getpid()}")
+        unnamed.write_text(str(time.monotonic()))
+        unnamed.rename(path)  # whoever waits for it finds it whole
+        if self.act == "wait":
+            while path.exists():
+                time.sleep(0.005)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if self.act == "kill" else signal.SIGSTOP)
+
+
+class _Count:
+    """Counts the passings of the place at which this process comes to harm."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+        self._left = fault.nth
+        self._lock = threading.Lock()
+
+    def passed(self, name: str) -> None:
+        if name != self._fault.point:
+            return
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        if self._fault.delay:
+            threading.Timer(self._fault.delay, self._fault.happen).start()
+        else:
+            self._fault.happen()
+
+
+@cache
+def _asked() -> _Count | None:
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    fault = Fault(**json.loads(text))
+    own = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
+    return _Count(fault) if int(own) == fault.rank else None
+
+
+def point(name: str) -> None:
+    """Marks a place of `POINTS`: the fault that was asked for happens here, if any was."""
+    count = _asked()
+    if count is not None:
+        count.passed(name)

@@ -1,0 +1,142 @@
+"""A part of the launcher's store that no earlier attempt has written to.
+
+torchrun's store outlives the processes that it starts. After a restart it still says where the dead ones listened, and
+gloo would connect there. The count of restarts can't be the name of a fresh part: each node counts its own.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from lightning_pipes.engine.watch.identity import Process
+from lightning_pipes.engine.watch.points import point
+
+_ASK_SECONDS = 0.02
+_LOOK_SECONDS = 0.1
+
+
+def launcher_hosts_store() -> bool:
+    """Whether the processes meet in a store of torchrun's, and not in one that rank 0 makes."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def store_host() -> str:
+    """Who hosts the store, as messages call it."""
+    return "the launcher" if launcher_hosts_store() else "rank 0"
+
+
+def wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[], None]) -> None:
+    """Returns when somebody listens there; a store's own client would wait for that without a word."""
+    until = time.monotonic() + timeout.total_seconds()
+    while True:
+        check()
+        try:
+            with socket.create_connection((address, port), timeout=1.0):
+                return
+        except OSError as error:
+            if launcher_hosts_store() and isinstance(error, ConnectionRefusedError):
+                raise ConnectionRefusedError(  # it was there before it started this process
+                    f"the launcher has ended: it hosted the store of this run at {address}:{port}, where nobody "
+                    f"listens now ({error})"
+                ) from error
+            if time.monotonic() > until:
+                seconds = timeout.total_seconds()
+                raise TimeoutError(
+                    f"rank 0 has not come within {seconds:.0f} s: nobody listens at {address}:{port} ({error})"
+                ) from error
+        time.sleep(_LOOK_SECONDS)
+
+
+def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None) -> TCPStore:
+    """A connection to the launcher's store."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    wait_for_host(address, port, timeout, check)
+    return TCPStore(address, port, is_master=False, timeout=timeout)
+
+
+def own_store(rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None) -> PrefixStore | None:
+    """The part of the launcher's store that belongs to this attempt's `size` processes; None without such a store.
+
+    Raises:
+        TimeoutError: not all ranks came.
+        ConnectionAbortedError: one has ended since it came.
+    """
+    if not launcher_hosts_store():
+        return None
+    store = launcher_store(timeout, check)
+    return PrefixStore(f"lightning_pipes/attempts/{agreed_name(store, rank, size, timeout, check)}", store)
+
+
+def agreed_name(
+    store: TCPStore, rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None
+) -> str:
+    """A name that rank 0 has just made up, the same on all ranks.
+
+    Each other rank leaves a number that nobody has used before. Rank 0 answers every such number that it finds, those
+    of the dead too, until each rank has confirmed to have this name.
+    """
+    own = secrets.token_hex(8)
+    point("rendezvous")
+    store.set(f"lightning_pipes/place/{own}", str(Process.own()))
+    store.set(f"lightning_pipes/asks/{rank}", own)
+    living = _Living(store)
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def wait(missing: Iterable[int]) -> None:
+        check()
+        for other in missing:
+            living.look_after(other)
+        if time.monotonic() > deadline:
+            ranks = ", ".join(map(str, sorted(missing)))
+            raise TimeoutError(f"rank {ranks} did not come within {timeout.total_seconds():.0f} s")
+        time.sleep(_ASK_SECONDS)
+
+    if rank != 0:
+        point("rendezvous.asked")
+        while not store.check([f"lightning_pipes/answers/{own}"]):
+            wait([0])
+        name: str = store.get(f"lightning_pipes/answers/{own}").decode()
+        store.set(f"lightning_pipes/confirms/{name}/{own}", "")
+        return name
+    answered: dict[int, str] = {}
+    missing = set(range(1, size))
+    while missing:
+        for other in sorted(missing):
+            if not store.check([f"lightning_pipes/asks/{other}"]):
+                continue
+            number = store.get(f"lightning_pipes/asks/{other}").decode()
+            before = answered.get(other)  # looked for first: who has confirmed may have asked for the next name since
+            if before is not None and store.check([f"lightning_pipes/confirms/{own}/{before}"]):
+                missing.remove(other)
+            elif number != before:
+                store.set(f"lightning_pipes/answers/{number}", own)
+                answered[other] = number
+                point("rendezvous.answered")
+        wait(missing)
+    return own
+
+
+class _Living:
+    """Those of this attempt that were seen alive; the store has the dead of earlier ones, too."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+        self._seen: set[str] = set()
+
+    def look_after(self, rank: int) -> None:
+        """Raises ConnectionAbortedError if the rank has been alive, and is not any more."""
+        if not self._store.check([f"lightning_pipes/asks/{rank}"]):
+            return
+        number = self._store.get(f"lightning_pipes/asks/{rank}").decode()
+        process = Process.parse(self._store.get(f"lightning_pipes/place/{number}").decode())
+        if process is None or not process.has_ended():
+            self._seen.add(number)
+        elif number in self._seen:
+            raise ConnectionAbortedError(f"rank {rank} has ended before all ranks had come")

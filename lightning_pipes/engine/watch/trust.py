@@ -1,0 +1,351 @@
+"""Whom a rank believes: the other ranks, which share a secret with it, and nobody else who reaches a port.
+
+What ranks tell each other goes through sockets that gloo and a store of torch listen on, and neither asks who connects.
+So each value in the store, and each object in a message, carries a code that only who has the secret can make: a MAC,
+by keyed BLAKE2. Ranks of one host get the secret from rank 0 through a socket at which the system says whose the other
+end is. Those of several hosts find it in their environment; without one, they take nothing but data from each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import pickle
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from lightning_pipes.engine.watch import plain
+from lightning_pipes.ir import PipelineError
+
+SECRET = "LIGHTNING_PIPES_SECRET"
+"""The environment variable with the secret, the same for all processes of a run. Any text that nobody can guess."""
+_CODE_BYTES = 32
+_LOOK_SECONDS = 0.05
+_EXCHANGE_SECONDS = 60.0
+_PATIENCE = timedelta(minutes=30)
+_PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
+_DOOR, _PROOF = "lightning_pipes/door", "lightning_pipes/proofs"
+_DOORS = "\0lightning_pipes-"
+"""How the names of our Unix sockets begin; a name of their own space, not of a file."""
+_log = logging.getLogger(__name__)
+
+
+class ForgedError(PipelineError):
+    """Something that no rank of this run has written."""
+
+
+class Seal:
+    """What makes and checks the codes of those who share a secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._keyed = hashlib.blake2b(key=secret, digest_size=_CODE_BYTES)  # OpenSSL's HMAC takes nine times as long
+
+    def sign(self, data: bytes, name: str = "") -> bytes:
+        """A code, and the data that are known by that name."""
+        return self._code(data, name) + data
+
+    def open(self, signed: bytes | memoryview, name: str = "") -> bytes:
+        """The data.
+
+        Raises:
+            ForgedError: the code is not theirs.
+        """
+        data = bytes(signed[_CODE_BYTES:])
+        if not hmac.compare_digest(bytes(signed[:_CODE_BYTES]), self._code(data, name)):
+            raise ForgedError(f"{name or 'a message'} was not written by a rank that has this run's secret")
+        return data
+
+    def _code(self, data: bytes, name: str) -> bytes:
+        code, key = self._keyed.copy(), name.encode()
+        code.update(b"%d/%b" % (len(key), key))
+        code.update(data)
+        return code.digest()
+
+
+class Known(Seal):
+    """Of those who are known otherwise, as at a socket of which the system has said who is at the other end."""
+
+    def __init__(self) -> None:
+        super().__init__(b"")
+
+    def sign(self, data: bytes, name: str = "") -> bytes:
+        return data
+
+    def open(self, signed: bytes | memoryview, name: str = "") -> bytes:
+        return bytes(signed)
+
+
+KNOWN = Known()
+
+
+def dumps(thing: Any, seal: Seal | None, aside: Any = None) -> bytes:
+    """The bytes of an object; `aside` as for `plain.dumps`."""
+    data = plain.dumps(thing, aside)
+    return data if seal is None else seal.sign(data)
+
+
+def loads(data: bytes | memoryview, seal: Seal | None, aside: Iterable[Any] = ()) -> Any:
+    """The object of these bytes: any that somebody with the secret has sent, or else one that is data.
+
+    Raises:
+        ForgedError: nobody with the secret has sent it.
+        NotPlainError: there is no secret, and it is not data.
+    """
+    if seal is not None:
+        return pickle.loads(seal.open(data), buffers=aside)
+    try:
+        return plain.loads(data, aside)
+    except plain.NotPlainError as error:
+        raise plain.NotPlainError(
+            f"another rank sent what can't be taken from somebody unknown: {error}; give all processes of the run the "
+            f"same {SECRET} in their environment, a long random text"
+        ) from None
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal would obey; lines stay lines."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+class SignedStore(Store):
+    """A store in which only what ranks of this run have written counts. What others put there is not there, and is
+    named once in the log; counts that `add` makes can't be signed.
+
+    Attributes:
+        seal: of the run.
+    """
+
+    def __init__(self, store: Any, seal: Seal, prefix: str = "") -> None:
+        super().__init__()
+        self.seal = seal
+        self._store = store
+        self._prefix = prefix
+        self._clones: list[SignedStore] = []
+        self._named: set[str] = set()
+
+    def part(self, prefix: str) -> SignedStore:
+        """A part of it, by a connection of its own."""
+        return SignedStore(self._store.clone(), self.seal, f"{self._prefix}{prefix}/")
+
+    def set(self, key: str, value: str | bytes) -> None:
+        name = self._prefix + key
+        self._store.set(name, self._signed(name, value))
+
+    def get(self, key: str) -> bytes:
+        name = self._prefix + key
+        until = time.monotonic() + self._store.timeout.total_seconds()
+        while True:
+            found = self._opened(name, self._store.get(name))
+            if found is not None:
+                return found
+            if time.monotonic() > until:
+                raise ForgedError(f"{name} in the store of this run was not written by a rank of it, but by a stranger")
+            time.sleep(_LOOK_SECONDS)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        names = [self._prefix + key for key in keys]
+        if not self._store.check(names):
+            return False
+        return all(
+            self._opened(n, value) is not None for n, value in zip(names, self._store.multi_get(names), strict=True)
+        )
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        names = [self._prefix + key for key in keys]
+        if timeout is None:
+            self._store.wait(names)
+        else:
+            self._store.wait(names, timeout)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        name = self._prefix + key
+        signed, before = self._signed(name, desired), self._signed(name, expected) if expected else b""
+        while True:
+            found = self._store.compare_set(name, before, signed)
+            opened = b"" if not found else self._opened(name, found)
+            if opened is not None:
+                return opened
+            before = found  # a stranger's: it is as if nothing was there
+            if expected:
+                return bytes(expected) if isinstance(expected, bytes) else expected.encode()
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(self._prefix + key, amount))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._store.delete_key(self._prefix + key))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        self._store.set_timeout(timeout)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def num_keys(self) -> int:
+        return int(self._store.num_keys())
+
+    def clone(self) -> SignedStore:
+        made = SignedStore(self._store.clone(), self.seal, self._prefix)
+        self._clones.append(made)  # torch, which may be who asks, keeps only its own half of it
+        return made
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - as torch calls them
+
+    def _signed(self, name: str, value: str | bytes) -> bytes:
+        return self.seal.sign(value.encode() if isinstance(value, str) else bytes(value), name)
+
+    def _opened(self, name: str, value: bytes) -> bytes | None:
+        try:
+            return self.seal.open(value, name)
+        except ForgedError:
+            if name not in self._named:
+                self._named.add(name)
+                _log.warning("somebody who is no rank of this run wrote %r into its store; it is ignored", name)
+            return None
+
+
+def part_of(store: Any, prefix: str) -> Any:
+    """A part of any store, by a connection of its own."""
+    return store.part(prefix) if isinstance(store, SignedStore) else PrefixStore(prefix, store.clone())
+
+
+def seal_of(store: Any) -> Seal | None:
+    """What proves that something comes from a rank that uses this store; None where nothing does."""
+    return store.seal if isinstance(store, SignedStore) else None
+
+
+def secret_for_children() -> None:
+    """Makes the secret of processes that inherit this one's environment, unless it is there."""
+    os.environ.setdefault(SECRET, secrets.token_hex(32))
+
+
+def sealed(
+    store: Any,
+    rank: int,
+    one_host: bool,
+    size: int = 1,
+    timeout: timedelta = _PATIENCE,
+    check: Callable[[], None] = lambda: None,
+) -> Any:
+    """The store, in which only what ranks write counts from now on, if they have a secret in common. Collective.
+
+    Args:
+        one_host: all ranks are on this host, and belong to one user.
+        size: how many there are; of those that find no secret in their environment.
+        timeout: how long the others wait for rank 0.
+        check: called meanwhile; may raise.
+
+    Raises:
+        PipelineError: ranks have different secrets, or somebody is in between.
+    """
+
+    def wait(key: str) -> bytes:
+        until = time.monotonic() + timeout.total_seconds()
+        while not store.check([key]):
+            check()
+            if time.monotonic() > until:
+                raise TimeoutError(f"rank 0 has not come within {timeout.total_seconds():.0f} s")
+            time.sleep(_LOOK_SECONDS)
+        return bytes(store.get(key))
+
+    text = os.environ.get(SECRET)
+    if text:
+        secret = hashlib.sha256(text.encode()).digest()
+    elif one_host and sys.platform == "linux":
+        return SignedStore(store, Seal(_tell(store, size) if rank == 0 else _ask(store, wait)))
+    else:
+        secret = b""
+        if rank == 0:
+            _log.warning(
+                "the ranks of this run are on several hosts and have no secret in common: whoever reaches their ports "
+                "can tell them anything, though not run code. Give all processes the same %s in their environment, a "
+                "long random text",
+                SECRET,
+            )
+    _check_same(store, rank, secret, wait)
+    return SignedStore(store, Seal(secret)) if secret else store
+
+
+def _check_same(store: Any, rank: int, secret: bytes, wait: Callable[[str], bytes]) -> None:
+    """Raises PipelineError if rank 0 has another secret."""
+    proof = hmac.digest(secret, _PROOF.encode(), "sha256").hex()
+    if rank == 0:
+        store.set(_PROOF, proof)
+    elif not hmac.compare_digest(wait(_PROOF), proof.encode()):
+        raise PipelineError(
+            f"rank {rank} and rank 0 have different secrets: set {SECRET} to the same text for the processes of all "
+            "hosts, or for none"
+        )
+
+
+def _tell(store: Any, size: int) -> bytes:
+    """A new secret, which each other rank is told that asks for it."""
+    secret = secrets.token_bytes(32)
+    name = f"{_DOORS}{secrets.token_hex(16)}"
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    door.bind(name)
+    door.listen(64)
+
+    def serve() -> None:
+        left = size - 1
+        with door:
+            while left:
+                try:
+                    connection, _ = door.accept()
+                    with connection:
+                        if same_user(connection):
+                            connection.sendall(secret)
+                            left -= 1
+                except OSError:  # it has ended meanwhile
+                    time.sleep(_LOOK_SECONDS)
+
+    threading.Thread(target=serve, name="lightning_pipes secret", daemon=True).start()
+    store.set(_DOOR, name)
+    return secret
+
+
+def _ask(store: Any, wait: Callable[[str], bytes]) -> bytes:
+    """The secret of rank 0."""
+    name = wait(_DOOR).decode(errors="replace")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_EXCHANGE_SECONDS)
+        try:
+            if name.startswith(_DOORS):
+                connection.connect(name)
+            if not name.startswith(_DOORS) or not same_user(connection):
+                raise ForgedError("somebody else answers")
+            secret = connection.recv(32, socket.MSG_WAITALL)
+        except (OSError, ForgedError) as error:
+            raise PipelineError(
+                f"rank 0 can't be asked for the secret of this run ({error}): the store of the run was written to by a "
+                f"stranger, or the processes are in different containers or belong to different users; give all of "
+                f"them the same {SECRET} in their environment, a long random text"
+            ) from error
+    if len(secret) != 32:
+        raise PipelineError("rank 0 has ended")
+    return secret
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket belongs to who runs this one."""
+    _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return bool(uid == os.getuid())

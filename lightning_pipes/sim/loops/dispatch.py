@@ -1,0 +1,133 @@
+"""A policy in virtual time: every rank asks it what to do whenever it is free and something is ready.
+
+Transfers are not asked about: a send starts when its message is complete, a receive ends when it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+
+from lightning_pipes.cost import Costs
+from lightning_pipes.ir import (
+    COMPUTE,
+    RECEIVES,
+    DeadlockError,
+    Instruction,
+    Policy,
+    ProgramError,
+    RankView,
+    RulePolicy,
+    needs,
+    offered,
+)
+from lightning_pipes.sim.loops.kernel import PLENTY
+from lightning_pipes.sim.loops.memory import Bytes
+from lightning_pipes.sim.loops.queues import Queues, Run, choose
+
+
+def dispatch(policy: Policy, queues: Queues, costs: Costs, memory: Bytes, blocking_sends: bool) -> Run:
+    """The order that `policy` makes of `queues`, as `sim.loops.window.opened` gives them; what would exceed the plan's
+    limits or the memory is not offered.
+
+    A policy that is a rule is not asked: the kernel runs it.
+
+    Raises:
+        DeadlockError: something is left, and nothing is on its way.
+        ProgramError: the policy picked what is not ready.
+    """
+    plan, prices = queues.plan, queues.prices(costs)
+    if isinstance(policy, RulePolicy):
+        rule = policy.rule(plan)
+        room = _room(queues, plan.limits, rule.limits)
+        run = choose(queues, prices, memory, room=room, alternate=rule.alternate, blocking_sends=blocking_sends)
+    else:
+        room = _room(queues, plan.limits)
+        picker = partial(_Asking, policy, queues, memory, room)
+        run = choose(queues, prices, memory, room=room, picker=picker, blocking_sends=blocking_sends)
+    if run.left:
+        raise DeadlockError(_stuck(policy, queues, run, memory))
+    return run
+
+
+def _room(queues: Queues, *limits: Sequence[int]) -> list[int]:
+    """Samples that each queue of forwards may take at once."""
+    room = [PLENTY] * len(queues.members)
+    for stage, q in queues.forwards.items():
+        room[q] = min([PLENTY, *(most[stage] for most in limits if most)])
+    return room
+
+
+class _Asking:
+    """Asks a policy in place of the kernel's rule."""
+
+    def __init__(self, policy: Policy, queues: Queues, memory: Bytes, room: Sequence[int], run: Run) -> None:
+        self._policy, self._queues, self._memory, self._room, self._run = policy, queues, memory, room, run
+        self._last: list[Instruction | None] = [None] * queues.plan.n_ranks
+
+    def __call__(self, rank: int, forward: int, other: int, nothing: int, alternate: bool, after_forward: bool) -> int:
+        run, instructions = self._run, self._queues.instructions
+        number = {instructions[i]: i for i in sorted(self._ready(rank))}
+        choice = offered(number, lambda i: self._fits(rank, number[i]))
+        if not choice:
+            return nothing
+        plan, forwards = self._queues.plan, self._queues.forwards
+        in_flight = {stage: self._room[forwards[stage]] - run.room[forwards[stage]] for stage in plan.stages[rank]}
+        picked = self._policy.pick(choice, RankView(rank, self._last[rank], in_flight), plan)
+        if picked is None:
+            return nothing
+        if picked not in choice:
+            name = self._policy.name
+            raise ProgramError(f"{name} picked {picked} on rank {rank}, which is not among {_some(choice)}")
+        self._last[rank] = picked
+        return number[picked]
+
+    def _ready(self, rank: int) -> Iterator[int]:
+        run = self._run
+        *_, queues, _, members = self._queues.standing.columns
+        for q in range(queues[rank], queues[rank + 1]):
+            rest = (members[k] for k in range(run.low[q], len(members)))
+            yield from islice((i for i in rest if run.waiting[i] == 0), run.count[q])
+
+    def _fits(self, rank: int, i: int) -> bool:
+        taken = self._memory.taken[self._queues.groups[i]]
+        room = self._run.room[self._queues.pool[i]]
+        return self._queues.rows[i] <= room and (taken <= 0 or self._run.held[rank] + taken <= self._memory.may[rank])
+
+
+def _stuck(policy: Policy, queues: Queues, run: Run, memory: Bytes) -> str:
+    """Why nothing goes on: a line for every rank that has something left."""
+    plan, lines = queues.plan, []
+    over = {i for i, left in zip(queues.instructions, run.waiting, strict=True) if left < 0}  # nothing is running
+
+    def is_over(n: Instruction) -> bool:
+        return all(map(is_over, needs(n, plan))) if n.kind in RECEIVES else n in over
+
+    for rank in range(plan.n_ranks):
+        numbers = [i for i, r in enumerate(queues.ranks) if r == rank and queues.instructions[i].kind in COMPUTE]
+        ready = [i for i in numbers if run.waiting[i] == 0]
+        if not ready:
+            first = next((i for i in numbers if run.waiting[i] > 0), None)
+            if first is not None:
+                i = queues.instructions[first]
+                missing = [n for n in needs(i, plan) if not is_over(n)]
+                lines.append(f"rank {rank} waits at {i} for {_some(missing)}")
+            continue
+        free, held, may = run.room, run.held[rank], memory.may[rank]
+        taken = [memory.taken[queues.groups[i]] for i in ready]
+        fitting = [i for i, more in zip(ready, taken, strict=True) if more <= 0 or held + more <= may]
+        may_run = [queues.instructions[i] for i in fitting if queues.rows[i] <= free[queues.pool[i]]]
+        if may_run:
+            lines.append(f"rank {rank} may run {_some(may_run)}, and {policy.name} picks none")
+        elif fitting:
+            i = queues.instructions[fitting[0]]
+            more = free[queues.pool[fitting[0]]]
+            lines.append(f"rank {rank} waits at {i}: stage {i.stage} has room for {more} samples more")
+        else:
+            lines.append(memory.why_not(rank, queues.instructions[ready[0]], taken[0], held))
+    return "nothing is on its way: " + "; ".join(lines)
+
+
+def _some(instructions: Sequence[Instruction]) -> str:
+    return ", ".join(str(i) for i in instructions[:4]) + (", ..." if len(instructions) > 4 else "")

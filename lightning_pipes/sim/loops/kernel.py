@@ -1,0 +1,238 @@
+"""The simulator's inner loops, on integer nanoseconds and plain sequences.
+
+They are written once and run in three ways, with the same integers: by Python on lists, compiled by numba on int64
+arrays, and `fixed` also on arrays that hold a row of numbers, one for each of many costs, where `max` is numpy's. So
+only what all of them understand is used here, and functions that a loop calls take numbers only: numba would count
+references to arrays at each call. `sim.loops.machine` binds the names that differ and chooses.
+
+Operations have a number; i is an operation, r a rank, x a link (from one rank to another), w a wire (what links may
+share), g a group of operations that cost the same, q a queue. A name below stands for a list by one of them.
+
+    rank, link, group (i)       who runs it, what moves it (-1: nothing), what it costs as
+    busy, quick, late (g)       its time, at the link's rate for a message; a message's at full speed; its latency
+    depth, posted, wire (x)     what the bucket saves at most, receives posted (0: any number), what moves its messages
+    base (x)                    messages on the links before it: there[base[x] + n] is when its message n arrives
+    free, spent (w), moved (x)  until when a wire moves something, until when its rate is spent, messages so far
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+LONG_AGO = -(1 << 62)
+"""Before any time that matters: when a full bucket was last drawn from."""
+PLENTY = 1 << 62
+"""More samples and bytes than anything has."""
+
+
+def leave(start, busy, quick, depth, spent):
+    """Until when a wire's rate is spent after a message that begins at `start`, and when its last byte is out.
+
+    The wire has a token bucket: it earns its rate all the time, saves up to `depth` nanoseconds of it while it idles,
+    and moves bytes at full speed while it has savings. `busy` is the message's time at the rate, `quick` at full speed,
+    `spent` what the message before it left. Without a bucket, at depth 0, a message takes `busy`.
+    """
+    spent = max(spent, start - depth) + busy
+    return spent, max(start + quick, spent)
+
+
+def fixed(
+    rank, link, group, first, before, blocking,
+    overhead, busy, quick, late, depth, posted, wire, base,
+    clock, free, spent, moved, there, starts, ends,
+):  # fmt: skip
+    """Fills `starts` and `ends` of operations that are listed in an order in which they may run: the longest path.
+
+    Each waits for `before[first[i]:first[i + 1]]`, besides its rank and its link. With `blocking`, ranks wait for what
+    they send. `clock` (r) begins at 0.
+    """
+    for i in range(len(rank)):
+        r = rank[i]
+        g = group[i]
+        x = link[i]
+        t = clock[r]
+        for k in range(first[i], first[i + 1]):
+            t = max(t, ends[before[k]])
+        if x < 0:
+            t = t + overhead
+            starts[i] = t
+            t = t + busy[g]
+            ends[i] = t
+            clock[r] = t
+        else:
+            clock[r] = t
+            m = base[x] + moved[x]
+            if posted[x] > 0 and moved[x] >= posted[x]:
+                t = max(t, there[m - posted[x]] + late[g])
+            w = wire[x]
+            t = max(t, free[w])
+            starts[i] = t
+            spent[w], t = leave(t, busy[g], quick[g], depth[x], spent[w])
+            free[w] = t
+            ends[i] = t + late[g]
+            there[m] = ends[i]
+            moved[x] += 1
+            if blocking:
+                clock[r] = t
+
+
+def every(
+    rank, link, group, first, before, blocking,
+    overhead, busy, quick, late, depth, posted, wire, base,
+    clock, free, spent, moved, there, starts, ends, last,
+):  # fmt: skip
+    """Fills `last` with when the same order ends under many costs, each a row of `busy` and of `quick`."""
+    for c in range(len(last)):
+        clock[:] = 0
+        free[:] = 0
+        spent[:] = LONG_AGO
+        moved[:] = 0
+        fixed(
+            rank, link, group, first, before, blocking,
+            overhead, busy[c], quick[c], late, depth, posted, wire, base,
+            clock, free, spent, moved, there, starts, ends,
+        )  # fmt: skip
+        latest = 0
+        for i in range(len(ends)):
+            latest = max(latest, ends[i])
+        last[c] = latest
+
+
+def pick(rank, forward, other, nothing, alternate, after_forward):
+    """The next operation of a rank by a rule (see `ir.Rule`), given the first `forward` and the first `other` operation
+    that it may run; `nothing` where there is none."""
+    if other == nothing or (alternate and forward != nothing and not after_forward):
+        return forward
+    return other
+
+
+def chosen(
+    rank, link, group, first, after, queue, pool, rows, queues, forward, members,
+    waiting, low, count, room, alternate, in_order, blocking,
+    overhead, busy, quick, late, depth, posted, wire, base, taken, freed, cap, used, peak,
+    free, spent, moved, there, starts, ends, turn,
+):  # fmt: skip
+    """Fills `starts`, `ends`, `turn` and `peak` (r) of operations whose order is chosen as they become ready, and
+    returns how many never ran. Those of a rank that start and end together ran in the order of their turns.
+
+    Each holds up `after[first[i]:first[i + 1]]` and waits for `waiting[i]` others; 0 is ready, -1 has begun. Queue q
+    holds computations of one rank, kind and stage: `members[low[q]:]` and as far as these go, of which `count[q]` are
+    ready; `queues[r]:queues[r + 1]` are those of a rank. A queue offers the first that is ready, or with `in_order` its
+    next or nothing; what does not fit lets nobody pass. The smallest number comes first.
+
+    A computation stands in `queue[i]`. It needs `taken[g]` bytes until it gives back `freed[g]` at its end; `used` (r)
+    may not exceed `cap`. It takes `rows[i]` samples of the `room` (q) of queue `pool[i]` when it begins, or where that
+    is negative gives some back when it ends.
+
+    All that happens at one instant has happened before any rank is asked; ranks are asked in order, and messages leave
+    in the order in which they become complete.
+    """
+    n = len(rank)
+    n_ranks = len(cap)
+    working = [False] * n_ranks
+    asked = [True] * n_ranks
+    after_forward = [False] * n_ranks
+    sending = [0] * n_ranks  # until when a blocking send holds the rank
+    agenda = [(0, 0, 0)]  # time, number of the event, the operation that ends then, or n + the rank that has sent
+    agenda.pop()
+    events = 0
+    left = n
+    now = 0
+    while True:
+        for r in range(n_ranks):
+            if working[r] or not asked[r]:
+                continue
+            asked[r] = False
+            a_forward = n
+            other = n
+            for q in range(queues[r], queues[r + 1]):
+                if count[q] == 0:
+                    continue
+                k = low[q]
+                while waiting[members[k]] < 0:
+                    k += 1
+                low[q] = k
+                while waiting[members[k]] != 0 and not in_order:
+                    k += 1
+                i = members[k]
+                more = taken[group[i]]
+                if waiting[i] > 0 or rows[i] > room[q] or (more > 0 and used[r] + more > cap[r]):
+                    continue
+                if forward[q]:
+                    a_forward = min(a_forward, i)
+                else:
+                    other = min(other, i)
+            i = pick(r, a_forward, other, n, alternate, after_forward[r])
+            if i == n:
+                continue
+            g = group[i]
+            q = queue[i]
+            waiting[i] = -1
+            count[q] -= 1
+            working[r] = True
+            after_forward[r] = forward[q] > 0
+            if rows[i] > 0:
+                room[pool[i]] -= rows[i]
+            used[r] += taken[g]
+            peak[r] = max(peak[r], used[r])
+            t = now + overhead
+            starts[i] = t
+            t += busy[g]
+            ends[i] = t
+            events += 1
+            turn[i] = events
+            heappush(agenda, (t, events, i))
+        if len(agenda) == 0:
+            return left
+        now = agenda[0][0]
+        while len(agenda) > 0 and agenda[0][0] == now:
+            _, _, i = heappop(agenda)
+            if i >= n:
+                working[i - n] = False
+                asked[i - n] = True
+                continue
+            left -= 1
+            for k in range(first[i], first[i + 1]):
+                j = after[k]
+                waiting[j] -= 1
+                if waiting[j] > 0:
+                    continue
+                r = rank[j]
+                x = link[j]
+                if x < 0:
+                    count[queue[j]] += 1
+                    asked[r] = True
+                    continue
+                g = group[j]
+                m = base[x] + moved[x]
+                t = now
+                if posted[x] > 0 and moved[x] >= posted[x]:
+                    t = max(t, there[m - posted[x]] + late[g])
+                w = wire[x]
+                t = max(t, free[w])
+                starts[j] = t
+                spent[w], t = leave(t, busy[g], quick[g], depth[x], spent[w])
+                free[w] = t
+                ends[j] = t + late[g]
+                there[m] = ends[j]
+                moved[x] += 1
+                if blocking:
+                    sending[r] = max(sending[r], t)
+                waiting[j] = -1
+                events += 1
+                turn[j] = events
+                heappush(agenda, (ends[j], events, j))
+            if link[i] >= 0:
+                continue
+            r = rank[i]
+            used[r] -= freed[group[i]]
+            if rows[i] < 0:
+                room[pool[i]] -= rows[i]
+            if sending[r] > now:
+                events += 1
+                heappush(agenda, (sending[r], events, n + r))
+            else:
+                working[r] = False
+                asked[r] = True

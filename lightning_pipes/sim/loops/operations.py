@@ -1,0 +1,196 @@
+"""The operations of a window, as numbers: computations and messages, on ranks and links, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from lightning_pipes.cost import Costs
+from lightning_pipes.ir import SENDS, Alike, Instruction, Kind, Plan, PlanError, alike
+from lightning_pipes.sim.loops.kernel import LONG_AGO, PLENTY
+from lightning_pipes.sim.loops.machine import Machine, Table
+
+
+@dataclass(frozen=True, eq=False)
+class Operations:
+    """Computations and sends. Receives are gone: what they wait for holds up whatever comes after them.
+
+    Attributes:
+        instructions: what each operation is.
+        like: one instruction of every group that costs the same.
+        pairs: (from rank, to rank) of every link.
+        table: the rank, link (or -1) and group of each operation, and what it is joined with: `first` and the
+            operations that it waits for or holds up.
+    """
+
+    plan: Plan
+    instructions: tuple[Instruction, ...]
+    like: tuple[Instruction, ...]
+    pairs: tuple[tuple[int, int], ...]
+    table: Table
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """Who runs each operation; the sender for a message."""
+        return self.table.columns[0]
+
+    @cached_property
+    def groups(self) -> list[int]:
+        """The index into `like` of each operation."""
+        return self.table.columns[2]
+
+    @cached_property
+    def base(self) -> list[int]:
+        """The number of messages on the links before each link, and on all of them."""
+        counts = [0] * len(self.pairs)
+        for link in self.table.columns[1]:
+            if link >= 0:
+                counts[link] += 1
+        return list(accumulate(counts, initial=0))
+
+    def scratch(self, by: Machine) -> tuple[Any, ...]:
+        """The kernel's notes of wires, links and messages while it runs."""
+        links = len(self.pairs)  # there are no more wires than links
+        return by.fill(links), by.fill(links, LONG_AGO), by.fill(links), by.fill(self.base[-1])
+
+    def prices(self, costs: Costs) -> Prices:
+        """The costs of the operations; those of the last costs are remembered, which must not change meanwhile."""
+        known = self._known
+        if not known or known[0][0] is not costs:
+            known[:] = [(costs, _prices(self, costs))]
+        return known[0][1]
+
+    @cached_property
+    def _known(self) -> list[tuple[Costs, Prices]]:
+        return []
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Nanoseconds of operations.
+
+    Attributes:
+        overhead: before each computation.
+        table: by group: the time that it takes, or that a message takes at its link's bandwidth; what a message takes
+            at full speed; its latency. By link: what its bucket holds; receives posted, 0 for any number; its wire;
+            the number of messages on the links before it.
+        hurry: by group, what a message takes at full speed as a share of its time.
+        crowded: messages of several ranks share a wire, so that their order is not known in advance.
+    """
+
+    overhead: int
+    table: Table
+    hurry: tuple[float, ...]
+    crowded: bool
+
+    @property
+    def busy(self) -> list[int]:
+        """The time of each group."""
+        return self.table.columns[0]
+
+    def with_times(self, busy: list[int], quick: list[int]) -> Prices:
+        """The same with other times."""
+        return replace(self, table=Table((busy, quick, *self.table.columns[2:])))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """When operations ran: lists or arrays of nanoseconds.
+
+    Attributes:
+        turn: operations of a rank that start and end together ran in this order.
+    """
+
+    starts: Any
+    ends: Any
+    turn: Any
+
+    @property
+    def makespan(self) -> int:
+        """The last end."""
+        return int(max(self.ends, default=0) if isinstance(self.ends, list) else self.ends.max(initial=0))
+
+    @property
+    def lists(self) -> tuple[list[int], list[int], list[int]]:
+        """Starts, ends and turns."""
+        starts, ends, turn = (np.asarray(column).tolist() for column in (self.starts, self.ends, self.turn))
+        return starts, ends, turn
+
+
+class Numbering:
+    """Gives operations their group and link while they are collected."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._groups: dict[tuple[Kind, int, int, int, Alike], int] = {}
+        self._links: dict[tuple[int, int], int] = {}
+        self.like: list[Instruction] = []
+
+    def of(self, i: Instruction, rank: int) -> tuple[int, int]:
+        """The link, -1 for a computation, and the group of `i`."""
+        kind, stage, job, batch, (start, stop) = i
+        link = -1
+        same: Alike = stop - start
+        if kind in SENDS:
+            target = self._plan.ranks[stage + 1 if kind is Kind.SF else stage - 1]
+            link = self._links.setdefault((rank, target), len(self._links))
+        else:
+            same = alike(i, self._plan)
+        group = self._groups.setdefault((kind, stage, job, batch, same), len(self.like))
+        if group == len(self.like):
+            self.like.append(i)
+        return link, group
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(from rank, to rank) of every link."""
+        return tuple(self._links)
+
+
+def joined(lists: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Where each list begins, and where the last one ends, in all of them in a row; and that row."""
+    first: list[int] = [0]
+    row: list[int] = []
+    for numbers in lists:
+        row += numbers
+        first.append(len(row))
+    return first, row
+
+
+def _prices(operations: Operations, costs: Costs) -> Prices:
+    plan, pairs = operations.plan, operations.pairs
+    busy: list[int] = []
+    late: list[int] = []
+    hurry: list[float] = []
+    slowest = dict.fromkeys(pairs, 0)  # latency, by link
+    for i in operations.like:
+        takes, latency, share = 0, 0, 0.0
+        if i.kind in SENDS:
+            pair = (plan.ranks[i.stage], plan.ranks[i.stage + 1 if i.kind is Kind.SF else i.stage - 1])
+            takes, latency = costs.transfer(i, plan)
+            share = costs.between(*pair).hurry
+            slowest[pair] = max(slowest[pair], latency)
+        else:
+            takes = costs.duration(i, plan)
+        busy.append(takes)
+        late.append(latency)
+        hurry.append(share)
+    if len(operations.groups) * (max(busy, default=0) + max(late, default=0) + costs.overhead_ns) >= PLENTY:
+        longest = max([*busy, *late]) / 1e9
+        raise PlanError(
+            f"{len(operations.groups)} operations of up to {longest:g} s each are more than can be simulated"
+        )
+    quick = [round(takes * share) for takes, share in zip(busy, hurry, strict=True)]
+    links = [costs.between(*pair) for pair in pairs]
+    depth = [round(link.savings * 1e9) for link in links]
+    posted = [link.posted if slowest[pair] else 0 for link, pair in zip(links, pairs, strict=True)]
+    named: dict[str, int] = {}  # the first link of each name
+    wire = [named.setdefault(link.wire, x) if link.wire else x for x, link in enumerate(links)]
+    crowded = any(pairs[w][0] != source for w, (source, _) in zip(wire, pairs, strict=True))
+    table = Table((busy, quick, late, depth, posted, wire, operations.base[:-1]))
+    return Prices(costs.overhead_ns, table, tuple(hurry), crowded)

@@ -1,0 +1,119 @@
+"""Operations whose order is open: what holds up what, and the queues in which ranks find what they may run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lightning_pipes.sim.loops import kernel
+from lightning_pipes.sim.loops.kernel import PLENTY
+from lightning_pipes.sim.loops.machine import PYTHON, Table, bound, machine
+from lightning_pipes.sim.loops.memory import Bytes
+from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, joined
+
+EFFORT = 8
+"""The time that an operation costs the kernel where it is chosen, over what it costs in a fixed order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Queues(Operations):
+    """Operations that run as they become ready. `table` has what each holds up.
+
+    Attributes:
+        waiting: how many others each operation waits for.
+        members: the computations of each queue, earliest first; the queues of a rank in a row.
+        owner: the rank of each queue.
+        forwards: the queue of each stage's forwards, where their samples are counted.
+        pool: that of the operation's stage.
+        rows: samples that each operation adds to those, negative for those that it takes off.
+        in_order: whether a queue gives its next member or nothing; if not, the first that is ready.
+    """
+
+    waiting: list[int]
+    members: list[list[int]]
+    owner: list[int]
+    forwards: dict[int, int]
+    pool: list[int]
+    rows: list[int]
+    in_order: bool
+
+    @cached_property
+    def standing(self) -> Table:
+        """Where each operation stands, and the queues."""
+        queue = [0] * len(self.instructions)
+        for q, members in enumerate(self.members):
+            for i in members:
+                queue[i] = q
+        forward = [0] * len(self.members)
+        for q in self.forwards.values():
+            forward[q] = 1
+        queues = [sum(r < rank for r in self.owner) for rank in range(self.plan.n_ranks + 1)]
+        return Table((queue, self.pool, self.rows, queues, forward, joined(self.members)[1]))
+
+    @cached_property
+    def beginning(self) -> Table:
+        """The number of operations that each one waits for, where each queue begins, and how many of it are ready."""
+        ready = [sum(not self.waiting[i] for i in members) for members in self.members]
+        return Table((self.waiting, joined(self.members)[0][:-1], ready))
+
+
+@dataclass
+class Run:
+    """The results of operations; lists or arrays, to which the kernel writes.
+
+    Attributes:
+        timed: when they run.
+        waiting: what each of them still waits for: 0 is ready, -1 has begun.
+        low, count: where the rest of each queue begins, and how many of it are ready.
+        room: samples that each queue of forwards may still take.
+        held, peak: bytes of each rank, now and at most.
+        left: how many could not run.
+    """
+
+    timed: Timed
+    waiting: Any
+    low: Any
+    count: Any
+    room: Any
+    held: Any
+    peak: Any
+    left: int
+
+
+Pick = Callable[[int, int, int, int, bool, bool], int]
+"""See `kernel.pick`."""
+
+
+def choose(
+    queues: Queues,
+    prices: Prices,
+    memory: Bytes,
+    *,
+    room: Sequence[int] = (),
+    alternate: bool = False,
+    blocking_sends: bool = False,
+    picker: Callable[[Run], Pick] | None = None,
+) -> Run:
+    """Runs `queues` as far as they can.
+
+    Args:
+        room: samples that each queue of forwards may take; empty means any number.
+        alternate: the kernel's rule; see `ir.Rule`.
+        picker: makes what picks instead of that rule, and may look at the run meanwhile.
+    """
+    n = len(queues.instructions)
+    by = machine(EFFORT * n) if picker is None else PYTHON
+    waiting, low, count = map(by.copy, by.read(queues.beginning))
+    may_take = by.copy(room or [PLENTY] * len(queues.members))
+    timed = Timed(by.fill(n), by.fill(n), by.fill(n))
+    run = Run(timed, waiting, low, count, may_take, by.copy(memory.held), by.copy(memory.held), n)
+    chosen = by.chosen if picker is None else bound(kernel.chosen, pick=picker(run))
+    run.left = chosen(
+        *by.read(queues.table), *by.read(queues.standing),
+        waiting, low, count, run.room, alternate, queues.in_order, blocking_sends,
+        prices.overhead, *by.read(prices.table), *by.read(memory.table), run.held, run.peak,
+        *queues.scratch(by), timed.starts, timed.ends, timed.turn,
+    )  # fmt: skip
+    return run

@@ -1,0 +1,187 @@
+"""A fixed order in time: the longest path through what each rank, each link and the data flow demand.
+
+Ranks run their rows in order and links serve messages in the order in which they were sent, so every resource's order
+is known in advance and one pass over the instructions, in any order that respects them all, gives every start. Only
+where several ranks share a wire their messages' order depends on time; then the rows are run as a queue each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Plan, PlanError, Program, deadlock, lower, needs
+from lightning_pipes.sim.loops.kernel import LONG_AGO
+from lightning_pipes.sim.loops.machine import Array, Table, machine, rows_of_costs
+from lightning_pipes.sim.loops.memory import Bytes
+from lightning_pipes.sim.loops.operations import Numbering, Operations, Prices, Timed, joined
+from lightning_pipes.sim.loops.queues import Queues, choose
+from lightning_pipes.sim.loops.regular import numbered
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled(Operations):
+    """A lowered program: operations in an order in which each comes after all that it waits for. `table` has what they
+    wait for besides their rank and link."""
+
+    @cached_property
+    def lowered_as_usual(self) -> bool:
+        """Whether every send follows what it sends: no send waits for anything else."""
+        first, link = self.table.columns[3], self.table.columns[1]
+        return not any(x >= 0 and first[i] < first[i + 1] for i, x in enumerate(link))
+
+    @cached_property
+    def rows(self) -> Queues:
+        """The same operations where each rank has a queue, its row; it runs the first of it as soon as it can."""
+        columns = self.table.columns
+        rank, link, _, first, before = columns
+        waits: list[list[int]] = []
+        latest = [-1] * self.plan.n_ranks  # the last computation of each rank
+        carried: list[list[int]] = [[] for _ in latest]  # what sends of the rank have waited for since then
+        rows: list[list[int]] = [[] for _ in latest]
+        for i, r in enumerate(rank):
+            own = before[first[i] : first[i + 1]]
+            if link[i] < 0:
+                waits.append([*own, *carried[r]])
+                carried[r] = []
+                latest[r] = i
+                rows[r].append(i)
+            else:
+                carried[r] += own
+                waits.append([*carried[r], latest[r]] if latest[r] >= 0 else carried[r].copy())
+        after: list[list[int]] = [[] for _ in rank]
+        for i, those in enumerate(waits):
+            for n in those:
+                after[n].append(i)
+        return Queues(
+            self.plan,
+            self.instructions,
+            self.like,
+            self.pairs,
+            Table((*columns[:3], *joined(after))),
+            waiting=[len(those) for those in waits],
+            members=rows,
+            owner=list(range(self.plan.n_ranks)),
+            forwards={},
+            pool=rank,
+            rows=[0] * len(rank),
+            in_order=True,
+        )
+
+
+@lru_cache(maxsize=8)  # a large one takes 100 MB
+def compiled(program: Program, plan: Plan) -> Compiled:
+    """The finite `program` with its transfers, ready to be timed.
+
+    Raises:
+        ProgramError: the program has not as many rows as the plan has ranks.
+        DeadlockError: ranks wait for each other, or for what nobody runs.
+    """
+    quick = numbered(program, plan)
+    if quick is not None:
+        table = Table((quick.ranks, quick.links, quick.groups, quick.first, quick.before))
+        return Compiled(plan, tuple(quick.instructions), tuple(quick.like), tuple(quick.pairs), table)
+    lowered = lower(program, plan)
+    number: dict[Instruction, int] = {}  # position in `kept`; of a receive, that of its send
+    kept: list[Instruction] = []
+    ranks: list[int] = []
+    links: list[int] = []
+    groups: list[int] = []
+    before: list[list[int]] = []
+    numbering = Numbering(plan)
+    arrived: list[list[int]] = [[] for _ in range(plan.n_ranks)]  # awaited by receives since the rank's last step
+    at = [0] * plan.n_ranks
+    sleepers: dict[Instruction, list[int]] = {}  # ranks that wait for an instruction
+    awake = list(range(plan.n_ranks - 1, -1, -1))
+    while awake:
+        rank = awake.pop()
+        row = lowered.head[rank]
+        while at[rank] < len(row):
+            i = row[at[rank]]
+            foreign = []  # what the rank's own order does not imply
+            for n in needs(i, plan):
+                position = number.get(n)
+                if position is None:
+                    sleepers.setdefault(n, []).append(rank)
+                    break
+                if plan.ranks[n.stage] != rank or n.kind in SENDS:
+                    foreign.append(position)
+            else:
+                at[rank] += 1
+                if i in sleepers:
+                    awake += sleepers.pop(i)
+                if i.kind in RECEIVES:
+                    number[i] = foreign[-1]  # its send
+                    arrived[rank] += foreign
+                    continue
+                link, group = numbering.of(i, rank)
+                number[i] = len(kept)
+                kept.append(i)
+                ranks.append(rank)
+                links.append(link)
+                groups.append(group)
+                before.append([*arrived[rank], *foreign])
+                arrived[rank].clear()
+                continue
+            break
+    stuck = {rank: row[at[rank]] for rank, row in enumerate(lowered.head) if at[rank] < len(row)}
+    if stuck:
+        raise deadlock(number, stuck, plan)
+    table = Table((ranks, links, groups, *joined(before)))
+    return Compiled(plan, tuple(kept), tuple(numbering.like), numbering.pairs, table)
+
+
+def run(order: Compiled, prices: Prices, blocking_sends: bool = False) -> Timed:
+    """When every operation of `order` runs."""
+    n = len(order.instructions)
+    if prices.crowded:
+        if blocking_sends and not order.lowered_as_usual:
+            raise PlanError(
+                "several ranks share a wire, sends block, and the program places its transfers by hand, which can't be "
+                "timed; give the program without transfers"
+            )
+        return choose(order.rows, prices, Bytes.uncounted(order), blocking_sends=blocking_sends).timed
+    by = machine(n)
+    starts, ends = by.fill(n), by.fill(n)
+    by.fixed(
+        *by.read(order.table),
+        blocking_sends,
+        prices.overhead,
+        *by.read(prices.table),
+        by.fill(order.plan.n_ranks),
+        *order.scratch(by),
+        starts,
+        ends,
+    )
+    return Timed(starts, ends, range(n))
+
+
+def ends_under(order: Compiled, prices: Prices, busy: Array, blocking_sends: bool = False) -> Array:
+    """When `order` ends under many costs: for each a row of `busy`, nanoseconds by group, the rest as in `prices`."""
+    n, k = len(order.instructions), len(busy)
+    quick = np.rint(busy * np.array(prices.hurry)).astype(np.int64)
+    by = machine(n * k)
+    if prices.crowded:
+        cases = (prices.with_times(*rows) for rows in zip(busy.tolist(), quick.tolist(), strict=True))
+        return np.array([run(order, case, blocking_sends).makespan for case in cases], np.int64)
+    last = np.zeros(k, np.int64)
+    if by.every is not None:
+        starts, ends, clock = by.fill(n), by.fill(n), by.fill(order.plan.n_ranks)
+        _, _, *rest = prices.table.arrays
+        by.every(
+            *order.table.arrays, blocking_sends, prices.overhead, np.ascontiguousarray(busy), quick, *rest,
+            clock, *order.scratch(by), starts, ends, last,
+        )  # fmt: skip
+    else:
+        links = len(order.pairs)
+        starts, ends, there = (np.zeros((size, k), np.int64) for size in (n, n, order.base[-1]))
+        clock, free, spent = (np.zeros((size, k), np.int64) for size in (order.plan.n_ranks, links, links))
+        _, _, *others = prices.table.columns
+        rows_of_costs()(
+            *order.table.columns, blocking_sends, prices.overhead, busy.T, quick.T, *others,
+            clock, free, spent + LONG_AGO, [0] * links, there, starts, ends,
+        )  # fmt: skip
+        ends.max(axis=0, initial=0, out=last)
+    return last

@@ -1,0 +1,306 @@
+"""A callback that changes the order of micro-batches while training goes on, to what is fastest on the links as is."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from operator import le
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+
+from lightning_pipes.cost import CostModel, Link
+from lightning_pipes.cost.units import as_bytes, named
+from lightning_pipes.ir import (
+    SENDS,
+    Kind,
+    PipelineError,
+    Plan,
+    PlanError,
+    Policy,
+    Program,
+    Schedule,
+    check_count,
+    check_type,
+)
+from lightning_pipes.planning.candidates import Candidate, TuningPlanner, tuning_planner
+from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
+from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, Decision
+from lightning_pipes.sim import load_kernel
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.loop.adopting import adopt_told
+from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.plan.deciding import device_memory
+from lightning_pipes.trainer.reports.report import Window
+from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
+
+OVERHEAD = 0.005
+"""The share of the time that deciding may take: where it takes more, it is done more rarely."""
+PROBED, PROBES = (2**12, 2**17), 5
+"""Bytes of the messages that probe links, and how many of each count."""
+RARER = 20
+"""How many times more rarely at most; the first decision sets things up."""
+
+FIRST = 2
+"""Batches before the first decision: the very first includes what is done once. The next decision has a whole window
+of steps."""
+
+LARGE = 3000
+"""Forwards of a stage, over all candidates, from which on compiled code is loaded beforehand: going through all of them
+would take about 10 ms without."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Report(NamedTuple):
+    """What a rank tells rank 0: its last steps, its stages' bytes, its place in the pipeline, bytes of its device, and
+    its links, if they were probed."""
+
+    steps: list[StepSample]
+    stages: dict[int, StageBytes]
+    place: int
+    memory: int | None
+    links: dict[tuple[int, int], Link]
+
+
+class _Order(NamedTuple):
+    """What rank 0 tells all ranks: what runs from the next batch on, exactly that and verified, None for no change; how
+    many batches later it decides again, and whether clocks have jumped."""
+
+    change: Candidate | None
+    wait: int
+    set_clocks: bool
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One decision, as rank 0 keeps it.
+
+    Attributes:
+        batch: how many batches had been trained.
+        decision: the ranking, and what it changed to.
+        measured: seconds of a step as it was, on average over the last steps.
+        seconds: what it took to sum up the last steps and decide, without waiting for other ranks to end the batch.
+    """
+
+    batch: int
+    decision: Decision
+    measured: float
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        """The foretold step over the measured one, less 1."""
+        return self.decision.current.seconds / self.measured - 1 if self.measured else 0.0
+
+
+class ScheduleTuner(pl.Callback):
+    """Every so often simulates all that could run instead on what steps were measured to cost, and changes to the best.
+
+    Ada-Grouper's tuner (Wang et al. 2023, arXiv:2303.01675, S3.2.2 and S4.3), without suspending training: messages
+    carry time stamps, so every step tells what each link does. All ranks change between the same two batches. Layers
+    stay where they are, and gradients are the same to the bit as long as micro-batches have the same size.
+
+    With `PipelineStrategy("kfkb", schedule_args={"k": "auto"})`, schedule=kfkb schedule.k=auto with Hydra, a trainer
+    that has none gets one with defaults. What there is to change to is said by the schedule that the strategy begins
+    with (`candidates`).
+
+    Every logger gets `tuner/predicted_ms` (of a step after the decision), `tuner/gain` (the share that this is less,
+    0 where nothing changes), `tuner/error` (of the prediction for what ran before), `tuner/unsteadiness` (of the worst
+    link: standard deviation over mean of its transfers) and `tuner/ms` (what deciding took).
+
+    Args:
+        interval: batches, or time, between decisions. It gets longer where deciding would take more than 0.5 % of it.
+        memory_limit: bytes that every rank may hold, such as "16GiB"; by default what its GPU has, without limit on
+            CPU.
+        sizes: samples of a micro-batch to choose from; by default it stays as it is. Another size gives another order
+            of summation, and other batches for layers such as BatchNorm.
+        hysteresis: the share of a step that a change must promise.
+        window: steps over which transfers are averaged.
+        probe: measures links by messages of its own, as in the paper: training waits meanwhile. To compare with.
+
+    Attributes:
+        decisions: all of this run, on rank 0.
+
+    Raises:
+        PipelineError: an argument that makes no sense; when training starts, the strategy is none of ours, or its
+            schedule knows no candidates.
+    """
+
+    def __init__(
+        self,
+        interval: int | timedelta = 50,
+        memory_limit: int | str | None = None,
+        sizes: Sequence[int] = (),
+        hysteresis: float = HYSTERESIS,
+        window: int = WINDOW,
+        probe: bool = False,
+    ) -> None:
+        if not isinstance(interval, timedelta):
+            check_count("ScheduleTuner: interval", interval, "; steps, or a timedelta")
+        elif interval <= timedelta():
+            raise PlanError(f"ScheduleTuner: interval must be longer than nothing, got {interval!r}")
+        self.interval = interval
+        self.memory_limit = (
+            None if memory_limit is None else named("ScheduleTuner: memory_limit", as_bytes, memory_limit)
+        )
+        self.sizes = tuple(check_type("ScheduleTuner: sizes", sizes, Sequence[int]))
+        for size in self.sizes:
+            check_count("ScheduleTuner: sizes of micro-batches", size)
+        self.window = check_count("ScheduleTuner: window", window)
+        self.probe = check_type("ScheduleTuner: probe", probe, bool)
+        self.decisions: list[Tuned] = []
+        self._chooser = Chooser(hysteresis)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, PipelineHost):
+            raise PipelineError(
+                f"ScheduleTuner changes what PipelineStrategy does; this trainer has {type(strategy).__name__}. "
+                "Set strategy=PipelineStrategy('kfkb'), or leave the callback out"
+            )
+        self._source: TuningPlanner = tuning_planner(strategy.schedule)
+        self._running: Candidate | None = None
+        self._averages = Averages(self.window)
+        self._batches, self._read = 0, 0
+        self._next = FIRST
+        self.decisions.clear()
+        strategy.running.engine.set_clocks()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self._batches += 1
+        strategy: PipelineHost = trainer.strategy  # type: ignore[assignment]
+        if self._batches == 1 and strategy.global_rank == strategy.control.ranks[0]:
+            self._prepare(strategy.running.windows[-1].plan)
+        if self._batches < self._next:
+            return
+        order = self._decide(strategy)
+        self._next = self._batches + order.wait
+        if order.set_clocks:
+            strategy.running.engine.set_clocks()
+        if order.change is not None:
+            adopt_told(strategy.running, order.change)
+            strategy.schedule = order.change.schedule
+        for logger in trainer.loggers:  # silent everywhere but on rank 0
+            logger.log_metrics(order.metrics, trainer.global_step)
+
+    def _prepare(self, plan: Plan) -> None:
+        """Sets up what can be said without measurements, in the first batch, which is slow anyway."""
+        nothing_known = CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0)
+        candidates = self._source.candidates(plan, nothing_known, None, self.sizes)
+        if sum(c.microbatches for c in candidates) * plan.n_stages > LARGE:
+            load_kernel()
+        self._chooser.prepare(candidates, nothing_known)
+
+    def _decide(self, strategy: PipelineHost) -> _Order:
+        """What rank 0 decides on what all ranks have measured. Collective."""
+        began = time.perf_counter()
+        run, control = strategy.running, strategy.control
+        windows = list(run.windows)
+        fresh = min(len(windows) - 1, self._batches - self._read, self.window)
+        self._read = self._batches
+        steps = [_sample(*pair) for pair in pairwise(windows[-fresh - 1 :])]
+        links = run.engine.probe_links(PROBED, PROBES) if self.probe else {}
+        place = run.global_ranks.index(strategy.global_rank)
+        mine = _Report(steps, run.stage_bytes(strategy.optimizers), place, device_memory(strategy.root_device), links)
+        waited = time.perf_counter()
+        reports = control.gather(mine, to=control.ranks[0])
+        began += time.perf_counter() - waited  # for the last rank, as all do after a batch anyway
+        order = None
+        if reports is not None:
+            latest = reversed(windows)  # the largest, which is not a short last batch
+            plan = max((w.plan for w in latest), key=lambda plan: plan.jobs[0].rows)
+            order = self._order(reports, strategy.schedule, plan, _gap(windows), began)
+        told: _Order = control.broadcast(order, control.ranks[0])
+        return told
+
+    def _order(
+        self, reports: Sequence[_Report], schedule: Schedule | Policy, plan: Plan, step: float, began: float
+    ) -> _Order:
+        links = {pair: link for report in reports for pair, link in report.links.items()}
+        stages = {number: size for report in reports for number, size in report.stages.items()}
+        for samples in zip(*(report.steps for report in reports), strict=True):
+            self._averages.add(_probed(s, links, stages, plan) for s in samples)
+        limit = self._limit(reports, plan.n_ranks)
+        base = with_bytes(CostModel(self._averages.costs().seconds), stages)
+        candidates = self._source.candidates(plan, self._averages.costs(base), limit, self.sizes)
+        current = self._running
+        if current is None or current.schedule != schedule:
+            current = Candidate(candidates[0].schedule if schedule.tunes else schedule, plan, ())
+        if not current.peak_bytes or limit is None or all(map(le, current.peak_bytes, limit)):
+            candidates = (*candidates, current)  # with what links once asked for, or with another size
+        decision = self._chooser.decide(candidates, current, self._averages, base)
+        self._running = decision.chosen.candidate
+        took = [max(s.took for s in samples) for samples in zip(*(r.steps for r in reports), strict=True)]
+        tuned = Tuned(
+            self._batches, decision, sum(took) / len(took) / 1e9 if took else 0.0, time.perf_counter() - began
+        )
+        self.decisions.append(tuned)
+        _log.log(logging.INFO if decision.switches else logging.DEBUG, "batch %d: %s", self._batches, decision)
+        change = decision.chosen.candidate if decision.switches else None
+        wait = self.window if self._batches == FIRST else self._wait(step, tuned)
+        jumped = self._averages.impossible > 0
+        return _Order(change, wait, jumped, _metrics(tuned))
+
+    def _limit(self, reports: Sequence[_Report], ranks: int) -> list[int] | None:
+        """Bytes that each rank of the pipeline may hold, the least of all replicas; None without a limit."""
+        if self.memory_limit is not None:
+            return [self.memory_limit] * ranks
+        known = [[r.memory for r in reports if r.place == place and r.memory is not None] for place in range(ranks)]
+        return [min(found) for found in known] if all(known) else None
+
+    def _wait(self, step: float, tuned: Tuned) -> int:
+        """Batches until the next decision."""
+        if isinstance(self.interval, timedelta):
+            batches = round(self.interval.total_seconds() / step) if step else 1
+        else:
+            batches = self.interval
+        cheap = -(-tuned.seconds // (OVERHEAD * step)) if step else 0
+        return max(1, batches, min(int(cheap), RARER * max(1, batches)))
+
+
+def _sample(before: Window, window: Window) -> StepSample:
+    ended = max((e.end for e in before.events if e.instruction.kind in (Kind.B, Kind.I)), default=0)
+    return StepSample.of(window.events, window.plan, ended, chosen=not isinstance(window.order, Program))
+
+
+def _probed(
+    sample: StepSample, links: Mapping[tuple[int, int], Link], stages: Mapping[int, StageBytes], plan: Plan
+) -> StepSample:
+    """The sample with what its transfers would take over the links as they were probed, if they were."""
+    means = dict(sample.means)
+    for kind, stage, rows in sample.means if links else ():
+        if kind in SENDS:
+            edge, target = (stage, stage + 1) if kind is Kind.SF else (stage - 1, stage - 1)
+            link = links[plan.ranks[stage], plan.ranks[target]]
+            means[kind, stage, rows] = 1e9 * (link.latency + link.seconds(stages[edge].output * rows))
+    return sample._replace(means=means)
+
+
+def _gap(windows: Sequence[Window]) -> float:
+    """Seconds from one batch to the next, on average."""
+    begins = [min(e.start for e in w.events) for w in windows if w.events]
+    return (begins[-1] - begins[0]) / 1e9 / (len(begins) - 1) if len(begins) > 1 else 0.0
+
+
+def _metrics(tuned: Tuned) -> dict[str, float]:
+    decision = tuned.decision
+    return {
+        "tuner/predicted_ms": 1e3 * decision.chosen.seconds,
+        "tuner/gain": decision.gain,
+        "tuner/error": tuned.error,
+        "tuner/unsteadiness": decision.unsteadiness,
+        "tuner/ms": 1e3 * tuned.seconds,
+    }
+
+
+def with_tuner(trainer: pl.Trainer, schedule: Schedule | Policy) -> None:
+    """Gives the trainer a ScheduleTuner if the schedule wants one and there is none."""
+    callbacks = private.callbacks(trainer)
+    if schedule.tunes and not any(isinstance(c, ScheduleTuner) for c in callbacks):
+        callbacks.append(ScheduleTuner())

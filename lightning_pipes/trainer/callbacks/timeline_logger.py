@@ -1,0 +1,58 @@
+"""Scalars of the pipeline for any logger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_pipes.ir import PipelineError, check_count
+from lightning_pipes.trainer.loop.host import PipelineHost
+
+
+class TimelineLogger(pl.Callback):
+    """Logs, every `every_n_steps` optimizer steps, where the time of the last batch went.
+
+    Every logger of the trainer gets `pipeline/step_ms` (from the first instruction to the last of a batch),
+    `pipeline/bubble` (the share of that in which ranks idle, 0 to 1), `pipeline/efficiency` (the busiest rank's share),
+    `pipeline/slowest_stage` (the number of the stage that computes longest, or of the busiest rank's first stage where
+    ranks hold several) and `pipeline/slowest_ratio` (its time over the median of the others).
+
+    A sibling of a job array logs neither bubble nor efficiency, for ranks compute for others while it waits.
+    With data_parallel, they are those of the first pipeline. A schedule that does not flush between batches never has
+    all ranks at one batch but where an epoch ends: it is logged there.
+
+    Raises:
+        PipelineError: every_n_steps is below 1, or the trainer's strategy is none of ours.
+    """
+
+    def __init__(self, every_n_steps: int = 50) -> None:
+        self.every_n_steps = check_count("TimelineLogger: every_n_steps", every_n_steps)
+        self._logged = -1
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, PipelineHost):
+            raise PipelineError(
+                f"TimelineLogger logs what PipelineStrategy does; this trainer has {type(trainer.strategy).__name__}. "
+                "Set strategy=PipelineStrategy(...), or leave the callback out"
+            )
+        self._logged = -1
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        step = trainer.global_step
+        if step == self._logged or step == 0 or step % self.every_n_steps:
+            return
+        self._logged = step  # batches that only add to gradients do not count
+        if trainer.strategy.flushes:  # type: ignore[attr-defined]
+            self._log(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.strategy.flushes:  # type: ignore[attr-defined]
+            self._log(trainer)
+
+    @staticmethod
+    def _log(trainer: pl.Trainer) -> None:
+        timing = trainer.strategy.last_timing()  # type: ignore[attr-defined]
+        if timing is not None:
+            for logger in trainer.loggers:  # silent everywhere but on rank 0
+                logger.log_metrics(timing.metrics, trainer.global_step)

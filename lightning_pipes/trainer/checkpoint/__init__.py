@@ -1,0 +1,1 @@
+"""Checkpoints, and where training is in its data."""

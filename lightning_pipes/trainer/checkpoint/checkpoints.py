@@ -1,0 +1,57 @@
+"""Ordinary Lightning checkpoints from a model that is spread out, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout
+from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.private_lightning import optimizer_to_device
+from lightning_pipes.trainer.ranks.control import Control
+
+
+def gather_model(cut: CutModule, control: Control) -> dict[str, Any]:
+    """The state dict of the whole module on the first rank, in its own order of keys; empty elsewhere."""
+    first = control.ranks[0]
+    parts = control.gather(cut.local_state(outside=control.position == 0), first)
+    return {} if parts is None else cut.in_order(parts)
+
+
+def load_model(cut: CutModule, state: Mapping[str, Any], strict: bool) -> None:
+    """Loads from a state dict of the whole module what lives on this rank.
+
+    Raises:
+        PipelineError: with `strict`, the keys are not those of the whole module.
+    """
+    if strict and set(state) != set(cut.keys):
+        different = sorted(set(state) ^ set(cut.keys))
+        raise PipelineError(f"the checkpoint's keys are not those of the module; only in one: {different[:5]}")
+    own = cut.module.state_dict()
+    cut.module.load_state_dict({key: state.get(key, value) for key, value in own.items()})
+
+
+def gather_optimizer(optimizer: Optimizer, layout: OptimizerLayout, control: Control) -> dict[str, Any]:
+    """One process's `state_dict` of the optimizer on the first rank; empty elsewhere."""
+    local = optimizer.state_dict()
+    states = control.gather(layout.states_by_name(local), control.ranks[0])
+    return {} if states is None else layout.whole_state(local, reversed(states))
+
+
+def load_optimizers(
+    optimizers: Sequence[Optimizer],
+    layouts: Sequence[OptimizerLayout],
+    states: Sequence[Mapping[str, Any]],
+    device: Any,
+) -> None:
+    """Loads from one process's `state_dict` of each optimizer what belongs to this rank."""
+    for optimizer, layout, whole in zip(optimizers, layouts, states, strict=False):
+        own = layout.local_state(whole)
+        # Copies: the tensors may be parts of a file that will be overwritten.
+        optimizer.load_state_dict({**own, "state": pytree.tree_map_only(torch.Tensor, torch.clone, own["state"])})
+        optimizer_to_device(optimizer, device)

@@ -1,0 +1,222 @@
+"""Files and folders that are whole or not there, at whatever instant the process is killed.
+
+They are written under a temporary name next to their own, brought to the disk, and renamed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import secrets
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from lightning_pipes.engine.watch.identity import Process
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.checkpoint.checksums import WAY_OUT, SealedZip, Sum, check
+
+_AT_CWD, _EXCHANGE = -100, 2  # of Linux
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint files, written so that no kill and no full disk leaves half of one.
+
+    Lightning itself writes to TMPDIR and moves the file, which is a copy from another file system, and can be cut off.
+    Paths that are not on a local file system are left to Lightning.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Writes the file, or raises and leaves what was there."""
+        local = local_path(path)
+        if local is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            with replacing(local) as temporary:
+                save(checkpoint, temporary)
+
+    def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
+        """What the file holds, on the CPU, as torch.load reads it.
+
+        Raises:
+            PipelineError: it is not what was written, or no checkpoint.
+        """
+        local = local_path(path)
+        if local is None:
+            return super().load_checkpoint(path, map_location, weights_only)
+        return load(local, map_location=map_location, weights_only=weights_only)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Removes a file or a folder."""
+        local = local_path(path)
+        if local is None:
+            super().remove_checkpoint(path)
+        else:
+            remove(local)
+
+
+def local_path(path: str | Path) -> Path | None:
+    """The path if it is one of a file system, which a mounted one is too; None for s3:// and its like."""
+    protocol, separator, rest = str(path).partition("://")
+    return Path(path) if not separator else Path(rest) if protocol == "file" else None
+
+
+def save(thing: Any, path: Path) -> Sum:
+    """Writes what torch.load reads, down to the disk.
+
+    Raises:
+        FileExistsError: there is something under the name, be it a link, which is not followed.
+        OSError: it could not be written.
+    """
+    point("checkpoint.write")
+    with saying_why(), open(path, "xb") as file:  # given a name, torch.save lets no other thread run while it writes
+        sealed = SealedZip(file)
+        torch.save(thing, sealed)
+        sealed.seal()
+        file.flush()
+        os.fsync(file.fileno())
+        return sealed.sum
+
+
+def load(path: Path, **options: Any) -> Any:
+    """What torch.load reads with these options, if it is what was written.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        PipelineError: it is not what was written, or no checkpoint.
+    """
+    if path.is_dir():
+        raise PipelineError(
+            f"{path} is a folder, and no complete checkpoint that checkpoint='sharded' has written: those have an "
+            f"index, .metadata. {WAY_OUT}"
+        )
+    check(path)
+    try:
+        return torch.load(path, **options)
+    except Exception as error:
+        if isinstance(error, OSError) or zipfile.is_zipfile(path):  # that is whole: torch says what it won't load
+            raise
+        raise PipelineError(f"{path} is damaged, or no checkpoint. {WAY_OUT}. torch.load says: {error}") from error
+
+
+@contextmanager
+def saying_why() -> Iterator[None]:
+    """Raises what the system said, where torch.save would say that a position in the file was unexpected."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name for what is to become `path` at the end of the block, which must have been written by then."""
+    temporary = temporary_for(path)
+    try:
+        yield temporary
+        put(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            remove(temporary)
+        raise
+
+
+def temporary_for(path: Path) -> Path:
+    """A new name next to `path`, whose folder is made; what killed processes have left there is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for entry in os.scandir(path.parent):
+        owner = _owner(entry.name)
+        if owner is not None and owner.has_ended():
+            with suppress(OSError):  # another process may be at it
+                _remove_now(Path(entry.path))
+    return path.with_name(_temporary_name(path.name))
+
+
+def _temporary_name(name: str) -> str:
+    """A name that nobody can know beforehand, with the process that it belongs to."""
+    return f".{name[:100]}.{Process.own()}.{secrets.token_hex(8)}.saving"
+
+
+def _owner(name: str) -> Process | None:
+    """The process in a `_temporary_name`; None for any other name."""
+    match = re.fullmatch(r"\..+\.([0-9a-f-]+)\.[0-9a-f]+\.saving", name)
+    return None if match is None else Process.parse(match[1])
+
+
+def put(temporary: Path, path: Path) -> None:
+    """Gives a complete file or folder its name, in one step; what had the name is removed.
+
+    A folder that replaces something takes two steps where the system can't exchange names, as over NFS: a process that
+    is killed between them leaves the earlier checkpoint where `existing` finds it.
+    """
+    point("checkpoint.put")
+    if not os.path.lexists(path) or not (_is_folder(path) or _is_folder(temporary)):
+        os.replace(temporary, path)
+        sync(path.parent)
+        return
+    if not _exchange(temporary, path):
+        aside = _aside(path)
+        _remove_now(aside)
+        os.rename(path, aside)
+        os.rename(temporary, path)
+        temporary = aside
+    sync(path.parent)
+    _remove_now(temporary)
+
+
+def existing(path: Path) -> Path:
+    """The path, or where its content is if a process was killed while it replaced it."""
+    return _aside(path) if not os.path.lexists(path) and _aside(path).exists() else path
+
+
+def remove(path: Path) -> None:
+    """Removes a file or folder, if it is there; a folder's name is gone before its files are."""
+    if _is_folder(path):
+        hidden = temporary_for(path)
+        os.rename(path, hidden)
+        path = hidden
+    _remove_now(path)
+
+
+def _remove_now(path: Path) -> None:
+    if _is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swaps two names in one step; False where the system or the file system can't."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and rename(_AT_CWD, os.fsencode(a), _AT_CWD, os.fsencode(b), _EXCHANGE) == 0
+
+
+def sync(folder: Path) -> None:
+    """Brings the names in a folder to the disk."""
+    with suppress(OSError):  # not every file system has folders that can be synchronised
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

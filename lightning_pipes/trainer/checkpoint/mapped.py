@@ -1,0 +1,23 @@
+"""Checkpoints whose weights stay in their file until somebody reads them."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
+
+from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, load
+
+
+def load_mapped(strategy: Strategy, path: str | Path, weights_only: bool | None) -> dict[str, Any] | None:
+    """A checkpoint whose weights are read from the file when they are used; None where that is not possible."""
+    if type(strategy.checkpoint_io) not in (TorchCheckpointIO, AtomicCheckpointIO) or not os.path.isfile(path):
+        return None
+    whole: Mapping[str, Any] = load(Path(path), map_location="cpu", mmap=True, weights_only=weights_only)
+    # What outlives the loading must not: the file may be overwritten.
+    return {k: v if k in ("state_dict", "optimizer_states") else copy.deepcopy(v) for k, v in whole.items()}

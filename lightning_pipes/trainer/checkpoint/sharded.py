@@ -1,0 +1,402 @@
+"""Checkpoints as folders, to which every rank adds what it holds, in the format of torch.distributed.checkpoint.
+
+All tensors of the model and the optimizers are in that format, by name. What else Lightning saves is in one file of the
+same folder, together with small values of the optimizers that are no tensors. torch's own `save` has collectives that
+wait for dead ranks; the ranks agree by `Control` here, and everything after that needs a store only.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.checkpoint.checksums import Sum, Summing, damaged, seal
+from lightning_pipes.trainer.checkpoint.files import (
+    existing,
+    load,
+    put,
+    remove,
+    replacing,
+    save,
+    saying_why,
+    sync,
+    temporary_for,
+)
+from lightning_pipes.trainer.checkpoint.index import INDEX, Index, with_sums
+from lightning_pipes.trainer.module.optimizers import numbered
+from lightning_pipes.trainer.private_lightning import StorageInfo
+from lightning_pipes.trainer.ranks.control import Control
+
+REST = "checkpoint.pt"
+"""The file with everything but the tensors of the model and the optimizers."""
+_TENSORS = "lightning_pipes_tensors"
+"""In the rest: where each tensor belongs, by its name in the index."""
+_ORDER = "lightning_pipes_order"
+"""In the rest: the keys of the whole state dict."""
+_POLL_SECONDS = 0.02
+_GRACE_SECONDS = 3.0
+"""How long after a failure a rank of another host, which may be gone, may take to say that its part is written."""
+
+
+@dataclass
+class Part:
+    """What one rank adds to a checkpoint.
+
+    Attributes:
+        number: of the checkpoint; the same on every rank.
+        path: of the whole checkpoint.
+        temporary: the folder that becomes it.
+        plan: which tensors this rank writes.
+        planner: has them.
+        metadata: of the whole, on the first rank only.
+        rest: what goes into the file `REST`, on the first rank only.
+    """
+
+    number: int
+    path: Path
+    temporary: Path
+    plan: SavePlan
+    planner: DefaultSavePlanner
+    metadata: Metadata | None
+    rest: dict[str, Any]
+
+
+def plan_part(checkpoint: Mapping[str, Any], order: Sequence[str], path: Path, number: int, control: Control) -> Part:
+    """Agrees with the other ranks on who writes what; no tensor is sent, and none is written.
+
+    Args:
+        checkpoint: Lightning's, with this rank's part of the state dict and of each optimizer's `named_state`.
+        order: the keys of the whole state dict.
+        number: different for every checkpoint, the same on every rank.
+    """
+    tensors, index, small = _split(checkpoint)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(tensors, None, control.position == 0)
+    first = control.ranks[0]
+    found = control.gather((planner.create_local_plan(), index, small), first)
+    message, metadata, rest = None, None, dict[str, Any]()
+    if found is not None:
+        plans, metadata = planner.create_global_plan([plan for plan, _, _ in found])
+        temporary = temporary_for(path)
+        temporary.mkdir()
+        rest = _without_tensors(checkpoint)
+        rest[_ORDER] = list(order)
+        rest[_TENSORS] = {name: place for _, places, _ in found for name, place in places.items()}
+        for _, _, values in reversed(found):  # of what several ranks hold, the first one's counts
+            for place, value in values.items():
+                _set(rest, place, value)
+        message = temporary, FileSystemWriter(temporary).prepare_global_plan(plans)
+    temporary, plans = control.broadcast(message, first)
+    plan = planner.finish_plan(plans[control.position])
+    return Part(number, path, temporary, plan, planner, metadata, rest)
+
+
+def write_part(part: Part, control: Control, store: Any) -> None:
+    """Writes this rank's part; the first rank then waits for the others, and gives the whole its name.
+
+    Uses no collective, so that it can run in any thread.
+
+    Args:
+        store: through which the ranks say that they are done.
+
+    Raises:
+        PipelineError: another rank could not write its part.
+    """
+    writer = FileSystemWriter(part.temporary)
+    writer.fs = files = _Files()
+    own = control.position
+    point("checkpoint.write")
+    try:
+        if own == 0:
+            files.sums[REST] = save(part.rest, part.temporary / REST)
+        with saying_why():
+            written = writer.write_data(part.plan, part.planner)
+            written.wait()
+        point("checkpoint.part")
+        if own > 0:
+            store.set(_key(part, own), _as_json(written.value(), files.sums))
+            return
+        results, sums = [written.value()], files.sums
+        for position in range(1, control.size):
+            of_rank, sums_of_rank = _from_json(_said(position, part, control, store), control.ranks[position])
+            results.append(of_rank)
+            sums.update(sums_of_rank)
+        lost = [name for name in sums if not (part.temporary / name).exists()]
+        if lost:
+            raise PipelineError(
+                f"{', '.join(sorted(lost))} can't be seen on rank {control.ranks[0]}; checkpoint='sharded' needs a "
+                "folder that all hosts share"
+            )
+        assert part.metadata is not None
+        part.metadata.planner_data = with_sums(sums)
+        writer.finish(part.metadata, results)
+        sync(part.temporary)
+        put(part.temporary, part.path)
+    except BaseException as error:
+        if own == 0:
+            remove(part.temporary)
+        else:
+            store.set(_key(part, own), json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            if isinstance(error, FileNotFoundError) and not part.temporary.exists():
+                control.watch.learn_reason()
+                raise PipelineError(f"rank {control.ranks[0]} has given it up") from error
+        raise
+
+
+class _Files(FileSystem):
+    """Files that are new, and whose sums are known when they are written; the index gets a seal.
+
+    Attributes:
+        sums: by the name of the file.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, Sum] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """As the writer wants it, which only ever writes."""
+        name = Path(path).name
+        with open(path, mode.replace("w", "x")) as file:
+            made = Summing(file)
+            yield made
+            if name.startswith(INDEX):
+                seal(made)
+                file.flush()
+                os.fsync(file.fileno())
+            else:
+                self.sums[name] = made.sum
+
+
+def _said(position: int, part: Part, control: Control, store: Any) -> str | bytes:
+    """What another rank says of its part, when it is written."""
+    key, rank = _key(part, position), control.ranks[position]
+    failed_at = None
+    while not store.check([key]):
+        if control.watch.error is not None and failed_at is None:
+            failed_at = time.monotonic()
+        if control.ended(position) or (failed_at is not None and time.monotonic() > failed_at + _GRACE_SECONDS):
+            raise PipelineError(f"rank {rank} has ended before its part was written")
+        time.sleep(_POLL_SECONDS)
+    said: str | bytes = store.get(key)
+    store.delete_key(key)
+    return said
+
+
+def _as_json(written: Sequence[WriteResult], sums: Mapping[str, Sum]) -> str:
+    """Where a rank has written which tensor, and the sums of its files."""
+    tensors = [
+        [r.index.fqn, list(r.index.offset or ()), r.index.index, r.size_in_bytes, s.relative_path, s.offset, s.length]
+        for r in written
+        for s in [r.storage_data]
+    ]
+    return json.dumps({"tensors": tensors, "sums": sums})
+
+
+def _from_json(said: str | bytes, rank: int) -> tuple[list[WriteResult], dict[str, Sum]]:
+    """The other direction; PipelineError if the rank has failed."""
+    found = json.loads(said)
+    if "error" in found:
+        raise PipelineError(f"rank {rank} could not write its part: {found['error']}")
+    written = [
+        WriteResult(MetadataIndex(name, torch.Size(corner), number), size, StorageInfo(file, offset, length))
+        for name, corner, number, size, file, offset, length in found["tensors"]
+    ]
+    return written, {name: Sum(*values) for name, values in found["sums"].items()}
+
+
+def _key(part: Part, position: int) -> str:
+    return f"{part.number}/{position}"
+
+
+class ShardedCheckpoint:
+    """A checkpoint in a folder, of which every rank reads what it needs.
+
+    Args:
+        path: the folder.
+        weights_only: as torch.load takes it, for what is no tensor of the model or the optimizers.
+
+    Raises:
+        PipelineError: a file is missing, of another checkpoint, or not as it was written. The files with tensors are
+            compared when the first tensor is read from them.
+    """
+
+    def __init__(self, path: Path, weights_only: bool | None = None) -> None:
+        self._path = path
+        self._index = Index.read(path)
+        self._whole = set[str]()
+        """The files that were compared with their sums."""
+        for name in {REST, *(place.file for place in self._index.places.values()), *(self._index.sums or ())}:
+            if not (path / name).is_file():
+                raise damaged(path, f"{name} is missing")
+        self._check(REST)
+        self._rest = load(path / REST, map_location="cpu", weights_only=weights_only)
+        try:
+            self._tensors: dict[str, Any] = self._rest.pop(_TENSORS)
+            self._order: list[str] = self._rest.pop(_ORDER)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise damaged(path, f"{REST} is not that of a sharded checkpoint") from error
+        unknown = sorted(set(self._tensors) - set(self._index.places))
+        if unknown:
+            raise damaged(path, f"{INDEX} does not know {unknown[0]}, which {REST} names: they are of different saves")
+
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        """Whether there is one."""
+        return (path / INDEX).is_file()
+
+    def checkpoint(self, into: Mapping[str, Any]) -> dict[str, Any]:
+        """Lightning's checkpoint, but for what the optimizers have by parameter.
+
+        Args:
+            into: a state dict whose tensors are overwritten and taken, where names, shapes and types are the same. If
+                some are on `meta`, the checkpoint's state dict reads a tensor when it is asked for it.
+        """
+        found = {**self._rest}
+        places = {place[1]: name for name, place in self._tensors.items() if place[0] == "state_dict"}
+        order = dict.fromkeys(key for key in self._order if key in places or key in found["state_dict"])
+        keys = list({**order, **found["state_dict"], **places})
+        if any(value.is_meta for value in into.values() if isinstance(value, Tensor)):
+            found["state_dict"] = _Weights(keys, found["state_dict"], places, self._read)
+        else:
+            weights = self._read({name: into.get(key) for key, name in places.items()})
+            values = {**found["state_dict"], **{key: weights[name] for key, name in places.items()}}
+            found["state_dict"] = {key: values[key] for key in keys}
+        return found
+
+    def optimizer_states(self, wanted: Sequence[Sequence[str]] | None = None) -> list[dict[str, Any]]:
+        """One process's `state_dict` of each optimizer, with the states of the `wanted` parameters, or of all."""
+        saved = self._rest["optimizer_states"]
+        names = {
+            name: place
+            for name, place in self._tensors.items()
+            if place[0] == "optimizer_states" and (wanted is None or place[2] in wanted[place[1]])
+        }
+        tensors = self._read(dict.fromkeys(names))
+        states = [{name: dict(state) for name, state in one["state"].items()} for one in saved]
+        for name, (_, number, parameter, entry) in names.items():
+            states[number].setdefault(parameter, {})[entry] = tensors[name]
+        return [numbered(state, one["param_groups"]) for state, one in zip(states, saved, strict=True)]
+
+    def _read(self, names: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors by their names in the index; into those that are given, where they fit."""
+        return {name: self._tensor(name, given) for name, given in names.items()}
+
+    def _tensor(self, name: str, given: Any) -> Tensor:
+        place = self._index.places[name]
+        self._check(place.file)
+        with open(self._path / place.file, "rb") as file:
+            file.seek(place.offset)
+            data = io.BytesIO(file.read(place.length))
+        try:
+            found: Tensor = torch.load(data, map_location="cpu", weights_only=True)
+        except Exception as error:  # an older version has written no sums
+            raise damaged(self._path, f"{name} in {place.file}: {type(error).__name__}: {error}") from error
+        if isinstance(given, Tensor) and given.shape == found.shape and given.dtype == found.dtype:
+            return given.detach().copy_(found)
+        return found
+
+    def _check(self, file: str) -> None:
+        if self._index.sums is not None and file not in self._whole:
+            if file not in self._index.sums:
+                raise damaged(self._path, f"{INDEX} has no checksum of {file}")
+            self._index.sums[file].check(self._path / file)
+            self._whole.add(file)
+
+
+class _Weights(Mapping[str, Any]):
+    """A state dict whose tensors are read one by one."""
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        others: Mapping[str, Any],
+        places: Mapping[str, str],
+        read: Callable[[Mapping[str, Any]], dict[str, Any]],
+    ) -> None:
+        self._keys, self._others, self._places, self._read = keys, others, places, read
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._places:
+            name = self._places[key]
+            return self._read({name: None})[name]
+        return self._others[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None = None) -> None:
+    """Makes an ordinary Lightning checkpoint, one file, from a folder that `checkpoint="sharded"` has written.
+
+    Needs no processes and memory for the whole. The file loads with `load_from_checkpoint` and resumes anywhere.
+
+    Args:
+        weights_only: as torch.load takes it. False also loads objects of any class, hyperparameters for instance,
+            which runs code that is in the folder: for folders whose writer you trust.
+
+    Raises:
+        PipelineError: the folder has no complete checkpoint, or one that is damaged.
+        pickle.UnpicklingError: there are objects in it that take weights_only=False.
+    """
+    parts = ShardedCheckpoint(existing(Path(folder)), weights_only)
+    checkpoint = parts.checkpoint({})
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = parts.optimizer_states()
+    with replacing(Path(file)) as temporary:
+        save(checkpoint, temporary)
+
+
+def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], dict[Any, Any]]:
+    """The tensors by a name of their own, where each of them belongs, and what else is at such places."""
+    tensors: dict[str, Tensor] = {}
+    index: dict[str, Any] = {}
+    small: dict[Any, Any] = {}
+    places: list[tuple[Any, Any]] = [(("state_dict", key), value) for key, value in checkpoint["state_dict"].items()]
+    for number, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
+        for parameter, state in optimizer["state"].items():
+            places += [(("optimizer_states", number, parameter, entry), value) for entry, value in state.items()]
+    for place, value in places:
+        if isinstance(value, Tensor):
+            name = "/".join(map(str, place))
+            tensors[name], index[name] = value, place
+        else:
+            small[place] = value
+    return tensors, index, small
+
+
+def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {**checkpoint, "state_dict": {}}
+    if "optimizer_states" in checkpoint:
+        rest["optimizer_states"] = [{**optimizer, "state": {}} for optimizer in checkpoint["optimizer_states"]]
+    return rest
+
+
+def _set(rest: dict[str, Any], place: Sequence[Any], value: Any) -> None:
+    """Puts a value where `_split` found it."""
+    if place[0] == "state_dict":
+        rest["state_dict"][place[1]] = value
+    else:
+        _, number, parameter, entry = place
+        rest["optimizer_states"][number]["state"].setdefault(parameter, {})[entry] = value

@@ -1,0 +1,1 @@
+"""Batches through the pipeline."""

@@ -1,0 +1,62 @@
+"""What there is to say of a run, gathered from all ranks of its pipeline when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipes.planning.wording import schedule_settings
+from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.reports.report import About, Window
+
+
+def describe_run(strategy: PipelineHost, siblings: int) -> About:
+    """What this rank knows by itself of a training with so many siblings at a time, itself included."""
+    device, plugin = strategy.root_device, strategy.precision_plugin
+    threads = torch.get_num_threads()
+    facts = {
+        "module": type(strategy.lightning_module).__name__,
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank",
+        "precision": str(plugin.precision),
+        "replicas": str(strategy.grid.replicas) if strategy.grid.replicas > 1 else "",
+        "array": f"{siblings} siblings at a time" if siblings > 1 else "",
+        "finished": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
+    }
+    schedule, decision = strategy.schedule, strategy.decision
+    return About(
+        schedule.name,
+        schedule_settings(schedule),
+        profile=decision.profile,
+        facts={k: v for k, v in facts.items() if v},
+        choice="\n".join(filter(None, [decision.table, decision.why])) if decision.profile else "",
+        predicted=decision.computing,
+        siblings=siblings,
+    )
+
+
+def gather_run(
+    run: PipelineRun, pipeline: Control, optimizers: Sequence[Optimizer], device: torch.device, about: About
+) -> tuple[dict[str, Any], tuple[list[tuple[Window, ...]], About] | None]:
+    """What all ranks have when a run ends, in one exchange: the state dict of the whole module, empty if its layers
+    stay spread out; and the windows of every rank of the pipeline with `about` and what only each of them knows of it,
+    None if nothing was trained."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    local = {} if run.cut.stays_spread else run.cut.local_state(outside=pipeline.position == 0)
+    facts = (tuple(run.windows), run.stage_bytes(optimizers), memory) if run.windows else None
+    gathered = pipeline.all_gather((local, facts))
+    state = {} if run.cut.stays_spread else run.cut.in_order([part for part, _ in gathered])
+    if facts is None:
+        return state, None
+    ranks = [gathered[pipeline.ranks.index(rank)][1] for rank in run.global_ranks]
+    stages = {number: size for _, found, _ in ranks for number, size in found.items()}
+    about = replace(about, stages=stages, memory=tuple(m for _, _, m in ranks))
+    return state, ([windows for windows, _, _ in ranks], about)

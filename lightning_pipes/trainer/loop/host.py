@@ -1,0 +1,53 @@
+"""The strategy as its callbacks see it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from lightning.pytorch.strategies import ParallelStrategy
+
+from lightning_pipes.ir import Policy, Schedule
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.reports.timing import Timing
+
+
+class PipelineHost(ParallelStrategy):
+    """What callbacks of ours, and the report, ask of `PipelineStrategy`, which is the only one.
+
+    Attributes:
+        schedule: orders the batches from the next one on.
+    """
+
+    schedule: Schedule | Policy
+
+    @property
+    @abstractmethod
+    def grid(self) -> Grid:
+        """Where this rank is among the replicas and stages."""
+
+    @property
+    @abstractmethod
+    def control(self) -> Control:
+        """What all ranks tell each other."""
+
+    @property
+    @abstractmethod
+    def running(self) -> PipelineRun:
+        """The run under way."""
+
+    @property
+    @abstractmethod
+    def decision(self) -> Decision:
+        """What the last run is, or was."""
+
+    @property
+    @abstractmethod
+    def flushes(self) -> bool:
+        """Whether all stages end a batch before the next one begins."""
+
+    @abstractmethod
+    def last_timing(self) -> Timing | None:
+        """Where the time of the last window went. Collective."""

@@ -1,0 +1,185 @@
+"""Stops that one rank wants become stops of all: `should_stop`, SIGTERM, a SLURM requeue."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_pipes.engine.watch.launcher import TERMINATED, signal_launched
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.ranks.control import Control
+
+
+class StopAgreement:
+    """Signal handlers only take note; `agree` is called where all ranks are, and makes the note common.
+
+    Args:
+        told: whether the process was told to end in another way, as an array's siblings are.
+
+    Attributes:
+        terminated: Lightning is about to raise SIGTERMException, on every rank after the same batch.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        control: Control,
+        writing_at_once: Callable[[], AbstractContextManager[None]],
+        told: Callable[[], bool],
+    ) -> None:
+        self._trainer = trainer
+        self._control = control
+        self.terminated = False
+        self._writing_at_once = writing_at_once
+        self._told = told
+        self._sigterm = False
+        self._requeue: tuple[int, FrameType | None] | None = None
+        self._requeue_handler = private.replace_signal_handlers(trainer, self._note_sigterm, self._note_requeue)
+        private.silence_sigterm_broadcast(trainer)
+
+    def agree(self) -> None:
+        """After this call every rank stops, or none.
+
+        Raises:
+            PipelineError: the epoch ends here on some ranks only.
+        """
+        self.settle(self._control.any(*self.flags()))
+
+    def flags(self) -> tuple[bool, ...]:
+        """What this rank has to say, for `settle`."""
+        last = self._trainer.is_last_batch
+        return self._trainer.should_stop, self._is_to_end, self._requeue is not None, last, not last
+
+    def settle(self, found: Sequence[bool], batch: int | None = None) -> None:
+        """Does what the flags of all ranks ask for, which they raised after batch number `batch`, by default this one.
+
+        Raises:
+            PipelineError: the epoch ends there on some ranks only.
+        """
+        requeue = self._requeue
+        stop, sigterm, requeued, *_ = found
+        check_ends(found, self._trainer.fit_loop.batch_idx if batch is None else batch)
+        if stop:
+            self._trainer.should_stop = True
+        if requeued:
+            self._requeue = None
+            with self._writing_at_once():  # the job is gone soon
+                self._requeue_handler(*(requeue or (0, None)))
+        if sigterm:
+            self._terminate()
+
+    def agree_to_leave(self, pipeline: Control) -> None:
+        """The part of `agree` that matters where nothing is trained: SIGTERM. Replicas may have other numbers of
+        batches there, so each is asked by itself."""
+        if any(pipeline.any(self._is_to_end)):
+            self._terminate()
+
+    def remove(self) -> None:
+        """Lightning's own handlers and broadcast are back."""
+        private.restore_signal_handlers(self._trainer)
+        private.restore_sigterm_broadcast(self._trainer)
+
+    def end(self) -> None:
+        """Called when the run is over: ends a process that SIGTERM came to after the last batch, as SIGTERM does."""
+        if self._sigterm and not self.terminated and private.ends_at_sigterm(self._trainer):
+            end_as_terminated()
+
+    @property
+    def _is_to_end(self) -> bool:
+        return self._sigterm or self._told()
+
+    def _terminate(self) -> None:
+        self.terminated = True
+        private.set_received_sigterm(self._trainer)
+
+    def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        if not self._sigterm:
+            signal_launched(signum)
+        self._sigterm = True
+
+    def _note_requeue(self, signum: int, frame: FrameType | None) -> None:
+        self._requeue = (signum, frame)
+
+
+def end_as_terminated() -> None:
+    """Ends the process, or lets it go on where it can't be in the thread that asks."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def as_terminated(error: SIGTERMException) -> SIGTERMException:
+    """An exception of Lightning's which would end the process as if all were well, with the status of a process that
+    was terminated, so that who started it knows."""
+    error.code = TERMINATED
+    return error
+
+
+def terminated() -> SIGTERMException:
+    """What Lightning raises after SIGTERM, with that status."""
+    return as_terminated(SIGTERMException())
+
+
+def check_ends(found: Sequence[bool], batch: int) -> None:
+    """Raises PipelineError if the epoch ends with that batch on some ranks only, by the flags of all."""
+    *_, some_last, some_not = found
+    if some_last and some_not:
+        raise PipelineError(
+            f"the training data of some ranks end with batch {batch}, those of others go on; "
+            "every rank of a pipeline must load the same batches"
+        )
+
+
+class LateAgreement:
+    """Has ranks agree where they are not at the same batch: what they ask for after a batch is answered some batches
+    later, when all have come that far, so that nobody waits. After a flush they agree at once.
+
+    Args:
+        late: batches that ranks may be apart.
+        flushed: whether all ranks are at the same batch, and through with it.
+        flush: makes it so.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        stops: StopAgreement,
+        control: Control,
+        late: int,
+        flushed: Callable[[], bool],
+        flush: Callable[[], None],
+    ) -> None:
+        self._trainer = trainer
+        self._stops = stops
+        self._control = control
+        self._late = late
+        self._flushed = flushed
+        self._flush = flush
+        self._asked: deque[tuple[int, Callable[[], list[bool]]]] = deque()  # by batch
+
+    def agree(self) -> None:
+        """After this call every rank stops, or none.
+
+        Raises:
+            PipelineError: an epoch has ended on some ranks only.
+        """
+        flags = self._stops.flags()
+        self._trainer.should_stop = False  # not before the others
+        self._asked.append((self._trainer.fit_loop.batch_idx, self._control.start_any(*flags)))
+        while self._asked and (self._flushed() or len(self._asked) > self._late):
+            batch, answer = self._asked.popleft()
+            found = answer()
+            if any(found[:3]):
+                self._flush()  # all ranks are here, and hear of it after the same batch
+                found[:3] = [any(flags) for flags in zip(found[:3], *(a()[:3] for _, a in self._asked), strict=True)]
+                self._asked.clear()
+            self._stops.settle(found, batch)

@@ -1,0 +1,1 @@
+"""The user's module: cut, and run around its layers."""

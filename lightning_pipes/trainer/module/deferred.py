@@ -1,0 +1,158 @@
+"""Weights made on `meta`, as by `with torch.device("meta"):` in configure_model: no rank ever holds all of them.
+
+A rank makes those of its own layers and of what is outside of the pipelined module. They start as `reset_parameters`
+has them, torch's convention for such modules, with random numbers that depend on the seed and the layer alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipes.engine.compute.rng import BEFORE_LAYERS, forked_rng, seed_all, stream_seed
+from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.trainer.module.pipelined import SPREAD
+from lightning_pipes.trainer.ranks.control import Control
+
+NOT_SAMPLES = Span(0, 0)
+"""In place of a micro-batch in the seed of the random numbers that weights start from."""
+
+
+def has_meta(module: nn.Module) -> bool:
+    """Whether any weight of a module is on `meta`."""
+    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+
+
+@dataclass(frozen=True)
+class _Tied:
+    """A tensor in several places, and the last layer that resets it, which has the last word."""
+
+    tensor: torch.Tensor
+    layer: int
+
+
+class DeferredWeights:
+    """What of a whole module is on `meta`, and how it gets values. Made before the module is cut.
+
+    Args:
+        module: the user's module, whole.
+        path: the pipelined container in it.
+
+    Raises:
+        PipelineError: nobody says what the values should be.
+    """
+
+    def __init__(self, module: pl.LightningModule, path: str) -> None:
+        self._units: dict[int, list[nn.Module]] = {}
+        self._tied: list[_Tied] = []
+        if SPREAD in vars(module) or not has_meta(module):  # an earlier run has made what belongs here
+            return
+        layers = module.get_submodule(path)
+        inside = {id(m) for m in layers.modules()}
+        outside = [m for m in module.modules() if id(m) not in inside]
+        self._units[BEFORE_LAYERS] = [m for m in outside if _own_meta(m)]
+        for number, layer in enumerate(layers._modules.values()):
+            assert layer is not None
+            self._units[number] = [m for m in layer.modules() if _own_meta(m)]
+        self._check(module)
+        self._tied = list(self._find_tied())
+
+    def make(self, local: Iterable[int], places: Sequence[int], seed: int, device: torch.device, pipe: Control) -> None:
+        """Gives values to the weights of the `local` layers and to those outside; a collective call of the pipeline.
+
+        Tensors stay the same objects, so optimizers need not be told.
+
+        Args:
+            places: of each layer in the pipeline.
+            seed: what the random numbers start from, besides torch's own seed.
+        """
+        if not self._units:
+            return
+        started = pipe.broadcast(torch.initial_seed(), pipe.ranks[0])
+        with forked_rng(device):
+            for number in (BEFORE_LAYERS, *sorted(local)):
+                for module in self._units[number]:
+                    for tensor in _own_meta(module):
+                        _give_memory(tensor, device)
+                seed_all(stream_seed(seed, 0, number, started, NOT_SAMPLES), device, everything=True)
+                for module in self._units[number]:
+                    if _can_reset(module):
+                        module.reset_parameters()  # type: ignore[operator]
+        for tied in self._tied:
+            value = torch.empty_like(tied.tensor, device="cpu")
+            if not tied.tensor.is_meta:
+                value.copy_(tied.tensor.detach())
+            pipe.broadcast_tensor(value.view(-1).view(torch.uint8), pipe.ranks[places[tied.layer]])
+            if not tied.tensor.is_meta:
+                tied.tensor.detach().copy_(value)
+
+    def _check(self, module: pl.LightningModule) -> None:
+        owners = [m for unit in self._units.values() for m in unit]
+        known = {id(t) for m in owners if _can_reset(m) for t in _own_meta(m)}
+        for name, part in module.named_modules():
+            if any(id(t) not in known for t in _own_meta(part)):
+                where = f"{type(module).__name__}{f'.{name}' if name else ''}"
+                raise PipelineError(
+                    f"{where} is a {type(part).__name__} with weights on meta and has no reset_parameters(), so nobody "
+                    "knows their values; add that method, which fills them in, or make this part outside of "
+                    "torch.device('meta')"
+                )
+
+    def _find_tied(self) -> Iterator[_Tied]:
+        having: dict[int, set[int]] = defaultdict(set)
+        resetting: dict[int, tuple[torch.Tensor, int]] = {}
+        for number, unit in self._units.items():
+            for module in unit:
+                for tensor in _own_meta(module):
+                    having[id(tensor)].add(number)
+                    if _can_reset(module):
+                        resetting[id(tensor)] = (tensor, number)
+        for key, (tensor, last) in resetting.items():
+            if len(having[key]) > 1 and last != BEFORE_LAYERS:  # what is outside starts equal on all ranks
+                yield _Tied(tensor, last)
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Raises PipelineError for state that an optimizer has made of weights without values."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    raise PipelineError(
+                        f"{type(optimizer).__name__} makes its state {name!r} before weights on meta have values; use "
+                        "an optimizer that makes its state in the first step, or build the module without meta"
+                    )
+
+
+def check_same_cut(module: pl.LightningModule, path: str, local: Sequence[int], control: Control) -> None:
+    """Raises PipelineError on all ranks if an earlier run has left other layers on any of them. Collective."""
+    before = vars(module).get(SPREAD)
+    if control.any(before is not None and before != (path, tuple(local)))[0]:
+        where = "" if before is None else f" (here layers {list(before[1])} of {before[0]}, and now {list(local)})"
+        raise PipelineError(
+            f"the layers of {type(module).__name__} were made on meta and are spread over the processes as the last "
+            f"run has cut them, and this run cuts them otherwise{where}. Keep devices, schedule and partition, or "
+            "make a new module and load a checkpoint: ckpt_path=..."
+        )
+
+
+def _own_meta(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors on `meta` that a module holds itself."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return [t for t in own if t is not None and t.is_meta]
+
+
+def _can_reset(module: nn.Module) -> bool:
+    return callable(getattr(module, "reset_parameters", None))
+
+
+def _give_memory(tensor: torch.Tensor, device: torch.device) -> None:
+    empty = torch.empty_like(tensor, device=device)
+    made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]

@@ -1,0 +1,273 @@
+"""Tensors that layers leave in objects which layers of other stages have too: on one process those see them.
+
+In a pipeline every process has its own copy of such an object, so that a later layer would find nothing there, or
+something old. An object that several layers have is no harm by itself: a configuration, an activation without
+weights, a table that each of them computes alike. So what happens in the first batches decides.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.batches import fingerprint
+from lightning_pipes.trainer.ranks.control import Control
+
+_MOST = 10_000
+"""Objects that are looked at for one layer; a layer from which more can be reached knows the whole program."""
+_DEPTH = 8
+_UNWATCHED = nullcontext()
+_WAY_OUT = (
+    "in a pipeline each process has its own copy of it. Pass the tensor along: let layers take and return tuples or "
+    "dicts"
+)
+CONTAINERS = (list, tuple, dict, set, deque)
+_SKIPPED = {*sys.stdlib_module_names, "torch", "numpy", "lightning", "torchmetrics"}
+_OWN = set(vars(pl.LightningModule()))
+"""What nn.Module and LightningModule keep for themselves."""
+
+
+@dataclass
+class _Shared:
+    """An object that layers of several stages have, or a layer and the code around the layers.
+
+    Attributes:
+        name: where it was found first, as the user would write it.
+        layers: the numbers of the layers that have it.
+        outside: whether the code around the layers has it.
+        before: the tensors in it before the batch, by their place in it: id and checksum.
+        by_layers: places in which a layer has left another tensor.
+    """
+
+    name: str
+    thing: Any
+    layers: tuple[int, ...]
+    outside: bool
+    before: dict[str, tuple[int, str]] = field(default_factory=dict)
+    by_layers: set[str] = field(default_factory=set)
+
+
+class _Change(NamedTuple):
+    """What has become of a tensor in a shared object in the first batch."""
+
+    checksum: str
+    shape: tuple[int, ...]
+    by_layer: bool
+
+
+CheckLater = Callable[[Callable[[], bool], Callable[[], object], int], None]
+
+
+class HiddenState:
+    """Watches the objects that layers of several stages have, in the first batch of training and of evaluation.
+
+    Args:
+        module: the user's module, whole.
+        path: the pipelined container in it.
+        stages: of each layer.
+        ranks: of each layer.
+        control: of the pipeline.
+        check_later: `Connections.check_later`.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        path: str,
+        stages: Sequence[int],
+        ranks: Sequence[int],
+        control: Control,
+        check_later: CheckLater,
+    ) -> None:
+        self._path = path
+        self._stages = tuple(stages)
+        self._ranks = tuple(ranks)
+        self._control = control
+        self._check_later = check_later
+        self._shared = self._find(module)
+        self._seen: set[bool] = set()
+        self._watching = False
+
+    @contextmanager
+    def batch(self, training: bool) -> Iterator[None]:
+        """Around everything that a batch runs; a collective call.
+
+        Raises:
+            PipelineError: ranks that have an object in common hold different tensors in it now.
+        """
+        self._watching = training not in self._seen
+        for shared in self._shared if self._watching else ():
+            shared.by_layers.clear()
+            shared.before = {place: (id(t), fingerprint(t)) for place, t in _tensors(shared.thing).items()}
+        yield
+        if self._watching and self._shared:
+            self._compare(training)
+        self._seen.add(training)
+        self._watching = False
+
+    def layer(self, number: int, layer: nn.Module) -> AbstractContextManager[None]:
+        """Around the forward of a layer.
+
+        Raises:
+            PipelineError: it has left a tensor that gradients flow to where layers of other stages look for it.
+        """
+        return self._watched(number, layer) if self._watching else _UNWATCHED
+
+    @contextmanager
+    def _watched(self, number: int, layer: nn.Module) -> Iterator[None]:
+        found = [shared for shared in self._shared if number in shared.layers]
+        own = list(layer.named_modules())
+        things = [*(shared.thing for shared in found), *(part for _, part in own)]
+        before = [{id(t) for t in _tensors(thing).values()} for thing in things]
+        try:
+            yield
+        except (LookupError, AttributeError, TypeError) as error:  # as when something is not there
+            for shared in found:
+                if self._others(shared, number):
+                    raise PipelineError(
+                        f"{self._named(number)} ended with {type(error).__name__}: {error}. If it looks for a tensor "
+                        f"that {self._others(shared, number)} left in {shared.name}: {_WAY_OUT}"
+                    ) from error
+            raise
+        for shared, known in zip(found, before, strict=False):
+            for place, tensor in _tensors(shared.thing).items():
+                if id(tensor) not in known:
+                    shared.by_layers.add(place)
+                    if tensor.requires_grad and self._others(shared, number):
+                        raise self._error(shared, place, tuple(tensor.shape), self._named(number), number)
+        if self._stages[number] != self._stages[-1]:
+            for (name, part), known in zip(own, before[len(found) :], strict=True):
+                for place, tensor in _tensors(part).items():
+                    if tensor.requires_grad and id(tensor) not in known:
+                        warnings.warn(
+                            f"{self._named(number)} keeps a tensor of shape {tuple(tensor.shape)} with its graph in "
+                            f"{f'.{name}' if name else ''}{place}; code after the layers runs on another process and "
+                            "does not find it there. If it is part of the loss, let the layers pass it along",
+                            stacklevel=2,
+                        )
+
+    def _compare(self, training: bool) -> None:
+        changes = self._control.start_all_gather([_changes(s) for s in self._shared])
+        if training:
+            self._check_later(changes.come, lambda: self._check(changes()), 1)
+        else:
+            self._check(changes())
+
+    def _check(self, found: Sequence[Sequence[Mapping[str, _Change]]]) -> None:
+        by_rank = dict(zip(self._control.ranks, found, strict=True))
+        for at, shared in enumerate(self._shared):
+            ranks = sorted({self._ranks[n] for n in shared.layers} | ({self._ranks[-1]} if shared.outside else set()))
+            for place in sorted({place for changes in by_rank.values() for place in changes[at]}):
+                changes = {rank: changes[at][place] for rank, changes in by_rank.items() if place in changes[at]}
+                shape = next(iter(changes.values())).shape
+                if not all(change.by_layer for change in changes.values()):
+                    raise self._error(shared, place, shape, "the code around the layers")
+                if len({changes[rank].checksum if rank in changes else "" for rank in ranks}) > 1:
+                    raise self._error(
+                        shared, place, shape, f"a layer on rank {' and one on rank '.join(map(str, changes))}"
+                    )
+
+    def _error(
+        self, shared: _Shared, place: str, shape: tuple[int, ...], who: str, number: int | None = None
+    ) -> PipelineError:
+        return PipelineError(
+            f"{who} left a tensor of shape {shape} in {shared.name}{place}, which {self._others(shared, number)} "
+            f"may read; {_WAY_OUT}. If no other layer needs it, give each layer an object of its own"
+        )
+
+    def _others(self, shared: _Shared, number: int | None) -> str:
+        """Who else has the object; empty if nobody on another stage does."""
+        others = [n for n in shared.layers if number is None or self._stages[n] != self._stages[number]]
+        names = [self._named(n) for n in others[:5]] + ["more"] * (len(others) > 5)
+        if shared.outside and number is not None and self._stages[number] != self._stages[-1]:
+            names.append("the code after the layers")
+        return " and ".join(names)
+
+    def _named(self, number: int) -> str:
+        return f"layer {number} (rank {self._ranks[number]})"
+
+    def _find(self, module: pl.LightningModule) -> list[_Shared]:
+        things: dict[int, tuple[str, Any]] = {}
+        having: dict[int, list[int]] = defaultdict(list)
+        layers = module.get_submodule(self._path)
+        for number, (name, layer) in enumerate(layers._modules.items()):
+            for where, thing in reachable(layer, f"self.{self._path}.{name}"):
+                things.setdefault(id(thing), (where, thing))
+                having[id(thing)].append(number)
+        outside = {id(thing) for _, thing in reachable(module, "self", skip=layers)}
+        shared = []
+        for key, (name, thing) in things.items():
+            if key in outside or len({self._stages[n] for n in having[key]}) > 1:
+                shared.append(_Shared(name, thing, tuple(having[key]), key in outside))
+        return shared
+
+
+def _changes(shared: _Shared) -> dict[str, _Change]:
+    found = {}
+    for place, tensor in _tensors(shared.thing).items():
+        key, before = shared.before.get(place, (0, ""))
+        checksum = fingerprint(tensor)
+        if checksum != before:
+            by_layer = place in shared.by_layers or key == id(tensor)  # in place, as running averages are changed
+            found[place] = _Change(checksum, tuple(tensor.shape), by_layer)
+    return found
+
+
+def reachable(root: nn.Module | None, name: str, skip: nn.Module | None = None) -> list[tuple[str, Any]]:
+    """Objects that can change and that `root` has, each once, with how the user would write them."""
+    found: list[tuple[str, Any]] = []
+    seen = {id(skip)}
+    queue: deque[tuple[str, Any, int]] = deque([(name, root, 0)])
+    while queue and len(found) < _MOST:
+        where, thing, depth = queue.popleft()
+        if id(thing) in seen or depth > _DEPTH or not _can_change(thing):
+            continue
+        seen.add(id(thing))
+        if not isinstance(thing, tuple):
+            found.append((where, thing))
+        queue.extend((f"{where}{place}", entry, depth + 1) for place, entry in entries(thing))
+    return found
+
+
+def _can_change(thing: Any) -> bool:
+    if isinstance(thing, (nn.Module, *CONTAINERS, SimpleNamespace)):
+        return True
+    package = type(thing).__module__.partition(".")[0]
+    return hasattr(thing, "__dict__") and not isinstance(thing, (type, torch.Tensor)) and package not in _SKIPPED
+
+
+def entries(thing: Any) -> list[tuple[str, Any]]:
+    """What an object holds directly, with how to get there."""
+    if isinstance(thing, nn.Module):
+        parts = [*thing._modules.items(), *thing._buffers.items()]
+        own = [(name, value) for name, value in vars(thing).items() if name not in _OWN]
+        return [(f".{name}", value) for name, value in (*parts, *own)]
+    if isinstance(thing, Mapping):
+        return [(f"[{key!r}]", value) for key, value in list(thing.items())]
+    if isinstance(thing, CONTAINERS):
+        return [(f"[{number}]", value) for number, value in enumerate(thing)]
+    return [(f".{name}", value) for name, value in list(vars(thing).items())]
+
+
+def _tensors(thing: Any, depth: int = 3) -> dict[str, torch.Tensor]:
+    """The tensors in an object and in containers in it, by their place; modules and objects in it count by
+    themselves."""
+    found: dict[str, torch.Tensor] = {}
+    for place, entry in entries(thing):
+        if isinstance(entry, torch.Tensor):
+            if not entry.is_meta:  # of a layer of another rank
+                found[place] = entry
+        elif depth and isinstance(entry, CONTAINERS):
+            found.update({f"{place}{more}": t for more, t in _tensors(entry, depth - 1).items()})
+    return found

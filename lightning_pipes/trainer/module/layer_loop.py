@@ -1,0 +1,230 @@
+"""A loop of the user's code over the layers, `for layer in self.layers: h = layer(h, mask)`, taken as one call.
+
+While a step runs, the layers are stand-ins. Calls of all but the last are written down and return a `Pending`; the call
+of the last one is the call of the pipeline, and returns what the last layer does.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.tape import PLAIN, Given, Key, LayerCall, Output, Path, Tape, mapped, refuse_objects
+from lightning_pipes.trainer.private_lightning import wanted_layer_outputs
+
+
+class NotHereError(PipelineError, AttributeError):
+    """The user's code looked into what a layer on another rank returns; `hasattr` takes it for a no."""
+
+
+class Pending:
+    """What a layer will return: it, its entries, can be handed to later layers, and nothing else."""
+
+    def __init__(self, recording: Recording, layer: int, path: Path = ()) -> None:
+        self.__dict__.update(_recording=recording, _layer=layer, _path=path)
+
+    def __getitem__(self, step: int | str) -> Pending:
+        if not isinstance(step, (int, str)):
+            raise self._not_here(f"[{step!r}]")
+        return Pending(self._recording, self._layer, (*self._path, step))
+
+    def __iter__(self) -> Iterator[Pending]:
+        caller = sys._getframe(1)
+        entries = _unpacked(caller.f_code, caller.f_lasti)
+        if entries is None:
+            raise self._not_here("a loop or a call")
+        return iter([self[n] for n in range(entries)])
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._not_here(f".{name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = next(p for p in _pending((args, kwargs or {})))
+        raise found._not_here(getattr(function, "__name__", str(function)))
+
+    def _not_here(self, use: str) -> NotHereError:
+        return NotHereError(
+            f"what layer {self._layer} of {self._recording.name} returns was used in {use} before the last layer had "
+            "run, but it is on another rank then; only the next layers can get it. Move the operation into the layers, "
+            "call all of them in order, skip none, and do not collect what they return (output_hidden_states=False)"
+        )
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def refuse(self: Pending, *args: Any) -> Any:
+        raise self._not_here(name.strip("_"))
+
+    return refuse
+
+
+for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    for _form in (f"__{_name}__", f"__r{_name}__", f"__i{_name}__"):
+        setattr(Pending, _form, _operator(_form))
+for _name in ("neg", "abs", "invert", "bool", "len", "float", "int", "lt", "le", "gt", "ge", "setitem", "contains"):
+    setattr(Pending, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _pending(tree: Any) -> Iterator[Pending]:
+    if type(tree) is Pending:
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for entry in tree:
+            yield from _pending(entry)
+    elif isinstance(tree, dict):
+        yield from _pending(tuple(tree.values()))
+
+
+@lru_cache
+def _unpacked(code: CodeType, at: int) -> int | None:
+    """Into how many names the instruction of the caller unpacks, as in `h, weights = layer(h)`; None if it does not."""
+    for instruction in dis.get_instructions(code):
+        if instruction.offset == at:
+            return instruction.arg if instruction.opname == "UNPACK_SEQUENCE" else None
+    return None
+
+
+class Recording:
+    """One run of the loop, as far as it has come.
+
+    Args:
+        name: how the user's code calls the layers, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[LayerCall] = []
+        self.values: dict[Key, Any] = {}
+        self._last_use: dict[Key, int] = {}
+        self._numbers: dict[int, int] = {}
+
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Writes down the call of the next layer."""
+        entries = tuple(self._lowered(a, f"argument {n}") for n, a in enumerate(args))
+        call = LayerCall(entries, {key: self._lowered(a, key) for key, a in kwargs.items()})
+        same = bool(self.calls) and call == self.calls[-1]
+        self.calls.append(self.calls[-1] if same else call)  # what is the same object is pickled once
+
+    def tape(self) -> tuple[Tape, dict[Key, Any]]:
+        """The calls, and the values that they need from outside."""
+        return Tape(self.calls, self._last_use), self.values
+
+    def _lowered(self, thing: Any, where: str) -> Any:
+        number = len(self.calls)
+        if type(thing) is Pending:
+            if thing._recording is not self:
+                raise thing._not_here("another loop")
+            self._last_use[thing._layer, thing._path] = number
+            return Output(number - thing._layer, thing._path)
+        # A list of plain values may have one for each sample: it is a value, and cut like a tensor.
+        if isinstance(thing, torch.Tensor) or (type(thing) is list and all(isinstance(e, PLAIN) for e in thing)):
+            given = self._numbers.setdefault(id(thing), len(self._numbers))
+            self.values[given] = thing
+            self._last_use[given] = number
+            return Given(given)
+        if isinstance(thing, PLAIN):
+            return thing
+        lowered = mapped(thing, lambda entry: self._lowered(entry, where))
+        if lowered is thing:
+            refuse_objects(thing, f"{where} of layer {number} of {self.name}")
+        return lowered
+
+
+class LayerLoop:
+    """Takes the calls of all layers in a loop for one call of the pipeline.
+
+    Args:
+        name: how the user's code calls the layers.
+        layers: all of them; those of other ranks may be on `meta`.
+        running: whether a step of the user's runs that may call the layers.
+        reach: the call of the pipeline.
+    """
+
+    def __init__(
+        self, name: str, layers: Sequence[nn.Module], running: Callable[[], bool], reach: Callable[[Any], Any]
+    ) -> None:
+        self._name = name
+        self._running = running
+        self._reach = reach
+        self._stand_ins = [StandIn(self, number, layer) for number, layer in enumerate(layers)]
+        self._recording = Recording(name)
+
+    @property
+    def stand_ins(self) -> list[Any] | None:
+        """What the user's step sees in place of the layers; None where no step runs."""
+        return self._stand_ins if self._running() else None
+
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call of one layer, as made by the user's step.
+
+        Raises:
+            PipelineError: no step is running, layers are skipped or called out of order, or their arguments can't
+                travel.
+        """
+        if not self._running():
+            raise PipelineError(
+                f"layer {number} of {self._name} was called outside of training_step, validation_step, test_step and "
+                "predict_step; its neighbours are on other ranks there. Use it in a step, or after the Trainer has "
+                "ended; instead of torch.utils.checkpoint set PipelineStrategy(recompute=True)"
+            )
+        if number == 0:
+            self._recording = Recording(self._name)
+        done = len(self._recording.calls)
+        if number != done:
+            raise PipelineError(
+                f"layer {number} of {self._name} was called after {f'layer {done - 1}' if done else 'none'}; in a "
+                f"pipeline all {len(self._stand_ins)} layers must be called once and in order"
+            )
+        self._recording.add(args, kwargs)
+        if number + 1 < len(self._stand_ins):
+            return Pending(self._recording, number)
+        wanted = wanted_layer_outputs()
+        if wanted:
+            raise PipelineError(
+                f"the model is asked for the {' and '.join(wanted)} of all layers of {self._name}, which are on "
+                f"several ranks; set {' and '.join(f'output_{w}=False' for w in wanted)}"
+            )
+        recording, self._recording = self._recording, Recording(self._name)
+        return self._reach(recording.tape())
+
+
+class StandIn:
+    """A layer as the user's step sees it: calls are those of the loop, all else is the layer's."""
+
+    def __init__(self, loop: LayerLoop, number: int, layer: nn.Module) -> None:
+        self.__dict__.update(_loop=loop, _number=number, _layer=layer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loop.call(self._number, args, kwargs)
+
+    forward = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._layer, name, value)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._layer[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._layer)
+
+    def __len__(self) -> int:
+        return len(self._layer)
+
+    def __bool__(self) -> bool:
+        return bool(self._layer)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # so that `isinstance` answers as for the layer
+        return type(self._layer)

@@ -1,0 +1,300 @@
+"""Cutting the user's module: which part is pipelined, what stays on this rank, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_pipes.engine.private_torch import BatchNorm, forward_hooks, unsaved_buffers
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.capture import Interceptor
+from lightning_pipes.trainer.module.elsewhere import Elsewhere, HookScope
+from lightning_pipes.trainer.module.proxy import Layers, StageProxy
+from lightning_pipes.trainer.private_lightning import is_compiled
+
+INCOMPLETE = "_lightning_pipes_incomplete"
+"""Attribute of a module whose last run failed, so that the layers of other ranks have no values."""
+
+SPREAD = "_lightning_pipes_spread"
+"""Attribute of a module that was made on meta and has been run: the path of its container, and the layers here."""
+
+MEASURABLE = 1e-3
+"""Seconds that a container must take for its time to count: less is noise."""
+CLEARLY_LARGER = 1.5
+"""By what factor the parameters of a container must exceed those of all others for it to be cut without being named."""
+
+_CPU = torch.device("cpu")
+
+
+def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mapping[str, float] | None = None) -> str:
+    """The path of what to spread over the stages: `path`, or the largest of all nn.Sequential and nn.ModuleList in the
+    module that are in no other, wherever they are. Which is largest is said by parameters, those of embeddings aside;
+    by time where another clearly takes longer. Of several that are nearly as large a child of the module is taken.
+
+    Args:
+        seconds: what the containers took that a step has run layer by layer, by path; None where nobody knows.
+
+    Raises:
+        PipelineError: there is none or no clear one, or it is not run layer by layer.
+    """
+    owner = type(module).__name__
+    path = _largest(module, seconds) if path is None else path
+    try:
+        full = module.get_submodule(path)
+    except AttributeError as error:
+        children = ", ".join(repr(n) for n, _ in module.named_children())
+        raise PipelineError(f"{owner} has no module {path!r}; it has {children}") from error
+    what = f"{owner}.{path} is a {type(full).__name__}"
+    parts = path.split(".")
+    for around in (".".join(parts[:n]) for n in range(len(parts) + 1)):
+        if is_compiled(module.get_submodule(around)):
+            raise PipelineError(
+                f"{owner}.{around}".rstrip(".") + " is compiled as a whole, but every rank holds only some of its "
+                "layers; compile these instead, each by itself: for layer in layers: layer.compile()"
+            )
+    if not path or not isinstance(full, nn.Sequential | nn.ModuleList):
+        raise PipelineError(
+            f"{what}; only an nn.Sequential, or an nn.ModuleList that is run in a loop, can be cut into stages. "
+            f"{_candidates(module)}"
+        )
+    if _has_own_forward(full):
+        raise PipelineError(
+            f"{what} with a forward of its own, which would not be run; "
+            "name a plain nn.Sequential or nn.ModuleList inside it: PipelineStrategy(module=...)"
+        )
+    for name, layer in full.named_children():
+        if isinstance(layer, nn.ModuleList | nn.ModuleDict) and type(layer).forward is nn.Module.forward:
+            raise PipelineError(
+                f"{owner}.{path}.{name} is a {type(layer).__name__}, which has no forward, so the layers can't be "
+                "called one after the other; make each layer one module with a forward"
+            )
+    if not all(map(_only_records, forward_hooks(full))):
+        raise PipelineError(f"{owner}.{path} has forward hooks, which no rank could run; register them on its layers")
+    return path
+
+
+def _only_records(hook: object) -> bool:
+    """Whether a forward hook is PyTorchProfiler's, which times the module; its layers have hooks of their own."""
+    owner = getattr(getattr(hook, "func", None), "__self__", None)
+    return isinstance(owner, RegisterRecordFunction)
+
+
+def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) -> str:
+    """The path of the container that is cut if none is named."""
+    found = containers(module)
+    sizes = dict(found if seconds is None else [each for each in found if each[0] in seconds])
+    by_size = max(sizes, key=lambda path: sizes[path], default=None)
+    close = [path for path, size in sizes.items() if by_size is not None and CLEARLY_LARGER * size > sizes[by_size]]
+    if by_size is not None and len(close) > 1:
+        children = [path for path in close if "." not in path and isinstance(getattr(module, path), nn.Sequential)]
+        by_size = max(children, key=lambda path: sizes[path], default=None)
+    if seconds:
+        slowest = sorted(seconds, key=lambda path: -seconds[path])
+        before = by_size or (slowest[1] if len(slowest) > 1 else None)
+        told_apart = seconds[slowest[0]] >= MEASURABLE
+        if told_apart and (before is None or seconds[slowest[0]] >= CLEARLY_LARGER * seconds[before]):
+            by_size = slowest[0]
+    if by_size is None:
+        single = [(_size(m), n) for n, m in module.named_children() if isinstance(m, nn.Sequential)]
+        if not single or (found and max(single)[0] < found[0][1]):
+            raise PipelineError(
+                f"{type(module).__name__} has no attribute that is an nn.Sequential, and there is no other container "
+                f"of layers that is clearly the largest. {_candidates(module)}"
+            )
+        by_size = max(single)[1]  # one layer is enough for one stage; what else is wrong with it is said
+    if "." in by_size or len(found) > 1:
+        rank_zero_info(f"The pipeline is cut from self.{by_size}; PipelineStrategy(module=...) names another")
+    return by_size
+
+
+def containers(module: nn.Module) -> list[tuple[str, int]]:
+    """Paths and sizes of outermost containers that could be cut, the largest first; embeddings do not count, which take
+    much memory and little time."""
+    found: list[tuple[str, int]] = []
+
+    def search(part: nn.Module, prefix: str) -> None:
+        for name, child in part.named_children():
+            if _could_be_cut(child):
+                found.append((f"{prefix}{name}", work_size(child)))
+            else:
+                search(child, f"{prefix}{name}.")
+
+    search(module, "")
+    return sorted(found, key=lambda f: -f[1])
+
+
+def _could_be_cut(part: nn.Module) -> bool:
+    if not isinstance(part, nn.Sequential | nn.ModuleList) or len(part) < 2 or _has_own_forward(part):
+        return False
+    return not any(isinstance(layer, nn.ModuleList | nn.ModuleDict) and _no_forward(layer) for layer in part)
+
+
+def _no_forward(layer: nn.Module) -> bool:
+    return type(layer).forward in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+
+
+def _candidates(module: nn.Module) -> str:
+    found = containers(module)
+    if not found:
+        return "Put the layers into one and call them in order: PipelineStrategy(module='path.to.it')"
+    listed = ", ".join(f"{path!r} ({size} parameters)" for path, size in found[:5])
+    return f"Name one: PipelineStrategy(module=...); there are {listed}"
+
+
+def _has_own_forward(full: nn.Module) -> bool:
+    return type(full).forward not in (nn.Sequential.forward, nn.ModuleList.forward)
+
+
+def work_size(part: nn.Module) -> int:
+    """The number of parameters, those of embeddings left out."""
+    tables = [m for m in part.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return _size(part) - sum(map(_size, tables))
+
+
+def layer_sizes(full: Layers) -> list[int]:
+    """The number of parameters of each layer, plus one so that no layer is free."""
+    return [_size(layer) + 1 for layer in full]
+
+
+def batch_statistics(full: Layers) -> list[str]:
+    """Names of layers whose result depends on which samples share a micro-batch."""
+    return [name for name, m in full.named_modules() if isinstance(m, BatchNorm)]
+
+
+class CutModule:
+    """A LightningModule whose pipelined part is replaced by the layers of this rank.
+
+    The weights of other ranks' layers are released; what is left of them is on `meta`. `restore` brings the whole
+    module back, with the very same Parameter objects, unless its layers were made on `meta`: then no rank is to hold
+    it whole.
+
+    Args:
+        module: the user's module, whole.
+        path: the pipelined container in it.
+        local: numbers of the layers that live here.
+        interceptor: what calling the pipelined module or its layers does.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        path: str,
+        local: Collection[int],
+        interceptor: Interceptor,
+        device: torch.device = _CPU,
+    ) -> None:
+        self.module = module
+        self.path = path
+        self.keys = list(module.state_dict())
+        full = module.get_submodule(path)
+        assert isinstance(full, Layers)
+        self.full = full
+        self.local = sorted(local)
+        self.scope = HookScope(device)
+        """Says which of the user's hooks runs."""
+        self.proxy = StageProxy(full, self.local, interceptor, f"self.{path}", self.scope)
+        self._set(self.proxy)
+        here = {id(t) for t in (*module.parameters(), *module.buffers())}
+        slots = [s for s in self._foreign_slots() if id(s[2]) not in here]
+        self._slots = [(table, name, tensor) for table, name, tensor, _ in slots]
+        self._foreign = {id(t) for _, _, t in self._slots}
+        self.stays_spread = any(t.is_meta for t in (*full.parameters(), *full.buffers()))
+        """Whether the module is not to be whole again."""
+        stand_ins = {id(t): Elsewhere.of(t, f"self.{key}", self.scope) for _, _, t, key in reversed(slots)}
+        for table, name, tensor in self._slots:
+            table[name] = stand_ins[id(tensor)]
+        for _, _, tensor in self._slots:
+            if not tensor.is_meta:
+                tensor.data = tensor.data.new_empty(0)
+
+    def is_foreign(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter of the whole module lives on other ranks only."""
+        return id(tensor) in self._foreign
+
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """The local layers by number."""
+        return {number: self.full[number] for number in self.local}
+
+    @property
+    def layer_prefixes(self) -> tuple[str, ...]:
+        """How the state-dict keys of the local layers begin."""
+        names = list(self.full._modules)
+        return tuple(f"{self.path}.{names[number]}." for number in self.local)
+
+    def local_state(self, outside: bool) -> dict[str, Any]:
+        """This rank's part of the state dict: its layers, and with `outside` what is not pipelined."""
+        inside = f"{self.path}."
+        return {
+            key: value
+            for key, value in self.module.state_dict().items()
+            if key.startswith(self.layer_prefixes) or (outside and not key.startswith(inside))
+        }
+
+    def in_order(self, parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:
+        """The whole state dict from all ranks' parts, with the keys in the order of the whole module."""
+        merged = {key: value for part in parts for key, value in part.items()}
+        ordered = {key: merged.pop(key) for key in self.keys if key in merged}
+        return {**ordered, **merged}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Puts the whole module back; `state` is its state dict, None says that the run has failed.
+
+        Of a module that was made on `meta` the layers of other ranks stay there; `state` is not looked at.
+        """
+        training = self.proxy.training
+        self._set(self.full)
+        if state is not None and self.stays_spread:
+            self.module.__dict__[SPREAD] = (self.path, tuple(self.local))
+            for table, name, tensor in self._slots:
+                table[name] = tensor if tensor.is_meta else _meta(tensor)
+        elif state is not None:
+            for table, name, tensor in self._slots:
+                stand_in = table[name]
+                assert stand_in is not None
+                if tensor.shape != stand_in.shape:
+                    tensor.data = torch.empty(stand_in.shape, dtype=stand_in.dtype, device="cpu")
+                table[name] = tensor
+            inside = f"{self.path}."
+            own = {key[len(inside) :]: value for key, value in state.items() if key.startswith(inside)}
+            self.full.load_state_dict(own)
+        elif self._slots:
+            for table, name, _ in self._slots:
+                table[name] = _meta(table[name])
+            self.module.__dict__[INCOMPLETE] = True
+        self.full.train(training)
+
+    def _set(self, part: nn.Module) -> None:
+        parent, _, name = self.path.rpartition(".")
+        setattr(self.module.get_submodule(parent), name, part)
+
+    def _foreign_slots(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, str]]:
+        """Where the layers of other ranks keep parameters and saved buffers, and their keys in the state dict. Buffers
+        that are not saved stay: they could not be brought back."""
+        for number, (layer_name, layer) in enumerate(self.full._modules.items()):
+            if number in self.local:
+                continue
+            assert layer is not None
+            for key, part in layer.named_modules(prefix=f"{self.path}.{layer_name}"):
+                for name, parameter in part._parameters.items():
+                    if parameter is not None:
+                        yield part._parameters, name, parameter, f"{key}.{name}"
+                for name, buffer in part._buffers.items():
+                    if buffer is not None and name not in unsaved_buffers(part):
+                        yield part._buffers, name, buffer, f"{key}.{name}"
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

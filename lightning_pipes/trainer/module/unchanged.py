@@ -1,0 +1,128 @@
+"""Running a user's module without leaving a trace in it."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipes.trainer.module.generators import GENERATORS, set_state, state_of
+from lightning_pipes.trainer.module.hidden_state import CONTAINERS, entries, reachable
+
+
+@contextmanager
+def unchanged(root: nn.Module, skip: nn.Module | None = None) -> Iterator[None]:
+    """Afterwards a module, and what can be reached from it, is as it was: weights, buffers and gradients, bit by bit
+    and as the same objects; attributes of its parts; random generators of its own; what lists, dicts and objects of the
+    user's hold. The part `skip` of it, which the block does not run, is not looked at.
+
+    Weights on the CPU are copied meanwhile, and so are buffers. Weights that the block moves to another device come
+    back without a copy. Objects of libraries are left alone, as are those that hold more than 10 000 others.
+    """
+    skipped = set() if skip is None else set(skip.modules())
+    found = (*(m for m in root.modules() if m not in skipped), *(thing for _, thing in reachable(root, "self", skip)))
+    things = {id(thing): thing for thing in found}
+    kept = [(thing, _content(thing)) for thing in things.values()]
+    left_out = set() if skip is None else set(skip.parameters())
+    parameters = [(p, p.data, p.grad, _copy(p)) for p in root.parameters() if p not in left_out]
+    states = [(generator, state_of(generator)) for generator in _generators(things.values())]
+    tensors = {id(t): (t, _copy(t)) for thing in things.values() for t in _tensors(thing)}
+    for parameter, *_ in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for thing, content in kept:
+            _put_back(thing, content)
+        for generator, state in states:
+            set_state(generator, state)
+        with torch.no_grad():
+            for parameter, data, grad, before in parameters:
+                parameter.data, parameter.grad = data, grad
+                _write(data, before)
+            for tensor, before in tensors.values():
+                _write(tensor.detach(), before)
+
+
+def generators(root: nn.Module) -> list[Any]:
+    """Random generators that a module, or what can be reached from it, has for itself."""
+    return _generators([thing for _, thing in reachable(root, "self")])
+
+
+def _generators(things: Iterable[Any]) -> list[Any]:
+    found = {id(e): e for thing in things for _, e in entries(thing) if isinstance(e, GENERATORS)}
+    return list(found.values())
+
+
+def _tensors(thing: Any) -> Iterable[torch.Tensor]:
+    """Those that it holds itself, and in lists and dicts that are its own; parameters count by themselves."""
+    for _, entry in entries(thing):
+        inside = [part for _, part in entries(entry)] if isinstance(entry, CONTAINERS) else [entry]
+        yield from (t for t in inside if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """None of weights that are on a device, where there may be no room for a second time, and of what has no values."""
+    if tensor.is_meta or (isinstance(tensor, nn.Parameter) and tensor.device.type != "cpu"):
+        return None
+    return tensor.detach().clone()
+
+
+def _write(tensor: torch.Tensor, before: torch.Tensor | None) -> None:
+    """Only where something has changed: autograd counts what is written."""
+    if before is not None and not _equal(tensor, before):
+        tensor.copy_(before)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.layout is not torch.strided or a.shape != b.shape:
+        return False
+    bits, before = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(bits, before)
+
+
+def _content(thing: Any) -> Any:
+    """A copy of what it holds directly, one level deeper for the tables of a module."""
+    if isinstance(thing, CONTAINERS):
+        return copy.copy(thing)
+    return {name: (value, copy.copy(value) if _is_table(value) else None) for name, value in vars(thing).items()}
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, (list, dict, set, deque))
+
+
+def _put_back(thing: Any, content: Any) -> None:
+    """What has not changed is not touched: other threads may be at it."""
+    if _is_table(thing):
+        _refill(thing, content)
+        return
+    own = vars(thing)
+    for name in own.keys() - content.keys():
+        del own[name]
+    for name, (value, inside) in content.items():
+        if own.get(name, _put_back) is not value:
+            own[name] = value
+        if inside is not None:
+            _refill(value, inside)
+
+
+def _refill(table: Any, content: Any) -> None:
+    if _ids(table) == _ids(content):
+        return
+    table.clear()
+    if isinstance(table, (dict, set)):
+        table.update(content)
+    else:
+        table.extend(content)
+
+
+def _ids(table: Any) -> list[Any]:
+    if isinstance(table, dict):
+        return [(key, id(value)) for key, value in table.items()]
+    return list(map(id, table))

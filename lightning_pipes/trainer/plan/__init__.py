@@ -1,0 +1,1 @@
+"""Decisions before training: measured, planned, told all ranks."""

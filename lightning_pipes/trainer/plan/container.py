@@ -1,0 +1,169 @@
+"""Which part of a module is cut, by what its parts take in a step, and whether that is most of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+
+from lightning_pipes.cost import ModelProfile
+from lightning_pipes.engine.compute.profiler import synchronize
+from lightning_pipes.engine.compute.rng import forked_rng
+from lightning_pipes.ir import Kind
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.module.batches import copied
+from lightning_pipes.trainer.module.deferred import has_meta
+from lightning_pipes.trainer.module.pipelined import containers, find_pipelined, work_size
+from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.plan.measuring import without_loggers
+from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
+from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.step.logs import recorded
+
+ROWS, RUNS = 4, 4
+"""Samples of the step that containers are timed in, and how often it runs; the fastest counts."""
+MOST = 0.5
+"""The share of the work that layers should have at least."""
+
+
+def find_container(trainer: pl.Trainer, module: pl.LightningModule, control: Control, device: torch.device) -> str:
+    """The path of what to spread over the stages, where nobody has named it; by time if there are several to choose
+    from and a step can be run. Collective.
+
+    Raises:
+        PipelineError: there is none or no clear one, or it is not run layer by layer.
+    """
+    seconds = None
+    fitting = trainer.state.fn == TrainerFn.FITTING and trainer.limit_train_batches != 0
+    if fitting and control.size > 1 and len(containers(module)) > 1:
+        seconds = _timed(trainer, module, control, device)
+    return find_pipelined(module, None, seconds)
+
+
+def _timed(
+    trainer: pl.Trainer, module: pl.LightningModule, control: Control, device: torch.device
+) -> dict[str, float] | None:
+    """Seconds of the containers that a step runs layer by layer, once; the same on all ranks, None where it can't run.
+    Rank 0, whose loggers write, only looks on."""
+    if control.any(has_meta(module))[0] or private.training_data_come_later(trainer):
+        return None
+    data = private.training_data(trainer)  # on all ranks: it may draw random numbers
+
+    def run() -> dict[str, float] | None:
+        return None if control.position == 0 else _run(trainer, module, data, device)
+
+    try:
+        found = [each for each in Together(control)(run) if each is not None]
+    except NotMeasuredError:
+        return None
+    paths = set.intersection(*map(set, found))
+    return {path: sum(each[path] for each in found) / len(found) for path in sorted(paths)} or None
+
+
+def _run(trainer: pl.Trainer, module: pl.LightningModule, data: Any, device: torch.device) -> dict[str, float]:
+    clocks = [Clock(path, list(module.get_submodule(path).children()), device) for path, _ in containers(module)]
+    with ExitStack() as stack:
+        stack.enter_context(forked_rng(device))
+        try:
+            batch = example_batch(data, min(ROWS, batch_rows(data)))
+        except NoSampleError as why:
+            raise NotMeasuredError(str(why)) from None
+        for context in (unchanged(module), recorded(module), without_loggers()):
+            stack.enter_context(context)
+        stack.enter_context(trainer.precision_plugin.train_step_context())
+        stack.enter_context(torch.no_grad())
+        if device.type != "cpu":
+            module.to(device)
+        batch = private.on_device(trainer, batch)
+        arguments = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+        for _ in range(RUNS):  # the first run may take longer, and so may any on a busy machine
+            with ExitStack() as running:
+                for clock in clocks:
+                    running.enter_context(clock.running())
+                module.training_step(copied(batch), *arguments)
+    return {clock.path: clock.least for clock in clocks if clock.in_order}
+
+
+class Clock:
+    """Times the layers of a container.
+
+    Attributes:
+        least: seconds that they took in the fastest of all steps.
+    """
+
+    def __init__(self, path: str, layers: Sequence[nn.Module], device: torch.device) -> None:
+        self.path = path
+        self.least = math.inf
+        self._layers = layers
+        self._device = device
+        self._called: list[int] = []
+
+    @property
+    def in_order(self) -> bool:
+        """Whether all layers were called once, one after the other."""
+        return self._called == list(range(len(self._layers)))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The block is one step."""
+        seconds, begun, self._called = 0.0, 0.0, []
+
+        def before(*_: Any, number: int) -> None:
+            nonlocal begun
+            self._called.append(number)
+            synchronize(self._device)
+            begun = time.perf_counter()
+
+        def after(*_: Any) -> None:
+            nonlocal seconds
+            synchronize(self._device)
+            seconds += time.perf_counter() - begun
+
+        with ExitStack() as hooks:
+            for number, layer in enumerate(self._layers):
+                first = layer.register_forward_pre_hook(lambda *_, number=number: before(number=number))
+                hooks.callback(first.remove)
+                hooks.callback(layer.register_forward_hook(after).remove)
+            yield
+        self.least = min(self.least, seconds)
+
+
+def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProfile | None) -> None:
+    """Says so where most of the work is not in the layers that are cut: by time where a profile is known, else by
+    parameters."""
+    if profile is not None:
+        inside, of = _share(profile), "the time of a step"
+    else:
+        whole = work_size(module)
+        inside, of = (
+            work_size(module.get_submodule(path)) / whole if whole else 1.0,
+            "the parameters, embeddings aside,",
+        )
+    if inside >= MOST:
+        return
+    others = [other for other, _ in containers(module) if other != path]
+    such = f", such as {' or '.join(map(repr, others[:3]))}" if others else ""
+    rank_zero_warn(
+        f"Only {inside:.0%} of {of} is in the layers of self.{path}. The other {1 - inside:.0%} is not cut into "
+        "stages: it stays with the first and the last one, for which all wait. Name a container with more of it by "
+        f"PipelineStrategy(module=...){such}, or put all that runs one after the other into one nn.Sequential"
+    )
+
+
+def _share(profile: ModelProfile) -> float:
+    """What layers take, of all that a step takes."""
+    rows = profile.layers[0].forward[-1][0]
+    times = [profile.columns.at(kind, rows) for kind in (Kind.F, Kind.B)]
+    inside = sum(float(column[1:-1].sum()) for column in times)
+    whole = sum(float(column.sum()) for column in times)
+    return inside / whole if whole else 1.0

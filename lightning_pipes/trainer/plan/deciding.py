@@ -1,0 +1,328 @@
+"""The ranks decide together how the model is cut, and by which schedule, from what all of them have measured."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_pipes.cost import Cluster, Deployment, Device, Link, ModelProfile
+from lightning_pipes.engine.compute.footprint import tensors_in
+from lightning_pipes.engine.compute.rng import forked_rng
+from lightning_pipes.engine.messages.links import measure_links
+from lightning_pipes.engine.messages.transport import make_transport
+from lightning_pipes.ir import Kind, Plan, PlanError
+from lightning_pipes.sim.units import seconds_text
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.module.deferred import has_meta
+from lightning_pipes.trainer.plan.decision import Decision, Wanted
+from lightning_pipes.trainer.plan.measuring import Measuring
+from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
+from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
+from lightning_pipes.trainer.plan.trial import Trial, Trials
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.layout import places
+
+PATIENCE = 2.0
+"""Seconds after which people are told what takes so long."""
+SAME_SPEED = 0.2
+"""By what share times of devices may differ that are measured once and still count as equally fast."""
+USABLE = 0.9
+"""The share of a GPU's memory that stages may take; the rest goes to its context, to libraries and to fragments."""
+TRIALS = 3
+"""Cuts that are tried at most."""
+_LINK_SIZES = (2**14, 2**18, 2**21)
+_profiles: dict[tuple[Any, ...], tuple[ModelProfile, list[float]] | str] = {}
+"""What was measured, and how fast every process is, or why there was nothing to measure, by all that it depends on; the
+same in all processes. A reason is kept as text: an error would keep what was there when it was raised."""
+
+
+class Deciding:
+    """Collective: all ranks make one, and the same calls of it.
+
+    Args:
+        path: the pipelined container in the Trainer's module.
+        control: of all ranks.
+        pipeline: of those of this rank's pipeline.
+        transport: how messages will travel.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        path: str,
+        grid: Grid,
+        control: Control,
+        pipeline: Control,
+        device: torch.device,
+        transport: str,
+    ) -> None:
+        self._trainer = trainer
+        self._path = path
+        self._grid = grid
+        self._control = control
+        self._pipeline = pipeline
+        self._device = device
+        self._transport = transport
+        self._together = Together(control)
+        self._who = grid.pipelines[0][-1]
+
+    def decide(self, wanted: Wanted, plain: Decision) -> Decision:
+        """What runs: `plain` where there is nothing to choose, or nothing to choose by, which it says then.
+
+        Raises:
+            PlanError: a schedule is to be chosen, and none fits.
+        """
+        if not wanted.needs_profile or self._grid.length == 1 or self._trainer.limit_train_batches == 0:
+            return plain
+        if not wanted.chooses and plain.endless:
+            reason = f"{plain.schedule.name} does not flush between batches, so there is no step to balance"
+            return self._kept(wanted, plain, reason, quiet=True)
+        with _told(f"Measuring the layers of self.{self._path}, to cut them by time", self._control):
+            try:
+                made = self._measured(wanted, plain)
+            except NotMeasuredError as why:
+                return self._kept(wanted, plain, str(why), why.quiet)
+            except PlanError as error:
+                if wanted.chooses:
+                    raise PlanError(f"schedule='auto': {error}") from None
+                return self._kept(wanted, plain, str(error), False)
+        rank_zero_info("\n".join(filter(None, [made.table, made.why])))
+        return made
+
+    def _kept(self, wanted: Wanted, plain: Decision, reason: str, quiet: bool) -> Decision:
+        what = f"Schedule {plain.schedule.name!r} runs, its layers" if wanted.chooses else "The layers are"
+        if not quiet:
+            rank_zero_info(f"{what} cut evenly by parameters: {reason}")
+        return replace(plain, why=reason)
+
+    def _measured(self, wanted: Wanted, plain: Decision) -> Decision:
+        """What runs by times.
+
+        Raises:
+            NotMeasuredError: there are none.
+            PlanError: no decision can be made by them.
+        """
+        module = self._trainer.lightning_module
+        if self._control.any(has_meta(module))[0]:
+            raise NotMeasuredError(f"weights of {type(module).__name__} are on meta until the module is cut")
+        if private.training_data_come_later(self._trainer):
+            raise NotMeasuredError(
+                "train_dataloader has to wait until a resumed run has its counters, or the batch size is known"
+            )
+        data = private.training_data(self._trainer)  # on all ranks: it may draw random numbers
+        sampled: list[tuple[int, Any]] = []
+        self._together(lambda: sampled.append(self._sample(wanted, data)))
+        (rows, batch) = sampled[0]
+        sizes = wanted.microbatch_rows(rows, self._grid.length)
+        pieces = None if wanted.chooses else -(-rows // max(sizes))
+        split = wanted.chooses or wanted.schedule.splits_backward
+        key = (
+            _structure(module, module.get_submodule(self._path), batch),
+            (sizes, pieces, split, str(self._trainer.precision_plugin.precision), _device_name(self._device)),
+        )
+        known = _profiles.get(key)
+        if not all(self._together(lambda: known is not None)):
+            known = None
+        if isinstance(known, str):
+            raise NotMeasuredError(known, quiet=True)
+        if known is not None:
+            profile, speeds = known
+            return self._planned(wanted, plain, profile, rows, self._place(plain, speeds))
+        try:
+            with Measuring(self._trainer, self._path, batch, sizes, self._device, self._together) as measuring:
+                profile, speeds = self._merged(measuring.profile(pieces, split))
+                made = self._tried(wanted, plain, profile, rows, self._place(plain, speeds), measuring)
+        except NotMeasuredError as why:
+            if why.quiet:
+                _profiles[key] = str(why)
+            raise
+        assert made.profile is not None
+        _profiles[key] = made.profile, speeds
+        return made
+
+    def _sample(self, wanted: Wanted, loader: Any) -> tuple[int, Any]:
+        """How many samples a batch has, and a batch of as many of them as will be measured.
+
+        Raises:
+            NotMeasuredError: none can be taken.
+        """
+        try:
+            rows = batch_rows(loader)
+        except NoSampleError as why:
+            raise NotMeasuredError(str(why)) from None
+        with forked_rng(self._device):
+            return rows, example_batch(loader, wanted.sample_rows(rows, self._grid.length))
+
+    def _merged(self, own: ModelProfile) -> tuple[ModelProfile, list[float]]:
+        """The mean profile of all processes, and how fast each is, relative to one of them; those that are equal by
+        name are equally fast."""
+        names, profiles = zip(*self._control.all_gather((_device_name(self._device), own)), strict=True)
+        speeds = [1.0] * len(profiles)
+        if len(set(names)) > 1:
+            seconds = [_seconds(profile) for profile in profiles]
+            mine = seconds[self._control.ranks.index(self._who)]
+            speeds = [mine / each for each in seconds]
+            speeds = [1.0 if 1 - SAME_SPEED < speed < 1 + SAME_SPEED else speed for speed in speeds]
+        alike = [p.stretched([speed] * len(p.layers), speed) for p, speed in zip(profiles, speeds, strict=True)]
+        return ModelProfile.mean(alike), speeds
+
+    def _planned(
+        self, wanted: Wanted, plain: Decision, profile: ModelProfile, rows: int, place: Deployment
+    ) -> Decision:
+        """What runs by a profile, found by one rank.
+
+        Raises:
+            PlanError: nothing can.
+        """
+        made: Decision | str = ""
+        if dist.get_rank() == self._who:
+            try:
+                made = wanted.measured(plain, profile, rows, place)
+            except PlanError as error:
+                made = str(error)
+        made = self._control.broadcast(made, self._who)
+        if isinstance(made, str):
+            raise PlanError(made)
+        return made
+
+    def _tried(
+        self,
+        wanted: Wanted,
+        plain: Decision,
+        profile: ModelProfile,
+        rows: int,
+        place: Deployment,
+        measuring: Measuring,
+    ) -> Decision:
+        """What runs by a profile that was corrected by steps of the pipeline: the fastest of what was tried.
+
+        A layer in a pipeline may take other times than it has alone: ranks share memory and caches, and messages take
+        processor time.
+        """
+        trials = Trials(measuring, self._grid, self._control, self._pipeline, self._device, self._transport)
+        tried: list[tuple[float, Decision]] = []
+        said: list[str] = []
+        while True:
+            made = self._planned(wanted, plain, profile, rows, place)
+            m = min(made.plans().microbatches, rows)
+            size = -(-rows // m)
+            known = [_what_runs(made) == _what_runs(earlier) for _, earlier in tried]
+            if any(known) or len(tried) == TRIALS or size > wanted.sample_rows(rows, self._grid.length):
+                break
+            trial = trials.run(made, m, size, place)
+            tried.append((trial.measured / (m * size), made))
+            if trial.contradicts:
+                said.append(_contradiction(made, trial))
+            factors = [trial.ratios[stage] for stage, span in enumerate(made.layers) for _ in range(span.rows)]
+            profile = profile.stretched(factors)
+        if tried:
+            best = min(tried, key=lambda each: each[0])[1]
+            if _what_runs(best) != _what_runs(made):
+                made = wanted.predicted(best, profile, rows, place)
+        return replace(made, why="\n".join([made.why, *said]))
+
+    def _place(self, plain: Decision, speeds: list[float]) -> Deployment:
+        """The devices and links of a pipeline, in the order of its ranks; of replicas the worst.
+
+        Args:
+            speeds: of all processes.
+        """
+        length, grid = self._grid.length, self._grid
+        order = places(plain.ranks, length)
+        memory = self._control.all_gather(device_memory(self._device))
+        devices = []
+        for at in order:
+            same = [pipeline[at] for pipeline in grid.pipelines]
+            limits = [memory[rank] for rank in same if memory[rank] is not None]
+            devices.append(Device(min(limits, default=None), min(speeds[rank] for rank in same)))
+        links = self._links(order)
+        slowest = min(links.values(), key=lambda link: link.bandwidth)
+        cluster = Cluster(tuple(devices), inside=slowest, links=links)
+        return Deployment(cluster, grid.replicas, (slowest,) * length if grid.replicas > 1 else ())
+
+    def _links(self, order: list[int]) -> dict[tuple[int, int], Link]:
+        """Between neighbours, as messages will travel; where replicas differ, the slowest."""
+        plan = Plan.even(len(order), 1)
+        rank = order.index(self._grid.place)
+        to = [self._grid.pipeline[place] for place in order]
+        transport = make_transport(plan, rank, to, self._device, self._control.watch, self._transport)
+        try:
+            mine = measure_links(plan, rank, transport, _LINK_SIZES, repeats=3, device=self._device)
+        finally:
+            transport.close()
+        found: dict[tuple[int, int], Link] = {}
+        for links in self._control.all_gather(mine):
+            for pair, link in links.items():
+                if pair not in found or link.bandwidth < found[pair].bandwidth:
+                    found[pair] = link
+        return found
+
+
+def _what_runs(made: Decision) -> tuple[Any, ...]:
+    return made.schedule, made.microbatches, made.recompute, made.ranks, made.layers
+
+
+def _contradiction(made: Decision, trial: Trial) -> str:
+    cuts = [span.start for span in made.layers[1:]]
+    return (
+        f"A trial with stages that begin at layers {cuts} took {seconds_text(1e9 * trial.measured)}, and "
+        f"{seconds_text(1e9 * trial.predicted)} by the times of its layers one by one; these were corrected, and the "
+        "cut made anew"
+    )
+
+
+def _seconds(profile: ModelProfile) -> float:
+    """Of all layers for the most samples that were measured."""
+    rows = profile.layers[0].forward[-1][0]
+    kinds = (Kind.F, Kind.B)
+    return sum(profile.seconds(kind, n, rows) for n in range(len(profile.layers)) for kind in kinds)
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes that stages may take of a GPU; None on CPU, where nobody counts."""
+    return int(USABLE * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def _device_name(device: torch.device) -> str:
+    """Equal for devices that are as fast as each other."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU of {socket.gethostname()}, {torch.get_num_threads()} threads"
+
+
+def _structure(module: nn.Module, full: nn.Module, batch: Any) -> tuple[Any, ...]:
+    """What the times of layers depend on, besides the device."""
+
+    def settings(part: nn.Module) -> list[tuple[str, Any]]:
+        plain = (bool, int, float, str, tuple)
+        return [(name, value) for name, value in vars(part).items() if isinstance(value, plain)]
+
+    parts = tuple(
+        (type(part), repr(settings(part)), tuple((p.shape, p.dtype, p.requires_grad) for p in part.parameters(False)))
+        for part in full.modules()
+    )
+    return type(module), parts, tuple((t.shape, t.dtype) for t in tensors_in(batch))
+
+
+@contextmanager
+def _told(what: str, control: Control) -> Iterator[None]:
+    """Says what is done if it takes long, on rank 0."""
+    timer = threading.Timer(PATIENCE, rank_zero_info, (f"{what} ...",))
+    timer.daemon = True
+    if control.position == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

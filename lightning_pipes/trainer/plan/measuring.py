@@ -1,0 +1,321 @@
+"""Measuring the layers of a module whole, before it is cut, around the user's own training_step, on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.cost import LayerProfile, ModelProfile
+from lightning_pipes.engine.compute.footprint import tensors_in
+from lightning_pipes.engine.compute.profiler import profile_layers, synchronize
+from lightning_pipes.engine.compute.rng import forked_rng
+from lightning_pipes.ir import Span
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.module.batches import copied, rows_of, take
+from lightning_pipes.trainer.module.capture import Interceptor, named_step
+from lightning_pipes.trainer.module.proxy import Layers, StageProxy
+from lightning_pipes.trainer.module.tape import TapedLayer
+from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.plan.decision import LEAST_ROWS
+from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
+from lightning_pipes.trainer.step.logs import recorded
+from lightning_pipes.trainer.step.steps import loss_of
+
+SECONDS = 1.0
+"""How long layers are measured, after each has run twice for every number of rows."""
+REPEATS = 3
+OVERHEAD = 150e-6
+"""Seconds that the engine spends before each computation: what it took on a CPU with empty stages."""
+WORTH_MEASURING = 0.02
+"""Seconds of all layers for a batch, below which another cut would save less than is lost elsewhere."""
+
+
+@dataclass
+class _Around:
+    """Seconds of the user's code before and after the layers, forward and backward: of each run."""
+
+    before: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    after: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+
+
+class Measuring:
+    """Runs the training step and layers of a whole module; nothing of it is to be seen after its `with` block.
+
+    Collective: all ranks make one, and the same calls of it, at the same time, so that each computes with its threads
+    beside all others, as in training.
+
+    Args:
+        path: the pipelined container in the module.
+        batch: as a loader gives it; of at least so many samples as are measured.
+        rows: the numbers of samples to measure, ascending.
+        device: layers are moved there, one after the other.
+        together: has all ranks do the same.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        path: str,
+        batch: Any,
+        rows: Sequence[int],
+        device: torch.device,
+        together: Together,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module = trainer.lightning_module
+        full = module.get_submodule(path)
+        assert isinstance(full, Layers)
+        self._path = path
+        self._full = full
+        self._batch = batch
+        self._rows = tuple(rows)
+        self._device = device
+        self._together = together
+        self._interceptor = Interceptor(f"self.{path}", loop=isinstance(full, nn.ModuleList))
+        self._taped = [TapedLayer(layer, n, lambda *_: nullcontext()) for n, layer in enumerate(full)]
+        with_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self._arguments = (0,) if with_number else ()
+        self._logs = rank_zero_only.rank == 0  # type: ignore[attr-defined]
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Measuring:
+        with ExitStack() as stack:
+            stack.enter_context(forked_rng(self._device))
+            stack.enter_context(unchanged(self._module))
+            stack.enter_context(recorded(self._module))
+            stack.enter_context(without_loggers())
+            stack.enter_context(self._trainer.precision_plugin.train_step_context())
+            stack.enter_context(self._standing_in())
+            stack.enter_context(torch.enable_grad())
+            self._together(self._prepare)
+            self._undo = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.__exit__(kind, error, trace)
+
+    def profile(self, pieces: int | None, split: bool) -> ModelProfile:
+        """Seconds and bytes of the layers on this rank, and of the user's code before and after them.
+
+        Rank 0 does not run the code after them, where loggers write; the profile has an empty end there.
+
+        Args:
+            pieces: micro-batches of a batch; with None it is measured however short it is.
+            split: measure backwards in their two parts too.
+
+        Raises:
+            NotMeasuredError: a batch is too short for cuts to matter, or the user's code failed.
+        """
+        most = max(self._rows)
+        entering = {most: self.entering(most)}
+        leaving: list[Any] = []
+        self._check_worth_it(lambda: self._forward(entering[most], leaving), pieces)
+        around = {most: self._around(most, leaving)}
+        notes = {}
+        for n in self._rows[:-1]:
+            try:
+                entering[n] = self.entering(n)
+                self._together(partial(self._forward, entering[n], leaving))
+                around[n] = self._around(n, leaving)
+            except NotMeasuredError:  # as batch normalisation has it, which needs more than one sample
+                entering.pop(n, None)
+                notes[LEAST_ROWS] = n + 1
+        found: list[ModelProfile] = []
+        self._together(lambda: found.append(self._layers(entering, split)))
+        return replace(_with_ends(found[0], around, entering), notes=notes)
+
+    def entering(self, rows: int) -> Any:
+        """What the layers get for so many samples.
+
+        Raises:
+            NotMeasuredError: the user's code failed on any rank.
+        """
+        found: list[Any] = []
+        self._together(lambda: found.append(_leaves(self._capture(rows), False)))
+        return found[0]
+
+    @contextmanager
+    def there(self, layers: Sequence[int]) -> Iterator[list[nn.Module]]:
+        """In the block these layers are on the device."""
+        with ExitStack() as stack:
+            yield [stack.enter_context(self._there(self._taped[n])) for n in layers]
+
+    @contextmanager
+    def _standing_in(self) -> Iterator[None]:
+        """In the block the step's call of the layers comes to the interceptor."""
+        parent, _, name = self._path.rpartition(".")
+        around = self._module.get_submodule(parent)
+        setattr(around, name, StageProxy(self._full, (), self._interceptor, f"self.{self._path}"))
+        try:
+            yield
+        finally:
+            setattr(around, name, self._full)
+
+    def _prepare(self) -> None:
+        if self._device.type != "cpu":
+            self._module.to(self._device)  # the layers are not registered now
+        self._batch = private.on_device(self._trainer, self._batch)
+
+    def _part(self, rows: int) -> Any:
+        return copied(take(self._batch, Span(0, rows), rows_of(self._batch)))
+
+    def _capture(self, rows: int) -> Any:
+        return self._interceptor.capture(named_step(self._module, "training_step"), self._part(rows), *self._arguments)
+
+    @contextmanager
+    def _there(self, layer: nn.Module) -> Iterator[nn.Module]:
+        """In the block a layer is on the device; by itself while it is measured: all of them may not fit."""
+        if self._device.type == "cpu":
+            yield layer
+            return
+        with unchanged(layer):
+            layer.to(self._device)
+            yield layer
+
+    def _forward(self, x: Any, leaving: list[Any]) -> float:
+        """Seconds of all layers; what comes out is all that `leaving` holds afterwards."""
+        seconds, x = 0.0, pytree.tree_map_only(torch.Tensor, torch.clone, x)
+        with torch.no_grad():
+            for layer in self._taped:
+                with self._there(layer):
+                    layer(x)  # the first run may take longer
+                    took, x = self._timed(partial(layer, x))
+                    seconds += took
+        leaving[:] = [x]
+        return seconds
+
+    def _check_worth_it(self, forward: Callable[[], float], pieces: int | None) -> None:
+        """Runs the layers at least once. Short times are taken again: on a busy machine one may be much too long."""
+        seconds = float("inf")
+        for _ in range(1 + REPEATS):
+            found = self._together(forward)
+            seconds = min(seconds, sum(found) / len(found))
+            step = 3 * seconds * (pieces or 0)
+            if pieces is None or step > 10 * WORTH_MEASURING:
+                return
+            if step < WORTH_MEASURING:
+                what = f"a batch takes its layers about {1e3 * step:.1f} ms, too little to balance"
+                raise NotMeasuredError(what, quiet=True)
+
+    def _around(self, rows: int, leaving: Sequence[Any]) -> _Around:
+        """Runs the step around the layers, whose output is the one in `leaving`."""
+        found = _Around()
+        self._together(partial(self._run_around, rows, leaving[0], found))
+        return found
+
+    def _run_around(self, rows: int, leaving: Any, found: _Around) -> None:
+        for repeat in range(-1, REPEATS):
+            forward, x = self._timed(lambda: self._capture(rows))
+            backward = self._backward([t for t in tensors_in(x) if t.requires_grad])
+            after, after_backward = self._run_after(rows, leaving) if not self._logs else self._stand_in_for_after(x)
+            if repeat >= 0:
+                found.before[0].append(forward)
+                found.before[1].append(backward)
+                if not self._logs:
+                    found.after[0].append(after)
+                    found.after[1].append(after_backward)
+
+    def _run_after(self, rows: int, leaving: Any) -> tuple[float, float]:
+        begun = 0.0
+        y, part = _leaves(leaving, True), self._part(rows)
+
+        def answer(_: Any) -> Any:
+            nonlocal begun
+            out = pytree.tree_map_only(torch.Tensor, torch.clone, y)  # it may be worked on in place
+            synchronize(self._device)
+            begun = time.perf_counter()
+            return out
+
+        out = self._interceptor.supply(named_step(self._module, "training_step"), answer, part, *self._arguments)
+        loss, _ = loss_of(out)
+        synchronize(self._device)
+        return time.perf_counter() - begun, self._backward([loss])
+
+    def _stand_in_for_after(self, x: Any) -> tuple[float, float]:
+        """Keeps this rank busy while others run what it must not."""
+        with torch.no_grad(), self._there(self._taped[0]) as layer:
+            layer(_leaves(x, False))
+        return 0.0, 0.0
+
+    def _backward(self, tensors: Sequence[torch.Tensor]) -> float:
+        if not tensors:
+            return 0.0
+        ones = [torch.ones_like(t) for t in tensors]
+        return self._timed(lambda: torch.autograd.backward(tensors, ones))[0]
+
+    def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        synchronize(self._device)
+        begun = time.perf_counter()
+        result = work()
+        synchronize(self._device)
+        return time.perf_counter() - begun, result
+
+    def _layers(self, entering: Mapping[int, Any], split: bool) -> ModelProfile:
+        names = [f"{name} {type(layer).__name__}" for name, layer in self._full.named_children()]
+        optimizers = self._trainer.strategy.optimizers
+        measure = partial(
+            profile_layers,
+            optimizer=private.plain_optimizer(optimizers[0]) if optimizers else None,
+            device=self._device,
+            split=split,
+            repeats=REPEATS,
+        )
+        values = {n: entering[n] for n in sorted(entering)}
+        if self._device.type == "cpu":
+            return measure(self._taped, values, names=names, seconds=SECONDS)
+        found: list[ModelProfile] = []
+        for layer, name in zip(self._taped, names, strict=True):
+            with self._there(layer):
+                seconds = SECONDS / len(names)
+                found.append(measure([layer], values, names=[name], seconds=seconds, entered=bool(found)))
+                with torch.no_grad():
+                    values = {n: layer(x) for n, x in values.items()}
+        return replace(found[0], layers=tuple(each.layers[0] for each in found))
+
+
+@contextmanager
+def without_loggers() -> Iterator[None]:
+    """In the block `logger.experiment` is on rank 0 what it is elsewhere, where nothing is written."""
+    rank = rank_zero_only.rank  # type: ignore[attr-defined]
+    rank_zero_only.rank = rank or 1  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def _leaves(tree: Any, trained: bool) -> Any:
+    """The same values without their history; with `trained` gradients are made for them."""
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(trained and tensor.is_floating_point())
+
+    return pytree.tree_map_only(torch.Tensor, leaf, tree)
+
+
+def _with_ends(profile: ModelProfile, around: Mapping[int, _Around], entering: Mapping[int, Any]) -> ModelProfile:
+    def end(name: str, seen: Mapping[int, tuple[list[float], list[float]]]) -> LayerProfile:
+        forward, backward = (
+            tuple((n, median(both[way])) for n, both in sorted(seen.items()) if both[way]) for way in (0, 1)
+        )
+        return LayerProfile(name, forward, backward)
+
+    before = end("before", {n: each.before for n, each in around.items()})
+    output = tuple((n, float(sum(t.nbytes for t in tensors_in(x)))) for n, x in sorted(entering.items()))
+    after = end("after", {n: each.after for n, each in around.items()})
+    return replace(profile, before=replace(before, output=output), after=after, overhead=OVERHEAD)

@@ -1,0 +1,144 @@
+"""What PipelineStrategy is told, looked at before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from lightning_pipes.engine.messages.transport import KINDS
+from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS
+from lightning_pipes.ir import (
+    MOST_MICROBATCHES,
+    PlanError,
+    Policy,
+    Schedule,
+    check_count,
+    check_number,
+    check_type,
+    shown,
+)
+from lightning_pipes.ir.registry import make_schedule
+
+AUTO = "auto"
+"""The name of the schedule, and of the partition, that are chosen when training starts."""
+PARAMETERS = "parameters"
+"""The partition that balances the stages by the number of their parameters."""
+UNCHOSEN = "1f1b"
+"""The schedule where there is nothing to choose by."""
+
+
+def chosen_later(name: str) -> str:
+    """What conf/schedule/auto.yaml stands for: the name itself."""
+    return name
+
+
+def known_schedule(schedule: str | Schedule | Policy, settings: Mapping[str, Any]) -> Schedule | Policy:
+    """The schedule of that name with its settings, or the one given.
+
+    Raises:
+        PlanError: there is none, or it does not take these settings.
+    """
+    check_type("schedule_args", settings, Mapping[str, Any])
+    if isinstance(schedule, str) and schedule == AUTO:
+        if settings:
+            raise PlanError(f"schedule_args={dict(settings)} belong to one schedule, and schedule='auto' chooses it")
+        return make_schedule(UNCHOSEN)
+    if isinstance(schedule, str):
+        return make_schedule(schedule, **settings)
+    if isinstance(schedule, type) or not isinstance(schedule, (Schedule, Policy)):
+        raise PlanError(f"schedule must be the name of one, or an object as in KFKB(k=2), got {shown(schedule)}")
+    if settings:
+        raise PlanError(f"schedule_args={settings} belong to a schedule's name; {schedule!r} has its settings already")
+    return schedule
+
+
+def long_enough(heartbeat_timeout: float) -> float:
+    """The seconds after which a silent process is given up; PlanError if signs of life are not that frequent."""
+    return check_number(
+        "heartbeat_timeout",
+        heartbeat_timeout,
+        f"at least {2 * BEAT_SECONDS:g} seconds",
+        lambda x: x >= 2 * BEAT_SECONDS,
+        f"; signs of life are given every {BEAT_SECONDS:g} s",
+    )
+
+
+def possible_timeout(timeout: timedelta) -> timedelta:
+    """How long ranks wait for each other; PlanError if it is no time."""
+    if not isinstance(timeout, timedelta) or timeout <= timedelta():
+        raise PlanError(f"timeout must be a timedelta above 0, as in timedelta(minutes=30), got {shown(timeout)}")
+    return timeout
+
+
+def known_seed(seed: int) -> int:
+    """What random numbers start from; PlanError if it is no number of 64 bits."""
+    check_type("seed", seed, int)
+    if not -(2**63) <= seed < 2**63:
+        raise PlanError(f"seed must be a whole number of 64 bits, got {shown(seed)}")
+    return int(seed)
+
+
+def known_backend(backend: str | None) -> str | None:
+    """What the default process group runs on; PlanError if torch has none of that name."""
+    check_type("process_group_backend", backend, str | None)
+    for each in (backend or "").split(",") if backend is not None else ():  # as in "cpu:gloo,cuda:nccl"
+        if not dist.is_backend_available(each.rpartition(":")[2] or "none"):
+            raise PlanError(
+                f"process_group_backend: torch.distributed has no {shown(backend)} here; say 'gloo' or 'nccl'"
+            )
+    return backend
+
+
+def check_parts(**given: tuple[object, type]) -> None:
+    """PlanError unless each part of Lightning's is None or of its kind."""
+    for name, (part, kind) in given.items():
+        check_type(name, part, kind | None)
+
+
+def possible_microbatches(microbatches: int | None) -> int | None:
+    """The pieces of a batch; PlanError if no batch has so many."""
+    if microbatches is None:
+        return None
+    return check_count(
+        "microbatches", microbatches, "; each holds one sample of a batch or more", most=MOST_MICROBATCHES
+    )
+
+
+def known_transport(transport: str) -> str:
+    """PlanError unless there is a transport of that name."""
+    if not isinstance(transport, str) or transport not in KINDS:
+        *others, last = map(repr, KINDS)
+        raise PlanError(f"transport: no transport is called {shown(transport)}; choose {', '.join(others)} or {last}")
+    return transport
+
+
+def known_form(checkpoint: str) -> str:
+    """PlanError unless checkpoints have such a form."""
+    return str(check_type("checkpoint", checkpoint, Literal["full", "sharded"]))
+
+
+def known_partition(partition: str | list[int], schedule: object) -> str | list[int]:
+    """How layers are cut into stages.
+
+    Raises:
+        PlanError: there is no such way, or it can't be had with the schedule.
+    """
+    if isinstance(partition, str) and partition not in (AUTO, PARAMETERS):
+        raise PlanError(f"partition must be 'auto', 'parameters' or a list of layer numbers, got {partition!r}")
+    if not isinstance(partition, str):
+        check_type("partition", partition, Sequence[int])
+        if any(a > b for a, b in pairwise([0, *partition])):
+            raise PlanError(
+                f"partition must list the layers at which the stages 1, 2, ... begin, ascending from 0, got "
+                f"{shown(partition)}"
+            )
+    if isinstance(schedule, str) and schedule == AUTO and partition != AUTO:
+        raise PlanError(
+            f"schedule='auto' chooses the number of stages and where they begin, so partition={partition!r} can't be "
+            "kept to; leave it out, or name a schedule"
+        )
+    return partition

@@ -1,0 +1,1 @@
+"""Who we are, and what ranks tell each other."""

@@ -1,0 +1,360 @@
+"""What ranks tell each other outside the pipeline: small objects and reductions, never waiting for the dead."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipes.engine.watch.failure import FailureWatch
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.trust import Seal
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.ranks.packing import Packed, unpacked
+
+_SLICE = timedelta(milliseconds=200)
+_PROMPT = timedelta(milliseconds=2)
+"""How soon other ranks answer that have nothing else to do."""
+_FIRST = 16384
+"""Bytes of the first message of an object; a longer one takes a second. Random states and small reports fit."""
+_LENGTH = 8
+_MOST_LEAVING = 8
+"""Messages under way to others that a rank does not wait for."""
+_PREPARED = "prepared"
+T = TypeVar("T")
+
+
+class Coming(Generic[T]):
+    """What all ranks say: calling it waits and returns it, as often as it is called; after `come()` without a wait."""
+
+    def __init__(self, come: Callable[[], bool], wait: Callable[[], T]) -> None:
+        self.come = come
+        self._wait = wait
+        self._said: list[T] = []
+
+    def __call__(self) -> T:
+        if not self._said:
+            self._said.append(self._wait())
+        return self._said[0]
+
+
+class Control:
+    """Collectives over a group of ranks, on gloo, so that they work next to any backend.
+
+    Every wait is cut into slices in which signals get through and a failure elsewhere is noticed.
+
+    Connections are made when they are needed, so that all ranks must make the same calls, and last until `close`.
+
+    Args:
+        ranks: the global ranks; all of the job, but for a part that `split` makes.
+        idle: called with a condition to wait for, where there may be something else to do meanwhile.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        watch: FailureWatch,
+        timeout: timedelta,
+        connect: Callable[[str], Any] | None = None,
+        idle: Callable[[Callable[[], bool]], None] | None = None,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.watch = watch
+        self._connect = connect or (lambda purpose: self.subgroup(self.ranks, purpose))
+        self._timeout = timeout
+        self._idle = idle
+        self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self._part: Control | None = None
+        self._waiting = False
+        self._leaving: deque[dist.Work] = deque()
+        """Broadcasts of this rank that it has not waited for, the oldest first."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def position(self) -> int:
+        """This process's place among the ranks."""
+        return self.ranks.index(dist.get_rank())
+
+    def connect(self, purpose: str = "") -> Any:
+        """Makes the connections, if there are none, and returns their group; all ranks of the job must call it."""
+        return self._connect(purpose)
+
+    def get_ready(self) -> Any:
+        """Makes the connections of `prepare_broadcast`, if there are none, and returns their group; like `connect`."""
+        return self.connect(_PREPARED)
+
+    def subgroup(self, ranks: Sequence[int], purpose: str = "") -> Any:
+        """A process group of some of the ranks; all ranks of the job must ask for the same ones in the same order.
+
+        Calls in groups of different purposes need not come in one order.
+        """
+        key = purpose, tuple(sorted(ranks))
+        if key not in self._groups:
+            point("new_group")
+            new_group = partial(dist.new_group, list(key[1]), timeout=self._timeout, backend="gloo")
+            self._groups[key] = self.watch.call(new_group)
+            point("new_group.made")
+        return self._groups[key]
+
+    def split(self, parts: Sequence[Sequence[int]]) -> Control:
+        """The control of that part of the ranks which holds this one; all ranks must ask for the same parts. It lasts
+        until this one is closed."""
+        if len(parts) == 1:
+            return self
+        mine = next(part for part in parts if dist.get_rank() in part)
+
+        def connect(purpose: str) -> Any:
+            groups = [self.subgroup(part, purpose) for part in parts]
+            return groups[parts.index(mine)]
+
+        self._part = Control(mine, self.watch, self._timeout, connect, self._idle)
+        return self._part
+
+    def ended(self, position: int) -> bool:
+        """Whether the process of a rank is known to have ended; that of another host never is."""
+        return self.watch.has_ended(self.ranks[position])
+
+    def close(self) -> None:
+        """Ends the connections; a later call makes new ones.
+
+        After a failure they stay open: gloo waits for a collective that was given up, which may never end.
+        """
+        close_all([self])
+
+    def _parted(self) -> list[Any]:
+        """Its groups, known to nobody else any more, if they may be closed."""
+        whole = [control._is_idle() for control in (self, self._part) if control is not None]
+        groups = [*self._groups.values()] if dist.is_initialized() and all(whole) else []
+        for group in groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+        return groups
+
+    def _is_idle(self) -> bool:
+        """Whether no collective was given up; waits for those that are sure to end."""
+        if self._waiting or self.watch.error is not None:
+            return False
+        leaving, self._leaving = self._leaving, deque()
+        return not any(map(_broke, leaving))
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.all_reduce(torch.zeros(1))
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> torch.Tensor:
+        """`tensor`, reduced in place over all ranks or those of a `subgroup`; bit-equal on each of them."""
+        if self.size > 1:
+            self._finish(dist.all_reduce(tensor, op, group=group or self._group, async_op=True))
+        return tensor
+
+    def start_all_reduce(self, tensor: torch.Tensor, group: Any) -> Callable[[], None]:
+        """Starts to sum `tensor` in place over a group of any backend; what it returns waits for the end."""
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        return partial(self._finish, work) if dist.get_backend(group) == "gloo" else partial(_wait, work)
+
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag, whether it is set on any rank."""
+        return self.start_any(*flags)()
+
+    def start_any(self, *flags: bool) -> Coming[list[bool]]:
+        """Starts `any`; what it returns waits for the answer."""
+        found = torch.tensor([int(f) for f in flags], dtype=torch.int32)
+        work = dist.all_reduce(found, dist.ReduceOp.MAX, self._group, async_op=True) if self.size > 1 else None
+
+        def answer() -> list[bool]:
+            if work is not None:
+                self._finish(work)
+            return [bool(f) for f in found]
+
+        return Coming(lambda: work is None or work.is_completed(), answer)
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrites `tensor` with that of global rank `source`."""
+        if self.size > 1:
+            self._finish(dist.broadcast(tensor, source, group=self._group, async_op=True))
+
+    def broadcast(self, thing: Any, source: int) -> Any:
+        """The `thing` of global rank `source`, which waits for nobody; tensors arrive on the CPU."""
+        if self.size == 1:
+            return thing
+        if dist.get_rank() == source:
+            return self._send(source, self._group, thing)
+        first = torch.empty(_FIRST, dtype=torch.uint8)
+        self.broadcast_tensor(first, source)
+        return self._received(first, source, self._group)
+
+    def prepare_broadcast(self, source: int) -> Callable[[Any], Any]:
+        """Gets ready for a `broadcast` that comes later; what it returns takes the thing of `source`, else None.
+
+        Who gets ready early need not wait: the bytes arrive while it does something else. The source waits for nobody
+        but those who lag several broadcasts behind. Other collectives may come in between, in one order among them.
+        """
+        if self.size == 1:
+            return lambda thing: thing
+        group = self.get_ready()
+        if dist.get_rank() == source:
+            return partial(self._send, source, group)
+        first = torch.empty(_FIRST, dtype=torch.uint8)
+        work = dist.broadcast(first, source, group=group, async_op=True)
+
+        def receive(thing: Any) -> Any:
+            self._finish(work)
+            return self._received(first, source, group)
+
+        return receive
+
+    def _send(self, source: int, group: Any, thing: Any) -> Any:
+        while self._leaving and (len(self._leaving) > _MOST_LEAVING or self._leaving[0].is_completed()):
+            self._finish(self._leaving.popleft())
+        self._leaving.extend(
+            dist.broadcast(m, source, group=group, async_op=True) for m in _messages(thing, self._seal)
+        )
+        return thing
+
+    def _received(self, first: torch.Tensor, source: int, group: Any) -> Any:
+        """The thing whose first message has arrived."""
+        length = int(first[:_LENGTH].view(torch.int64))
+        rest = torch.empty(max(0, length - _FIRST + _LENGTH), dtype=torch.uint8)
+        if rest.numel():
+            self._finish(dist.broadcast(rest, source, group=group, async_op=True))
+        return unpacked(torch.cat([first[_LENGTH : _LENGTH + length], rest]), self._seal)
+
+    def gather(self, thing: Any, to: int) -> list[Any] | None:
+        """On global rank `to` the things of all ranks in order, None elsewhere; tensors arrive on the CPU."""
+        if self.size == 1:
+            return [thing]
+        data, sizes = self._announced(thing)
+        into = [torch.empty_like(data) for _ in self.ranks] if dist.get_rank() == to else None
+        self._finish(dist.gather(data, into, to, group=self._group, async_op=True))
+        return None if into is None else [unpacked(t[:n], self._seal) for t, n in zip(into, sizes, strict=True)]
+
+    def all_gather(self, thing: Any) -> list[Any]:
+        """The things of all ranks in order, on every rank; tensors arrive on the CPU."""
+        return self.start_all_gather(thing)()
+
+    def start_all_gather(self, thing: Any) -> Coming[list[Any]]:
+        """Starts `all_gather`; what it returns waits for the things. Where one of them is long that is a collective
+        call, too, and they are never said to have come."""
+        if self.size == 1:
+            return Coming(lambda: True, lambda: [thing])
+        data = _message(thing, self._seal)
+        first = [torch.empty(_FIRST, dtype=torch.uint8) for _ in self.ranks]
+        work = dist.all_gather(first, data[:_FIRST], group=self._group, async_op=True)
+
+        def come() -> bool:
+            return work.is_completed() and all(_end(message) <= _FIRST for message in first)
+
+        return Coming(come, partial(self._gathered, work, first, data))
+
+    def _gathered(self, work: dist.Work, first: Sequence[torch.Tensor], data: torch.Tensor) -> list[Any]:
+        self._finish(work)
+        ends = [_end(message) for message in first]
+        whole = list(first)
+        if max(ends) > _FIRST:
+            own = torch.zeros(max(ends) - _FIRST, dtype=torch.uint8)
+            own[: len(data) - _FIRST] = data[_FIRST:]
+            rest = [torch.empty_like(own) for _ in first]
+            self._finish(dist.all_gather(rest, own, group=self._group, async_op=True))
+            whole = [torch.cat(parts) for parts in zip(first, rest, strict=True)]
+        return [unpacked(message[_LENGTH:end], self._seal) for message, end in zip(whole, ends, strict=True)]
+
+    @property
+    def _group(self) -> Any:
+        return self.connect()
+
+    @property
+    def _seal(self) -> Seal | None:
+        return self.watch.seal
+
+    def _announced(self, thing: Any) -> tuple[torch.Tensor, list[int]]:
+        """The thing's bytes, padded to the longest of all ranks, and every rank's true length."""
+        packed = Packed(thing, self._seal)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        own = torch.tensor([packed.size], dtype=torch.int64)
+        self._finish(dist.all_gather(sizes, own, group=self._group, async_op=True))
+        lengths = [int(s) for s in sizes]
+        padded = torch.empty(max(lengths), dtype=torch.uint8)
+        packed.write(padded)
+        return padded, lengths
+
+    def _raise_reason(self, error: RuntimeError) -> NoReturn:
+        """Raises why a collective broke: what the watch gets to know, or is told of a process that has ended."""
+        for _ in range(2):  # one that was killed may take its time to end
+            for rank in self.ranks:
+                if self.watch.has_ended(rank):
+                    self.watch.lost(rank, error)
+            self.watch.learn_reason()
+        raise PipelineError(f"another rank has ended without a word while this one waited for it: {error}") from error
+
+    def _finish(self, work: dist.Work | None) -> None:
+        assert work is not None, "this process is not among the ranks"
+        self._waiting = True
+        point("collective")
+        self.watch.doing = f"a collective call of {self.size} ranks"
+        patience = _SLICE if self._idle is None else _PROMPT
+        while True:
+            try:
+                work.wait(patience)
+                self._waiting, self.watch.doing = False, None
+                return
+            except RuntimeError as error:
+                self.watch.check()
+                if work.is_completed() and _broke(work):  # it may have ended just after the slice
+                    self._raise_reason(error)
+                if self._idle is not None:
+                    self._idle(work.is_completed)
+
+
+def close_all(controls: Iterable[Control]) -> None:
+    """Ends the connections of all of them at a time: each takes 15 ms, until threads of gloo see that they end."""
+    point("control.close")
+    groups = [group for control in controls for group in control._parted()]
+    threads = [threading.Thread(target=groups.pop) for _ in groups]  # closed by who forgets it last
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _message(thing: Any, seal: Seal | None) -> torch.Tensor:
+    """Its length and its bytes, in at least as many as a first message has."""
+    packed = Packed(thing, seal)
+    data = torch.zeros(max(_FIRST, _LENGTH + packed.size), dtype=torch.uint8)
+    data[:_LENGTH] = torch.tensor([packed.size], dtype=torch.int64).view(torch.uint8)
+    packed.write(data[_LENGTH:])
+    return data
+
+
+def _end(message: torch.Tensor) -> int:
+    """Where a message ends that begins with its length."""
+    return _LENGTH + int(message[:_LENGTH].view(torch.int64))
+
+
+def _messages(thing: Any, seal: Seal | None) -> list[torch.Tensor]:
+    """What `Control._received` takes: one message of a known length, and the rest if that is not enough."""
+    data = _message(thing, seal)
+    return [part for part in (data[:_FIRST], data[_FIRST:]) if part.numel()]
+
+
+def _broke(work: dist.Work) -> bool:
+    """Whether a collective that has ended did not succeed."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _wait(work: dist.Work) -> None:
+    work.wait()

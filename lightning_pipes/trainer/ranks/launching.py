@@ -1,0 +1,30 @@
+"""Lightning's launcher, whose processes look after each other from the first moment on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_pipes.engine.watch.launcher import LAUNCHER, watch_launched
+from lightning_pipes.trainer import private_lightning as private
+
+
+class Launcher(private.SubprocessLauncher):
+    """Starts the script once more for each other device of this node.
+
+    Lightning kills all processes at once when one of them dies, up to five seconds later. Here they have time to say
+    which rank has died and to close what they have open, and those that are started end when this process does.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            os.environ[LAUNCHER] = str(os.getpid())
+            private.call_children_scripts(self)
+            watch_launched(environment.node_rank() * self.num_processes + 1, self.procs)
+        private.set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)

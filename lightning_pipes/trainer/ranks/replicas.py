@@ -1,0 +1,109 @@
+"""What the replicas of a pipeline have in common: averages of what they log, gathered tensors, buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_pipes.engine.compute.reducer import Reducer, Wait
+from lightning_pipes.trainer.private_lightning import gather_over, reduce_over
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.grid import Grid
+
+DATA_PARALLEL, PIPELINE = "data_parallel", "pipeline"
+"""The dimensions of the mesh, in this order."""
+
+
+class Replicas:
+    """The ranks that hold the same stages as this one, one in each pipeline.
+
+    A collective call of all ranks.
+
+    Args:
+        control: of all ranks.
+        device: of this rank.
+
+    Attributes:
+        mesh: all ranks, by replica and by place in the pipeline; the last stage comes first.
+    """
+
+    def __init__(self, grid: Grid, control: Control, device: torch.device) -> None:
+        self.grid = grid
+        self.mesh: DeviceMesh | None = None
+        self._control = control
+        if grid.replicas > 1:
+            shape = (grid.replicas, grid.length)
+            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DATA_PARALLEL, PIPELINE))
+
+    @property
+    def group(self) -> Any:
+        """Their process group; None without replicas."""
+        return None if self.mesh is None else self.mesh.get_group(DATA_PARALLEL)
+
+    def reduce(self, value: Any, group: Any = None, op: Any = "mean") -> Any:
+        """A tensor, reduced in place over the replicas; every stage of a pipeline holds the same logged values, so
+        there it is left as it is."""
+        if self.mesh is None or not isinstance(value, torch.Tensor):
+            return value
+        return reduce_over(value, group or self.group, op)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """The tensors of all replicas, stacked; the tensor itself without replicas."""
+        return tensor if self.mesh is None else gather_over(tensor, group or self.group, sync_grads)
+
+    def reducer(self, layers_of_stages: dict[int, list[nn.Module]], alone: set[int]) -> Reducer | None:
+        """Averages the gradients of parameters whose id is in `alone`: those of one stage only; None without
+        replicas."""
+        if self.mesh is None:
+            return None
+        parameters = {
+            stage: [p for layer in layers for p in layer.parameters() if id(p) in alone]
+            for stage, layers in layers_of_stages.items()
+        }
+        return Reducer(parameters, self._start, self.grid.replicas)
+
+    def _start(self, flat: torch.Tensor) -> Wait:
+        return self._control.start_all_reduce(flat, self.group)
+
+
+class BufferSync:
+    """Buffers that training changes, such as running averages, follow those of the first replica.
+
+    Which ones change is seen in the first batch of every epoch; masks and tables are never sent.
+    """
+
+    def __init__(self, module: nn.Module, replicas: Replicas) -> None:
+        self._module = module
+        self._replicas = replicas
+        self._changing: set[str] = set()
+        self._watching = False
+        self._before: dict[str, torch.Tensor] = {}
+
+    def start_epoch(self) -> None:
+        """The next batch shows which buffers change."""
+        self._watching, self._before = True, {}
+
+    def before_batch(self) -> None:
+        """Gives all replicas the changing buffers of the first; a collective call."""
+        if self._replicas.mesh is None or not (self._watching or self._changing):
+            return
+        buffers = dict(self._module.named_buffers())
+        if self._watching and buffers:
+            self._watch(buffers)
+        for name in sorted(self._changing & buffers.keys()):
+            dist.broadcast(buffers[name], group=self._replicas.group, group_src=0)
+
+    def _watch(self, buffers: dict[str, torch.Tensor]) -> None:
+        if not self._before:  # copies: batch_norm does not count its work in place as new versions
+            self._before = {name: b.clone() for name, b in buffers.items()}
+            return
+        flags = [int(name not in self._before or not torch.equal(self._before[name], b)) for name, b in buffers.items()]
+        device = next(iter(buffers.values())).device
+        changed = torch.tensor(flags, device=device)
+        dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._replicas.group)
+        self._changing.update(name for name, flag in zip(buffers, changed.tolist(), strict=True) if flag)
+        self._watching, self._before = False, {}

@@ -1,0 +1,190 @@
+"""What a run did, against what the simulator foretells for it, and what to change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_pipes.cost import CostModel, ModelProfile
+from lightning_pipes.ir import Plan, PlanError, Policy, Program
+from lightning_pipes.sim import simulate
+from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.shown.record import FILE, RunRecord
+from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.sim.units import seconds_text
+from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
+
+if TYPE_CHECKING:
+    from lightning_pipes.planning.advice import Advice
+
+KEPT_WINDOWS = 10
+AMONG_SIBLINGS = "measured, among siblings: idle for this one"
+
+
+@dataclass(frozen=True)
+class Window:
+    """One batch's way through one rank: what was ordered, and when it ran on the rank's monotonic clock."""
+
+    plan: Plan
+    order: Program | Policy
+    events: Sequence[Event]
+
+
+@dataclass(frozen=True)
+class About:
+    """What there is to say of a run besides its windows.
+
+    Attributes:
+        schedule: its name.
+        settings: of the schedule.
+        stages: bytes, of the stages where they are known.
+        memory: bytes of every rank's device, None where there is no limit.
+        profile: of the layers, where it is known.
+        facts: for people, by name.
+        choice: why it is this schedule, or this cut, for people; empty where nothing was chosen.
+        predicted: seconds of a step up to the optimizers' part, by the profile that they were chosen by.
+        siblings: how many trainings at a time shared the ranks.
+    """
+
+    schedule: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    stages: Mapping[int, StageBytes] = field(default_factory=dict)
+    memory: tuple[int | None, ...] = ()
+    profile: ModelProfile | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+    choice: str = ""
+    predicted: float | None = None
+    siblings: int = 1
+
+
+class Saved(NamedTuple):
+    """The files of a report: a picture, a trace for Perfetto, the page, and what `lightning-pipes report` reads."""
+
+    picture: Path
+    trace: Path
+    page: Path
+    record: Path
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """The last training batches of a run."""
+
+    record: RunRecord
+
+    @classmethod
+    def of(cls, windows: Sequence[Sequence[Window]], about: About | None = None) -> PipelineReport:
+        """The report on the windows of every pipeline rank; only batches of the most frequent plan count.
+
+        Raises:
+            PlanError: nothing was trained.
+        """
+        about = about or About()
+        rounds = list(zip(*windows, strict=True))
+        if not rounds:
+            raise PlanError("there is nothing to report: no batch was trained with this strategy")
+        counts = Counter(id(round_[0].plan) for round_ in rounds)
+        common = counts.most_common(1)[0][0]
+        first = next(r[0] for r in rounds if id(r[0].plan) == common)
+        name = "measured" if about.siblings == 1 else AMONG_SIBLINGS
+        timelines = [
+            Timeline.gather([w.events for w in round_], first.plan, name=name)
+            for round_ in rounds
+            if id(round_[0].plan) == common
+        ]
+        timelines.sort(key=lambda t: t.makespan)
+        costs = with_bytes(CostModel.measured(timelines), about.stages)
+        predicted = replace(simulate(first.order, first.plan, costs), name="predicted")
+        measured = timelines[len(timelines) // 2]
+        record = RunRecord(
+            predicted,
+            costs,
+            measured,
+            about.schedule,
+            about.settings,
+            about.profile,
+            about.memory,
+            _between(windows[0]) if about.siblings == 1 else None,
+            about.facts,
+            _choice(about, measured),
+            about.siblings,
+        )
+        return cls(record)
+
+    @property
+    def measured(self) -> Timeline:
+        """The batch whose time is the median of those kept, on all ranks."""
+        assert self.record.measured is not None
+        return self.record.measured
+
+    @property
+    def predicted(self) -> Timeline:
+        """The same program simulated with the medians of all kept batches."""
+        return self.record.predicted
+
+    @property
+    def bubble_measured(self) -> float:
+        """The share of all ranks' time in which they idled, 0 to 1; a sibling's of a job array in which they did not
+        compute for it, but may have for others."""
+        return _mean(self.measured.bubble)
+
+    @property
+    def bubble_predicted(self) -> float:
+        """The same as the simulator has it."""
+        return _mean(self.predicted.bubble)
+
+    @cached_property
+    def advice(self) -> Advice:
+        """What is slow, and what to change, as found by simulating changes: seconds of work, with a progress bar, for
+        hundreds of micro-batches."""
+        from lightning_pipes.planning.advice import advise
+        from lightning_pipes.planning.progress import progress_bar
+
+        with progress_bar("trying changes for the report") as told:
+            return advise(self.record, told)
+
+    def save(self, directory: str | Path) -> Saved:
+        """Writes timeline.png, measured above predicted, timeline.json for Perfetto, the page report.html, and
+        run.json, from which `lightning-pipes report` writes the page again; returns their paths."""
+        from lightning_pipes.sim import save_chrome_trace, save_png
+        from lightning_pipes.sim.page import page
+
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        saved = Saved(folder / "timeline.png", folder / "timeline.json", folder / "report.html", folder / FILE)
+        save_png(self.measured, saved.picture, self.predicted)
+        save_chrome_trace(self.measured, saved.trace)
+        self.record.save(saved.record)
+        saved.page.write_text(page(self.record, self.advice), encoding="utf-8")
+        return saved
+
+    def __str__(self) -> str:
+        from lightning_pipes.sim import compare
+
+        found = self.record.shared or str(compare(self.predicted, self.measured))
+        return "\n\n".join(filter(None, [self.record.choice, found]))
+
+
+def _choice(about: About, measured: Timeline) -> str:
+    """What was chosen and why, and whether it came true."""
+    if about.predicted is None or about.siblings > 1:
+        return about.choice
+    predicted = f"A step up to the optimizer: {seconds_text(1e9 * about.predicted)} predicted when it was chosen, "
+    return f"{about.choice}\n{predicted}{seconds_text(measured.makespan)} measured"
+
+
+def _between(windows: Sequence[Window]) -> float | None:
+    """Seconds from the end of one window to the start of the next on one rank, the median; None for one window."""
+    ends = [(min(e.start for e in w.events), max(e.end for e in w.events)) for w in windows if w.events]
+    gaps = [max(0, start - end) / 1e9 for (_, end), (start, _) in pairwise(ends)]
+    return median(gaps) if gaps else None
+
+
+def _mean(shares: Sequence[float]) -> float:
+    return sum(shares) / len(shares)

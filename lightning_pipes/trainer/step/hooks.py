@@ -1,0 +1,125 @@
+"""Hooks of the user's module that must not run everywhere, or that must be the last word."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.step.logs import LogReplay, recorded
+
+LAST_STAGE_HOOKS = (
+    "on_train_epoch_end",
+    "on_validation_epoch_end",
+    "on_test_epoch_end",
+    "on_predict_epoch_end",
+    "on_validation_batch_end",
+    "on_test_batch_end",
+    "on_predict_batch_end",
+)
+"""Hooks that usually read what the steps have stored on `self`, and only the last stage runs whole steps."""
+
+AGREEING_HOOKS = ("on_train_batch_end", "on_train_epoch_end")
+"""Lightning calls them after those of all callbacks."""
+
+Hook = Callable[..., Any]
+
+
+def on_every_stage(hook: Hook) -> Hook:
+    """Marks a hook of a LightningModule that changes weights and must run on all ranks, not on the last stage only."""
+    hook.__dict__["on_every_stage"] = True
+    return hook
+
+
+class HookWrappers:
+    """Wraps hooks on the instance; `remove` undoes it.
+
+    Args:
+        last_rank: the global rank of the last stage, where the hooks above run.
+        agree: called after the last of the hooks at which ranks agree on stopping.
+        epoch_start: called after on_train_epoch_start.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        control: Control,
+        replay: LogReplay,
+        last_rank: int,
+        here: bool,
+        agree: Callable[[], None],
+        epoch_start: Callable[[], None],
+    ) -> None:
+        self._module = module
+        self._control = control
+        self._replay = replay
+        self._last_rank = last_rank
+        self._here = here
+        self._wrapped: list[str] = []
+        for name in LAST_STAGE_HOOKS:
+            if is_overridden(name, module) and not getattr(getattr(module, name), "on_every_stage", False):
+                self._wrap(name, self._on_last_stage)
+        if is_overridden("on_save_checkpoint", module):
+            self._wrap("on_save_checkpoint", self._on_rank_zero)
+        for name in AGREEING_HOOKS:
+            self._wrap(name, lambda hook: _then(self._explained(hook), agree))
+        self._wrap("on_train_epoch_start", lambda hook: _then(hook, epoch_start))
+
+    def remove(self) -> None:
+        """The module's own hooks are back."""
+        for name in self._wrapped:
+            self._module.__dict__.pop(name, None)
+        self._wrapped = []
+
+    def _wrap(self, name: str, around: Callable[[Hook], Hook]) -> None:
+        hook = getattr(self._module, name)
+        self._module.__dict__[name] = functools.wraps(hook)(around(hook))
+        self._wrapped.append(name)
+
+    def _on_last_stage(self, hook: Hook) -> Hook:
+        def run(*args: Any, **kwargs: Any) -> None:
+            if self._here:
+                with recorded(self._module, make=True) as calls:
+                    hook(*args, **kwargs)
+                self._control.broadcast(self._replay.pack(calls), self._last_rank)
+            else:
+                self._replay.replay(self._control.broadcast(None, self._last_rank))
+
+        return run
+
+    def _explained(self, hook: Hook) -> Hook:
+        """The hook; what it misses on this rank because steps end elsewhere is explained in the error."""
+
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(*args, **kwargs)
+            except AttributeError as error:
+                if not self._here:
+                    error.add_note(
+                        f"{hook.__name__} runs on every stage, but only the last one runs training_step to its end; "
+                        "read what it returns from `outputs`, or make the attribute in __init__"
+                    )
+                raise
+
+        return run
+
+    def _on_rank_zero(self, hook: Hook) -> Hook:
+        def run(*args: Any, **kwargs: Any) -> None:
+            if self._module.trainer.is_global_zero:
+                hook(*args, **kwargs)
+
+        return run
+
+
+def _then(hook: Hook, after: Callable[[], None]) -> Hook:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = hook(*args, **kwargs)
+        after()
+        return result
+
+    return run

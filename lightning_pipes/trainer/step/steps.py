@@ -1,0 +1,303 @@
+"""The user's steps, cut into what each stage has to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import Precision
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, Draws, forked_rng, seed_all, stream_seed
+from lightning_pipes.engine.compute.stage import Body, Stage
+from lightning_pipes.ir import PipelineError, Plan, Span
+from lightning_pipes.trainer.module.batches import copied, join, take, tensors_of
+from lightning_pipes.trainer.module.capture import Interceptor, named_step
+from lightning_pipes.trainer.step.kept import Kept
+from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class Outcome:
+    """What the user's training step gave for one micro-batch."""
+
+    loss: torch.Tensor
+    extras: dict[str, Any]
+    logged: Sequence[LogCall]
+
+
+@dataclass
+class TrainingBatch:
+    """A batch with what its bodies need, and on the last stage what came out of it.
+
+    Attributes:
+        arguments: of training_step after the batch.
+        divisor: by how much the loss is divided: the batches of one optimizer step.
+        kept: what the last stage keeps of its micro-batches, if it does.
+    """
+
+    batch: Any
+    rows: int
+    arguments: tuple[Any, ...]
+    divisor: int
+    outcomes: dict[Span, Outcome] = field(default_factory=dict)
+    kept: Kept | None = None
+
+    def result(self) -> tuple[Any, list[LogCall]]:
+        """The whole batch's loss, in a dict where the user's step gives one, and its log calls."""
+        spans = sorted(self.outcomes)
+        outcomes = [self.outcomes[s] for s in spans]
+        parts = [o.loss * (s.rows / self.rows) for s, o in zip(spans, outcomes, strict=True)]
+        loss = sum(parts[1:], start=parts[0]) if len(parts) > 1 else outcomes[0].loss
+        logged = merge([o.logged for o in outcomes], [s.rows for s in spans])
+        names = outcomes[0].extras
+        if not names:
+            return loss, logged
+        extras = {n: _joined([o.extras.get(n) for o in outcomes], spans) for n in names}
+        return {"loss": loss, **extras}, logged
+
+
+@dataclass
+class EvaluationBatch:
+    """What the first stage captured from the user's step, for the whole batch.
+
+    Attributes:
+        whole: ids of the tensors of `x` that belong to every sample, however many entries they have.
+    """
+
+    context: Context
+    x: Any = None
+    whole: frozenset[int] = frozenset()
+
+
+class Steps:
+    """Runs the user's `*_step` methods around the pipelined module, which `interceptor` stands for.
+
+    Where this rank runs a step several times on the same samples, all runs but the last get copies of them: a step may
+    prepare its batch in place, and must find it as it was loaded.
+
+    Args:
+        plan: says which stages `rank` of the pipeline holds, and whether they recompute.
+        seed: what the random numbers of the steps start from.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        precision: Precision,
+        interceptor: Interceptor,
+        plan: Plan,
+        rank: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._precision = precision
+        self._interceptor = interceptor
+        self._stages = plan.n_stages
+        self._both_ends = {0, plan.n_stages - 1} <= set(plan.stages[rank])
+        runs_again = [again[0] for again in (plan.recompute, plan.whole_forward) if again]
+        self._recomputes_first = self._both_ends and any(runs_again)
+        self._whole: dict[tuple[str, str], list[bool]] = {}
+        self._seed = seed
+        self._device = device
+
+    @property
+    def context(self) -> Context:
+        """What training steps run in."""
+        return self._precision.train_step_context
+
+    def body(self, number: int) -> Body:
+        """What stage `number` runs for each micro-batch."""
+        return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
+
+    def capture(
+        self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]
+    ) -> tuple[Any, frozenset[int]]:
+        """What `step` gives to the pipelined module for a whole batch, and which of its tensors can't be cut, by id.
+
+        A tensor that the step makes may have as many entries on axis 0 as the batch has samples by chance, a mask
+        above all. Where there is a doubt, the step is asked for one sample too: what keeps its shape is no sample's.
+        """
+        x = self._captured(step, item, copied(batch) if self._both_ends else batch, arguments)
+        leaves, spec = pytree.tree_flatten(x)
+        doubtful = [t for t in leaves if isinstance(t, torch.Tensor) and t.ndim and t.size(0) == item.rows]
+        if item.rows == 1 or len(doubtful) < 2:
+            return x, frozenset()
+        key = step.__name__, str(spec)
+        if key not in self._whole:
+            one = copied(take(batch, Span(0, 1), item.rows))
+            try:
+                others, other_spec = pytree.tree_flatten(self._captured(step, item, one, arguments))
+            except Exception:  # a step that needs more than one sample: the number of entries has to do
+                others, other_spec = [], None
+            same = other_spec == spec
+            self._whole[key] = [
+                isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape
+                for a, b in zip(leaves, others if same else [None] * len(leaves), strict=True)
+            ]
+        return x, frozenset(id(t) for t, whole in zip(leaves, self._whole[key], strict=True) if whole)
+
+    def _captured(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        with forked_rng(self._device), recorded(self._module):  # the last stage logs
+            self._seed_user_code(item, BEFORE_LAYERS)
+            return self._interceptor.capture(step, batch, *arguments)
+
+    def finish(
+        self,
+        step: Callable[..., Any],
+        item: Item,
+        batch: Any,
+        arguments: tuple[Any, ...],
+        outputs: Sequence[tuple[Span, Any]],
+    ) -> Any:
+        """What `step` returns for a whole batch when the pipelined module gives `outputs`."""
+        spans = [span for span, _ in outputs]
+        y = join([output for _, output in outputs], spans, "the output of the pipelined module")
+
+        return self.around(step, item, batch, arguments, lambda: y)
+
+    def around(
+        self,
+        step: Callable[..., Any],
+        item: Item,
+        batch: Any,
+        arguments: tuple[Any, ...],
+        layers: Callable[[], Any],
+        draws: Draws | None = None,
+    ) -> Any:
+        """What `step` returns for a whole batch when the pipelined module gives `layers()`; `draws` sees whether its
+        code around the layers draws random numbers."""
+
+        def seed(layer: int) -> None:
+            self._seed_user_code(item, layer)
+            if draws is not None:
+                draws.begin()
+
+        def answer(x: Any) -> Any:
+            if draws is not None:
+                draws.look()
+            y = layers()
+            seed(AFTER_LAYERS)
+            return y
+
+        with forked_rng(self._device):
+            seed(BEFORE_LAYERS)
+            out = self._interceptor.supply(step, answer, batch, *arguments)
+            if draws is not None:
+                draws.look()
+        return out
+
+    def _first(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        data = item.data
+        if isinstance(data, EvaluationBatch):
+            with data.context():
+                return stage.run_layers(item, span, _samples(data, span, item.rows))
+        last_run = stage.recomputing if stage.recompute else not self._both_ends
+        with self._precision.train_step_context():
+            stage.seed_user_code(item, span, BEFORE_LAYERS)
+            part = take(data.batch, span, data.rows)
+            with recorded(self._module):  # the last stage logs
+                x = self._interceptor.capture(
+                    named_step(self._module, "training_step"), part if last_run else copied(part), *data.arguments
+                )
+            return stage.run_layers(item, span, x)
+
+    def _middle(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        data = item.data
+        context = data.context if isinstance(data, EvaluationBatch) else self._precision.train_step_context
+        with context():
+            return stage.run_layers(item, span, received)
+
+    def _last(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        data = item.data
+        if isinstance(data, EvaluationBatch):
+            x = _samples(data, span, item.rows) if stage.number == 0 else received
+            with data.context():
+                return stage.run_layers(item, span, x)
+
+        def answer(x: Any) -> Any:
+            entering = x if stage.number == 0 else received
+            y = stage.run_layers(item, span, entering)
+            if data.kept is not None:
+                data.kept.keep(span, entering, y)
+            stage.seed_user_code(item, span, AFTER_LAYERS)
+            return y
+
+        with self._precision.train_step_context():
+            stage.seed_user_code(item, span, BEFORE_LAYERS)
+            part = take(data.batch, span, data.rows)
+            if self._recomputes_first:
+                part = copied(part)
+            with recorded(self._module) as logged:
+                out = self._interceptor.supply(named_step(self._module, "training_step"), answer, part, *data.arguments)
+        loss, extras = loss_of(out)
+        data.outcomes[span] = Outcome(loss.detach(), extras, logged)
+        scaled = loss * (span.rows / item.rows / data.divisor)
+        scaler = getattr(self._precision, "scaler", None)
+        return scaled if scaler is None else scaler.scale(scaled)
+
+    def _seed_user_code(self, item: Item, layer: int) -> None:
+        seed = stream_seed(self._seed, item.job, layer, item.number, Span(0, item.rows))
+        seed_all(seed, self._device, everything=True)
+
+
+def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The loss and all else in what a training step returned.
+
+    Raises:
+        PipelineError: there is no loss, it is no scalar, or it can't be differentiated.
+    """
+    extras = {key: value for key, value in out.items() if key != "loss"} if isinstance(out, dict) else {}
+    loss = out.get("loss") if isinstance(out, dict) else out
+    if loss is None:
+        raise PipelineError(
+            "training_step returned no loss: every stage waits for the gradient of every batch, so a batch can't be "
+            "skipped. Return the loss, or zero times it to leave the weights as they are"
+        )
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
+        raise PipelineError(f"training_step returned a loss of {what}; it must be a tensor with one element")
+    if loss.is_meta:
+        raise PipelineError(
+            "the loss depends on weights of layers that live on another rank; only the call of the pipelined module "
+            "may use them"
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise PipelineError(
+            "training_step returned a loss that nothing can be trained by: it has no gradient (requires_grad is "
+            "False). Compute it outside of torch.no_grad(), do not detach() it, and leave some parameters unfrozen"
+        )
+    detached = apply_to_collection(extras, torch.Tensor, lambda t: t.detach())
+    return loss.reshape(()), detached
+
+
+def _samples(data: EvaluationBatch, span: Span, rows: int) -> Any:
+    part = take(data.x, span, rows, data.whole)
+    shapes = [tuple(t.shape) for t in tensors_of(data.x)]
+    if span.rows != rows and shapes and shapes == [tuple(t.shape) for t in tensors_of(part)]:
+        raise PipelineError(
+            f"the pipelined module gets shapes {', '.join(map(str, shapes))} for {rows} samples; axis 0 of a tensor "
+            "must count samples, or the batch can't be cut into micro-batches"
+        )
+    return part
+
+
+def _joined(parts: Sequence[Any], spans: Sequence[Span]) -> Any:
+    """Micro-batches' values of one key as one: tensors over samples joined, scalars averaged, else a list of them."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(p, torch.Tensor) and p.ndim and p.size(0) == s.rows for p, s in zip(parts, spans, strict=True)):
+        return torch.cat(list(parts))
+    if all(isinstance(p, (float, torch.Tensor)) and getattr(p, "ndim", 0) == 0 for p in parts):
+        total = sum(s.rows for s in spans)
+        return sum(p * (s.rows / total) for p, s in zip(parts, spans, strict=True))
+    return list(parts)

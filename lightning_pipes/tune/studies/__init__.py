@@ -1,0 +1,1 @@
+"""Optuna studies whose trials are the siblings of a job array."""

@@ -1,0 +1,145 @@
+"""What rank 0 says to the others about trials, before they exist and after.
+
+It is a store of words by key, not a sequence of broadcasts: processes that Lightning starts in the middle of the first
+trial run the script from its beginning, and find what was said before they were there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from optuna import distributions
+from optuna.trial import FrozenTrial
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lightning_pipes.arrays.siblings.sibling import current_sibling
+from lightning_pipes.engine.watch import plain
+from lightning_pipes.engine.watch.launcher import check_launcher
+from lightning_pipes.engine.watch.meeting import LOOPBACK, adopted_store, made_store, run_store, store_on_loopback
+from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, wait_for_host
+from lightning_pipes.engine.watch.trust import KNOWN, dumps, loads, part_of, seal_of, sealed, secret_for_children
+from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.trainer.private_lightning import default_store
+
+ADDRESS = "LIGHTNING_PIPES_BOARD"
+"""The port at which rank 0 listens, for the processes that Lightning starts with a copy of its environment."""
+_TIMEOUT = timedelta(minutes=30)
+_LOOK_SECONDS = 0.005
+_LEAVE_SECONDS = 30.0
+plain.allow(FrozenTrial, *(kind for kind in vars(distributions).values() if isinstance(kind, type)))
+
+
+class RankZeroEndedError(PipelineError):
+    """Rank 0, which says what is tried next, has ended or can't be reached."""
+
+
+class Board:
+    """Words of rank 0 for one purpose. Ranks that make equally many have the same.
+
+    Attributes:
+        leads: whether this is rank 0, which says; the others hear.
+        rank: of this process among all, or among those of its host where no launcher but Lightning has started it.
+
+    Raises:
+        PlanError: there is no way to rank 0.
+    """
+
+    def __init__(self) -> None:
+        self._line = _line()
+        self.rank = self._line.rank
+        self.leads = self.rank == 0
+        self._line.boards += 1
+        self._store = part_of(self._line.store, f"lightning_pipes/boards/{self._line.boards}")
+
+    def say(self, key: str, value: object) -> None:
+        """Lets the other ranks know."""
+        self._store.set(key, dumps(value, self._line.seal))
+
+    def hear(self, key: str, until: Callable[[], bool] = lambda: False) -> Any:
+        """What rank 0 says under `key`, or None where `until()` comes first; a sibling lets others compute meanwhile.
+
+        Raises:
+            RankZeroEndedError: it will not say anything.
+        """
+
+        def ready() -> bool:
+            return self.said(key) or until()
+
+        sibling = current_sibling()
+        if sibling is not None:
+            sibling.wait_until(ready)
+        while not ready():
+            time.sleep(_LOOK_SECONDS)
+        return loads(self._store.get(key), self._line.seal) if self.said(key) else None
+
+    def said(self, key: str) -> bool:
+        """Whether there is a word under `key`.
+
+        Raises:
+            RankZeroEndedError: nobody can tell.
+        """
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError as error:
+            raise RankZeroEndedError(f"rank 0, which holds the study or sweep, has ended ({error})") from error
+
+    def leave(self) -> None:
+        """Called by all when they have heard all: rank 0 stays for them where it hosts the store."""
+        if not self.leads:
+            self._store.set(f"left/{self.rank}", "")
+        elif self._line.hosted:
+            others = range(1, dist.get_world_size() if dist.is_initialized() else 1)
+            until = time.monotonic() + _LEAVE_SECONDS
+            while not all(self.said(f"left/{rank}") for rank in others) and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+
+
+class _Line:
+    """This process's connection to the store in which the boards of its run are."""
+
+    def __init__(self) -> None:
+        self.boards = 0
+        self.hosted = False
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank, size = dist.get_rank(), dist.get_world_size()
+            self.store = made_store() or adopted_store(default_store(), self.rank, size, 1)
+        elif launcher_hosts_store():
+            self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            self.store = run_store(self.rank, size, size, _TIMEOUT, check_launcher)
+        elif ADDRESS in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+            self.rank = int(os.environ["LOCAL_RANK"])
+            port = int(os.environ[ADDRESS])
+            wait_for_host(LOOPBACK, port, _TIMEOUT, check_launcher)  # which may be gone by now
+            store = TCPStore(LOOPBACK, port, is_master=False, timeout=_TIMEOUT)
+            self.store = sealed(store, self.rank, one_host=True)
+        else:
+            if _started_by_others():
+                raise PlanError(
+                    "another launcher than Lightning or torchrun starts the processes, and they can't find rank 0 "
+                    "before they train: start the script by torchrun, on SLURM by srun torchrun"
+                )
+            self.rank, self.hosted = 0, True
+            secret_for_children()
+            store = store_on_loopback(0, _TIMEOUT)
+            self.store = sealed(store, self.rank, one_host=True)
+            os.environ[ADDRESS] = str(store.port)
+        self.seal = KNOWN if seal_of(self.store) else None
+        """The store vouches for what is in it, or nobody does."""
+
+
+def _started_by_others() -> bool:
+    """Whether this process has brothers that Lightning has not started."""
+    if "SLURM_PROCID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        return int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 or int(os.environ.get("NODE_RANK", "0")) > 0
+
+
+@cache
+def _line() -> _Line:
+    return _Line()

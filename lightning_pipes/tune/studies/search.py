@@ -1,0 +1,281 @@
+"""What `hydra/sweeper=optuna` does: trials become jobs, streaming where the launcher can, else in batches."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext
+from hydra.utils import get_method, instantiate
+from omegaconf import DictConfig, OmegaConf
+from optuna import Study
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import BaseTrial, FrozenTrial, TrialState
+
+from lightning_pipes.ir import PlanError, check_count
+from lightning_pipes.tune.multirun import Multirun
+from lightning_pipes.tune.studies.private_optuna import in_loop, is_told_to_stop
+from lightning_pipes.tune.studies.space import distribution, suggest
+from lightning_pipes.tune.studies.study import ask, draw_others, fail_dead_trials, lead_or_follow
+from lightning_pipes.tune.studies.telling import in_root_log, tell
+from lightning_pipes.tune.studies.trial import ArrayTrial, storage_errors, twin
+
+_log = logging.getLogger(__name__)
+
+ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+class Search:
+    """A study over overrides.
+
+    Args:
+        settings: the fields of OptunaSettings.
+        launcher: job_array gets the next trial when a place is free, another one in batches of its n_jobs.
+
+    Raises:
+        PlanError: settings that don't go together.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], context: HydraContext, config: DictConfig, launcher: Launcher
+    ) -> None:
+        self._settings = settings
+        self._context = context
+        self._config = config
+        self._launcher = launcher
+        self._multirun: Multirun | None = getattr(launcher, "multirun", None)
+        self._directions = _directions(settings["direction"])
+        self._errors: dict[int, BaseException] = {} if self._multirun is None else self._multirun.errors
+        self._failures: list[BaseException] = []
+        self._ended = 0
+        if settings["n_trials"]:
+            check_count("hydra.sweeper.n_trials", settings["n_trials"])
+        if len(self._directions) > 1 and not settings["pruner"]["_target_"].endswith("NopPruner"):
+            raise PlanError("Optuna can't prune with several directions: set hydra/sweeper/pruner=none")
+        if self._multirun is None and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or "LOCAL_RANK" in os.environ):
+            raise PlanError(
+                "each of several processes would run a sweep of its own with this launcher: choose "
+                "hydra/launcher=job_array, which runs one on all"
+            )
+
+    def run(self, arguments: list[str]) -> dict[str, Any]:
+        """The study's name with the best parameters and value, or all Pareto-optimal ones; also in the sweep's
+        directory, as optimization_results.yaml.
+
+        Raises:
+            PlanError: nothing to search.
+            Exception: the first failure of a job, if there are too many.
+        """
+        self._read(arguments)
+        array = self._multirun
+        with in_root_log():
+            study = self._in_batches() if array is None else self._in_array(array)
+        if self._failures:
+            lines = [f"{type(error).__name__}: {error}" for error in self._failures]
+            _log.error("%d of %d trials failed:\n\t%s", len(lines), self._ended, "\n\t".join(lines))
+        if self._too_many_failures():
+            raise self._failures[0]
+        result = _result(study)
+        if array is None or array.board.leads:
+            OmegaConf.save(OmegaConf.create(result), self._folder() / "optimization_results.yaml")
+            _log.info("%s", result)
+        return result
+
+    # ---- the space
+
+    def _read(self, arguments: list[str]) -> None:
+        """Sorts what is given in the configuration and on the command line, which has the last word."""
+        params = [f"{key}={value}" for key, value in self._settings["params"].items()]
+        self._space: dict[str, Any] = {}
+        self._fixed: dict[str, str] = {}
+        self._key: dict[str, str] = {}
+        parser = OverridesParser.create(config_loader=self._context.config_loader)
+        for override in parser.parse_overrides([*params, *arguments]):
+            key = override.get_key_element()
+            name = key.lstrip("+~")
+            self._space.pop(name, None)
+            self._fixed.pop(name, None)
+            among = None if override.is_delete() else distribution(override)
+            if among is None:
+                self._fixed[name] = str(override.input_line)
+            else:
+                self._space[name], self._key[name] = among, key
+        self._more = self._settings["custom_search_space"] and get_method(self._settings["custom_search_space"])
+        if not self._space and not self._more:
+            raise PlanError(
+                "nothing to search: write a sweep on the command line or in hydra.sweeper.params, as in "
+                "optimizer.lr=tag(log,interval(1e-4,1e-1))"
+            )
+
+    def _overrides(self, trial: BaseTrial) -> list[str]:
+        values = {name: suggest(trial, name, among) for name, among in self._space.items()}
+        fixed = [*self._fixed.values()]
+        if self._more:
+            self._more([f"{self._key[n]}={v}" for n, v in values.items()] + fixed, trial)
+            values = trial.params
+        return [f"{self._key.get(name, name)}={value}" for name, value in values.items()] + fixed
+
+    # ---- the study
+
+    def _study(self) -> Study:
+        """Rank 0's."""
+        settings = self._settings
+        storage = open_storage(settings["storage"])
+        folder = self._folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self._config, folder / "multirun.yaml")
+        study = optuna.create_study(
+            study_name=settings["study_name"],
+            storage=storage,
+            pruner=_made(settings["pruner"]),
+            directions=self._directions,
+            load_if_exists=True,
+        )
+        study.sampler = _made(settings["sampler"])
+        return study
+
+    def _budget(self, study: Study) -> int:
+        ended = len(study.get_trials(deepcopy=False, states=ENDED))
+        left = max(0, int(self._settings["n_trials"]) - ended)
+        _log.info("study %s: %d trials have ended, %d to go", study.study_name, ended, left)
+        return left
+
+    def _folder(self) -> Path:
+        return Path(str(self._config.hydra.sweep.dir))
+
+    # ---- trials
+
+    def _in_array(self, array: Multirun) -> Study:
+        """With a launcher that takes the next trial when a place is free."""
+        array.ends += (optuna.TrialPruned,)
+        with array.siblings():
+            return lead_or_follow(
+                array.board,
+                self._study,
+                lambda trial: self._job(array, trial),
+                self._budget,
+                array.array_size,
+                self._settings["timeout"],
+                Exception,
+                [self._note],
+                tracebacks=False,  # they are in the jobs' logs
+            )
+
+    def _job(self, array: Multirun, trial: ArrayTrial) -> Any:
+        overrides = self._overrides(trial)
+        known = trial.twin() if self._settings["reuse"] else None
+        if known is not None:
+            return known.values
+        returned = array.job(trial.number, overrides)
+        if trial.number in self._errors:
+            raise self._errors[trial.number]
+        return returned.return_value
+
+    def _note(self, study: Study, trial: FrozenTrial) -> None:
+        self._ended += 1
+        if trial.state == TrialState.FAIL:
+            needed = "a number" if len(self._directions) == 1 else f"{len(self._directions)} numbers"
+            no_number = ValueError(f"trial {trial.number} did not return {needed}")
+            self._failures.append(self._errors.get(trial.number, no_number))
+            if self._too_many_failures():
+                study.stop()
+
+    def _too_many_failures(self) -> bool:
+        return len(self._failures) > float(self._settings["max_failure_rate"]) * self._ended
+
+    def _in_batches(self) -> Study:
+        """With a launcher that returns when all jobs of a batch have ended."""
+        with storage_errors():
+            study = self._study()
+            fail_dead_trials(study)
+            draw_others(study)
+        source = self._trials(study, self._budget(study))
+        size = int(getattr(self._launcher, "n_jobs", None) or 1)
+        with in_loop(study):
+            while batch := [*itertools.islice(source, max(1, size))]:
+                self._launch(study, batch)
+        return study
+
+    def _trials(self, study: Study, left: int) -> Iterator[tuple[optuna.Trial, list[str]]]:
+        until = None if self._settings["timeout"] is None else time.monotonic() + self._settings["timeout"]
+        for _ in range(left):
+            if is_told_to_stop(study) or (until is not None and time.monotonic() >= until):
+                return
+            with storage_errors():
+                trial = ask(study)
+                overrides = self._overrides(trial)
+                known = twin(trial) if self._settings["reuse"] else None
+            if known is None:
+                yield trial, overrides
+            else:
+                self._note(study, tell(study, trial, known.values, None))
+
+    def _launch(self, study: Study, batch: list[tuple[optuna.Trial, list[str]]]) -> None:
+        left = [trial for trial, _ in batch]
+        try:
+            jobs = [overrides for _, overrides in batch]
+            for returned in self._launcher.launch(jobs, left[0].number):
+                value, error = _outcome(returned)
+                if error is not None:
+                    self._errors[left[0].number] = error
+                with storage_errors():
+                    frozen = tell(study, left[0], value, error)
+                left.pop(0)
+                self._note(study, frozen)
+        finally:
+            for trial in left:
+                study.tell(trial, state=TrialState.FAIL)
+
+
+def _outcome(returned: JobReturn) -> tuple[Any, BaseException | None]:
+    """What a job returned, or raised."""
+    try:
+        return returned.return_value, None
+    except Exception as error:
+        return None, error
+
+
+def _result(study: Study) -> dict[str, Any]:
+    result: dict[str, Any] = {"name": "optuna", "study_name": study.study_name}
+    done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if len(study.directions) > 1:
+        return {**result, "solutions": [{"params": t.params, "values": t.values} for t in study.best_trials]}
+    return {**result, "best_params": study.best_params, "best_value": study.best_value} if done else result
+
+
+def _directions(given: Any) -> list[Any]:
+    directions = [given] if isinstance(given, str) else [str(one) for one in given]
+    if not directions or set(directions) - {"minimize", "maximize"}:
+        raise PlanError(f"hydra.sweeper.direction={given}: there is minimize, maximize, or a list of these")
+    return directions
+
+
+def open_storage(given: str | None) -> str | BaseStorage | None:
+    """What Optuna takes as storage: an URL as it is, a journal file opened.
+
+    Raises:
+        PlanError: neither.
+    """
+    if given is None or "://" in given:
+        return given
+    if not given.endswith((".log", ".journal")):
+        raise PlanError(
+            f"hydra.sweeper.storage={given}: give an URL, such as sqlite:///study.db, or a journal file that ends in "
+            ".log"
+        )
+    Path(given).absolute().parent.mkdir(parents=True, exist_ok=True)
+    return JournalStorage(JournalFileBackend(given))
+
+
+def _made(settings: Any) -> Any:
+    return instantiate(dict(settings))

@@ -1,0 +1,50 @@
+"""How a trial has ended: told the study, and the user as Optuna's `study.optimize` says it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import optuna
+from optuna import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from lightning_pipes.tune.studies.private_optuna import log_completed, stored, tell_with_warning
+
+log = optuna.logging.get_logger("optuna.lightning_pipes")
+"""Below Optuna's own logger, so that `optuna.logging.set_verbosity` is about it, too."""
+
+
+def tell(study: Study, trial: Trial, value: Any, error: BaseException | None, traceback: bool = True) -> FrozenTrial:
+    """Ends a trial by what its objective returned or raised; what is no number makes it fail."""
+    pruned = isinstance(error, optuna.TrialPruned)
+    state = None if error is None else TrialState.PRUNED if pruned else TrialState.FAIL
+    returned = value if error is None else None
+    state, values, why = tell_with_warning(study, trial, returned, state, skip_if_finished=True, suppress_warning=True)
+    frozen = stored(study, trial)
+    if state == TrialState.COMPLETE:
+        assert values is not None
+        log_completed(study, values, frozen)
+    elif state == TrialState.PRUNED:
+        log.info("Trial %d pruned. %s", trial.number, error or "")
+    else:
+        log.warning(
+            "Trial %d failed with parameters: %s because of the following error: %s.",
+            *(trial.number, frozen.params, why if error is None else repr(error)),
+            exc_info=error if traceback else None,
+        )
+    return frozen
+
+
+@contextmanager
+def in_root_log() -> Iterator[None]:
+    """In the block, Optuna's messages go where all others go, once and in their form."""
+    logger = logging.getLogger("optuna")
+    before = logger.propagate, logger.handlers[:]
+    logger.propagate, logger.handlers[:] = True, []
+    try:
+        yield
+    finally:
+        logger.propagate, logger.handlers[:] = before

@@ -1,0 +1,184 @@
+"""A trial that several ranks run: rank 0 asks the study, all get its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any, Never
+
+from optuna.distributions import BaseDistribution, CategoricalChoiceType
+from optuna.exceptions import StorageInternalError
+from optuna.study import StudyDirection
+from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
+
+from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
+from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.tune.studies.board import Board
+
+_trial: ContextVar[ArrayTrial | None] = ContextVar("lightning_pipes_trial", default=None)
+
+
+class StorageLostError(PipelineError):
+    """The study's storage does not answer; what had been stored before is in it."""
+
+
+class ArrayTrial(BaseTrial):
+    """What an objective gets: an Optuna trial, on every rank with the values of rank 0's.
+
+    All ranks must make the same calls, as the same code does.
+
+    Args:
+        ended: the key under which rank 0 says that the trial has ended.
+        trial: rank 0's.
+    """
+
+    def __init__(
+        self, number: int, directions: Sequence[StudyDirection], board: Board, ended: str, trial: Trial | None
+    ) -> None:
+        self.directions = list(directions)
+        self._number = number
+        self._board = board
+        self._ended = ended
+        self._trial = trial
+        self._calls = 0
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    @property
+    def study(self) -> Never:
+        """Nothing that ranks could share.
+
+        Raises:
+            AttributeError: always, with what to do instead.
+        """
+        raise AttributeError(
+            "a trial of an array has no study, for only rank 0 has one and all must do the same: stop it, or read what "
+            "it knows, in optimize_array(callbacks=[lambda study, trial: ...]); trial.twin() finds equal parameters"
+        )
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
+        return float(self._ask(f"suggest_float {name}", lambda t: t.suggest_float(name, low, high, step=step, log=log)))
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        return int(self._ask(f"suggest_int {name}", lambda t: t.suggest_int(name, low, high, step=step, log=log)))
+
+    def suggest_categorical(self, name: str, choices: Sequence[CategoricalChoiceType]) -> Any:
+        return self._ask(f"suggest_categorical {name}", lambda t: t.suggest_categorical(name, choices))
+
+    def suggest_uniform(self, name: str, low: float, high: float) -> float:
+        return self.suggest_float(name, low, high)
+
+    def suggest_loguniform(self, name: str, low: float, high: float) -> float:
+        return self.suggest_float(name, low, high, log=True)
+
+    def suggest_discrete_uniform(self, name: str, low: float, high: float, q: float) -> float:
+        return self.suggest_float(name, low, high, step=q)
+
+    def report(self, value: float, step: int) -> None:
+        self._ask(f"report {step}", lambda t: t.report(value, step))
+
+    def should_prune(self) -> bool:
+        return bool(self._ask("should_prune", lambda t: t.should_prune()))
+
+    def set_user_attr(self, key: str, value: Any) -> None:
+        self._ask(f"set_user_attr {key}", lambda t: t.set_user_attr(key, value))
+
+    def set_constraint(self, key: str, value: float) -> None:
+        self._ask(f"set_constraint {key}", lambda t: t.set_constraint(key, value))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return dict(self._ask("params", lambda t: t.params))
+
+    @property
+    def distributions(self) -> dict[str, BaseDistribution]:
+        return dict(self._ask("distributions", lambda t: t.distributions))
+
+    @property
+    def user_attrs(self) -> dict[str, Any]:
+        return dict(self._ask("user_attrs", lambda t: t.user_attrs))
+
+    @property
+    def datetime_start(self) -> datetime | None:
+        start: datetime | None = self._ask("datetime_start", lambda t: t.datetime_start)
+        return start
+
+    @property
+    def constraints(self) -> dict[str, float]:
+        return dict(self._ask("constraints", lambda t: t.constraints))
+
+    def twin(self) -> FrozenTrial | None:
+        """A finished trial with the same parameters, or None; an objective may return its values."""
+        found: FrozenTrial | None = self._ask("twin", twin)
+        return found
+
+    def _ask(self, what: str, ask: Callable[[Trial], Any]) -> Any:
+        """The study's answer, or its exception; `what` is the same on all ranks."""
+        self._calls += 1
+        key = f"trials/{self._number}/{self._calls}"
+        if self._trial is None:
+            heard = self._board.hear(key, until=lambda: self._board.said(self._ended))
+            if heard is None:
+                raise SiblingFailure(f"trial {self._number} has ended on rank 0, and goes on here with {what!r}")
+        else:
+            heard = (what, *_answer(self._trial, ask))
+            self._board.say(key, heard)
+        asked, answer, error = heard
+        if asked != what:
+            raise PlanError(
+                f"trial {self._number}: rank 0 calls {asked!r}, rank {self._board.rank} {what!r}; the objective must "
+                "do the same on all ranks, so it can't depend on the rank, the time, or unseeded random numbers"
+            )
+        if error is not None:
+            raise error
+        return answer
+
+
+def twin(trial: Trial) -> FrozenTrial | None:
+    """The first finished trial of the study that has the same parameters."""
+    done = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    return next((one for one in done if one.params == trial.params), None)
+
+
+def _answer(trial: Trial, ask: Callable[[Trial], Any]) -> tuple[Any, Exception | None]:
+    try:
+        with storage_errors():
+            return ask(trial), None
+    except Exception as error:
+        return None, error
+
+
+@contextmanager
+def storage_errors() -> Iterator[None]:
+    """Exceptions of a study's storage in the block become StorageLostError."""
+    try:
+        yield
+    except (StorageInternalError, OSError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Optuna says that something has failed, the last one what
+            cause = cause.__cause__
+        raise StorageLostError(
+            f"the study's storage can't be used any more ({type(cause).__name__}: {cause}); trials that had ended are "
+            "in it: make it reachable and run again, and the others are tried again"
+        ) from error
+
+
+def current_trial() -> ArrayTrial | None:
+    """The trial of the sibling that asks; None outside of studies that run as arrays."""
+    return _trial.get()
+
+
+@contextmanager
+def as_current(trial: ArrayTrial) -> Iterator[None]:
+    """In the block, `current_trial()` is `trial`."""
+    token = _trial.set(trial)
+    try:
+        yield
+    finally:
+        _trial.reset(token)

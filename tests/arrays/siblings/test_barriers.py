@@ -1,0 +1,77 @@
+"""What a hook does on one rank is done before the others come to what follows, also in an array."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.arrays.array import JobArray
+from lightning_pipes.testing.ranks import run_ranks
+from tests.arrays.test_array import LAST, Net, quiet
+
+HOOKS = {
+    "prepare_data": "setup",
+    "setup": "configure_model",
+    "on_fit_start": "val_dataloader",
+    "train_dataloader": "on_train_start",
+    "val_dataloader": "on_validation_start",
+}
+"""What comes next behind a barrier, by the hook before it. After prepare_data Lightning has one of its own, too."""
+PATIENCE = 0.5
+"""Seconds in which a rank that nobody keeps goes from one to the other."""
+
+
+def fit(rank: int, writes: str, folder: Path) -> bool:
+    """Whether a rank finds in one hook what another has written in the hook before."""
+    written, read = folder / writes, folder / f"{writes} has been read"
+    found: list[bool] = []
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(7))
+    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
+
+    def write(*args: Any, **more: Any) -> Any:
+        until = time.monotonic() + PATIENCE
+        while rank == LAST and not read.exists() and time.monotonic() < until:
+            time.sleep(0.005)
+        if rank == LAST:
+            written.touch()
+        return data
+
+    def look(*args: Any, **more: Any) -> Any:
+        found.append(written.exists())
+        if rank != LAST:
+            read.touch()
+        return data
+
+    own = {writes: write, HOOKS[writes]: look}
+    module = type("Hooked", (Net,), own)(0.01)
+    loaders = {"train_dataloader": data, "val_dataloader": data}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineStrategy("jap"),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, **{f"{name}s": loader for name, loader in loaders.items() if name not in own})
+    return found[0]
+
+
+def in_an_array(rank: int, folder: str) -> dict[str, Any]:
+    quiet()
+    outcomes = JobArray[bool](3).run([partial(fit, rank, writes, Path(folder)) for writes in HOOKS])
+    return {[*HOOKS][o.index]: o.error or o.value for o in outcomes}
+
+
+def test_what_a_hook_writes_on_one_rank_is_there_for_the_others(tmp_path: Path) -> None:
+    """The writer waits till somebody has looked, in vain where others are kept."""
+    _, reader = run_ranks(in_an_array, 2, str(tmp_path), timeout=60)
+    assert reader == dict.fromkeys(HOOKS, True)

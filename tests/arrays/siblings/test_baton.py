@@ -1,0 +1,72 @@
+"""Functions in threads that take turns."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lightning_pipes.arrays.siblings.baton import Runner, own_random_state, set_own_random_state
+
+
+class Gpus(threading.local):
+    """What torch.cuda is told; each thread begins with the first GPU."""
+
+    chosen = 0
+
+
+def test_random_state_belongs_to_the_holder() -> None:
+    torch.manual_seed(7)
+    expected = [float(torch.rand(())) for _ in range(2)]
+    torch.manual_seed(7)
+    state, drawn = own_random_state(), []
+
+    def fn() -> None:
+        drawn.append(float(torch.rand(())))
+        mine = own_random_state()
+        runner.pause()
+        set_own_random_state(mine)
+        drawn.append(float(torch.rand(())))
+
+    runner = Runner(fn, "draws", state)
+    runner.go()
+    torch.rand(100)
+    runner.go()
+    assert runner.ended
+    assert drawn == expected
+
+
+def test_nobody_touches_the_gpu_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a function has chosen a GPU, its caller and those that begin later are on that one."""
+    gpus, touched = Gpus(), set[int]()
+    before = own_random_state()
+    generator = torch.Generator()
+
+    def read(device: torch.device) -> torch.Tensor:
+        touched.add(device.index)
+        return generator.get_state()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus.chosen)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(gpus, "chosen", device.index))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", read)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: touched.add(device.index))
+
+    def first() -> None:
+        torch.cuda.set_device(torch.device("cuda", 3))
+        runners[0].pause()
+
+    def second() -> None:
+        own_random_state()
+
+    runners = [Runner(first, "first", before)]
+    runners[0].go()
+    touched.clear()
+    set_own_random_state(own_random_state())
+    runners.append(Runner(second, "second", own_random_state()))
+    runners[1].go()
+    runners[0].go()
+    assert touched == {3}
+    assert gpus.chosen == 3

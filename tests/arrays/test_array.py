@@ -1,0 +1,445 @@
+"""Siblings that share one pipeline are what they are alone, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.arrays.array import JobArray
+from lightning_pipes.arrays.arrivals import Arrivals
+from lightning_pipes.arrays.memory_swap import MemorySwap
+from lightning_pipes.arrays.sibling_memory import SiblingMemory
+from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Sibling, current_sibling
+from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
+from lightning_pipes.ir import Kind, PipelineError, PlanError
+from lightning_pipes.strategies.jap import round_order
+from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+
+LAST = 0
+"""The global rank of the last stage."""
+
+
+class Net(pl.LightningModule):
+    def __init__(self, lr: float, width: int = 6) -> None:
+        super().__init__()
+        self.lr = lr
+        self.harmful = False
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.Dropout(0.3), nn.Tanh()) for _ in range(6)]
+        self.layers = nn.Sequential(*blocks, nn.Linear(width, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        noise = torch.rand(()) + np.random.rand()
+        out = self.layers(x)
+        if self.harmful:  # on the last stage only: the others do not come this far
+            raise ValueError(f"loss of shape {tuple(out.shape)}")
+        loss = nn.functional.mse_loss(out, y) * noise
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self.layers(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sibling's settings."""
+
+    number: int
+    folder: str = ""
+    epochs: int = 2
+    batch: int = 8
+    harm: str = ""
+    width: int = 6
+    clip: float | None = None
+    patience: int | None = None
+    schedule: str = "jap"
+    recompute: bool = False
+    microbatches: int = 2
+    partition: tuple[int, ...] = ()
+
+    def __call__(self) -> Any:
+        warnings.filterwarnings("ignore")
+        pl.seed_everything(self.number, verbose=False)
+        g = torch.Generator().manual_seed(7)
+        x = torch.randn(40, self.width, generator=g)
+        held_out = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 16)
+        batch, shuffle = self.batch, self.harm not in UNEQUAL
+        if not shuffle and int(os.environ.get("RANK", "0")) == LAST:
+            x = x[:24] if self.harm == "fewer batches" else x + (self.harm == "other samples")
+            batch += 3 * (self.harm == "other rows")
+        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch, shuffle=shuffle)
+        module = Net(0.01 * (1 + self.number), self.width)
+        seen = Seen(self.harm)
+        callbacks: list[Callback] = [seen]
+        if self.folder:
+            folder = f"{self.folder}/{self.number}"
+            callbacks.append(ModelCheckpoint(folder, "best", "val_loss", enable_version_counter=False))
+        if self.patience is not None:
+            callbacks.append(EarlyStopping("val_loss", patience=self.patience, min_delta=1e9))
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=int(os.environ.get("WORLD_SIZE", "1")),
+            strategy=PipelineStrategy(
+                self.schedule,
+                microbatches=self.microbatches,
+                seed=self.number,
+                recompute=self.recompute,
+                partition=list(self.partition) or "auto",
+            ),
+            max_epochs=self.epochs,
+            callbacks=callbacks,
+            gradient_clip_val=self.clip,
+            logger=False,
+            enable_checkpointing=bool(self.folder),
+            enable_model_summary=False,
+        )
+        trainer.fit(module, loader, held_out)
+        if self.harm == "after fit" and trainer.global_rank == LAST:
+            raise ValueError("after fit")
+        weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+        return seen.losses, float(trainer.callback_metrics["val_loss"]), trainer.global_step, weights
+
+
+class Seen(Callback):
+    """Keeps losses; does harm in the third batch."""
+
+    def __init__(self, harm: str) -> None:
+        self.losses: list[float] = []
+        self.harm = harm
+        self.exceptions: list[BaseException] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if len(self.losses) == 2:
+            if self.harm == "everywhere" or (self.harm == "one rank" and trainer.global_rank == LAST):
+                raise ValueError(self.harm)
+            if self.harm == "loss":
+                module.harmful = True
+            if self.harm == "rank dies" and trainer.global_rank == LAST:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.harm == "Ctrl-C" and trainer.global_rank == LAST:
+                signal.raise_signal(signal.SIGINT)
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.harm == "before its step" and trainer.global_rank == LAST:
+            raise ValueError(self.harm)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if len(self.losses) == 3 and self.harm == "hook on one rank" and trainer.global_rank == LAST:
+            raise ValueError(self.harm)
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        EXCEPTIONS.append(type(exception).__name__)
+
+
+EXCEPTIONS: list[str] = []
+"""What siblings of this process were told at their ends."""
+
+
+def quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def array_and_alone(rank: int, jobs: list[Job], size: int) -> tuple[list[Any], list[Any]]:
+    """What becomes of jobs in one array, in the order of their ends, and of each in an array of its own."""
+    quiet()
+    together = [(o.index, o.value, _text(o.error)) for o in JobArray(size).run(jobs)]
+    alone = [outcome.value for job in jobs if not job.harm for outcome in JobArray(size).run([job])]
+    return together, alone
+
+
+def _text(error: BaseException | None) -> str:
+    cause = error and error.__cause__
+    told = f" <- {type(cause).__name__}: {cause}" if isinstance(cause, SiblingFailure) else ""
+    return "" if error is None else f"{type(error).__name__}: {error}{told}"
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    assert a[:3] == b[:3]
+    assert all(torch.equal(a[3][name], b[3][name]) for name in b[3])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_siblings_are_what_they_are_alone(ranks: int, tmp_path: Path) -> None:
+    """Dropout, shuffling, other batch sizes, epochs, clipping; two stop early, one fails in its loss, one is late."""
+    jobs = [
+        Job(0, str(tmp_path)),
+        Job(1, batch=16),
+        Job(2, patience=0, epochs=4),
+        Job(3, harm="loss"),
+        Job(4, batch=5, clip=0.1),
+        Job(5, patience=0, epochs=4),
+        Job(6, epochs=3),
+        Job(7, str(tmp_path), batch=40),
+    ]
+    for together, alone in run_ranks(array_and_alone, ranks, jobs, 7, timeout=90):
+        assert sorted(index for index, _, _ in together) == list(range(8))
+        values = {index: value for index, value, error in together if not error}
+        errors = {index: error for index, _, error in together if error}
+        assert list(errors) == [3]
+        assert "loss of shape" in errors[3]
+        for index, expected in zip(sorted(values), alone, strict=True):
+            assert_equal(values[index], expected)
+        assert values[2][2] < 4 * 5, "it was to stop early"
+    assert (tmp_path / "0" / "best.ckpt").exists()
+    assert (tmp_path / "7" / "best.ckpt").exists()
+
+
+def begun_before_computing(rank: int, siblings: int, size: int) -> list[int]:
+    """How many siblings had begun at each computation."""
+    quiet()
+    found: list[int] = []
+    begun = 0
+
+    def begins(job: Job) -> Any:
+        nonlocal begun
+        begun += 1
+        return job()
+
+    def compute(sibling: Sibling[Any]) -> None:
+        found.append(begun)
+        as_it_is(sibling)
+
+    as_it_is = Sibling.compute
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sibling, "compute", compute)
+        for outcome in JobArray(size).run(
+            partial(begins, Job(n, epochs=3 if 0 < n < size else 1)) for n in range(siblings)
+        ):
+            assert outcome.error is None
+    return found
+
+
+def test_nobody_computes_while_the_first_siblings_begin() -> None:
+    """Later ones begin while others compute."""
+    for found in run_ranks(begun_before_computing, 2, 6, 4, timeout=60):
+        assert found[0] == 4
+        assert found[-1] == 6
+        assert found.count(5) > 0
+
+
+def test_what_came_first_is_computed_first() -> None:
+    """Whatever the order of turns; what was found before stays before."""
+    arrivals = Arrivals[Any]()
+    since: list[int | None] = [30, None, 10, 20]
+
+    def sibling(index: int) -> Any:
+        engine = SimpleNamespace(upcoming_since=lambda: since[index])
+        return SimpleNamespace(index=index, engine=engine, doomed=False)
+
+    siblings = [sibling(index) for index in range(4)]
+    first = arrivals.choose(siblings, SiblingMemory())
+    since[first.index], since[1] = None, 5
+    later = [arrivals.choose(siblings, SiblingMemory()) for _ in range(3)]
+    assert [first.index, *(s.index for s in later)] == [2, 3, 0, 1]
+
+
+def test_enough_is_under_way_for_all_stages() -> None:
+    """Micro-batches of all siblings are twice as many as stages, at least; rounds, and what memory decides on, keep
+    batches whole."""
+    assert {size: JobArray[Any](size).microbatches(4) for size in (1, 3, 4, 7, 8, 20)} == {
+        1: 8,
+        3: 3,
+        4: 2,
+        7: 2,
+        8: 1,
+        20: 1,
+    }
+    assert JobArray[Any](3, rounds=round_order).microbatches(4) == 1
+    assert JobArray[Any]("auto", memory=MemorySwap(device_bytes=1000)).microbatches(4) == 1
+
+
+def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[dict[int, Any], dict[int, str], list[Any], Any]:
+    """What becomes of jobs in an array in rounds, their errors, what they are alone, and the array's timeline."""
+    quiet()
+    array = JobArray[Any](size, rounds=round_order)
+    outcomes = {o.index: o for o in array.run(jobs)}
+    alone = [outcome.value for job in jobs if not job.harm for outcome in JobArray(size).run([job])]
+    errors = {n: _text(o.error) for n, o in outcomes.items() if o.error}
+    return {n: o.value for n, o in outcomes.items() if not o.error}, errors, alone, array.timeline
+
+
+def test_rounds() -> None:
+    """Siblings are what they are alone; in each round a rank runs a batch of every sibling in the order that was found.
+    The last rows are those of a batch that is shorter."""
+    jobs = [Job(n, batch=batch, epochs=2, microbatches=1) for n, batch in enumerate((8, 20, 40))]
+    for values, errors, alone, timeline in run_ranks(in_rounds, 2, jobs, 3, timeout=90):
+        assert not errors
+        for n, expected in enumerate(alone):
+            assert_equal(values[n], expected)
+        rows = [[(i.kind, i.job, i.batch) for i in row if i.kind is not Kind.STEP] for row in timeline.program().head]
+        order = round_order((8, 20, 40), 2)
+        for stage, row in enumerate(rows):
+            wanted = [(i.kind, i.job, 0) for i in order.head[stage] if i.kind is not Kind.STEP]
+            assert row[:6] == wanted
+            assert sorted((batch, job) for kind, job, batch in row if kind is Kind.F) == sorted(
+                (batch, n) for n, batches in enumerate((10, 4, 2)) for batch in range(batches)
+            )
+        ends = {}
+        for e in timeline.computations:
+            i = e.instruction
+            ends[i.job, i.batch] = max(e.end, ends.get((i.job, i.batch), 0))
+        second = min(
+            e.start for e in timeline.computations if e.instruction.batch == 1 and e.instruction.kind is Kind.F
+        )
+        assert second > max(end for (_, batch), end in ends.items() if batch == 0)
+
+
+def test_rounds_go_on_without_those_that_fail_or_end() -> None:
+    """More siblings than places, early stops, and harm of every kind."""
+    jobs = [Job(n, batch=(8, 20, 5)[n % 3], harm=harm, microbatches=1) for n, harm in enumerate(["", *HARMS, ""])]
+    for values, errors, alone, _ in run_ranks(
+        in_rounds, 2, [*jobs, Job(7, patience=0, epochs=4, microbatches=1)], 3, timeout=90
+    ):
+        assert set(errors) >= {1, 2, 3, 5}
+        for n, expected in zip((0, 6, 7), alone, strict=True):
+            assert_equal(values[n], expected)
+
+
+def test_what_rounds_refuse() -> None:
+    with pytest.raises(PlanError, match="leave out memory"):
+        JobArray(2, rounds=round_order, memory=MemorySwap(device_bytes=1 << 30))
+    for text in run_ranks(cut_in_rounds, 2, timeout=60):
+        assert "a sibling cuts its own into 2; set microbatches=1" in text
+
+
+def cut_in_rounds(rank: int) -> str:
+    quiet()
+    with pytest.raises(PlanError) as caught:
+        list(JobArray(2, rounds=round_order).run([Job(0), Job(1)]))
+    return str(caught.value)
+
+
+HARMS = ["everywhere", "one rank", "hook on one rank", "after fit", "loss"]
+
+
+def harmed(rank: int, size: int) -> list[Any]:
+    """Siblings of which every other one comes to harm."""
+    quiet()
+    jobs = [job for n, harm in enumerate(HARMS) for job in (Job(2 * n, harm=harm), Job(2 * n + 1))]
+    return [(o.index, o.value, _text(o.error)) for o in JobArray(size).run(jobs)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_failure_ends_one_sibling_only(size: int) -> None:
+    results = run_ranks(harmed, 2, size, timeout=90)
+    for rank, result in enumerate(results):
+        errors = {index: error for index, _, error in result}
+        for n, harm in enumerate(HARMS):
+            assert not errors[2 * n + 1], errors
+            if harm != "after fit" or rank == LAST:
+                assert errors[2 * n], harm
+        elsewhere = " <- SiblingFailure: sibling 2 failed on rank 0: ValueError: one rank"
+        assert errors[2] == "ValueError: one rank" + (elsewhere if rank != LAST else "")
+    values = [{index: value for index, value, error in r if not error} for r in results]
+    for index in values[1].keys() & values[0].keys():
+        assert values[0][index][0] == values[1][index][0]
+
+
+UNEQUAL = {
+    "other samples": "training, batch 0: the ranks of one pipeline loaded different batches",
+    "other rows": "training, batch 0: the ranks of one pipeline loaded different batches",
+    "fewer batches": "the training data of some ranks end with batch 2",
+}
+
+
+def unequal(rank: int, size: int) -> list[Any]:
+    quiet()
+    jobs = [job for n, harm in enumerate(UNEQUAL) for job in (Job(2 * n, harm=harm), Job(2 * n + 1))]
+    return [(o.index, o.value, _text(o.error)) for o in JobArray(size).run(jobs)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_ranks_that_load_other_data_end_one_sibling_only(size: int) -> None:
+    for result in run_ranks(unequal, 3, size, timeout=90):
+        errors = {index: error for index, _, error in result}
+        for n, message in enumerate(UNEQUAL.values()):
+            assert message in errors[2 * n]
+            assert not errors[2 * n + 1], errors
+
+
+def misfits(rank: int) -> list[str]:
+    quiet()
+    found = [
+        _text(o.error) for o in JobArray(2).run([Job(0), Job(1, width=5), lambda: 7, lambda: [*JobArray(1).run([])]])
+    ]
+    with pytest.raises(PlanError, match="size must be"):
+        JobArray(0)
+    assert current_sibling() is None
+    return found
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for found in run_ranks(misfits, 2, timeout=60):
+        assert sorted(found)[:2] == ["", ""]
+        assert any("layers.0.0.weight of shape (5, 5)" in text and "sibling 0 has (6, 6)" in text for text in found)
+        assert any("can't run an array itself" in text for text in found)
+
+
+def ended(rank: int, harm: str) -> tuple[str, list[str]]:
+    quiet()
+    EXCEPTIONS.clear()
+    try:
+        list(JobArray(3).run([Job(0), Job(1, harm=harm), Job(2)]))
+    except BaseException as error:
+        return _text(error), EXCEPTIONS
+    return "", EXCEPTIONS
+
+
+def test_ctrl_c_tells_every_sibling() -> None:
+    by_rank = run_ranks(ended, 2, "Ctrl-C", timeout=60)
+    assert by_rank[LAST] == ("KeyboardInterrupt: ", [ArrayCancelledError.__name__] * 3)
+    error, told = by_rank[1]
+    assert "PeerFailure" in error
+    assert "KeyboardInterrupt" in error
+    assert told[1:] == [ArrayCancelledError.__name__] * 2
+    assert told[0] in (ArrayCancelledError.__name__, "PeerFailure")  # whose turn it is may notice by itself
+
+
+def test_a_dead_rank_ends_the_array() -> None:
+    dead, other = watch_ranks(ended, 2, "rank dies", timeout=60)
+    assert dead.exitcode == -signal.SIGKILL
+    assert other.seconds < patience(30)
+    assert "PeerFailure" in other.value[0]
+    assert other.value[1][1:] == [ArrayCancelledError.__name__] * 2  # the first one had its turn, and noticed itself
+
+
+def closed_early(rank: int) -> int:
+    quiet()
+    array: JobArray[Any] = JobArray(2)
+    with closing(array.run([Job(0, epochs=1), Job(1, epochs=9), Job(2)])) as outcomes:
+        return next(outcomes).index
+
+
+def test_a_caller_that_has_enough() -> None:
+    assert run_ranks(closed_early, 2, timeout=60) == [0, 0]
+
+
+def test_errors_are_of_one_family() -> None:
+    assert issubclass(SiblingFailure, PipelineError)
+    assert issubclass(ArrayCancelledError, PipelineError)

@@ -1,0 +1,74 @@
+"""What is shown of an array while it runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_pipes.arrays.array_display import ArrayDisplay
+
+
+def trainer(batch: int, **more: Any) -> Any:
+    return SimpleNamespace(
+        num_training_batches=more.get("num_training_batches", 10),
+        max_epochs=more.get("max_epochs", 2),
+        max_steps=more.get("max_steps", -1),
+        accumulate_grad_batches=more.get("accumulate_grad_batches", 1),
+        fit_loop=SimpleNamespace(total_batch_idx=batch),
+        current_epoch=batch // 10,
+        progress_bar_metrics={"loss": 0.5},
+    )
+
+
+def test_a_line_for_each_sibling(capsys: pytest.CaptureFixture[str]) -> None:
+    display = ArrayDisplay(shown=True)
+    for sibling in (0, 1):
+        display.after_turn(sibling, trainer(13))
+    display.ended(0, counts=True)
+    display.after_turn(2, trainer(0))  # takes the free line
+    display.close()
+    text = capsys.readouterr().err
+    for part in ("sibling 0, epoch 1", "sibling 1, epoch 1", "sibling 2, epoch 0", "14/20", "loss=0.5", "1 ended"):
+        assert part in text
+
+
+def test_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    display = ArrayDisplay(shown=False)
+    display.after_turn(0, trainer(1))
+    display.ended(0, counts=True)
+    display.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_endless_data_have_no_total(capsys: pytest.CaptureFixture[str]) -> None:
+    display = ArrayDisplay(shown=True)
+    endless = trainer(3, num_training_batches=float("inf"))
+    display.after_turn(0, endless)
+    display.after_turn(1, None)
+    display.close()
+    assert "4batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "total"), [({"max_epochs": -1, "max_steps": 3, "accumulate_grad_batches": 4}, 12), ({"max_steps": 15}, 15)]
+)
+def test_the_total_is_that_of_the_run(more: dict[str, int], total: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where a sanity check comes first, during which Lightning does not know it."""
+    display = ArrayDisplay(shown=True)
+    display.after_turn(0, trainer(-1, num_training_batches=float("inf")))
+    display._drawn.clear()
+    display.after_turn(0, trainer(5, **more))
+    display.close()
+    assert f"6/{total}" in capsys.readouterr().err
+
+
+def test_who_had_nothing_to_do_has_not_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    display = ArrayDisplay(shown=True)
+    display.ended(0, counts=True)
+    display.ended(1, counts=False)
+    display.close()
+    text = capsys.readouterr().err
+    assert "1 ended" in text
+    assert "2 ended" not in text

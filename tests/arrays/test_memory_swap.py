@@ -1,0 +1,179 @@
+"""Siblings whose weights and optimizers take turns on the device are what they are where all of them stay there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from lightning_pipes import JobArray, MemorySwap
+from lightning_pipes.ir import PlanError
+from lightning_pipes.testing.ranks import run_ranks
+from tests.arrays.test_array import Job, _text, assert_equal, quiet
+
+BIG = 1 << 30
+
+
+def poisoned(*args: Any, **kwargs: Any) -> MemorySwap:
+    swap = MemorySwap(*args, **kwargs)
+    swap._poison = True
+    return swap
+
+
+def with_and_without(rank: int, jobs: list[Job], size: int, *swap: Any) -> tuple[list[Any], list[Any], Any, Any]:
+    """What becomes of jobs with and without swapping, the statistics, and whether it was hidden."""
+    quiet()
+    memory = poisoned(*swap)
+    found = [[(o.index, o.value, _text(o.error)) for o in JobArray(size, memory=m).run(jobs)] for m in (memory, None)]
+    return found[0], found[1], memory.statistics, memory.switching
+
+
+@pytest.mark.parametrize(("ranks", "bandwidth"), [(1, None), (2, None), (2, 1e7)])
+def test_bit_for_bit(ranks: int, bandwidth: float | None) -> None:
+    """Six siblings on two slots; one joins late, one leaves early, one fails, one clips, batches differ."""
+    jobs = [
+        Job(0),
+        Job(1, batch=16),
+        Job(2, patience=0, epochs=4),
+        Job(3, harm="loss"),
+        Job(4, batch=5, clip=0.1),
+        Job(5, epochs=3),
+        Job(6, batch=40),
+    ]
+    for swapped, plain, found, _ in run_ranks(with_and_without, ranks, jobs, 6, BIG, None, 2, bandwidth, timeout=90):
+        values = {index: value for index, value, _ in swapped}
+        assert {index: error for index, _, error in swapped} == {index: error for index, _, error in plain}
+        for index, value, error in plain:
+            assert error or value is not None
+            if not error:
+                assert_equal(values[index], value)
+        assert found.bytes_in > 20 * 1000, "states have taken turns"
+        assert found.bytes_out > 0
+
+
+def recomputing(rank: int, *swap: Any) -> Any:
+    """Siblings whose states may leave between forward and backward, and what they are without."""
+    quiet()
+    jobs = [Job(n, recompute=True, epochs=1) for n in range(4)]
+    memory = poisoned(BIG, None, 2)
+    found = [[o.value for o in JobArray(4, memory=m).run(jobs)] for m in (memory, None)]
+    return found[0], found[1], memory.statistics
+
+
+def test_states_leave_between_forward_and_backward_that_recomputes() -> None:
+    for swapped, plain, found in run_ranks(recomputing, 2, timeout=60):
+        for a, b in zip(swapped, plain, strict=True):
+            assert_equal(a, b)
+        assert found.bytes_in > 0
+
+
+def told(rank: int, device_bytes: int, host_bytes: int | None, slots: int | None) -> list[str]:
+    quiet()
+    memory = MemorySwap(device_bytes, host_bytes, slots)
+    return [_text(o.error) for o in JobArray(2, memory=memory).run([Job(0, epochs=1), Job(1, epochs=1)])]
+
+
+@pytest.mark.parametrize(
+    ("device_bytes", "host_bytes", "says"),
+    [
+        (100, None, r"PlanError: state 0 has \d+ bytes, the device's budget is 100"),
+        (10_000, None, r"PlanError: sibling 0 has a state of \d+ bytes, and device_bytes=10000 has no room for two"),
+        (BIG, 10_000, r"PlanError: state [01] has \d+ bytes; . states have \d+ of the host's budget of 10000"),
+    ],
+)
+def test_a_budget_that_is_too_small_is_refused(device_bytes: int, host_bytes: int | None, says: str) -> None:
+    (texts,) = run_ranks(told, 1, device_bytes, host_bytes, None, timeout=60)
+    assert any(re.match(says, text) for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [((0,), "device_bytes"), ((9, None, 1), "a slot for the state in use"), ((9, 9, 2, -1.0), "bandwidth must be")],
+)
+def test_settings_that_are_refused(settings: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        MemorySwap(*settings)
+
+
+def counted(rank: int) -> Any:
+    quiet()
+    memory = MemorySwap(BIG, slots=2)
+    list(JobArray(4, memory=memory).run([Job(n) for n in range(4)]))
+    return memory.statistics, memory.switching
+
+
+def test_states_are_asked_for_before_they_are_used() -> None:
+    """On one rank the order of siblings is known, so every state but the first was asked for."""
+    ((found, switching),) = run_ranks(counted, 1, timeout=60)
+    assert found.misses == 0
+    assert found.hits + found.late > 100
+    assert found.hits > found.late
+    assert switching.stages == (0,)
+
+
+def on_demand(rank: int) -> Any:
+    quiet()
+    memory = MemorySwap(BIG, slots=2, prefetch=False)
+    list(JobArray(4, memory=memory).run([Job(n, epochs=1) for n in range(4)]))
+    return memory.statistics
+
+
+def test_without_prefetch_every_state_that_is_brought_is_waited_for() -> None:
+    (found,) = run_ranks(on_demand, 1, timeout=60)
+    assert found.prefetched == found.late == 0
+    assert found.misses > 20
+
+
+def sized(rank: int, jobs: list[Job], rooms: list[int]) -> Any:
+    """What becomes of jobs where memory decides how many there are at a time, the most there were, and the size."""
+    quiet()
+    state = 100_000  # more than one has
+    memory = MemorySwap(BIG, host_bytes=rooms[rank] * state)
+    array: JobArray[Any] = JobArray("auto", memory=memory)
+    seen, living = [], [0]
+    begin_turn = memory.begin_turn
+
+    def counted_turn(index: int) -> None:
+        living.append(len(array._living))
+        memory._largest = state
+        begin_turn(index)
+
+    memory.begin_turn = counted_turn  # type: ignore[method-assign]
+    try:
+        seen = [(o.index, o.value, _text(o.error)) for o in array.run(jobs)]
+    except PlanError as error:
+        return str(error), max(living), array.size
+    return seen, max(living), array.size
+
+
+def test_as_many_siblings_as_memory_has_room_for() -> None:
+    """The rank with the least room decides; more than two for each stage are of no use."""
+    jobs = [Job(n, epochs=1) for n in range(6)]
+    plain = run_ranks(with_and_without, 2, jobs, 1, BIG, timeout=60)[0][1]
+    for rooms, size in (([9, 3], 3), ([9, 8], 4)):
+        for seen, most, found in run_ranks(sized, 2, jobs, rooms, timeout=60):
+            assert (most, found) == (size, size)
+            for (_, value, error), (_, expected, _) in zip(sorted(seen, key=_first), plain, strict=True):
+                assert not error
+                assert_equal(value, expected)
+
+
+def _first(row: tuple[Any, ...]) -> Any:
+    return row[0]
+
+
+@pytest.mark.parametrize("harm", ["before its step", "loss"])
+def test_a_sibling_that_fails_first_does_not_keep_the_others_from_beginning(harm: str) -> None:
+    jobs = [Job(0, harm=harm), *(Job(n, epochs=1) for n in range(1, 5))]
+    for seen, most, found in run_ranks(sized, 2, jobs, [3, 4], timeout=60):
+        assert (most, found) == (3, 3)
+        assert [bool(error) for _, _, error in sorted(seen, key=_first)] == [True, False, False, False, False]
+
+
+def test_no_room_for_two() -> None:
+    for text, most, _ in run_ranks(sized, 2, [Job(n, epochs=1) for n in range(3)], [4, 1], timeout=60):
+        assert text.startswith("the host of rank 1 has room for the states of 1 sibling, and an array needs two")
+        assert most == 1
+    with pytest.raises(PlanError, match="size='auto' follows from memory"):
+        JobArray("auto")

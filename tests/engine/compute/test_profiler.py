@@ -1,0 +1,232 @@
+"""Profiles: bytes by hand, times against a clock of our own, and a memory model that foretells the measured peak."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_pipes.cost import Cluster, Device, ModelProfile
+from lightning_pipes.engine import Engine, Item, Stage
+from lightning_pipes.engine.compute.footprint import footprint
+from lightning_pipes.engine.compute.profiler import profile_layers
+from lightning_pipes.ir import Kind, Plan, PlanError, Span
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.fit import evaluated
+from lightning_pipes.testing.ranks import run_ranks
+from tests.engine.pipes import connect
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stands for time.perf_counter; computations move it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow(nn.Module):
+    """Takes a fixed time and another by row, forward and twice as long backward."""
+
+    def __init__(self, clock: Clock, fixed: float, by_row: float) -> None:
+        super().__init__()
+        self.clock, self.fixed, self.by_row = clock, fixed, by_row
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Tick.apply(x, self.clock, self.fixed + self.by_row * len(x))
+
+
+class _Tick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, clock: Clock, seconds: float) -> torch.Tensor:
+        ctx.clock, ctx.seconds = clock, seconds
+        clock.now += seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.clock.now += 2 * ctx.seconds
+        return gradient, None, None
+
+
+def test_times_are_not_proportional_to_rows(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("lightning_pipes.engine.compute.profiler.time.perf_counter", clock)
+    x = torch.randn(8, 4)
+    layers = [nn.Linear(4, 4), Slow(clock, 0.010, 0.001), Slow(clock, 0.004, 0.0)]
+    found = profile_layers(layers, {rows: x[:rows] for rows in (1, 4, 8)}, repeats=3)
+    for rows in (1, 2, 4, 8):
+        assert found.seconds(Kind.F, 1, rows) == pytest.approx(0.010 + 0.001 * rows)
+        assert found.seconds(Kind.B, 1, rows) == pytest.approx(0.020 + 0.002 * rows)
+    costs = found.costs([Span(0, 2), Span(2, 3)])
+    assert costs.time(Kind.B, 0, 8) == pytest.approx(0.036)
+    assert costs.time(Kind.F, 1, 8) == pytest.approx(0.004)
+
+
+def test_bytes_by_hand():
+    layers = [nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 32), nn.GELU(), nn.LayerNorm(32)]
+    optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()])
+    found = profile_layers(layers, {8: torch.randn(8, 64)}, optimizer=optimizer, repeats=1, split=True).layers
+    x, wide, thin = 8 * 64 * 4, 8 * 128 * 4, 8 * 32 * 4
+    # Linear keeps its input, ReLU its result, dropout its mask, Linear the result of dropout, GELU its input, LayerNorm
+    # its input with a mean and a deviation per row.
+    assert [dict(layer.saved)[8] for layer in found] == [x, wide, wide, wide, thin, thin + 2 * 8 * 4]
+    assert [dict(layer.output)[8] for layer in found] == [wide, wide, wide, thin, thin, thin]
+    assert not any(layer.keeps_input for layer in found)
+    assert [layer.weight_bytes for layer in found] == [4 * 65 * 128, 0, 0, 4 * 129 * 32, 0, 4 * 64]
+    assert [layer.gradient_bytes for layer in found] == [layer.weight_bytes for layer in found]
+    assert found[0].optimizer_bytes == 2 * found[0].weight_bytes + 2 * 4  # two moments, and a count for each parameter
+    assert found[0].step > 0
+
+    shared = [nn.Sigmoid(), nn.Linear(16, 16)]  # the result of the first is the input of the second
+    one, two = profile_layers(shared, {4: torch.randn(4, 16, requires_grad=True)}, repeats=1).layers
+    assert (one.keeps_input, two.keeps_input) == (False, True) or dict(two.saved)[4] == 4 * 16 * 4
+    profile = ModelProfile((one, two))
+    apart = [profile.activation_bytes([Span(0, 1), Span(1, 2)], s) for s in range(2)]
+    assert apart[1] == 16 * 4  # alone the second keeps what it receives
+
+
+def test_nothing_is_changed():
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), nn.Linear(4, 4)]
+    layers[1].weight.grad = torch.full((4, 4), 7.0)
+    before = {n: t.clone() for n, t in nn.ModuleList(layers).state_dict().items()}
+    state = torch.get_rng_state()
+    profile_layers(layers, {4: torch.randn(4, 4)}, optimizer=torch.optim.SGD(layers[1].parameters(), 1.0), repeats=1)
+    torch.set_rng_state(state)
+    after = nn.ModuleList(layers).state_dict()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert layers[1].weight.grad.tolist() == [[7.0] * 4] * 4
+    assert layers[0][0].weight.grad is None
+
+
+def test_saved_and_loaded(tmp_path):
+    found = profile_layers([nn.Linear(4, 4), nn.Tanh()], {r: torch.randn(r, 4) for r in (1, 4)}, repeats=1)
+    found.save(tmp_path / "profile.json")
+    assert ModelProfile.load(tmp_path / "profile.json") == found
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    with pytest.raises(PlanError, match="is no profile"):
+        ModelProfile.load(tmp_path / "other.json")
+
+
+def test_nothing_to_profile():
+    with pytest.raises(PlanError, match="0 layers, 1 inputs"):
+        profile_layers([], {1: torch.ones(1)})
+
+
+def test_footprint_counts_storages_until_they_are_gone():
+    with footprint(CPU) as found:
+        a = torch.ones(100)
+        b = a.view(10, 10)[2:]
+        assert found.left == 400
+        del a
+        assert found.left == 400
+        del b
+        assert (found.left, found.peak) == (0, 400)
+        found.restart()
+        c = torch.ones(10) + 1
+        assert found.peak == 80
+        del c
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, t, width = x.shape
+        q, k, v = self.mix(self.one(x)).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, t, width))
+        return x + self.feed(self.two(x))
+
+
+def convolutions() -> list[nn.Module]:
+    torch.manual_seed(0)
+    widths = [3, 16, 16, 32, 32, 32, 64, 64]
+    made = []
+    for a, b in itertools.pairwise(widths):
+        made.append(nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.ReLU()))
+    return [*made, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))]
+
+
+def blocks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Block() for _ in range(6)]
+
+
+MODELS: dict[str, Any] = {"transformer": (blocks, (32, 64)), "convolutions": (convolutions, (3, 16, 16))}
+ROWS, MICROBATCHES = 16, 8
+
+
+def measured_peak(rank: int, model: str, schedule: str, recompute: bool) -> list[int]:
+    """Most bytes of tensors made during the second step, and what the profile foretells."""
+    make, shape = MODELS[model]
+    layers = make()
+    half = len(layers) // 2
+    cuts = (Span(0, half), Span(half, len(layers)))
+    again = (recompute, False) if recompute else ()
+    plan = Plan.even(2, MICROBATCHES, ROWS, layers=cuts, recompute=again)
+    profile = profile_layers(layers, {2: torch.randn(2, *shape)}, repeats=1)
+    order = make_schedule(schedule).program(plan)
+    fit = evaluated(profile, order, plan, Cluster((Device(), Device())))
+
+    def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        out = stage.run_layers(item, span, item.data[span.start : span.stop] if received is None else received)
+        return out.square().mean() * (span.rows / item.rows) if stage.number else out
+
+    watch, transport = connect(rank, plan)
+    mine = {n: layers[n] for n in range(*cuts[rank])}
+    engine = Engine(plan, order, [Stage(rank, mine, body, recompute=recompute and rank == 0)], transport, rank=rank)
+    x = torch.randn(ROWS, *shape)
+    for number in range(2):  # gradients are there from the second step on
+        with footprint(CPU) as found:
+            engine.inject(Item(number, ROWS, x))
+            engine.drain()
+        peak = found.peak
+    engine.close()
+    watch.close()
+    return [peak, fit.peak_bytes[rank] - fit.costs.resident(rank, plan)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_memory_model_foretells_the_measured_peak(model, schedule, recompute):
+    for measured, foretold in run_ranks(measured_peak, 2, model, schedule, recompute, timeout=60):
+        assert foretold == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_layers_that_work_in_place(split: bool) -> None:
+    """One gets what the layer before it hands on, where gradients begin; the sample stays as it is."""
+
+    def layers(in_place: bool) -> list[nn.Module]:
+        return [
+            nn.ReLU(in_place),
+            nn.Conv2d(3, 4, 3),
+            nn.ReLU(in_place),
+            nn.Sequential(nn.ReLU(in_place), nn.Flatten()),
+        ]
+
+    x = torch.randn(2, 3, 8, 8)
+    before = x.clone()
+    found = profile_layers(layers(True), {2: x}, split=split)
+    plain = profile_layers(layers(False), {2: x}, split=split)
+    assert torch.equal(x, before)
+    assert [layer.output for layer in found.layers] == [layer.output for layer in plain.layers]
+    assert all(layer.forward[0][1] > 0 for layer in found.layers)
+    assert [bool(layer.backward[-1][1]) if layer.backward else False for layer in found.layers] == [
+        bool(layer.backward[-1][1]) if layer.backward else False for layer in plain.layers
+    ]

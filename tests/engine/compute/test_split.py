@@ -1,0 +1,397 @@
+"""Input gradients first and weight gradients later give what one backward gives, and cost no more than they must."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipes.engine.compute.autograd import Saved, backward, enter, leave
+from lightning_pipes.engine.compute.split import WeightGradients, backward_inputs
+from lightning_pipes.ir import Span
+
+WIDTH = 6
+LAYERS: dict[str, Callable[[], nn.Module]] = {}
+HOOKED = "hooks on weights and modules"
+INSEPARABLE = {
+    "weight and bias used twice in a row": "a weight that is used several times in a row",
+    "vector used twice in a row": "a weight that is used several times in a row",
+    "recurrent": "a weight that is used several times in a row",
+    "function with a weight": "DoubledBackward, an autograd function in Python with weights",
+    "reentrant checkpoint": "a reentrant checkpoint",
+    "checkpoint": "a checkpoint, or other hooks that pack saved tensors",
+}
+
+
+def layer(name: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    def add(kind: type[nn.Module]) -> type[nn.Module]:
+        LAYERS[name] = kind
+        return kind
+
+    return add
+
+
+def linear(bias: bool = True) -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=bias)
+
+
+LAYERS["mlp"] = lambda: nn.Sequential(linear(), nn.GELU(), linear())
+LAYERS["norms"] = lambda: nn.Sequential(nn.LayerNorm(WIDTH), linear(), nn.LayerNorm(WIDTH), nn.PReLU())
+LAYERS["without weights"] = nn.Tanh
+LAYERS["identity"] = nn.Identity
+LAYERS["in place"] = lambda: nn.Sequential(linear(), nn.LayerNorm(WIDTH), nn.ReLU(inplace=True), linear())
+LAYERS["frozen"] = lambda: nn.Sequential(linear().requires_grad_(False), nn.Tanh(), linear(), linear(False))
+LAYERS["all frozen"] = lambda: nn.Sequential(linear(), nn.Tanh()).requires_grad_(False)
+LAYERS["parametrized"] = lambda: nn.utils.parametrizations.weight_norm(linear())
+LAYERS["transformer"] = lambda: nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True)
+
+
+@layer("weight used twice in a row")
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.weight = linear(False), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.inner(x @ self.weight).tanh()) @ self.weight.t()  # type: ignore[no-any-return]
+
+
+@layer("weight and bias used twice in a row")
+class TwiceWithBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.inner(x).tanh())  # type: ignore[no-any-return]
+
+
+@layer("vector used twice in a row")
+class TwiceVector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.norm(x).exp())  # type: ignore[no-any-return]
+
+
+@layer("weights used side by side")
+class SideBySide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.inner = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x + 1, x * 2)[0] + self.inner(x) * self.inner(x * 2)  # type: ignore[no-any-return]
+
+
+@layer("convolution")
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv1d(4, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.reshape(-1, 1, WIDTH)).reshape(x.shape)  # type: ignore[no-any-return]
+
+
+@layer("recurrent")
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]  # type: ignore[no-any-return]
+
+
+@layer("written into slices")
+class Slices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = linear(), nn.Parameter(torch.randn(2, 1).expand(2, 3).clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        y[..., :2, :3].mul_(self.scale)
+        y[:, 0] += x[:, 1] * self.scale.sum()
+        return y.unsqueeze(0).transpose(0, 1)[:, 0]  # type: ignore[no-any-return]
+
+
+@layer("several outputs")
+class Several(nn.Module):
+    """One of them depends on weights only, one on nothing that is trained, one does not get a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.bias, self.norm = linear(), nn.Parameter(torch.randn(WIDTH)), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        a, b, c = self.norm(self.inner(x)).split(2, -1)
+        return {"used": (a * c, b), "bias": self.bias * 2, "mask": torch.ones(3), "none": None, "input": x}
+
+
+class Doubled(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        Doubled.calls += 1
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight.t(), (x.transpose(1, 2) @ gradients[0]).sum(0)
+
+
+@layer("function with a weight")
+class FunctionWithWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.randn(WIDTH, WIDTH)), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(Doubled.apply(x, self.weight))  # type: ignore[no-any-return,no-untyped-call]
+
+
+@layer("function without weights")
+class FunctionWithoutWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frozen = self.second.weight.detach()
+        return self.second(Doubled.apply(self.first(x), frozen))  # type: ignore[no-any-return,no-untyped-call]
+
+
+@layer("reentrant checkpoint")
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.second, self.first(x), use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@layer("checkpoint")
+class Checkpoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.second, self.first(x), use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@layer(HOOKED)
+class Hooked(nn.Module):
+    """Each runs once, and may change what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = linear(), nn.LayerNorm(WIDTH), linear()
+        self.calls: Counter[str] = Counter()
+        for name, p in self.named_parameters():
+            p.register_hook(lambda g, name=name: self._count(name, g * 2))  # type: ignore[misc]
+            p.register_post_accumulate_grad_hook(lambda p, name=name: self._count(name + " done", None))  # type: ignore[misc,no-untyped-call]
+        self.first.register_full_backward_hook(lambda m, i, o: self._count("module", (i[0] * 3,)))
+
+    def _count(self, name: str, value: Any) -> Any:
+        self.calls[name] += 1
+        return value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)))  # type: ignore[no-any-return]
+
+
+@layer("hooks on activations")
+class HookedActivations(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda g: g * 2)
+        y = self.first(x)
+        y.register_hook(lambda g: g * 3)
+        return self.second(y)  # type: ignore[no-any-return]
+
+
+def forward(module: nn.Module, seed: int = 0) -> tuple[Saved, list[torch.Tensor | None]]:
+    """A micro-batch of (4, 3, 6), and gradients for what comes out; every second one of many is missing."""
+    generator = torch.Generator().manual_seed(seed)
+    saved = Saved(Span(0, 4), None)
+    x = enter(torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=generator), (True,), saved)
+    out, _ = leave(module(x), saved)
+    made = [torch.randn(t.shape, dtype=torch.float64, generator=generator) for t in tensors_wanted(out, saved)]
+    return saved, [g if n != 1 or len(made) == 1 else None for n, g in enumerate(made)]
+
+
+def tensors_wanted(out: Any, saved: Saved) -> list[torch.Tensor]:
+    tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+    return [t for t in tensors if not torch.equal(t, torch.ones_like(t))][: len(saved.outputs)]
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    return LAYERS[name]().double()
+
+
+def found(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {n: p.grad for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("name", LAYERS)
+def test_equals_one_backward(name: str, forwards: int) -> None:
+    whole, parts = build(name), build(name)
+    records = [forward(whole, seed) for seed in range(forwards)]
+    wanted = [saved.entered[0] for saved, _ in records]
+    backward(records, last=False)
+
+    records = [forward(parts, seed) for seed in range(forwards)]
+    entered = [saved.entered[0] for saved, _ in records]
+    left = backward_inputs(records, last=False)
+    del records
+    why = "a hook on a weight that is used several times" if (name, forwards) == (HOOKED, 2) else ""
+    assert left.inseparable == INSEPARABLE.get(name, why)
+    for got, want in zip(entered, wanted, strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-12, atol=1e-12)
+        got.grad = None
+    if not left.inseparable:
+        assert all(p.grad is None for p in parts.parameters())
+    left.compute()
+    assert all(t.grad is None for t in entered)  # it is on its way
+    for n, want in found(whole).items():
+        got = found(parts)[n]
+        assert (got is None) == (want is None), n
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, msg=n)
+
+
+def test_hooks_run_once() -> None:
+    module = build(HOOKED)
+    saved, gradients = forward(module)
+    backward_inputs([(saved, gradients)], last=False).compute()
+    assert isinstance(module, Hooked)
+    assert set(module.calls.values()) == {1}
+    assert len(module.calls) == 2 * 6 + 1
+
+
+def test_a_loss() -> None:
+    """On the last stage backward starts from a number."""
+    whole, parts = build("mlp"), build("mlp")
+    for module in (whole, parts):
+        saved = Saved(Span(0, 4), None)
+        x = enter(torch.ones(4, WIDTH, dtype=torch.float64), (True,), saved)
+        leave(module(x).square().mean(), saved)
+        if module is whole:
+            backward([(saved, ())], last=True)
+            wanted = saved.entered[0].grad
+        else:
+            left = backward_inputs([(saved, ())], last=True)
+            torch.testing.assert_close(saved.entered[0].grad, wanted)
+            left.compute()
+    torch.testing.assert_close(found(parts), found(whole))
+
+
+def test_first_stage_leaves_everything_for_later() -> None:
+    whole, parts = build("mlp"), build("mlp")
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    records = []
+    for module in (whole, parts):
+        saved = Saved(Span(0, 4), None)
+        out, _ = leave(module(x), saved)
+        records.append((saved, [torch.ones_like(out)]))
+    backward(records[:1], last=False)
+    left = backward_inputs(records[1:], last=False)
+    assert all(p.grad is None for p in parts.parameters())
+    left.compute()
+    torch.testing.assert_close(found(parts), found(whole))
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def products(work: Callable[[], Any]) -> tuple[int, Any]:
+    with Products() as counted:
+        result = work()
+    return counted.count, result
+
+
+@pytest.mark.parametrize(("name", "first", "second"), [("mlp", 2, 2), ("weight used twice in a row", 4, 4)])
+def test_nothing_is_computed_twice(name: str, first: int, second: int) -> None:
+    saved, gradients = forward(build(name))
+    assert products(lambda: backward([(saved, gradients)], False))[0] == first + second
+    saved, gradients = forward(build(name))
+    count, left = products(lambda: backward_inputs([(saved, gradients)], False))
+    assert count == first
+    assert products(left.compute)[0] == second
+
+
+def test_a_function_in_python_runs_once() -> None:
+    Doubled.calls = 0
+    saved, gradients = forward(build("function with a weight"))
+    backward_inputs([(saved, gradients)], False).compute()
+    assert Doubled.calls == 1
+
+
+class Watched(nn.Module):
+    """Two linear layers around what only the input gradient needs; remembers what each saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+        self.kept: dict[str, StorageWeakRef] = {}
+
+    def watch(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self.kept[name] = StorageWeakRef(tensor.untyped_storage())
+        return tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.watch("before gelu", self.first(x))
+        b = self.watch("input of the second", nn.functional.gelu(a))
+        return self.watch("before tanh", self.second(b)).sin().tanh()
+
+    def alive(self) -> set[str]:
+        return {name for name, ref in self.kept.items() if not ref.expired()}
+
+
+def test_in_between_only_what_weights_need_is_held() -> None:
+    module = Watched().double()
+    saved, gradients = forward(module)
+    assert module.alive() == {"before gelu", "input of the second", "before tanh"}
+    left = backward_inputs([(saved, gradients)], last=False)
+    assert module.alive() == {"input of the second"}
+    left.compute()
+    assert module.alive() == set()
+
+
+def test_it_holds_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without letting go, everything would be held: the test above can fail."""
+    monkeypatch.setattr("lightning_pipes.engine.compute.split._Graph.release", lambda self, kept: None)
+    module = Watched().double()
+    saved, gradients = forward(module)
+    left: WeightGradients = backward_inputs([(saved, gradients)], last=False)
+    assert module.alive() >= {"before gelu", "input of the second"}
+    left.compute()

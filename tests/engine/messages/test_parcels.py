@@ -1,0 +1,387 @@
+"""Tensors from any rank to any rank, beside training: what arrives, and who is named where it does not."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipes.engine import Engine, FailureWatch, Item, PeerFailure
+from lightning_pipes.engine.messages.parcel_chunks import LEAST, MOST, SECONDS, Layout, Line, Pace
+from lightning_pipes.engine.messages.parcel_format import content_of, described, packed
+from lightning_pipes.engine.messages.parcels import PATIENCE, Handle, Parcels
+from lightning_pipes.engine.messages.socket_queues import SocketQueues, _connections, _waiting
+from lightning_pipes.ir import PipelineError, Plan, PlanError, Schedule
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+
+from .pipes import ROWS, batch, connect, layers, make_stages, sgd_step, weights
+
+
+def office(rank: int, n: int, **options: Any) -> tuple[FailureWatch, Parcels]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank, n, **options)
+    return watch, Parcels(rank, range(n), watch)
+
+
+def content(source: int, target: int) -> dict[str, Any]:
+    """Tensors of all sorts, larger than a chunk in all."""
+    generator = torch.Generator().manual_seed(10 * source + target)
+    wide = torch.randn(300, 701, generator=generator)
+    return {
+        "weight": wide,
+        "transposed": wide.t()[5:],
+        "every other": wide[:, ::2],
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(source + 0.5, dtype=torch.float64),
+        "half": wide[:7].bfloat16(),
+        "steps": torch.arange(100000, dtype=torch.int64) * source,
+        "mask": wide > 0,
+        "complex": torch.complex(wide[0], wide[1]).conj(),
+        "parameter": torch.nn.Parameter(wide[:3].clone()),
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.95), "foreach": None, "maximize": False}, "text \N{SNOWMAN}"],
+        "nothing": (),
+        7: {"layer": target},
+    }
+
+
+def same(got: Any, wanted: Any) -> bool:
+    if isinstance(wanted, torch.Tensor):
+        return got.dtype == wanted.dtype and torch.equal(got, wanted.detach()) and not got.requires_grad
+    if isinstance(wanted, dict):
+        return list(got) == list(wanted) and all(same(got[k], v) for k, v in wanted.items())
+    if isinstance(wanted, list | tuple):
+        return type(got) is type(wanted) and len(got) == len(wanted) and all(map(same, got, wanted))
+    return type(got) is type(wanted) and bool(got == wanted)
+
+
+def all_pairs(rank: int, n: int, rounds: int) -> list[int]:
+    watch, parcels = office(rank, n)
+    order = random.Random(rank)  # nobody may rely on the others' order
+    pairs = [(a, b, k) for a in range(n) for b in range(n) if rank in (a, b) for k in range(rounds)]
+    order.shuffle(pairs)
+    sent, expected = [], []
+    for a, b, k in pairs:
+        if rank == a:
+            sent.append(parcels.send(b, ("layer", k), content(a, b)))
+        if rank == b:
+            expected.append((a, parcels.expect(a, ("layer", k))))
+    for source, handle in expected:
+        assert same(handle.content, content(source, rank))
+    bytes_ = sum(handle.wait().size for handle in sent)
+    assert all(handle.done() and handle.seconds > 0 for handle in sent)
+    memory = [t.untyped_storage().data_ptr() for _, h in expected for t in h.content.values() if hasattr(t, "numel")]
+    assert len({m for m in memory if m}) == len([m for m in memory if m])
+    parcels.close()
+    watch.close()
+    elsewhere = sum(h.size for (a, b, _), h in zip([p for p in pairs if p[0] == rank], sent, strict=True) if b != rank)
+    assert parcels.traffic.sent == elsewhere < bytes_
+    assert (parcels.traffic.sending > 0) == (n > 1)
+    return [parcels.traffic.sent, parcels.traffic.received]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_all_pairs_at_once(n: int) -> None:
+    found = run_ranks(all_pairs, n, n, 2 if n < 4 else 1, timeout=120)
+    assert all(received > 0 for _, received in found)
+
+
+def in_any_order(rank: int) -> list[str]:
+    """Parcels come before they are expected, small ones overtake, equal keys keep their order."""
+    watch, parcels = office(rank, 2)
+    if rank == 0:
+        large = torch.zeros(3_000_000)
+        handles = [parcels.send(1, "large", large), *(parcels.send(1, "equal", torch.tensor(k)) for k in range(3))]
+        last = [h.wait() and str(h) for h in handles[1:]] and not handles[0].done()
+        handles[0].wait()
+        found = ["overtaken" if last else "in turn"]
+    else:
+        big = parcels.expect(0, "large").content
+        found = [str([int(parcels.expect(0, "equal").content) for _ in range(3)]), str(big.shape[0])]
+    parcels.close()
+    watch.close()
+    return found
+
+
+def test_small_parcels_overtake_large_ones() -> None:
+    assert run_ranks(in_any_order, 2) == [["overtaken"], ["[0, 1, 2]", "3000000"]]
+
+
+def dies(rank: int, how: str) -> None:
+    """Rank 1 dies in the middle of a parcel, or before anybody could connect to it."""
+    watch, parcels = office(rank, 3, heartbeat_timeout=4.0)
+    try:
+        if rank == 1 and how == "unconnected":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            parcels.gate(lambda: parcels.traffic.sent > 2_000_000 and os.kill(os.getpid(), sign) is None)
+            sign = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how]
+        for peer in {0, 1, 2} - {rank}:
+            parcels.send(peer, "layer", torch.ones(20_000_000))
+        for peer in {0, 1, 2} - {rank}:
+            parcels.expect(peer, "layer").wait()
+        time.sleep(60)
+    finally:
+        parcels.close()
+        watch.close()
+
+
+@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.slow), "unconnected"])
+def test_who_dies_is_named_and_nobody_hangs(how: str) -> None:
+    alive = [o for o in watch_ranks(dies, 3, how, timeout=60 if how != "stop" else 40) if o.rank != 1]
+    for o in alive:
+        assert o.seconds < 35, o
+        assert PeerFailure.__name__ in o.error
+        assert "rank 1" in o.error.split(PeerFailure.__name__)[-1]
+    assert any("while waiting for parcel 'layer' from rank 1" in o.error for o in alive)
+
+
+def fails_by_itself(rank: int) -> None:
+    watch, parcels = office(rank, 2)
+    try:
+        if rank == 1:
+            parcels.gate(lambda: bool([][0]))
+        parcels.send(1 - rank, "a", torch.ones(3))
+        parcels.expect(1 - rank, "a").wait()
+        time.sleep(60)
+    finally:
+        parcels.close()
+        watch.close()
+
+
+def test_an_error_of_our_own_is_not_said_to_be_the_peers() -> None:
+    ours, _ = watch_ranks(fails_by_itself, 2, timeout=30)
+    assert "rank 1 failed in its parcels from or to rank 0: IndexError" in ours.error
+
+
+def fails(rank: int) -> None:
+    watch, parcels = office(rank, 2)
+    try:
+        parcels.send(1 - rank, "a", torch.ones(3))
+        parcels.expect(1 - rank, "a").wait()
+        if rank == 1:
+            try:
+                raise ValueError("no such layer")
+            except ValueError as error:
+                watch.fail(error)
+                raise
+        handle = parcels.expect(1, "never sent")
+        while not handle.done():
+            time.sleep(0.01)
+    finally:
+        parcels.close()
+        watch.close()
+
+
+def test_a_failure_elsewhere_ends_waiting() -> None:
+    ours, theirs = watch_ranks(fails, 2, timeout=30)
+    assert "PeerFailure: rank 1 failed: ValueError: no such layer" in ours.error
+    assert "ValueError: no such layer" in theirs.error
+
+
+def gated(rank: int) -> list[bool]:
+    """Nothing leaves while training is busy, unless it is busy for too long."""
+    watch, parcels = office(rank, 2)
+    found = []
+    if rank == 0:
+        busy = [True]
+        parcels.gate(lambda: busy[0])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lightning_pipes.engine.messages.parcels.PATIENCE", 1000.0)
+            handle = parcels.send(1, "patient", torch.ones(3))
+            time.sleep(0.5)
+            found.append(handle.done() or parcels.traffic.sent > 0)
+            busy[0] = False
+            handle.wait()
+            found.append(parcels.traffic.held_back > 0)
+        busy[0] = True
+        before = parcels.traffic.held_back
+        parcels.send(1, "impatient", torch.ones(3)).wait()
+        found.append(parcels.traffic.held_back - before >= PATIENCE)
+    else:
+        assert parcels.expect(0, "patient").content.sum() == 3
+        assert parcels.expect(0, "impatient").content.sum() == 3
+    parcels.close()
+    watch.close()
+    return found
+
+
+def test_chunks_wait_while_training_is_busy_and_not_for_ever() -> None:
+    assert run_ranks(gated, 2)[0] == [False, True, True]
+
+
+def never_expected(rank: int) -> str:
+    watch, parcels = office(rank, 2)
+    found = ""
+    if rank == 0:
+        parcels.send(1, "lonely", torch.ones(3))
+        try:
+            parcels.close()
+        except PipelineError as error:
+            found = str(error)
+    else:
+        parcels.close()
+    watch.close()
+    return found
+
+
+def test_a_parcel_that_nobody_expects() -> None:
+    found, _ = run_ranks(never_expected, 2)
+    assert "still waits for parcel 'lonely' to rank 1 to arrive; every parcel has to be expected" in found
+
+
+def trains(rank: int, steps: int, beside: bool) -> tuple[dict[str, torch.Tensor], float, int]:
+    """Steps of two stages over gloo, with parcels both ways meanwhile; weights, seconds and bytes of parcels."""
+    plan = Plan.even(2, 4, ROWS)
+    watch, transport = connect(rank, plan, "gloo")
+    parcels = Parcels(rank, range(2), watch)
+    schedule = make_schedule("1f1b")
+    assert isinstance(schedule, Schedule)
+    model = layers()
+    stages = make_stages(plan, rank, model, sgd_step())
+    engine = Engine(plan, schedule.program(plan), stages, transport, rank=rank, watch=watch)
+    handles: list[Handle] = []
+    begun = time.monotonic()
+    for number in range(steps):
+        if beside:
+            parcels.send(1 - rank, number, torch.full((300_000,), float(number)))
+            handles.append(parcels.expect(1 - rank, number))
+        engine.inject(Item(number, ROWS, batch(number)))
+        engine.drain()
+    seconds = time.monotonic() - begun
+    for number, handle in enumerate(handles):
+        assert bool((handle.content == number).all())
+    engine.close()
+    parcels.close()
+    watch.close()
+    mine = {id(p) for s in stages for layer in s.layers.values() for p in layer.parameters()}
+    kept = [n for n, p in torch.nn.ModuleList(model).named_parameters() if id(p) in mine]
+    return {n: w for n, w in weights(model).items() if n in kept}, seconds, parcels.traffic.received
+
+
+def test_training_beside_parcels_is_the_same() -> None:
+    steps = 20
+    (alone, before, none), *_ = run_ranks(trains, 2, steps, False)
+    (beside, after, some), *_ = run_ranks(trains, 2, steps, True)
+    assert none == 0
+    assert some > steps * 1_200_000
+    assert all(torch.equal(beside[name], weight) for name, weight in alone.items())
+    assert after < 10 * before + 20, "chunks wait for training, not training for chunks"
+
+
+# What needs no ranks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 7, 64])
+def test_a_line_sends_every_byte_once_and_least_left_first(most: int) -> None:
+    line = Line()
+    sizes = {0: 100, 1: 1, 2: 30, 3: 64}
+    for number, size in sizes.items():
+        line.add(number, size)
+    left, seen = dict(sizes), []
+    while line:
+        number, start, stop = line.next(most)
+        assert left[number] == min(size for size in left.values() if size)
+        assert start == sizes[number] - left[number]
+        assert 0 < stop - start <= most
+        left[number] -= stop - start
+        seen.append(number)
+    assert not any(left.values())
+    assert seen[0] == 1
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 6e6, 1e8, 1e10])
+def test_a_chunk_takes_about_as_long_as_it_may(bandwidth: float) -> None:
+    pace = Pace()
+    for _ in range(30):
+        pace.took(pace.size, pace.size / bandwidth)
+    assert pace.size == pytest.approx(max(LEAST, min(MOST, bandwidth * SECONDS)), rel=0.01)
+    pace.took(1, 5.0)  # the end of a parcel says nothing
+    assert pace.size >= LEAST
+    pace.took(pace.size, 0.0)
+    pace.took(pace.size, 1.0)
+    assert pace.size == LEAST
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_layout_names_every_byte(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = [rng.choice([0, 0, 1, 2, 9]) for _ in range(12)]
+    whole = [(part, at) for part, size in enumerate(sizes) for at in range(size)]
+    layout = Layout(sizes)
+    start = 0
+    while start < len(whole):
+        stop = min(len(whole), start + rng.randint(1, 7))
+        pieces = list(layout.pieces(start, stop))
+        assert [(part, at) for part, first, last in pieces for at in range(first, last)] == whole[start:stop]
+        start = stop
+
+
+def test_what_a_parcel_carries() -> None:
+    given = content(1, 2)
+    description, tensors = packed(given)
+    skeleton, found = described(description)
+    assert [(tuple(t.shape), t.dtype) for t in tensors] == found
+    assert same(content_of(skeleton, iter(t.detach() for t in tensors)), given)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"a": [1, object()]}, r"\['a'\]\[1\]: a object"),
+        ([b"bytes"], r"\[0\]: a bytes"),
+        ({"a": torch.ones(2, device="meta")}, r"\['a'\]: a tensor of layout"),
+        (torch.eye(2).to_sparse(), "this: a tensor of layout"),
+    ],
+)
+def test_what_a_parcel_does_not_carry(given: Any, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        packed(given)
+
+
+@pytest.mark.parametrize("text", [b"\x80\x04", b'["tensor",[1],"torch.nothing"]', b'["call",1]', b'["tensor",1,2,3]'])
+def test_what_is_no_parcel_is_not_run(text: bytes) -> None:
+    with pytest.raises(PipelineError, match="received what is no parcel"):
+        described(text)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is seen elsewhere")
+def test_bytes_that_wait_for_the_network_are_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as source:
+        target, _ = server.accept()
+        with target:
+            source.setblocking(False)
+            sent, descriptor = 0, source.fileno()
+            with suppress(BlockingIOError):
+                while True:
+                    sent += source.send(bytes(2**16))
+            assert descriptor in _connections()
+            assert _waiting(descriptor)
+            assert SocketQueues().busy()
+            while sent:
+                sent -= len(target.recv(2**20))
+            until = time.monotonic() + 20
+            while _waiting(descriptor) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert not _waiting(descriptor)
+    assert descriptor not in _connections()
+    assert not _waiting(descriptor)  # closed
+
+
+def test_ranks_and_keys_that_do_not_exist() -> None:
+    parcels = Parcels.__new__(Parcels)
+    parcels._ranks = frozenset((0, 1))
+    with pytest.raises(PlanError, match=r"there is no rank 5 .* \[0, 1\]"):
+        parcels.expect(5, "a")
+    with pytest.raises(PlanError, match="a text, a number or a tuple"):
+        parcels._checked(1.5)  # type: ignore[arg-type]

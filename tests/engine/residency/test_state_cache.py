@@ -1,0 +1,325 @@
+"""States that take turns on a device compute what they compute when they stay there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipes.engine.residency.binding import Binding
+from lightning_pipes.engine.residency.copier import SlabCopier, ThreadCopier, Way
+from lightning_pipes.engine.residency.slab import ALIGNMENT, Layout
+from lightning_pipes.engine.residency.state_cache import StateCache
+from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.sim.residency import VirtualCopier
+
+CPU = torch.device("cpu")
+MILLI = 1_000_000
+
+
+class Virtual:
+    """Copies at once, and says that it takes as long as on a link; computing puts the clock forward."""
+
+    def __init__(self, bandwidth: float = 1e9) -> None:
+        self.link = VirtualCopier(bandwidth)
+
+    def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Iterable[int] = ()) -> int:
+        target.copy_(source)
+        if way == "in":
+            return self.link.load(None, source.numel(), max(after, default=None))
+        return self.link.store(None, source.numel())
+
+    def mark(self) -> None:
+        return None
+
+    def done(self, ticket: int) -> bool:
+        return self.link.done(ticket)
+
+    def wait(self, ticket: int) -> int:
+        return self.link.wait(ticket)
+
+    @property
+    def bandwidth(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def threads(bandwidth: float | None = None) -> Iterator[ThreadCopier]:
+    copier = ThreadCopier(bandwidth)
+    try:
+        yield copier
+    finally:
+        copier.close()
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 4), nn.LayerNorm(4))
+
+
+class Job:
+    """A model with an optimizer of its own, and its data."""
+
+    def __init__(self, number: int) -> None:
+        torch.manual_seed(number)
+        self.number, self.step = number, 0
+        self.model = network()
+        kinds: list[Any] = [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad]
+        self.optimizer = kinds[number % 4](self.model.parameters(), lr=1e-2 * (1 + number))
+        self.losses: list[float] = []
+        self.loss: torch.Tensor | None = None
+
+    def forward(self) -> None:
+        g = torch.Generator().manual_seed(1000 * self.number + self.step)
+        self.loss = self.model(torch.randn(8, 16, generator=g)).square().sum()
+        self.losses.append(float(self.loss.detach()))
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+        self.loss = None
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+
+    def result(self) -> list[Any]:
+        state = self.optimizer.state_dict()["state"]
+        moments = [v.tolist() for s in state.values() for v in s.values()]
+        return [self.losses, [t.tolist() for t in self.model.state_dict().values()], moments]
+
+
+def begun(number: int) -> Job:
+    """A job after its first step, when its optimizer has all that it will ever have."""
+    job = Job(number)
+    job.forward()
+    job.backward()
+    job.update()
+    return job
+
+
+def swapped(jobs: list[Job], copier: SlabCopier, slots: int, rounds: int, ahead: bool = True) -> StateCache[int]:
+    """Each job's forward and backward in one lease, its step in another one; evicted slabs are NaN."""
+    bindings = [Binding(job.model, [job.optimizer], CPU) for job in jobs]
+    cache: StateCache[int] = StateCache(
+        1 << 30, copier, slots=slots, leaves=lambda key: bindings[key].hold(cache.on_host(key)), poison=True
+    )
+    for job, binding in zip(jobs, bindings, strict=True):
+        binding.check()
+        cache.add(job.number, binding.tensors())
+        binding.hold(cache.on_host(job.number))
+    cache.expect([job.number for _ in range(rounds) for job in jobs for _ in range(2)])
+    if ahead:
+        cache.prefetch()
+    for _ in range(rounds):
+        for job in jobs:
+            for part in ((job.forward, job.backward), (job.update,)):
+                with cache.lease(job.number, write=True) as state:
+                    if ahead:
+                        cache.prefetch()
+                    bindings[job.number].hold(state)
+                    for do in part:
+                        do()
+                    if isinstance(copier, Virtual):
+                        copier.link.now += MILLI
+                    bindings[job.number].settle(state)
+    cache.flush()
+    return cache
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+@pytest.mark.parametrize("bandwidth", [None, 2e7])
+def test_bit_for_bit(slots: int, bandwidth: float | None) -> None:
+    """Five jobs, other optimizers, gradients that wait while the state is away, running statistics."""
+    expected = []
+    for number in range(5):
+        job = begun(number)
+        for _ in range(4):
+            job.forward()
+            job.backward()
+            job.update()
+        expected.append(job.result())
+    jobs = [begun(number) for number in range(5)]
+    with threads(bandwidth) as copier:
+        cache = swapped(jobs, copier, slots, rounds=4)
+        for job in jobs:  # what is on the host is the whole truth
+            Binding(job.model, [job.optimizer], CPU).hold(cache.on_host(job.number))
+    assert [job.result() for job in jobs] == expected
+    found = cache.statistics
+    assert found.hits + found.late + found.misses == 5 * 4 * 2
+    assert (slots < 5) == (found.bytes_in > cache.host_bytes)
+    assert found.bytes_out > 0
+
+
+def test_all_hits_where_states_move_within_a_block() -> None:
+    """E2 with room to spare: a lease takes 1 ms, a state 0.1 ms each way. Without prefetching every one waits."""
+    jobs = [begun(number) for number in range(4)]
+    size = Layout.of(Binding(jobs[0].model, [jobs[0].optimizer], CPU).tensors()).nbytes
+    copier = Virtual(size / 1e-4)
+    copier.link.now = 0
+    found = swapped(jobs, copier, slots=2, rounds=5).statistics
+    assert (found.misses, found.late, found.hits) == (0, 1, 39), "the first one has nothing to hide behind"
+    jobs = [begun(number) for number in range(4)]
+    without = swapped(jobs, Virtual(size / 1e-4), slots=2, rounds=5, ahead=False).statistics
+    assert without.misses > 10
+    assert without.hits + without.misses == 40
+    assert without.stall_ns > 10 * found.stall_ns
+
+
+def test_stalls_where_the_link_is_too_slow() -> None:
+    jobs = [begun(number) for number in range(4)]
+    size = Layout.of(Binding(jobs[0].model, [jobs[0].optimizer], CPU).tensors()).nbytes
+    found = swapped(jobs, Virtual(size / 3e-3), slots=2, rounds=5).statistics
+    assert found.late > 10
+    assert found.stall_ns > 10 * MILLI
+
+
+def test_a_slab_that_is_taken_too_early_is_noticed() -> None:
+    """Autograd sees that what a forward has read was overwritten, and a graph keeps its parameters where they are."""
+    job = begun(0)
+    binding = Binding(job.model, [job.optimizer], CPU)
+    layout = Layout.of(binding.tensors())
+    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+    with torch.no_grad():
+        for name, view in layout.views(slab).items():
+            view.copy_(binding.tensors()[name])
+    binding.hold(layout.views(slab))
+    job.forward()
+    with pytest.raises(PipelineError, match=r"1.weight can't be moved .* a graph still refers"):
+        binding.hold({name: t.clone() for name, t in layout.views(slab).items()})
+    slab.copy_(torch.zeros_like(slab))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        job.backward()
+
+
+def test_parameters_stay_who_they_are() -> None:
+    job = Job(0)
+    p = next(job.model.parameters())
+    p.tag = "mine"  # type: ignore[attr-defined]
+    p.requires_grad_(False)
+    p.grad = torch.ones_like(p)
+    binding = Binding(job.model, [job.optimizer], CPU)
+    before = binding.tensors()
+    binding.hold({name: t.clone() for name, t in before.items()})
+    assert next(job.model.parameters()) is p
+    assert job.optimizer.param_groups[0]["params"][0] is p
+    assert p.tag == "mine"  # type: ignore[attr-defined]
+    assert not p.requires_grad
+    assert p.grad is not None
+    assert p.data_ptr() != before["0.weight"].data_ptr()
+    assert binding.like(Binding(job.model, [job.optimizer], CPU))
+    job.forward()
+    job.backward()
+    job.update()
+    assert not binding.like(Binding(job.model, [job.optimizer], CPU)), "Adam remembers more now"
+
+
+def test_what_the_model_replaces_comes_along() -> None:
+    job = Job(1)
+    binding = Binding(job.model, [job.optimizer], CPU)
+    home = {name: t.clone() for name, t in binding.tensors().items()}
+    binding.hold(home)
+    norm = job.model[1]  # type: ignore[index]
+    norm.running_mean = torch.full((32,), 3.0)
+    with torch.inference_mode():
+        binding.settle(home)
+    assert norm.running_mean is home["1.running_mean"]
+    assert home["1.running_mean"].tolist() == [3.0] * 32
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.register_buffer("mask", torch.ones(4))
+        self.a.register_buffer("mask", self.mask)
+
+
+def test_one_tensor_in_two_places_stays_one() -> None:
+    model = Tied()
+    binding = Binding(model, [], CPU)
+    assert sorted(binding.tensors()) == [".mask", "a.bias", "a.weight", "b.bias"]
+    binding.hold({name: t.clone() for name, t in binding.tensors().items()})
+    assert model.b.weight is model.a.weight
+    assert model.mask is model.a.mask
+
+
+def parts_of_one(model: Tied) -> None:
+    model.register_buffer("part", model.mask[:2])
+
+
+def hooked(model: Tied) -> None:
+    model.a.bias.register_hook(lambda g: None)
+
+
+def lazy(model: Tied) -> None:
+    model.c = nn.LazyLinear(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(parts_of_one, "part and .mask are parts of one memory"), (hooked, "a.bias has hooks"), (lazy, "Uninitialized")],
+)
+def test_what_cannot_be_moved_is_refused(change: Any, says: str) -> None:
+    model = Tied()
+    change(model)
+    with pytest.raises(PlanError, match=says):
+        Binding(model, [], CPU).check()
+
+
+def test_layout() -> None:
+    images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    tensors = {"a": torch.arange(3), "images": images, "none": torch.empty(0, 2), "one": torch.tensor(True)}
+    layout = Layout.of(tensors)
+    assert layout.nbytes == 3 * ALIGNMENT
+    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    for name, tensor in tensors.items():
+        views[name].copy_(tensor)
+        assert torch.equal(views[name], tensor)
+        assert views[name].stride() == tensor.stride()
+
+
+def test_budgets() -> None:
+    state = {"w": torch.zeros(1024)}
+    with threads() as copier:
+        with pytest.raises(PlanError, match="state a has 4096 bytes, the device's budget is 4000"):
+            StateCache[str](4000, copier).add("a", state)
+        cache = StateCache[str](9000, copier, host_budget=13000)
+        cache.add("a", state)
+        cache.add("b", state)
+        with pytest.raises(PlanError, match="2 states have 8192 of the host's budget of 13000"):
+            cache.add("c", {"w": torch.ones(2048)})
+        with cache.lease("a"), cache.lease("b"), pytest.raises(PlanError, match="can't be dropped"):
+            cache.drop("a")
+        cache.drop("a")
+        cache.add("c", {"w": torch.ones(2048)})  # of another size: takes the place of both
+        with cache.lease("c") as there:
+            assert float(there["w"].sum()) == 2048
+            assert cache.resident == {"c"}
+            assert not cache.has_room("b")
+
+
+def test_a_copy_that_fails_is_told_of() -> None:
+    with threads() as copier:
+        ticket = copier.copy("in", torch.zeros(3), torch.zeros(4))
+        with pytest.raises(RuntimeError, match="a copy between host and device failed"):
+            copier.wait(ticket)
+        with pytest.raises(RuntimeError, match="a copy between host and device failed"):
+            copier.copy("in", torch.zeros(3), torch.zeros(3))
+
+
+def test_a_throttled_copier_takes_its_time() -> None:
+    with threads(1e6) as copier:
+        slab = torch.zeros(20_000, dtype=torch.uint8)
+        waited = copier.wait(copier.copy("in", slab, slab.clone()))
+        assert waited > 15 * MILLI
+        assert copier.bandwidth is not None
+        assert copier.bandwidth < 1.01e6

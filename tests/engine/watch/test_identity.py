@@ -1,0 +1,86 @@
+"""A process is not taken for another one that has its number, or its host's name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_pipes.engine.watch.identity import Process
+from lightning_pipes.testing import namespaces
+
+
+def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
+    """As rank 1 is, if rank 0 has started it and it is killed."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        process = Process.of(child.pid)
+        assert Process.parse(str(process)) == process
+        assert not process.has_ended()
+        child.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process.has_ended()
+    assert process.has_ended()
+    with pytest.raises(ProcessLookupError, match=str(child.pid)):
+        Process.of(child.pid)
+
+
+def test_what_is_known_of_others() -> None:
+    own = Process.own()
+    assert not own.has_ended()
+    assert own._replace(started=own.started - 1).has_ended()  # its number was given again
+    gone = own._replace(pid=2**22 + 1)  # more than the system gives
+    assert gone.has_ended()
+    assert not gone._replace(machine="another").has_ended()
+    assert not gone._replace(space="another").has_ended()
+    assert not gone._replace(boot="").has_ended()
+
+
+def test_what_ran_before_the_system_was_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Process("machine", "before", "effffffc", 1, 1)
+    monkeypatch.setattr("lightning_pipes.engine.watch.identity._here", lambda: ("machine", "now", "effffffc"))
+    assert before.has_ended()
+    in_container = before._replace(space="f0000001")  # the name of a host may be that of many
+    monkeypatch.setattr("lightning_pipes.engine.watch.identity._here", lambda: ("machine", "now", "f0000001"))
+    assert not in_container.has_ended()
+
+
+@pytest.mark.parametrize("text", ["", "a-b", "m-b-s-1-", "m-b-s-x-2", "host:17:1.0"])
+def test_other_texts(text: str) -> None:
+    assert Process.parse(text) is None
+
+
+CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+"""A PID name space of its own, on a host of the same name."""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+def test_containers_with_one_host_name_leave_each_others_files_alone(tmp_path: Path) -> None:
+    """In both the process has the same number, which here belongs to nobody or somebody else."""
+    code = (
+        "import sys; from pathlib import Path; from lightning_pipes.trainer.checkpoint.files import temporary_for\n"
+        "path = temporary_for(Path(sys.argv[1], 'a')); path.touch(); print(path, flush=True); sys.stdin.read()"
+    )
+
+    def start() -> subprocess.Popen[str]:
+        command = [*CONTAINER, sys.executable, "-c", code, str(tmp_path)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with start() as first:
+        assert first.stdout is not None
+        live = Path(first.stdout.readline().strip())
+        assert live.exists()
+        with start() as second:
+            assert second.stdout is not None
+            assert Path(second.stdout.readline().strip()) != live
+            assert live.exists()
+            second.communicate()
+        from lightning_pipes.trainer.checkpoint.files import temporary_for
+
+        temporary_for(tmp_path / "a")  # from outside of both
+        assert live.exists()
+        first.communicate()

@@ -1,0 +1,223 @@
+"""A store in which only what ranks of the run have written counts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from lightning_pipes.engine.watch.failure import FailureWatch
+from lightning_pipes.engine.watch.meeting import lone_store, run_store, store_on_loopback
+from lightning_pipes.engine.watch.trust import SECRET, ForgedError, Seal, SignedStore, part_of, seal_of, sealed
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.testing.ranks import run_ranks
+
+SOON = timedelta(seconds=20)
+
+
+@pytest.fixture
+def raw() -> TCPStore:
+    """What anybody can write to."""
+    return store_on_loopback(0, SOON)
+
+
+@pytest.fixture
+def signed(raw: TCPStore) -> SignedStore:
+    return SignedStore(raw, Seal(b"a secret"))
+
+
+@pytest.fixture(autouse=True)
+def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET, raising=False)
+
+
+def test_what_ranks_write_they_read(raw: TCPStore, signed: SignedStore) -> None:
+    """The same through parts of it, whoever makes them."""
+    signed.set("a", "1")
+    signed.part("x").set("b", b"2")
+    assert PrefixStore("x", signed).get("b") == b"2"
+    PrefixStore("x", signed).clone().set("c", "3")
+    assert part_of(signed, "x").multi_get(["b", "c"]) == [b"2", b"3"]
+    assert raw.get("a") != b"1"
+    assert signed.compare_set("d", "", "first") == b"first"
+    assert signed.compare_set("d", "", "second") == b"first"
+    assert signed.compare_set("d", "first", "second") == b"second"
+    assert signed.check(["a", "d", "x/b"])
+    assert not signed.check(["a", "missing"])
+    signed.wait(["a"], timedelta(seconds=1))
+    assert signed.delete_key("a")
+    assert not signed.check(["a"])
+    assert [signed.add("n", 2), signed.add("n", 0)] == [2, 2]
+    assert seal_of(signed) is signed.seal
+    assert seal_of(raw) is None
+
+
+def test_what_strangers_write_is_not_there(
+    raw: TCPStore, signed: SignedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    for value in ("", "text", "x" * 100, SignedStore(raw, Seal(b"another"))._signed("a", "text")):
+        raw.set("a", value)
+        assert not signed.check(["a"])
+    assert [r.getMessage() for r in caplog.records] == [
+        "somebody who is no rank of this run wrote 'a' into its store; it is ignored"
+    ]
+    assert signed.compare_set("a", "", "ours") == b"ours"
+    raw.set("b", raw.get("a"))  # what counts under one name does not under another
+    assert not signed.check(["b"])
+    waiting = threading.Timer(0.2, lambda: SignedStore(raw.clone(), signed.seal).set("b", "late"))
+    waiting.start()
+    assert signed.get("b") == b"late"
+    raw.set("c", "text")
+    signed.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(ForgedError, match="c in the store of this run was not written by a rank of it"):
+        signed.get("c")
+
+
+@pytest.fixture
+def watches(signed: SignedStore) -> Iterator[list[FailureWatch]]:
+    made = [FailureWatch(SignedStore(signed._store.clone(), signed.seal), rank, 2, enforce=False) for rank in (0, 1)]
+    yield made
+    for watch in made:
+        watch.close()
+
+
+def test_a_failure_that_a_stranger_tells(
+    raw: TCPStore, watches: list[FailureWatch], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is none, and keeps nobody from telling one, of which terminals obey nothing."""
+    raw.set("lightning_pipes/1/failure", "\x1b[2Jplanted")
+    time.sleep(0.6)
+    watches[0].check()
+    watches[1].fail(ValueError("\x1b[31mred\x1b[0m"))
+    until = time.monotonic() + 20
+    while watches[0].error is None and time.monotonic() < until:
+        time.sleep(0.02)
+    assert str(watches[0].error).startswith("rank 1 failed: ValueError: \ufffd[31mred\ufffd[0m")
+    assert "\x1b" not in caplog.text
+
+
+def listens(rank: int) -> tuple[list[Any], str, str]:
+    """What ranks say through groups over the store, made with and without lazy connections, and its class."""
+    logging.getLogger("lightning_pipes").setLevel(logging.ERROR)
+    os.environ.pop("LIGHTNING_PIPES_SECRET", None)
+    store = run_store(rank, 2, 2, SOON, lambda: None)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, rank)
+    group = dist.new_group([0, 1], backend="gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert run_store(rank, 2, 2, SOON, lambda: None) is store
+    return [*found, float(total)], type(store).__name__, os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_process_groups_over_it() -> None:
+    for found, kind, device in run_ranks(listens, 2, timeout=60):
+        assert found == [0, 1, 2.0]
+        assert kind == "SignedStore"
+        assert device == "lo"
+
+
+def test_one_process_needs_no_port() -> None:
+    store = lone_store()
+    assert not isinstance(store, TCPStore)
+
+
+def test_ranks_of_a_host_get_a_secret(raw: TCPStore) -> None:
+    found: list[Any] = []
+    other = threading.Thread(target=lambda: found.append(sealed(raw.clone(), 1, True, 2)))
+    other.start()
+    first = sealed(raw, 0, True, 2)
+    other.join()
+    first.set("a", "1")
+    assert found[0].get("a") == b"1"
+
+
+@contextmanager
+def nobody(act: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
+    """A process of another user that does something; calling what comes back waits for what that returned."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.setuid(65534)
+            os.write(writer, act())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb", 0) as pipe:
+        yield lambda: pipe.read(100)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.root
+def test_no_other_user_gets_it(raw: TCPStore) -> None:
+    first = sealed(raw, 0, True, 2)
+    name = raw.get("lightning_pipes/door").decode()
+
+    def ask() -> bytes:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(20)
+            connection.connect(name)
+            with suppress(OSError):
+                return b"got %d" % len(connection.recv(32))
+        return b"got 0"
+
+    with nobody(ask) as said:
+        assert said() == b"got 0"
+    first.set("a", "1")
+    assert sealed(raw.clone(), 1, True, 2).get("a") == b"1"  # it is still there for who may have it
+
+
+@pytest.mark.root
+def test_a_door_of_another_user(raw: TCPStore) -> None:
+    """Who writes into the store does not become rank 0."""
+    name = f"\0lightning_pipes-test-{os.getpid()}"
+
+    def answer() -> bytes:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.bind(name)
+            door.listen(1)
+            raw.set("lightning_pipes/door", name)
+            connection, _ = door.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"x" * 32)
+        return b"asked"
+
+    cant = r"rank 0 can't be asked for the secret of this run \(somebody else answers"
+    with nobody(answer) as said:
+        with pytest.raises(PipelineError, match=cant):
+            sealed(raw.clone(), 1, True, 2)
+        assert said() == b"asked"
+    raw.set("lightning_pipes/door", "/var/run/docker.sock")
+    with pytest.raises(PipelineError, match=cant):
+        sealed(raw, 1, True, 2)
+
+
+def test_secrets_of_several_hosts(
+    raw: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert sealed(raw, 0, False, 2) is raw
+    assert "whoever reaches their ports can tell them anything" in caplog.text
+    assert sealed(raw, 1, False, 2) is raw
+    assert len(caplog.records) == 1
+    monkeypatch.setenv(SECRET, "one")
+    with pytest.raises(PipelineError, match="rank 1 and rank 0 have different secrets: set LIGHTNING_PIPES_SECRET"):
+        sealed(raw, 1, False, 2)
+    first = sealed(raw, 0, False, 2)
+    first.set("a", "1")
+    assert sealed(raw, 1, False, 2).get("a") == b"1"
+    monkeypatch.setenv(SECRET, "two")
+    with pytest.raises(PipelineError, match="different secrets"):
+        sealed(raw, 1, False, 2)

@@ -1,0 +1,49 @@
+"""Memory along a timeline."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import verify
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.planner import even_plan
+from lightning_pipes.sim import simulate
+from lightning_pipes.sim.shown.curve import memory_curves, most_held
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.testing.generators import uniform
+
+
+def test_by_hand():
+    """Two ranks, two micro-batches, f=1, b=2: F at 0, 1 on rank 0; B of the first comes back at 4."""
+    plan, costs = uniform(2, 2, f=1, b=2, activation_bytes=10)
+    rank0, rank1 = memory_curves(simulate(OneFOneB().program(plan), plan, costs), costs)
+    assert rank0 == ((0, 10), (1, 20), (6, 10), (9, 0))
+    assert rank1 == ((0, 0), (1, 10), (4, 10), (7, 0))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "kfkb"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_its_peaks_are_the_simulators(name, recompute):
+    schedule = make_schedule(name)
+    plan = even_plan(schedule, 4, 6, 12, recompute)
+    costs = CostModel.uniform(plan.n_stages, 1e-3, 2e-3, activation_bytes=100, weight_bytes=7, message_bytes=3)
+    run = simulate(schedule.program(plan), plan, costs)
+    curves = memory_curves(run, costs)
+    assert tuple(max(size for _, size in curve) for curve in curves) == run.peak_bytes
+    assert [curve[-1][1] for curve in curves] == [costs.resident(rank, plan) for rank in range(4)]
+    for curve in curves:
+        assert [t for t, _ in curve] == sorted({t for t, _ in curve})
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "kfkb"])
+def test_most_held_is_what_verify_proves(name):
+    schedule = make_schedule(name)
+    plan = even_plan(schedule, 3, 6, 12)
+    order = schedule.program(plan)
+    rows = verify(order, plan).peak_rows
+    held = most_held(simulate(order, plan, CostModel.uniform(plan.n_stages, 1e-3, 2e-3)))
+    if plan.n_stages == 3:
+        assert held == max(rows)
+    else:  # two stages of a rank need not hold most at the same time
+        assert max(rows) < held <= max(sum(rows[s] for s in stages) for stages in plan.stages)

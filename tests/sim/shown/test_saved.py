@@ -1,0 +1,130 @@
+"""Timelines, plans and cost models come back from JSON exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipes.cost import Link
+from lightning_pipes.ir import Kind, Plan, PlanError, Span
+from lightning_pipes.sim import simulate
+from lightning_pipes.sim.shown.record import FILE, RunRecord
+from lightning_pipes.sim.shown.saved import costs_data, costs_of, load_timeline, plan_data, plan_of, save_timeline
+from lightning_pipes.strategies.gpipe import GPipe
+from lightning_pipes.strategies.interleaved import Interleaved
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.testing.generators import random_costs, random_plan, uniform
+from lightning_pipes.testing.records import record_of
+
+
+def through_json(data):
+    return json.loads(json.dumps(data))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_come_back(seed):
+    plan = random_plan(seed)
+    orders = GPipe().program(replace(plan))
+    first, *others = orders.head[0]
+    plan = replace(
+        plan, after=dict.fromkeys(others, (first,)), versions=(2,) * plan.n_stages, limits=(5,) * plan.n_stages
+    )
+    again = plan_of(through_json(plan_data(plan)))
+    assert again == plan
+    assert again.after == plan.after
+    assert again.spans(Kind.F, 0)[0].rows == plan.spans(Kind.F, 0)[0].rows  # spans, not just pairs
+
+
+def test_layers_come_back_as_spans():
+    plan = Plan.even(2, 3, layers=[Span(0, 4), Span(4, 5)], recompute=[True, False])
+    again = plan_of(through_json(plan_data(plan)))
+    assert again == plan
+    assert again.layers[0].rows == 4
+
+
+def test_spans_are_listed_once():
+    small, large = (len(json.dumps(plan_data(Plan.even(stages, 64)))) for stages in (2, 64))
+    assert large < 3 * small
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_timelines_come_back(seed, tmp_path):
+    plan = random_plan(seed)
+    timeline = replace(simulate(GPipe().program(plan), plan, random_costs(plan, seed)), attributes={"a": "b"})
+    save_timeline(timeline, tmp_path / "x.json")
+    again = load_timeline(tmp_path / "x.json")
+    assert again == timeline
+    assert (again.bubble, again.link_busy, again.program()) == (timeline.bubble, timeline.link_busy, timeline.program())
+
+
+def test_costs_come_back():
+    plan, costs = uniform(3, 4, f=2, b=3, link=1, latency=7, activation_bytes=11)
+    costs = replace(
+        costs,
+        links={(0, 1): Link(1e9, 1e-6, burst=1e6, peak=2e9, posted=4, wire="card"), (1, 0): Link(math.inf)},
+        forward_bytes=(1.5, 2.5),
+    )
+    again = costs_of(through_json(costs_data(costs)))
+    assert again == costs
+    assert (again.seconds, again.links) == (costs.seconds, costs.links)
+    order = OneFOneB().program(plan)
+    assert simulate(order, plan, again).events == simulate(order, plan, costs).events
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "can't be read"),
+        ("[1]", r"holds \[1\], and should hold an object"),
+        ('{"format": 1}', "it has no 'timeline'"),
+        ('{"format": 99, "timeline": {}}', "has format 99, this version reads 1; run again"),
+    ],
+)
+def test_other_files_are_refused(text, said, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(PlanError, match=said):
+        load_timeline(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_records_come_back(known, tmp_path):
+    record = record_of([1, 2, 3, 4, 5, 6, 7, 8], 2, 6, "interleaved", stages_per_rank=3, known=known)
+    record.save(tmp_path / FILE)
+    again = RunRecord.load(tmp_path)
+    assert again == record
+    assert (again.settings, again.costs.seconds, again.facts) == (record.settings, record.costs.seconds, record.facts)
+    assert RunRecord.load(tmp_path / FILE) == record
+    assert again.label == "interleaved stages_per_rank=3"
+
+
+def test_a_plan_alone_comes_back(tmp_path):
+    record = replace(record_of([1, 2], 2, 2), measured=None)
+    record.save(tmp_path / FILE)
+    assert RunRecord.load(tmp_path) == record
+    assert record.shown is record.predicted
+
+
+def test_where_no_run_is(tmp_path):
+    with pytest.raises(PlanError, match=r"there is no run in .*nowhere: a run leaves a directory with run.json behind"):
+        RunRecord.load(tmp_path / "nowhere")
+    with pytest.raises(PlanError, match="there is no run in"):
+        RunRecord.load(tmp_path)
+
+
+def test_a_loaded_record_runs_on(tmp_path):
+    """Nothing that a schedule or the simulator needs is lost."""
+    record = record_of([1, 1, 1, 1], 2, 4, "interleaved")
+    record.save(tmp_path / FILE)
+    again = RunRecord.load(tmp_path)
+    program = Interleaved().program(again.plan)
+    assert simulate(program, again.plan, again.costs).events == record.predicted.events
+
+
+def test_settings_that_are_no_plain_values_are_named(tmp_path):
+    """A schedule of the user's own may have any; a report must not fail for it."""
+    record = replace(record_of([1, 1], 2, 2), schedule="mine", settings={"order": (1, (2,)), "k": 2, "by": {3}})
+    record.save(tmp_path / FILE)
+    assert RunRecord.load(tmp_path).settings == {"order": (1, (2,)), "k": 2, "by": "{3}"}

@@ -1,0 +1,151 @@
+"""Scalars of the pipeline in any logger."""
+
+from __future__ import annotations
+
+import csv
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_pipes import PipelineStrategy, TimelineLogger
+from lightning_pipes.ir import B, F, Instruction, Kind, PipelineError, Span
+from lightning_pipes.sim import simulate
+from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.shown.slowest import Slowest
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.testing.generators import uniform
+from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.reports.timing import Share, Timing
+from tests.trainer.lit import Lit
+from tests.trainer.reports.test_report import fit
+
+NAMES = {f"pipeline/{name}" for name in ("step_ms", "bubble", "efficiency", "slowest_stage", "slowest_ratio")}
+
+
+def timing(timeline) -> Timing:
+    by_rank = [[e for e in timeline.events if e.rank == rank] for rank in range(timeline.plan.n_ranks)]
+    return Timing.of([Share.of(events) for events in by_rank])
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_it_agrees_with_the_timeline(slow):
+    plan, costs = uniform(3, 6, f=2, b=4, link=1)
+    slower = {k: tuple((r, 1.5 * t) for r, t in v) if k[1] == slow else v for k, v in costs.seconds.items()}
+    costs.seconds.update(slower)
+    timeline = simulate(OneFOneB().program(plan), plan, costs)
+    found = timing(timeline)
+    assert found.seconds == timeline.makespan / 1e9
+    assert found.bubble == pytest.approx(sum(timeline.bubble) / 3)
+    assert found.efficiency == pytest.approx(timeline.efficiency)
+    assert (found.slowest, found.ratio) == (slow, pytest.approx(Slowest.of(timeline).ratio))
+    assert set(found.metrics) == NAMES
+
+
+def test_clocks_of_ranks_are_not_compared():
+    span = Span(0, 1)
+    early = [Event(0, F(0, span), 0, 10), Event(0, B(0, span), 40, 60)]
+    late = [Event(1, F(1, span), 9_000_010, 9_000_020), Event(1, B(1, span), 9_000_020, 9_000_040)]
+    found = Timing.of([Share.of(early), Share.of(late)])
+    assert (found.seconds, found.bubble) == (60e-9, pytest.approx(0.5))
+
+
+def test_batches_of_a_window_share_its_time():
+    span = Span(0, 1)
+    events = [Event(0, F(0, span, batch=n), 10 * n, 10 * n + 5) for n in range(4)]
+    assert Timing.of([Share.of(events)]).seconds == pytest.approx(35e-9 / 4)
+
+
+def test_steps_are_no_work_of_the_pipeline_and_nothing_is_nothing():
+    assert Share.of([Event(0, Instruction(Kind.STEP, 0), 5, 9)]) == (4, {}, 1)
+    assert Timing.of([Share.of([])]).metrics["pipeline/bubble"] == 1.0
+
+
+class Stopwatch(TimelineLogger):
+    def __init__(self, every_n_steps: int) -> None:
+        super().__init__(every_n_steps)
+        self.seconds: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        started = time.perf_counter()
+        super().on_train_batch_end(*args)
+        if self._logged == args[0].global_step:
+            self.seconds.append(time.perf_counter() - started)
+
+
+def logged(rank: int, folder: str) -> dict[str, Any]:
+    loggers = [CSVLogger(folder, name="csv", version=""), TensorBoardLogger(folder, name="board", version="")]
+    strategy = PipelineStrategy("1f1b", microbatches=4)
+    watch = Stopwatch(2)
+    fit(Lit(), strategy, 2, logger=loggers, callbacks=[watch], max_epochs=3, log_every_n_steps=1)
+    accumulating = CSVLogger(folder, name="accumulating", version="")
+    fit(Lit(), PipelineStrategy(), 2, logger=accumulating, callbacks=[TimelineLogger(1)], accumulate_grad_batches=3)
+    return {"seconds": sorted(watch.seconds), "makespan": strategy.report.measured.makespan}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list[dict[str, Any]]:
+    return run_ranks(logged, 2, str(folder), timeout=90)
+
+
+def rows(path: Path) -> list[dict[str, float]]:
+    with open(path) as file:
+        found = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    return [row for row in found if "pipeline/bubble" in row]
+
+
+def test_csv(ranks, folder):
+    found = rows(folder / "csv" / "metrics.csv")
+    assert [row["step"] for row in found] == [2, 4, 6, 8]  # of nine
+    for row in found:
+        assert set(row) >= NAMES
+        assert 0 <= row["pipeline/bubble"] < 1
+        assert 0 < row["pipeline/efficiency"] <= 1
+        assert row["pipeline/slowest_stage"] in (0, 1)
+        assert row["pipeline/slowest_ratio"] >= 1
+    typical = ranks[0]["makespan"] / 1e6
+    assert any(0.2 * typical < row["pipeline/step_ms"] < 5 * typical for row in found)
+
+
+def test_tensorboard(ranks, folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "board"))
+    board.Reload()
+    assert set(board.Tags()["scalars"]) >= NAMES
+    assert [each.step for each in board.Scalars("pipeline/bubble")] == [2, 4, 6, 8]
+
+
+def test_batches_that_only_accumulate_are_not_logged_twice(ranks, folder):
+    found = rows(folder / "accumulating" / "metrics.csv")
+    assert [row["step"] for row in found] == [1, 2]
+
+
+def test_it_is_cheap(ranks):
+    median = ranks[0]["seconds"][len(ranks[0]["seconds"]) // 2]
+    assert median < patience(0.1)  # 1.5 ms were seen; two small gathers, and a row in two loggers
+
+
+def test_mistakes():
+    with pytest.raises(PipelineError, match="every_n_steps must be at least 1, got 0"):
+        TimelineLogger(0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        callbacks=[TimelineLogger()],
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(PipelineError, match=r"this trainer has SingleDeviceStrategy. Set strategy=PipelineStrategy"):
+        trainer.fit(Lit())

@@ -1,0 +1,190 @@
+"""Checkpoints are those of one process: they load and resume on any number of stages."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy, consolidate
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.checkpoint.data_state import KEY
+from tests.trainer.lit import (
+    Case,
+    Lit,
+    LitHooked,
+    LitOutside,
+    LitTied,
+    data,
+    differences,
+    plain_values,
+    quiet,
+    train,
+    train_cases,
+)
+
+STRATEGY = {"schedule": "1f1b", "microbatches": 4}
+
+
+def continued(module: type[Lit], ranks: int, folder: Path, strategy: Any, **more: Any) -> dict[str, Any]:
+    case = Case(module, strategy=strategy, **more)
+    if strategy is None:
+        return train(case, 1, folder)
+    return run_ranks(train_cases, ranks, [case], ranks, str(folder))[0][0]
+
+
+@pytest.mark.parametrize("module", [LitHooked, LitTied])
+def test_resume_on_other_numbers_of_stages(module, tmp_path):
+    """Plain, then 4 stages, then 2, then one rank, then plain again; one epoch each."""
+    whole = train(Case(module, trainer={"max_epochs": 5}), 1, tmp_path / "whole")
+    previous = None
+    for epoch, (ranks, strategy) in enumerate([(1, None), (4, STRATEGY), (2, STRATEGY), (1, STRATEGY), (1, None)]):
+        path = str(tmp_path / f"{epoch}.ckpt")
+        more = {"trainer": {"max_epochs": epoch + 1}, "resume": previous, "save": path}
+        found = continued(module, ranks, tmp_path / f"run {epoch}", strategy, **more)
+        assert differences(found["outputs"], whole["outputs"][3 * epoch : 3 * epoch + 3]) == []
+        assert differences(found["rates"], whole["rates"][3 * epoch : 3 * epoch + 3]) == []
+        previous = path
+    assert differences(found["weights"], whole["weights"]) == []
+
+
+@pytest.mark.parametrize("module", [LitHooked, LitOutside])
+def test_the_file_is_that_of_one_process(module, tmp_path):
+    plain, spread = str(tmp_path / "plain.ckpt"), str(tmp_path / "spread.ckpt")
+    for path, ranks, strategy in [(plain, 1, None), (spread, 4, STRATEGY)]:
+        callbacks = [_Saver(path)]
+        continued(module, ranks, tmp_path / "run", strategy, trainer={"callbacks": callbacks})
+    a, b = (torch.load(path, weights_only=False) for path in (plain, spread))
+    assert [*a, KEY] == list(b)
+    assert list(a["state_dict"]) == list(b["state_dict"])
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "norms"):
+        assert differences(plain_values(a.get(key)), plain_values(b.get(key))) == []
+    assert a["loops"] == b["loops"]
+    loaded = module.load_from_checkpoint(spread, weights_only=False)
+    assert differences(plain_values(dict(loaded.state_dict())), plain_values(a["state_dict"]), 1e-6) == []
+
+
+class LitStateful(Lit):
+    """An optimizer whose states are not all tensors, and a layer with a state of its own."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.counter = Counter()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Counting(self.parameters(), lr=0.1)
+
+
+class Counter(torch.nn.Module):
+    """Saves more than tensors."""
+
+    loaded = "nothing"
+
+    def get_extra_state(self) -> Any:
+        return {"saved": "something"}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.loaded = state["saved"]
+
+
+class Counting(torch.optim.SGD):
+    """Steps that depend on a number, which is not a tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state.setdefault(p, {"steps": 0, "mean": torch.zeros_like(p)})
+                    state["steps"] += 1
+                    state["mean"].add_(p.grad)
+                    p.sub_(0.1 * state["mean"] / state["steps"])
+        return loss
+
+
+FORMS: list[dict[str, Any]] = [
+    {"checkpoint": "sharded"},
+    {"checkpoint": "full", "async_checkpoint": True},
+    {"checkpoint": "sharded", "async_checkpoint": True},
+]
+
+
+@pytest.mark.parametrize("module", [LitHooked, LitTied, LitStateful])
+def test_resume_between_forms(module, tmp_path):
+    """A folder on 3 stages, a file on 2, a folder on 1, then a file that plain Lightning reads, made of the last."""
+    whole = train(Case(module, trainer={"max_epochs": 4}), 1, tmp_path / "whole")
+    previous = None
+    for epoch, (ranks, form) in enumerate(zip((3, 2, 1), (FORMS[2], FORMS[1], FORMS[0]), strict=True)):
+        folder = tmp_path / f"{epoch}"
+        saver = ModelCheckpoint(folder, "last", every_n_epochs=1, enable_version_counter=False)
+        options = {"max_epochs": epoch + 1, "callbacks": [saver], "enable_checkpointing": True}
+        found = continued(module, ranks, folder, {**STRATEGY, **form}, trainer=options, resume=previous)
+        assert differences(found["outputs"], whole["outputs"][3 * epoch : 3 * epoch + 3]) == []
+        previous = str(folder / "last.ckpt")
+        assert (folder / "last.ckpt").is_dir() == (form["checkpoint"] == "sharded")
+    consolidate(previous, tmp_path / "whole.ckpt")
+    found = train(Case(module, trainer={"max_epochs": 4}, resume=str(tmp_path / "whole.ckpt")), 1, tmp_path / "plain")
+    assert differences(found["weights"], whole["weights"]) == []
+    loaded = module.load_from_checkpoint(tmp_path / "whole.ckpt", weights_only=False)
+    assert list(loaded.state_dict()) == list(torch.load(tmp_path / "whole.ckpt", weights_only=False)["state_dict"])
+    if module is LitStateful:
+        assert loaded.counter.loaded == "something"
+
+
+def kept(rank: int, folder: str) -> list[Any]:
+    """By form, what ModelCheckpoint leaves of several saves, and how its best ones validate."""
+    quiet()
+    found = []
+    for number, form in enumerate([{}, *FORMS]):
+        pl.seed_everything(3, verbose=False)
+        own = Path(folder) / str(number)
+        savers = [
+            ModelCheckpoint(own, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True),
+            ModelCheckpoint(own / "weights", "{epoch}", save_weights_only=True),
+        ]
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=PipelineStrategy(**STRATEGY, **form),
+            max_epochs=4,
+            precision="64-true",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=savers,
+        )
+        validation = DataLoader(data(13), batch_size=5)
+        trainer.fit(Lit().double(), DataLoader(data(), batch_size=8), validation)
+        paths = [saver.best_model_path for saver in savers]
+        results = [trainer.validate(Lit().double(), validation, p, verbose=False, weights_only=False) for p in paths]
+        names = [sorted(os.listdir(path)) for path in (own, own / "weights")]
+        found.append((names, [Path(path).name for path in paths], results))
+    return found
+
+
+def test_model_checkpoint_keeps_the_same_in_every_form(tmp_path):
+    full, *others = run_ranks(kept, 2, str(tmp_path), timeout=60)[0]
+    assert [len(names) for names in full[0]] == [4, 1]
+    assert others == [full] * len(FORMS)
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path):
+    with pytest.raises(PipelineError, match=r"is no folder with a complete checkpoint: it has no .metadata"):
+        consolidate(tmp_path, tmp_path / "a.ckpt")
+
+
+class _Saver(Callback):
+    """Saves in the middle of training, when the optimizer has state."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)

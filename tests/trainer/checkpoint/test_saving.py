@@ -1,0 +1,300 @@
+"""Checkpoints survive kills and full disks, and can be written while training goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Timer
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
+from lightning_pipes.trainer.checkpoint.saving import Saver, snapshot
+from lightning_pipes.trainer.module.checks import check_async
+from tests.trainer.lit import Keeper, Lit, data, differences, plain_values, quiet
+
+SOON = 12.0
+"""Seconds from the start of the processes, of which starting takes one or two."""
+
+
+class Trouble(Callback):
+    """What happens to one rank in its second checkpoint."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        self.rank, self.how, self.saves = rank, how, 0
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.saves += 1
+        if trainer.global_rank != self.rank or self.saves != 2:
+            return
+        if self.how == "full disk":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+        elif self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.how == "killed while writing":
+            os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit(
+    folder: Path, strategy: dict[str, Any], trouble: list[Callback], resume: Path | None = None, **more: Any
+) -> dict[str, Any]:
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    module = Lit(dropout=0.2).double()
+    keeper = Keeper()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineStrategy(microbatches=2, **strategy),
+        precision="64-true",
+        max_epochs=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            keeper,
+            *trouble,
+            *more.pop("callbacks", [ModelCheckpoint(folder, "{step}", every_n_train_steps=2)]),
+        ],
+        **more,
+    )
+    trainer.fit(module, DataLoader(data(), 8, shuffle=True), ckpt_path=resume, weights_only=False)
+    return {"outputs": keeper.outputs, "weights": plain_values(dict(module.state_dict()))}
+
+
+def troubled(rank: int, folder: str, strategy: dict[str, Any], in_trouble: int, how: str) -> None:
+    fit(Path(folder), strategy, [Trouble(in_trouble, how)])
+
+
+def resumed(rank: int, cases: list[tuple[Path, dict[str, Any]]]) -> list[list[str]]:
+    """Where the runs that go on from the checkpoints after two steps differ from the uninterrupted one."""
+    with TemporaryDirectory() as folder:
+        whole = fit(Path(folder) / "whole", {}, [])
+        found = []
+        for number, (path, strategy) in enumerate(cases):
+            part = fit(Path(folder) / str(number), strategy, [], path)
+            found.append(differences(part, {**whole, "outputs": whole["outputs"][2:]}, tolerance=0.0))
+    return found
+
+
+FULL = "OSError: [Errno 27] File too large"
+SHARDED = {"checkpoint": "sharded"}
+ASYNC = {"async_checkpoint": True}
+TROUBLES: list[tuple[dict[str, Any], int, str, str]] = [
+    ({}, 0, "full disk", f"rank 0 could not write the checkpoint {{path}}: {FULL}"),
+    ({}, 0, "killed while writing", "rank 0"),
+    ({}, 1, "killed", "rank 1"),
+    (SHARDED, 0, "full disk", f"rank 0 could not write the checkpoint {{path}}: {FULL}"),
+    (SHARDED, 1, "full disk", FULL),
+    (SHARDED, 0, "killed while writing", "rank 0"),
+    (SHARDED, 1, "killed while writing", "rank 1"),
+    (ASYNC, 0, "full disk", f"rank 0 could not write the checkpoint {{path}}: {FULL}"),
+    ({**SHARDED, **ASYNC}, 1, "full disk", FULL),
+    ({**SHARDED, **ASYNC}, 1, "killed while writing", "rank 1"),
+]
+
+
+@pytest.fixture(scope="module")
+def after_trouble() -> Any:
+    """By case: how each rank ended, what was left in the folder, and how a resumed run differs."""
+    with TemporaryDirectory() as folder:
+        run_ranks(nothing, 1)  # starts the server that processes are forked from
+        ended, left, cases = [], [], []
+        for number, (strategy, rank, how, _) in enumerate(TROUBLES):
+            own = Path(folder) / str(number)
+            ended.append(watch_ranks(troubled, 2, str(own), strategy, rank, how, timeout=30))
+            left.append(sorted(os.listdir(own)))
+            cases.append((own / "step=2.ckpt", strategy))
+        again = run_ranks(resumed, 2, cases, timeout=100)
+        numbers = range(len(TROUBLES))
+        yield [(ended[n], left[n], [of_rank[n] for of_rank in again], f"{folder}/{n}") for n in numbers]
+
+
+def nothing(rank: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("number", range(len(TROUBLES)), ids=[str(t[:3]) for t in TROUBLES])
+def test_after_trouble_everybody_ends_and_the_checkpoint_before_is_good(number, after_trouble):
+    outcomes, left, differing, folder = after_trouble[number]
+    _, rank, how, said = TROUBLES[number]
+    for outcome in outcomes:
+        assert outcome.error, f"rank {outcome.rank} went on"
+        assert outcome.seconds < patience(SOON), f"rank {outcome.rank}: {outcome.error}"
+        if outcome.rank != rank or how == "full disk":
+            assert said.format(path=f"{folder}/step=4.ckpt") in outcome.error
+            assert how != "full disk" or (f"rank {rank} could not" in outcome.error and "step=4.ckpt" in outcome.error)
+    complete = ["step=2.ckpt"] if how != "killed" else ["step=2.ckpt", "step=4.ckpt"]
+    assert [name for name in left if not name.startswith(".")] == complete
+    assert differing == [[], []]
+
+
+class BadDay(Callback):
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 4 and trainer.global_rank == 1:
+            raise ValueError("a bad day")
+
+
+def failing(rank: int, folder: str, strategy: dict[str, Any]) -> None:
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_last=True, save_on_exception=True)
+    saver.CHECKPOINT_NAME_LAST = "last-{step}"
+    fit(Path(folder), strategy, [BadDay()], callbacks=[saver])
+
+
+@pytest.mark.parametrize("strategy", [{}, {**SHARDED, **ASYNC}])
+def test_the_parts_of_a_failing_run_replace_nothing(strategy, tmp_path):
+    outcomes = watch_ranks(failing, 2, str(tmp_path), strategy, timeout=30)
+    assert all("a bad day" in outcome.error and outcome.seconds < patience(SOON) for outcome in outcomes)
+    parts = {f"{name}.ckpt.rank{rank}of2" for name in ("step=4", "last-step=4") for rank in (0, 1)}
+    assert set(os.listdir(tmp_path)) == {"step=3.ckpt", "last-step=3.ckpt", *parts}
+
+
+class OneRank:
+    """Stands for the control of a pipeline of one rank."""
+
+    size, position, ranks = 1, 0, (0,)
+
+    def gather(self, thing: Any, to: int) -> list[Any]:
+        return [thing]
+
+    def broadcast(self, thing: Any, source: int) -> Any:
+        return thing
+
+
+class Slow(AtomicCheckpointIO):
+    """Waits before it writes until it is told to, and fails where the path says so."""
+
+    def __init__(self) -> None:
+        self.go, self.done = Event(), list[str]()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        assert self.go.wait(10)
+        if "bad" in str(path):
+            raise OSError(28, "No space left on device")
+        super().save_checkpoint(checkpoint, path)
+        self.done.append(f"saved {Path(path).name}")
+
+    def remove_checkpoint(self, path: Any) -> None:
+        super().remove_checkpoint(path)
+        self.done.append(f"removed {Path(path).name}")
+
+
+def background(io: Slow, *actions: str, folder: Path) -> Saver:
+    saver = Saver(OneRank())  # type: ignore[arg-type]
+    for action in actions:
+        verb, name = action.split()
+        if verb == "save":
+            saver.save({"name": name}, folder / name, io.save_checkpoint, background=True)
+        else:
+            saver.remove(folder / name, io)
+    return saver
+
+
+def test_the_previous_checkpoint_goes_when_the_next_is_there(tmp_path):
+    io = Slow()
+    (tmp_path / "old").touch()
+    saver = background(io, "save new", "remove old", folder=tmp_path)
+    assert os.listdir(tmp_path) == ["old"]
+    io.go.set()
+    saver.wait()
+    assert io.done == ["saved new", "removed old"]
+
+
+def test_the_previous_checkpoint_stays_when_the_next_fails(tmp_path):
+    io = Slow()
+    (tmp_path / "old").touch()
+    saver = background(io, "save bad", "remove old", folder=tmp_path)
+    saver.check()  # nothing has happened yet
+    io.go.set()
+    said = rf"rank 0 could not write the checkpoint {tmp_path}/bad: OSError: \[Errno 28\] No space left on device"
+    with pytest.raises(PipelineError, match=said):
+        saver.wait()
+    with pytest.raises(PipelineError, match=said):
+        saver.save({}, tmp_path / "next", io.save_checkpoint, background=True)
+    with pytest.warns(UserWarning, match=said):
+        saver.close()
+    assert os.listdir(tmp_path) == ["old"]
+
+
+def test_one_save_waits_for_the_other(tmp_path):
+    io = Slow()
+    saver = background(io, "save first", folder=tmp_path)
+    Timer(0.2, io.go.set).start()
+    with pytest.warns(UserWarning, match="second had to wait 0.* s because the checkpoint before was still being"):
+        saver.save({}, tmp_path / "second", io.save_checkpoint, background=True)
+    assert io.done[0] == "saved first"
+    saver.close()
+    assert io.done == ["saved first", "saved second"]
+
+
+def full_disk(rank: int, folder: str) -> list[str]:
+    """Of a disk that is full in the middle of a tensor: the error and what is left."""
+    saver = Saver(OneRank())  # type: ignore[arg-type]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    with pytest.raises(PipelineError) as error:
+        saver.save_parts({"state_dict": {"a": torch.zeros(50_000)}}, ["a"], Path(folder) / "a.ckpt", background=False)
+    return [str(error.value), *os.listdir(folder)]
+
+
+def test_a_full_disk_is_called_that(tmp_path):
+    said = f"rank 0 could not write the checkpoint {tmp_path}/a.ckpt: OSError: [Errno 27] File too large"
+    assert run_ranks(full_disk, 1, str(tmp_path), timeout=30)[0] == [said]
+
+
+def test_a_snapshot_is_not_reached_by_later_steps():
+    weight = torch.ones(2)
+    tree = {"a": weight, "b": [weight, {"c": 1}]}
+    copied = snapshot(tree)
+    weight.add_(1)
+    tree["b"][1]["c"] = 2
+    assert copied["a"].tolist() == [1, 1]
+    assert copied["b"][0] is copied["a"]
+    assert copied["b"][1] == {"c": 1}
+
+
+def asynchronous(rank: int, folder: str) -> list[Any]:
+    """What is there when `fit` returns, by strategy, with names for the latest and the best."""
+    found = []
+    os.fsync = lambda descriptor: time.sleep(0.1)  # a disk so slow that steps do not wait for it by chance
+    plugin = AsyncCheckpointIO()
+    for number, (strategy, more) in enumerate([(ASYNC, {}), ({**SHARDED, **ASYNC}, {}), ({}, {"plugins": [plugin]})]):
+        own = Path(folder) / str(number)
+        saver = ModelCheckpoint(
+            own, "{step}", monitor="train_loss", save_top_k=2, save_last=True, every_n_train_steps=1
+        )
+        result = fit(own, strategy, [], callbacks=[saver], **more)
+        kept = {Path(path).name for path in saver.best_k_models}
+        found.append((sorted(os.listdir(own)), sorted({*kept, "last.ckpt"}), result["weights"]))
+    return found
+
+
+def test_everything_is_written_when_fit_returns(tmp_path):
+    whole, *others = run_ranks(asynchronous, 2, str(tmp_path), timeout=60)[0]
+    assert len(whole[1]) == 3
+    for left, kept, weights in (whole, *others):
+        assert left == kept
+        assert differences(weights, whole[2], tolerance=0.0) == []
+
+
+def test_links_need_files_that_are_there():
+    with pytest.raises(PipelineError, match="use save_last=True"):
+        check_async([ModelCheckpoint(save_last="link")])
+
+
+def test_forms_are_checked_at_once():
+    with pytest.raises(PlanError, match="checkpoint must be 'full' or 'sharded', got 'both'"):
+        PipelineStrategy(checkpoint="both")

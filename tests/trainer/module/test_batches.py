@@ -1,0 +1,181 @@
+"""Batches with lists of samples: what is cut, and that training is that of one process."""
+
+from __future__ import annotations
+
+from tempfile import mkdtemp
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.module.batches import join, rows_of, take
+from tests.trainer import lit
+from tests.trainer.lit import Case, Lit, differences, train_cases
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def t(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def boxes(n: int) -> dict[str, Any]:
+    return {"boxes": t(n, 4), "labels": t(n)}
+
+
+def last(*parts: Any) -> tuple[Any, ...]:
+    return tuple(part[-1:] for part in parts)
+
+
+X, Y, MASK = t(2, 3), t(2), t(5, 5)
+VIEWS = [t(4, 3), t(4, 3) + 1]
+IMAGES = (t(3, 4, 4), t(3, 5, 4))
+SAME = (t(3, 4, 4),) * 4
+NAMES = ["a", "b"]
+
+# A batch, the number of its samples, and what its last micro-batch of one sample holds.
+BATCHES: dict[str, tuple[Any, int, Any]] = {
+    "detection": ((t(3, 1, 4), D := [boxes(2), boxes(0), boxes(5)]), 3, last(t(3, 1, 4), D)),
+    "detection, some boxes as samples": ((X, D := (boxes(1), boxes(2))), 2, last(X, D)),
+    "images and targets in tuples": ((IMAGES, D := (boxes(1), boxes(3))), 2, last(IMAGES, D)),
+    "images of one size, and numbers": ((SAME, D := (0, 1, 2, 0)), 4, last(SAME, D)),
+    "images of one size, and a tensor": ([[*SAME], t(4)], 4, [*last([*SAME], t(4))]),
+    "targets first": ((D := [boxes(2), boxes(1)], X), 2, last(D, X)),
+    "two columns of two samples": ((X, Y), 2, last(X, Y)),
+    "two columns of two samples, in a list": ([X, X], 2, [*last(X, X)]),
+    "two views of two samples": (([X, X], Y), 2, ([*last(X, X)], Y[-1:])),
+    "two views of four samples": ((VIEWS, t(4)), 4, ([*last(*VIEWS)], t(4)[-1:])),
+    "views only": ({"views": [*VIEWS, VIEWS[0]]}, 4, {"views": [*last(*VIEWS, VIEWS[0])]}),
+    "two batches of dicts": ([{"x": X, "y": Y}] * 2, 2, [{"x": X[-1:], "y": Y[-1:]}] * 2),
+    "a mask": ((X, MASK), 2, (X[-1:], MASK)),
+    "a mask beside it in a tuple": ({"in": (X, MASK)}, 2, {"in": (X[-1:], MASK)}),
+    "names": ({"x": X, "names": NAMES, "more": ("a", None)}, 2, {"x": X[-1:], "names": ["b"], "more": (None,)}),
+    "other numbers": (D := {"x": X, "size": (4, 4, 4), "shape": torch.Size([3, 2])}, 2, {**D, "x": X[-1:]}),
+    "graphs": ({"x": X, "edges": (D := [(t(4), t(4)), (t(1), t(1))])}, 2, {"x": X[-1:], "edges": D[-1:]}),
+    "a dict of lists": (
+        {"x": X, "y": {"b": IMAGES, "n": NAMES}},
+        2,
+        {"x": X[-1:], "y": {"b": IMAGES[-1:], "n": ["b"]}},
+    ),
+    "a named tuple": (Pair(X, D := [boxes(1), boxes(4)]), 2, Pair(*last(X, D))),
+    "samples": (D := [{"x": t(5), "y": 1}, {"x": t(6), "y": 0}, {"x": t(5), "y": 2}], 3, D[-1:]),
+    "one sample": (D := (t(1, 3), [boxes(3)]), 1, D),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_what_is_cut(name):
+    batch, rows, wanted = BATCHES[name]
+    assert rows_of(batch) == rows
+    found = take(batch, Span(rows - 1, rows), rows)
+    assert same(found, wanted), found
+    whole = take(batch, Span(0, rows), rows)
+    assert same(whole, batch), whole
+
+
+def same(a: Any, b: Any) -> bool:
+    leaves, spec = pytree.tree_flatten(a)
+    others, other_spec = pytree.tree_flatten(b)
+    return spec == other_spec and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(leaves, others, strict=True)
+    )
+
+
+def test_lists_of_samples_are_joined():
+    spans = [Span(0, 2), Span(2, 5)]
+    whole = {
+        "boxes": [t(n, 4) for n in (2, 3, 0, 1, 5)],
+        "y": t(5, 2),
+        "names": ("a", "b", "c", "d", "e"),
+        "mask": t(7),
+    }
+    parts = [take(whole, span, 5) for span in spans]
+    assert same(join(parts, spans, "it"), whole)
+    with pytest.raises(PipelineError, match=r"it has lists of \[2, 2\] entries for \[2, 3\] samples"):
+        join([[t(6), t(7)], [t(6), t(8)]], spans, "it")
+    pair = [(t(2, 3), t(2, 1)), (t(3, 3), t(3, 1))]  # no list of two samples
+    assert same(join(pair, spans, "it"), tuple(map(torch.cat, zip(*pair, strict=True))))
+
+
+class Targets(Dataset[Any]):
+    """Samples with as many boxes as they happen to have, and a name."""
+
+    def __init__(self, rows: int) -> None:
+        self.x, self.y = lit.data(rows).tensors
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, n: int) -> Any:
+        x, y = self.x[n], self.y[n]
+        return x, {"boxes": x.repeat(1 + n % 3, 1), "label": y}, f"{n}"
+
+
+class LitTargets(Lit):
+    """Pairs each sample with its own target, by zip."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.logged("train_loss", *batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.logged("val_loss", *batch)
+
+    def logged(self, name: str, xs: Any, targets: Any, names: Any) -> torch.Tensor:
+        assert len(xs) == len(targets) == len(names)
+        losses = [
+            F.cross_entropy(logits, target["label"]) * (1 + target["boxes"].mean()) / (1 + int(number))
+            for logits, target, number in zip(self(torch.stack(list(xs))), targets, names, strict=True)
+        ]
+        loss = torch.stack(losses).mean()
+        self.log(name, loss, batch_size=len(xs))  # which Lightning can't tell
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+class OfList(nn.Module):
+    """A first layer that gets a list with a tensor for each sample."""
+
+    def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([x.mean(0) for x in xs])
+
+
+class LitListIn(LitTargets):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.insert(0, OfList())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model([row.repeat(1 + int(row[0] > 0), 1) for row in x])
+
+
+def collated(samples: list[Any]) -> Any:
+    return tuple(zip(*samples, strict=True))
+
+
+def train_targets(rank: int, cases: list[Case], ranks: int, folder: str) -> list[dict[str, Any]]:
+    lit.loaders = lambda case: {  # type: ignore[assignment]
+        "train_dataloaders": DataLoader(Targets(lit.ROWS), batch_size=8, collate_fn=collated),
+        "val_dataloaders": DataLoader(Targets(13), batch_size=5, collate_fn=collated),
+    }
+    return train_cases(rank, cases, ranks, folder)
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (1, "interleaved")])
+def test_training_on_targets_is_that_of_one_process(ranks, schedule):
+    cases = [Case(kind, strategy={"schedule": schedule, "microbatches": 3}) for kind in (LitTargets, LitListIn)]
+    plain = run_ranks(train_targets, 1, [case.plain() for case in cases], 1, mkdtemp(), timeout=180)[0]
+    for found in run_ranks(train_targets, ranks, cases, ranks, mkdtemp(), timeout=180):
+        for mine, one in zip(found, plain, strict=True):
+            for what in ("outputs", "weights", "metrics", "steps"):
+                assert differences(mine[what], one[what], at=what) == []

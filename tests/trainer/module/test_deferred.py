@@ -1,0 +1,295 @@
+"""Modules that are made on meta: what they start from, that no rank holds them whole, checkpoints, further runs."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy, consolidate
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.module.capture import Interceptor
+from lightning_pipes.trainer.module.checks import check_module
+from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers, load_mapped
+from lightning_pipes.trainer.module.pipelined import CutModule
+from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
+
+SEED = 4
+TORCH_SEED = 3
+LAYERS = 6
+sizes: list[int] = []
+"""Bytes of all parameters in this process that have memory, whenever somebody looked."""
+
+
+def look() -> None:
+    found = {id(p): p.numel() * p.element_size() for p in gc.get_objects() if type(p) is nn.Parameter and not p.is_meta}
+    sizes.append(sum(found.values()))
+
+
+class Layer(nn.Linear):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        look()
+
+
+class LitMeta(Lit):
+    """Made on meta, but for the outlet: two linear layers in each, a buffer, tied weights, weights outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = None
+        self.outlet = nn.Linear(3, 3)
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        with torch.device("meta"):
+            blocks = [nn.Sequential(Layer(WIDTH, WIDTH), nn.Tanh(), Layer(WIDTH, WIDTH)) for _ in range(LAYERS - 2)]
+            self.inlet = nn.Linear(WIDTH, WIDTH)
+            self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3))
+        self.model[0].weight = self.model[3][0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outlet(self.model(self.inlet(x)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([{"params": self.model.parameters(), "lr": 0.05}, {"params": self.inlet.parameters()}])
+
+
+class LitReal(LitMeta):
+    """The same, with the values that the rule says: by seed, torch's seed and layer; what is outside is number -1."""
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        super().configure_model()
+        self.to_empty(device="cpu").double()
+        self.model[0].weight = self.model[3][0].weight
+        self.outlet.load_state_dict(self.outlet_before)
+        state = torch.get_rng_state()
+        for number, unit in [(-1, self.inlet), *enumerate(self.model)]:
+            text = f"{SEED}/0/{number}/{TORCH_SEED}/0:0".encode()
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
+            for module in unit.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+        torch.set_rng_state(state)
+
+
+class Looking(Callback):
+    """Looks whenever Lightning calls a hook that is not called for every batch."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_") and "batch" not in name and "save" not in name:
+            look()
+        return super().__getattribute__(name)
+
+
+def trainer(ranks: int, folder: str | Path, strategy: Any = None, **options: Any) -> pl.Trainer:
+    if strategy is None:
+        strategy = PipelineStrategy("1f1b", microbatches=1, seed=SEED) if ranks else "auto"
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=max(ranks, 1),
+        strategy=strategy,
+        precision="64-true",
+        logger=False,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 1, **options},
+    )
+
+
+def loaders() -> tuple[Any, Any]:
+    return DataLoader(data(), batch_size=8), DataLoader(data(13), batch_size=5)
+
+
+def made(kind: Any) -> Any:
+    pl.seed_everything(TORCH_SEED, verbose=False)
+    module = kind()
+    module.outlet_before = {k: v.double() for k, v in module.outlet.state_dict().items()}
+    return module
+
+
+def used(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    """Fits, saves, tests with the same module, goes on from the checkpoint, and tests with another cut."""
+    quiet()
+    folder_ = Path(folder)
+    sizes.clear()
+    module = made(LitMeta if ranks else LitReal)
+    found: dict[str, Any] = {}
+    first = trainer(ranks, folder_, callbacks=[Looking(), AtStart(found)])
+    first.fit(module, *loaders())
+    found["peak"] = max(sizes)
+    first.save_checkpoint(folder_ / "first.ckpt")
+    found["tested"] = trainer(ranks, folder_).test(module, loaders()[1], verbose=False)
+    again = trainer(ranks, folder_)
+    again.fit(module, *loaders())
+    again.save_checkpoint(folder_ / "again.ckpt")
+    if ranks > 1:
+        found["held"] = sum(p.numel() for p in module.parameters() if not p.is_meta)
+        other = trainer(ranks, folder_, PipelineStrategy("1f1b", partition=[1, 2, 3][: ranks - 1]))
+        with pytest.raises(Exception, match="this run cuts them otherwise") as error:
+            other.test(module, loaders()[1], verbose=False)
+        found["error"] = str(error.value)
+    fresh = made(LitMeta if ranks else LitReal)
+    second = trainer(ranks, folder_, max_epochs=2)
+    second.fit(fresh, *loaders(), ckpt_path=folder_ / "first.ckpt", weights_only=True)
+    second.save_checkpoint(folder_ / "second.ckpt")
+    loaded = made(LitMeta if ranks else LitReal)
+    found["loaded"] = trainer(ranks, folder_).test(
+        loaded, loaders()[1], ckpt_path=folder_ / "first.ckpt", verbose=False
+    )
+    if rank == 0:
+        for name in ("first", "again", "second"):
+            whole = torch.load(folder_ / f"{name}.ckpt", weights_only=True)
+            found[name] = plain_values([dict(whole["state_dict"]), whole["optimizer_states"]])
+    return found
+
+
+class AtStart(Callback):
+    """Keeps what training starts from."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self.found = found
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        state = trainer.strategy.lightning_module_state_dict()
+        self.found["start"] = plain_values(dict(state))
+
+
+@cache
+def pipeline(ranks: int) -> list[dict[str, Any]]:
+    return run_ranks(used, ranks, ranks, mkdtemp(), timeout=90)
+
+
+@cache
+def plain() -> dict[str, Any]:
+    return run_ranks(used, 1, 0, mkdtemp(), timeout=90)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_starts_and_trains_as_one_process(ranks):
+    found = pipeline(ranks)
+    for what in ("start", "first", "again", "second"):
+        assert differences(found[0][what], plain()[what]) == [], what
+    for on_rank in found:
+        assert differences([on_rank["tested"], on_rank["loaded"]], [plain()["tested"], plain()["loaded"]]) == []
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_no_rank_ever_holds_it_whole(ranks):
+    whole = sum(v.size * 8 for k, v in pipeline(ranks)[0]["start"].items() if k.endswith(("weight", "bias")))
+    tied = WIDTH * WIDTH * 8
+    outside = (WIDTH + 1) * WIDTH * 8 + 4 * 3 * 8
+    assert plain()["peak"] >= whole - tied
+    for on_rank in pipeline(ranks):
+        assert outside < on_rank["peak"] <= outside + (whole - outside) * 0.75
+        assert on_rank["held"] * 8 <= on_rank["peak"]
+        assert "this run cuts them otherwise" in on_rank["error"]
+
+
+def in_folders(rank: int, ranks: int, folder: str) -> Any:
+    """Trains, in the first epoch on its own, from then on from what the ranks before have written into a folder."""
+    quiet()
+    path, before = Path(folder) / str(ranks), Path(folder) / str(ranks + 1)
+    strategy = PipelineStrategy("1f1b", microbatches=1, seed=SEED, checkpoint="sharded")
+    fitting = trainer(ranks, folder, strategy, max_epochs=2 if before.exists() else 1)
+    fitting.fit(made(LitMeta), *loaders(), ckpt_path=before if before.exists() else None, weights_only=True)
+    fitting.save_checkpoint(path)
+    if rank == 0:
+        consolidate(path, f"{path}.ckpt")
+    return plain_values(dict(torch.load(f"{path}.ckpt", weights_only=True)["state_dict"])) if rank == 0 else None
+
+
+def test_a_folder_is_read_where_it_is_needed(tmp_path):
+    run_ranks(in_folders, 3, 3, str(tmp_path), timeout=60)
+    found = run_ranks(in_folders, 2, 2, str(tmp_path), timeout=60)[0]
+    assert differences(found, plain()["second"][0]) == []
+
+
+def on_meta(*layers: Any, **outside: Any) -> pl.LightningModule:
+    module = pl.LightningModule()
+    with torch.device("meta"):
+        module.model = nn.Sequential(*(make() for make in layers))
+        for name, make in outside.items():
+            setattr(module, name, make())
+    return module
+
+
+class Silent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+def test_whoever_does_not_say_what_it_starts_from_is_named():
+    with pytest.raises(
+        PipelineError, match=r"LightningModule.model.1 is a Silent with weights on meta and has no reset"
+    ):
+        DeferredWeights(on_meta(lambda: nn.Linear(1, 1), Silent), "model")
+    with pytest.raises(PipelineError, match=r"LightningModule is a LightningModule with weights on meta and has no"):
+        DeferredWeights(on_meta(scale=lambda: nn.Parameter(torch.ones(1))), "model")
+    tied = on_meta(Silent, norm=lambda: nn.LayerNorm(2))
+    tied.model[0].scale = tied.norm.weight
+    DeferredWeights(tied, "model")
+
+
+def test_an_optimizer_that_has_state_already():
+    module = on_meta(lambda: nn.Linear(1, 1))
+    check_optimizers([torch.optim.AdamW(module.parameters())])
+    with pytest.raises(PipelineError, match=r"Adagrad makes its state 'sum' before weights on meta have values"):
+        check_optimizers([torch.optim.Adagrad(module.parameters())])
+
+
+def test_only_what_a_checkpoint_needs_to_load_is_read(tmp_path):
+    torch.save({"state_dict": {"a": torch.ones(5)}, "callbacks": {"best": torch.ones(3)}}, tmp_path / "a.ckpt")
+    strategy = PipelineStrategy()
+    mapped = load_mapped(strategy, tmp_path / "a.ckpt", True)
+    (tmp_path / "a.ckpt").write_bytes(b"")  # a page of the file that is read now would end the process
+    assert mapped["callbacks"]["best"].tolist() == [1.0] * 3
+    assert load_mapped(strategy, tmp_path, True) is None
+
+
+def test_a_failed_run_leaves_nothing_to_go_on_with():
+    module = on_meta(lambda: nn.Linear(1, 1), lambda: nn.Linear(1, 1))
+    CutModule(module, "model", [0], Interceptor("self.model")).restore(None)
+    with pytest.raises(PipelineError, match=r"model.0.weight is gone: the last run with this object failed"):
+        check_module(module, fitting=False)
+
+
+class Failing(nn.Linear):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            raise ValueError("no idea what to start from")
+
+
+class LitFailing(LitMeta):
+    def configure_model(self) -> None:
+        super().configure_model()
+        with torch.device("meta"):
+            self.model[1][0] = Failing(WIDTH, WIDTH)
+
+
+def failing(rank: int) -> str:
+    quiet()
+    with pytest.raises(ValueError, match="no idea") as error:
+        trainer(1, mkdtemp()).fit(made(LitFailing), *loaders())
+    return str(error.value)
+
+
+def test_an_error_while_weights_are_made_is_the_one_that_is_seen():
+    assert run_ranks(failing, 1, timeout=40) == ["no idea what to start from"]

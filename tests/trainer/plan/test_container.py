@@ -1,0 +1,209 @@
+"""What is cut if nobody names it: the container that does most of the work, by time where it can be measured."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.cost import LayerProfile, ModelProfile
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.module.pipelined import find_pipelined
+from lightning_pipes.trainer.plan.container import Clock, warn_about_outside
+from tests.trainer.lit import differences, quiet
+
+WIDTH = 6
+
+
+class Slow(nn.Module):
+    """A layer that takes its time, however busy the machine is."""
+
+    def __init__(self, seconds: float, width: int = WIDTH) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.linear = nn.Linear(WIDTH, width)
+        self.back = nn.Linear(width, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return self.back(self.linear(x))
+
+
+class Loop(nn.Module):
+    """Layers called in a loop, deeper inside, and some that are called backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Slow(0.01) for _ in range(4))
+        self.backwards = nn.ModuleList(Slow(0.03, 200) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.backwards):
+            x = layer(x)
+        for layer in self.layer:
+            x = layer(x)
+        return x
+
+
+class LitHeads(pl.LightningModule):
+    """The largest container that runs in order, a child of the module, takes next to no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = Loop()
+        self.head = nn.Sequential(nn.Linear(WIDTH, 50), nn.Dropout(0.2), nn.Linear(50, WIDTH))
+        self.steps = 0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.steps += 1
+        loss = self.head(self.bert(batch)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def trainer(devices: int, **settings: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=settings.pop("max_epochs", 1),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
+def data() -> DataLoader[torch.Tensor]:
+    return DataLoader(torch.arange(48.0).reshape(8, WIDTH) / 48, batch_size=4)
+
+
+def chosen(rank: int, folder: str) -> dict[str, Any]:
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    module = LitHeads()
+    fit = trainer(2, strategy=PipelineStrategy(partition="parameters", microbatches=1))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit.fit(module, data())
+    fit.save_checkpoint(f"{folder}/last.ckpt")
+    path = torch.load(f"{folder}/last.ckpt", weights_only=False)["lightning_pipes"]["module"]
+    weights = {name: value.numpy() for name, value in module.state_dict().items()}
+    return {"path": path, "weights": weights, "steps": module.steps, "said": [str(w.message) for w in said]}
+
+
+@cache
+def runs() -> list[dict[str, Any]]:
+    return run_ranks(chosen, 2, mkdtemp(), timeout=120)
+
+
+def test_by_time() -> None:
+    """Neither the largest one, whose layers run in another order, nor the child of the module."""
+    assert [found["path"] for found in runs()] == ["bert.layer"] * 2
+    module = LitHeads()
+    assert find_pipelined(module, None) == "bert.backwards"  # where nobody knows more than parameters
+    assert find_pipelined(module, None, {"head": 0.001, "bert.layer": 0.04}) == "bert.layer"
+    assert find_pipelined(module, None, {"head": 0.03, "bert.layer": 0.04}) == "head"  # may be chance
+    assert find_pipelined(module, None, {"bert.layer": 0.04}) == "bert.layer"
+
+
+def test_where_most_of_the_work_is_elsewhere_it_is_said() -> None:
+    """By parameters, as its layers are not measured."""
+    first, second = (found["said"] for found in runs())
+    (text,) = [line for line in first if "of the parameters, embeddings aside, is in the layers of self" in line]
+    assert "PipelineStrategy(module=...), such as 'bert.backwards' or 'head'" in text
+    assert "put all that runs one after the other into one nn.Sequential" in text
+    assert not any("of the parameters" in line for line in second)
+
+
+def test_training_sees_nothing_of_it() -> None:
+    """Steps are counted as by two batches; a layer that one rank holds is there as on all others."""
+    first, second = runs()
+    assert [found["steps"] for found in runs()] == [2, 2]
+    assert differences(first["weights"], second["weights"]) == []
+
+
+def resumed(rank: int, path: str) -> list[str]:
+    """What is cut in a run that goes on, where train_dataloader has to wait and nothing can be measured."""
+    quiet()
+
+    class WithData(LitHeads):
+        def train_dataloader(self) -> Any:
+            return data()
+
+    first = trainer(2, strategy=PipelineStrategy(partition="parameters", microbatches=1))
+    first.fit(WithData())
+    first.save_checkpoint(path)
+    second = trainer(2, strategy=PipelineStrategy(partition="parameters", microbatches=1), max_epochs=2)
+    second.fit(WithData(), ckpt_path=path)
+    second.save_checkpoint(f"{path}.second")
+    return [torch.load(p, weights_only=False)["lightning_pipes"]["module"] for p in (path, f"{path}.second")]
+
+
+def test_a_run_that_goes_on_cuts_the_same(tmp_path: Path) -> None:
+    for found in run_ranks(resumed, 2, str(tmp_path / "last.ckpt"), timeout=120):
+        assert found == ["bert.layer"] * 2
+
+
+class TestByParameters:
+    def module(self, **parts: nn.Module) -> pl.LightningModule:
+        module = pl.LightningModule()
+        for name, part in parts.items():
+            setattr(module, name, part)
+        return module
+
+    def test_a_small_head_beside_a_large_model(self) -> None:
+        head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        bert = nn.Module()
+        bert.encoder = nn.Module()
+        bert.encoder.layer = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+        assert find_pipelined(self.module(head=head, bert=bert), None) == "bert.encoder.layer"
+
+    def test_embeddings_are_no_work(self) -> None:
+        tables = nn.Sequential(nn.Embedding(5000, 8), nn.Linear(8, 8))
+        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        assert find_pipelined(self.module(tables=tables, layers=layers), None) == "layers"
+
+    def test_lists_of_lists_are_no_candidates(self) -> None:
+        pairs = nn.ModuleList(nn.ModuleList(nn.Linear(40, 40) for _ in range(n)) for n in (2, 6))
+        assert find_pipelined(self.module(pairs=pairs), None) == "pairs.1"
+
+
+@pytest.mark.parametrize(("outside", "said"), [(0.3, True), (0.1, False)])
+def test_the_share_of_time(outside: float, said: bool) -> None:
+    layers = tuple(LayerProfile(str(n), ((2, 0.1),), ((2, 0.1),)) for n in range(2))
+    ends = [LayerProfile("end", ((2, outside),), ((2, outside),)) for _ in range(2)]
+    module = LitHeads()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        warn_about_outside(module, "head", ModelProfile(layers, *ends))
+    assert [("Only 25% of the time of a step" in str(w.message)) for w in found] == [True] * said
+
+
+def test_layers_in_order() -> None:
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    x = torch.ones(1, 2)
+    found = []
+    for order in ([0, 1, 2], [2, 1, 0], [0, 1], [0, 1, 2, 0, 1, 2]):
+        clock = Clock("", layers, torch.device("cpu"))
+        with clock.running():
+            for n in order:
+                layers[n](x)
+        found.append(clock.in_order)
+    assert found == [True, False, False, False]

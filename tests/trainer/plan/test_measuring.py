@@ -1,0 +1,326 @@
+"""Layers are measured under the conditions of the run, tried in the pipeline, and training sees nothing of it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_pipes import JobArray, PipelineStrategy
+from lightning_pipes.cost import LayerProfile, ModelProfile
+from lightning_pipes.ir import COMPUTE, B, F, Span
+from lightning_pipes.sim.timeline import Event
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.plan import deciding, measuring
+from lightning_pipes.trainer.plan.prediction import Prediction
+from lightning_pipes.trainer.plan.sample import example_batch
+from lightning_pipes.trainer.reports.report import KEPT_WINDOWS
+from tests.trainer.lit import differences, quiet
+
+WIDTH = 6
+
+
+class Numbers(Dataset[Any]):
+    """Counts what was taken from it, and reads from a file that was opened once."""
+
+    def __init__(self, folder: str, first: int = 0) -> None:
+        path = Path(folder) / "numbers"
+        path.write_bytes(bytes(range(first, first + 64)))
+        self.file = path.open("rb", buffering=0)
+        self.taken = 0
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.taken += 1
+        return torch.full((WIDTH,), 0.01 * index + 0.001 * self.taken + 0.1 * self.file.read(1)[0])
+
+
+class Collate:
+    """Makes another batch of the same samples every time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
+        return torch.stack(samples) + 0.1 * self.calls
+
+
+class LitSeeing(pl.LightningModule):
+    """Keeps what steps see, and has layers that work in place."""
+
+    def __init__(self, data: tuple[Any, Any]) -> None:
+        super().__init__()
+        self.data = data
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.ReLU(True), nn.Linear(WIDTH, WIDTH), nn.ReLU(True), nn.Linear(WIDTH, WIDTH)
+        )
+        self.seen: list[tuple[str, float]] = []
+
+    def step(self, name: str, batch: torch.Tensor) -> torch.Tensor:
+        loss = self.net(batch).square().mean()
+        self.seen.append((name, float(batch.double().sum())))
+        return loss
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.step("train", batch)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.step("validate", batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data[0], batch_size=8, shuffle=True, collate_fn=Collate())
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.data[1], batch_size=8, collate_fn=Collate())
+
+
+def fitted(folder: str, devices: int, trainer: dict[str, Any]) -> dict[str, Any]:
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    Path(folder, "val").mkdir(parents=True, exist_ok=True)
+    train, val = Numbers(folder), Numbers(f"{folder}/val", 100)
+    module = LitSeeing((train, val))
+    settings: dict[str, Any] = {"strategy": PipelineStrategy(microbatches=1)} if devices > 1 else {}
+    fit = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=2,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+        **trainer,
+    )
+    fit.fit(module)
+    return {
+        "seen": module.seen,
+        "weights": {name: value.numpy() for name, value in module.state_dict().items()},
+        "metrics": {name: float(value) for name, value in fit.callback_metrics.items()},
+        "data": (train.taken, train.file.tell(), val.taken),
+        "profile": fit.strategy.decision.profile is not None if devices > 1 else None,
+    }
+
+
+TRAINERS: dict[str, dict[str, Any]] = {"all": {}, "overfit": {"overfit_batches": 1}}
+
+
+def measured(rank: int, folder: str) -> dict[str, Any]:
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "WORTH_MEASURING", 0.0)
+        for name, trainer in TRAINERS.items():
+            deciding._profiles.clear()
+            found[name] = fitted(f"{folder}/{rank}/{name}", 2, trainer)
+    return found
+
+
+@cache
+def runs() -> list[dict[str, Any]]:
+    return run_ranks(measured, 2, mkdtemp(), timeout=120)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_training_sees_the_same(name: str, tmp_path: Path) -> None:
+    """Counters of the dataset and of its collate_fn, the place in an open file, and what is validated on."""
+    alone = fitted(str(tmp_path), 1, TRAINERS[name])
+    for found in runs():
+        same = {"weights", "metrics", "data"}
+        assert differences({k: found[name][k] for k in same}, {k: alone[k] for k in same}) == []
+    last = runs()[0][name]["seen"]  # on the last stage, whose steps run to their end
+    assert differences(last, alone["seen"]) == []
+
+
+def test_layers_that_work_in_place_are_measured() -> None:
+    assert all(found[name]["profile"] for found in runs() for name in TRAINERS)
+
+
+def test_a_file_that_a_sample_is_read_from_stays_where_it_is(tmp_path: Path) -> None:
+    data = Numbers(str(tmp_path))
+    collate = Collate()
+    loader = DataLoader(data, batch_size=8, collate_fn=collate)
+    first, again = example_batch(loader, 3), example_batch(loader, 3)
+    assert first.shape == (3, WIDTH)
+    assert torch.equal(first, again)
+    assert (data.taken, data.file.tell(), collate.calls) == (0, 0, 0)
+
+
+# ---- under the conditions of the run
+
+FORWARDS: list[tuple[float, float]] = []
+
+
+class Slow(nn.Module):
+    """Takes a while, however busy the machine is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        begun = time.monotonic()
+        time.sleep(0.01)
+        FORWARDS.append((begun, time.monotonic()))
+        return self.linear(x)
+
+
+class LitSlow(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Slow() for _ in range(6)))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def on_train_start(self) -> None:
+        self.forwards = list(FORWARDS)
+
+
+def slow(rank: int, wrong: bool) -> tuple[list[tuple[float, float]], list[int], Any]:
+    """Measured for real, or by a profile in which the first layer takes twenty times as long as it does."""
+    quiet()
+    FORWARDS.clear()
+
+    def profile(self: Any, pieces: int | None, split: bool) -> ModelProfile:
+        def layer(n: int) -> LayerProfile:
+            return LayerProfile(str(n), ((2, 0.2 if n == 0 else 0.01),), ((2, 0.0001),), output=((2, 48.0),))
+
+        return ModelProfile(tuple(map(layer, range(6))))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if wrong:
+            patch.setattr(measuring.Measuring, "profile", profile)
+        module = LitSlow()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=PipelineStrategy(microbatches=4),
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(torch.ones(8, WIDTH), batch_size=8))
+    strategy = trainer.strategy
+    assert isinstance(strategy, PipelineStrategy)
+    return module.forwards, [span.start for span in strategy.decision.layers[1:]], strategy.decision
+
+
+def test_all_ranks_measure_at_once() -> None:
+    (first, cut, decision), (second, *_) = run_ranks(slow, 2, False, timeout=120)
+    assert cut == [3]
+    assert decision.rows == 8
+    both = min(first[-1][1], second[-1][1]) - max(first[0][0], second[0][0])
+    assert both > 0.5 * (first[-1][1] - first[0][0])
+    assert both > 0.5 * (second[-1][1] - second[0][0])
+    beside = sum(any(a < end and begun < b for begun, end in second) for a, b in first)
+    assert beside > 0.5 * len(first)
+
+
+def test_a_profile_that_a_trial_contradicts_is_corrected() -> None:
+    """By the profile the second stage begins at layer 1."""
+    for _, cut, decision in run_ranks(slow, 2, True, timeout=120):
+        assert cut == [3]
+        assert "A trial with stages that begin at layers [1] took" in decision.why
+        assert "by the times of its layers one by one" in decision.why
+
+
+def windows(milliseconds: float, rows: int = 8, count: int = KEPT_WINDOWS) -> list[Any]:
+    plan = SimpleNamespace(jobs=(SimpleNamespace(rows=rows),))
+    end = int(1e6 * milliseconds)
+    events = [Event(0, F(0, Span(0, 8)), 0, end // 3), Event(0, B(0, Span(0, 8)), end // 2, end)]
+    assert all(e.instruction.kind in COMPUTE for e in events)
+    return [SimpleNamespace(plan=plan, events=events)] * count
+
+
+def warned(seconds: float | None, found: list[Any], others: float = 0.0, alone: bool = True) -> list[str]:
+    """What is said of a run in which another rank took `others` milliseconds."""
+    decision: Any = SimpleNamespace(computing=seconds, rows=8, layers=(Span(0, 4), Span(4, 9)))
+
+    def all_gather(took: list[int]) -> list[list[int]]:
+        return [took, [int(1e6 * others)] * len(took)]
+
+    prediction = Prediction(decision, SimpleNamespace(all_gather=all_gather), alone)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for n in range(1, len(found) + 1):
+            prediction.check(found[:n])
+        prediction.check(found)
+    return [str(warning.message) for warning in said]
+
+
+def test_steps_that_contradict_the_prediction() -> None:
+    (text,) = warned(0.1, windows(130))
+    assert "A step takes 130 ms up to the optimizer, and 100 ms were predicted" in text
+    assert "[4]" in text
+    assert "partition=[...]" in text
+    assert len(warned(0.1, windows(80))) == 1
+    assert len(warned(0.1, windows(100), others=120)) == 1
+
+
+def test_steps_as_predicted() -> None:
+    assert warned(0.1, windows(109)) == []
+    assert warned(None, windows(130)) == []
+    assert warned(0.1, windows(130, count=KEPT_WINDOWS - 1)) == []
+    assert warned(0.1, windows(130, rows=6)) == []  # other batches than were predicted
+    assert warned(0.1, windows(130), alone=False) == []
+
+
+def measured_array(rank: int) -> list[tuple[Any, bool, int]]:
+    """Siblings of an array: the first one measures for all."""
+    quiet()
+    found = []
+
+    def sibling() -> tuple[Any, bool, int]:
+        pl.seed_everything(3, verbose=False)
+        module = LitSlow()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=PipelineStrategy("jap", microbatches=4),
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(torch.ones(8, WIDTH), batch_size=8))
+        strategy = trainer.strategy
+        assert isinstance(strategy, PipelineStrategy)
+        state = {name: value.numpy() for name, value in module.state_dict().items()}
+        return state, strategy.decision.profile is not None, torch.get_num_threads()
+
+    for outcome in JobArray(2).run([sibling, sibling]):
+        if outcome.error is not None:
+            raise outcome.error
+        assert outcome.value is not None
+        found.append(outcome.value)
+    return found
+
+
+def test_the_first_sibling_of_an_array_measures_for_all() -> None:
+    for (first, measured, threads), (second, also, other) in run_ranks(measured_array, 2, timeout=120):
+        assert measured
+        assert also
+        assert threads == other == 1
+        assert differences(first, second) == []

@@ -1,0 +1,142 @@
+"""Every rank computes with its share of the cores, whoever started it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.testing import interpreters
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.ranks import threads
+from lightning_pipes.trainer.ranks.threads import Cores, share
+
+
+class LitThreads(pl.LightningModule):
+    """Notes with how many threads its layers run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.noted: set[int] = set()
+        for layer in self.model:
+            layer.register_forward_hook(lambda *_: self.noted.add(torch.get_num_threads()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def noted(devices: int) -> set[int]:
+    module = LitThreads()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=PipelineStrategy(partition="parameters"),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=4))
+    return module.noted
+
+
+def fitted(rank: int, given: str | None) -> set[int]:
+    """Where 6 cores are said to be there, unless `given` threads are asked for."""
+    os.environ.pop("OMP_NUM_THREADS")
+    if given is not None:
+        os.environ["OMP_NUM_THREADS"] = given
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+        return noted(2)
+
+
+def test_ranks_share_the_cores() -> None:
+    assert run_ranks(fitted, 2, None) == [{3}, {3}]
+
+
+def test_what_is_asked_for_stays() -> None:
+    assert run_ranks(fitted, 2, "1") == [{1}, {1}]
+
+
+SCRIPT = """
+    import os, sys
+    os.sched_getaffinity = lambda _: set(range(6))
+    from tests.trainer.ranks.test_threads import noted
+    for _ in range(2):  # the launcher leaves OMP_NUM_THREADS behind in the first
+        os.write(1, f"{noted(2)} ".encode())  # in one piece: both ranks write here
+"""
+
+
+def test_ranks_that_lightning_starts(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT) + "os.write(1, f\"{os.environ.get('OMP_NUM_THREADS')} \".encode())\n")
+    clean = interpreters.environment("threads", tmp_path)  # other tests' Trainers leave LOCAL_RANK behind in ours
+    given = {key: value for key, value in clean.items() if key != "OMP_NUM_THREADS"}
+    given["PYTHONPATH"] = str(Path(__file__).parents[3])
+    done = subprocess.run([sys.executable, str(script)], env=given, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["None"] * 2 + ["{3}"] * 4
+
+
+def cores(*numbers: int, **more: Any) -> Cores:
+    return Cores("host", frozenset(numbers), **more)
+
+
+def test_shares() -> None:
+    two = cores(0, 1)
+    assert share(two, [two]) == 2
+    assert share(two, [two] * 2) == 1
+    assert share(two, [two] * 5) == 1
+    sixteen = cores(*range(16))
+    assert share(sixteen, [sixteen] * 4) == 4
+    assert share(sixteen, [sixteen] * 3) == 5
+    assert share(sixteen, [sixteen, Cores("another", sixteen.cores)]) == 16
+
+
+def test_a_process_that_is_bound_to_cores_of_its_own_has_all_of_them() -> None:
+    """As SLURM binds tasks."""
+    tasks = [cores(*range(4 * n, 4 * n + 4)) for n in range(4)]
+    assert [share(task, tasks) for task in tasks] == [4] * 4
+    assert share(tasks[0], [*tasks, cores(0, 1)]) == 3
+
+
+def test_a_container_has_what_it_is_allowed() -> None:
+    mine = cores(*range(64), group="a", allowed=8.0)
+    other = cores(*range(64), group="b", allowed=2.0)
+    assert share(mine, [mine]) == 8
+    assert share(mine, [mine, mine, other, other]) == 4
+    assert share(other, [mine, mine, other, other]) == 1
+    small = cores(*range(64), group="c", allowed=1.5)
+    assert share(small, [mine, small]) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "allowed"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"}, 4.0),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_what_a_control_group_allows(files: dict[str, str], allowed: float | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert threads._allowed(tmp_path) == allowed
+    assert isinstance(Cores.here().cores, frozenset)

@@ -1,0 +1,185 @@
+"""What a run did, against what the simulator foretells."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipes import JobArray, PipelineStrategy, TimelineLogger
+from lightning_pipes.cost import CostModel
+from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.reports.report import AMONG_SIBLINGS
+from tests.trainer.lit import Lit, data, quiet
+
+
+class Slow(nn.Linear):
+    """An emulated layer: it sleeps for its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return super().forward(x)
+
+
+class LitSlow(Lit):
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.model = nn.Sequential(Slow(6, 6), Slow(6, 3))
+
+
+class LitUneven(Lit):
+    """Three layers of known bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1, optimizer="adamw")
+        self.model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def fit(module: pl.LightningModule, strategy: PipelineStrategy, ranks: int, **options: Any) -> pl.Trainer:
+    quiet()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        precision="64-true",
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"logger": False, "max_epochs": 2, **options},
+    )
+    trainer.fit(module, DataLoader(data(), batch_size=8))
+    return trainer
+
+
+def measured(rank: int, folder: str) -> dict[str, Any]:
+    strategy = PipelineStrategy("gpipe", microbatches=4)
+    fit(LitSlow(), strategy, 2)
+    report = strategy.report
+    saved = report.save(Path(folder) / str(rank))
+    loaded = RunRecord.load(saved.record)
+    assert "makespan" in str(report)
+    uneven = PipelineStrategy("1f1b", microbatches=2, partition=[1])
+    fit(LitUneven(), uneven, 2)
+    return {
+        "numbers": [
+            report.bubble_measured,
+            report.bubble_predicted,
+            report.measured.makespan,
+            report.predicted.makespan,
+        ],
+        "loaded": loaded == report.record and loaded.measured.events == report.measured.events,
+        "label": report.record.label,
+        "facts": report.record.facts,
+        "between": report.record.between,
+        "advice": report.advice.sentence,
+        "costs": uneven.report.record.costs,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("report")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list[dict[str, Any]]:
+    return run_ranks(measured, 2, str(folder), timeout=90)
+
+
+def test_report(ranks, folder):
+    first, second = (rank["numbers"] for rank in ranks)
+    assert first == second
+    bubble, foretold, makespan, expected = first
+    assert 0.02 < bubble < 0.8
+    assert 0 <= foretold < bubble + 0.2  # what else runs on the machine makes a measured step longer, never shorter
+    assert 40_000_000 < expected < 1.4 * makespan
+    assert makespan > 4 * 10_000_000  # four micro-batches of 10 ms pass one after the other
+    assert (folder / "0" / "timeline.png").stat().st_size > 1000
+    assert json.loads((folder / "0" / "timeline.json").read_text())
+    assert ranks[0]["loaded"]
+    assert ranks[0]["label"] == "gpipe"
+    assert ranks[0]["facts"]["module"] == "LitSlow"
+    assert 0 < ranks[0]["between"] < 1
+    page = (folder / "0" / "report.html").read_text()
+    assert escape(ranks[0]["advice"]) in page
+    assert "x the time of the other" in ranks[0]["advice"] or "Ranks idle" in ranks[0]["advice"]
+
+
+def test_bytes_of_stages(ranks):
+    """By hand, in float64: 6 x 10 + 10 parameters, then 10 x 3 + 3; AdamW keeps two numbers and a step for each."""
+    costs: CostModel = ranks[0]["costs"]
+    assert costs.weight_bytes == (8 * 70, 8 * 33)
+    assert costs.state_bytes == (8 * 70 * 3 + 2 * 4, 8 * 33 * 3 + 2 * 4)
+    assert costs.forward_bytes == costs.backward_bytes == (8 * 10,)
+    # Stage 0 keeps nothing: its input lies in the batch, and its result with stage 1. That keeps what came in (10), as
+    # tanh needs its result (10), and the last layer's scores (3), of which the loss keeps probabilities (3).
+    assert costs.activation_bytes[0] == 0
+    assert 8 * (10 + 3) <= costs.activation_bytes[1] <= 8 * (10 + 10 + 3 * 4)
+
+
+def among_siblings(rank: int, folder: str) -> dict[str, Any]:
+    """A sibling of four, and one that is alone in its array."""
+    array = JobArray[Any](4)
+    strategies = [PipelineStrategy("gpipe", microbatches=2) for _ in range(5)]
+    logger = CSVLogger(folder, name="csv", version="")
+    more: list[dict[str, Any]] = [{"logger": logger, "callbacks": [TimelineLogger(2)]}, {}, {}, {}]
+    jobs = [partial(fit, LitSlow(), s, 2, **options) for s, options in zip(strategies, more, strict=False)]
+    assert not any(outcome.error for outcome in array.run(jobs))
+    (outcome,) = JobArray(1).run([partial(fit, LitSlow(), strategies[-1], 2)])
+    assert not outcome.error
+    assert array.timeline is not None
+    report, alone = strategies[0].report, strategies[-1].report
+    saved = report.save(Path(folder) / str(rank))
+    return {
+        "bubbles": [sum(array.timeline.bubble) / 2, report.bubble_measured],
+        "advice": report.advice,
+        "alone": (alone.advice.now is not None, alone.record.siblings, alone.record.shared, alone.record.between),
+        "text": str(report),
+        "loaded": RunRecord.load(saved.record) == report.record,
+    }
+
+
+def test_a_sibling_does_not_take_time_for_others_for_idle_time(tmp_path):
+    """Four of them keep the ranks busy, as the array's timeline has it; each alone seems to leave them idle."""
+    for rank in run_ranks(among_siblings, 2, str(tmp_path), timeout=90):
+        busy, sibling = rank["bubbles"]
+        assert sibling > busy + 0.2
+        advice = rank["advice"]
+        assert (advice.now, advice.proposed, advice.changes, advice.notes) == (None, None, (), ())
+        assert "idle " not in advice.sentence.replace("how much they idled", "")
+        assert advice.sentence.endswith("the array's timeline does.")
+        assert "up to 4 siblings at a time" in rank["text"]
+        assert "makespan" not in rank["text"]
+        assert rank["loaded"]
+        is_advised, siblings, shared, between = rank["alone"]
+        assert (is_advised, siblings, shared) == (True, 1, "")
+        assert between is not None
+    page = (tmp_path / "0" / "report.html").read_text()
+    assert "time that ranks did not compute for this sibling" in page
+    assert "time that ranks idle" not in page
+    assert AMONG_SIBLINGS in page
+    assert "4 siblings at a time" in page
+    with open(tmp_path / "csv" / "metrics.csv") as file:
+        names = {name for name in next(csv.reader(file)) if name.startswith("pipeline/")}
+    assert names == {"pipeline/step_ms", "pipeline/slowest_stage", "pipeline/slowest_ratio"}
+
+
+def test_nothing_to_report():
+    from lightning_pipes.ir import PlanError
+    from lightning_pipes.trainer import PipelineReport
+
+    empty: list[Any] = [[], []]
+    with pytest.raises(PlanError, match="no batch was trained"):
+        PipelineReport.of(empty)

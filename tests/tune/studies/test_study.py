@@ -1,0 +1,526 @@
+"""Studies whose trials share one pipeline: the same trials again, on every rank, whatever goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import optuna
+import pytest
+from lightning.pytorch.callbacks import Callback
+from optuna.pruners import HyperbandPruner, SuccessiveHalvingPruner
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.study import MaxTrialsCallback
+from optuna.trial import BaseTrial, FrozenTrial, TrialState
+
+from lightning_pipes import OptunaPruning, optimize_array
+from lightning_pipes.arrays.siblings.sibling import current_sibling
+from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
+from lightning_pipes.engine.watch.identity import Process
+from lightning_pipes.ir import PlanError
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.tune.studies.board import Board
+from lightning_pipes.tune.studies.study import OWNER, RETRY, StudyFailedError, _Follower
+from lightning_pipes.tune.studies.trial import StorageLostError, current_trial
+from tests.launch.example import ROOT, environment
+from tests.tune.sweep import fit, new_study, objective, summary
+
+STATES = ["COMPLETE", "COMPLETE", "COMPLETE", "PRUNED", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE"]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    logging.getLogger("optuna.lightning_pipes").setLevel(logging.ERROR)
+    monkeypatch.setattr("os.environ", os.environ.copy())  # a board leaves its address there
+
+
+def study_and_alone(rank: int, size: int) -> tuple[list[Any], list[float], int]:
+    """What a study is after eight trials, the losses of its finished trials alone, and how often rank 0 is called."""
+    logging.getLogger("optuna.lightning_pipes").setLevel(logging.ERROR)
+    called: list[int] = []
+    study = optimize_array(
+        new_study(), objective, 8, size, catch=ValueError, callbacks=[lambda s, t: called.append(t.number)]
+    )
+    done = study.get_trials(states=(TrialState.COMPLETE,))
+    assert all(t.user_attrs["twice"] == 2 * t.value for t in done)
+    return summary(study), [fit(**t.params) for t in done], len(called)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trials_are_those_of_solo_runs_and_of_the_next_run(ranks: int) -> None:
+    """With one seed all ranks and runs have the same trials; losses are those that `fit` gives alone."""
+    results = [*run_ranks(study_and_alone, ranks, 3, timeout=90), *run_ranks(study_and_alone, ranks, 3, timeout=90)]
+    for trials, alone, _ in results:
+        assert trials == results[0][0]
+        assert [state for _, state, *_ in trials] == STATES
+        finished = [values[0] for _, state, _, values, _ in trials if state == "COMPLETE"]
+        assert finished == alone
+    assert [called for *_, called in results] == ([8] + [0] * (ranks - 1)) * 2
+
+
+COLUMNS = ("number", "value", "datetime_start", "datetime_complete", "duration", "params", "state")
+
+
+def long_study(rank: int, size: int) -> tuple[list[Any], list[tuple[str, int]], Any]:
+    """A study of 64 trials: what it has, in which order trials began, handed in batches and ended, and its table."""
+    happened: list[tuple[str, int]] = []
+
+    class Batches(Callback):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            happened.append(("batch", self.number))
+
+    def noted(trial: BaseTrial) -> float:
+        happened.append(("begins", trial.number))
+        try:
+            lr = trial.suggest_float("lr", 1e-4, 0.3, log=True)
+            return fit(lr, trial.suggest_categorical("batch", [10, 20]), callbacks=[Batches(trial.number)])
+        finally:
+            happened.append(("ends", trial.number))
+
+    study = optimize_array(new_study(), noted, 64, size)
+    return summary(study), happened, study.trials_dataframe(COLUMNS)
+
+
+def test_a_place_is_not_free_for_longer_than_a_block() -> None:
+    """64 trials with a median pruner: the next one begins at most one batch of a sibling after another has ended, the
+    study has all of every trial, and a second run has the same ones in the same order."""
+    ((first, happened, table),) = run_ranks(long_study, 1, 4, timeout=90)
+    assert [number for number, *_ in first] == list(range(64))
+    assert {state for _, state, *_ in first} == {"COMPLETE", "PRUNED"}
+    for _, state, params, values, reports in first:
+        assert params.keys() == {"lr", "batch"}
+        assert values == [reports[max(reports)]]
+        assert len(reports) == 3 if state == "COMPLETE" else 1 <= len(reports) <= 3
+    assert list(table) == ["number", "value", *COLUMNS[2:5], "params_batch", "params_lr", "state"]
+    assert len(table) == 64
+    assert not table.isna().any(axis=None)
+    begun = 0
+    for at, (what, _) in enumerate(happened):
+        begun += what == "begins"
+        if what == "ends" and begun < 64:
+            assert "begins" in [then for then, _ in happened[at + 1 : at + 3]]
+    ((second, again, _),) = run_ranks(long_study, 1, 4, timeout=90)
+    assert (second, again) == (first, happened)
+
+
+def toy(trial: BaseTrial) -> float:
+    """Without a Trainer: what does not need one is tested in this process."""
+    x = trial.suggest_float("x", -1.0, 1.0)
+    for step in range(3):
+        trial.report(abs(x) + step, step)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+    return x * x
+
+
+def states(study: optuna.Study) -> list[str]:
+    return [t.state.name for t in study.trials]
+
+
+def test_no_trials_and_bad_counts() -> None:
+    assert optimize_array(new_study(), toy, 0, 2).trials == []
+    assert optimize_array(new_study(), toy, 5, 2, timeout=0.0).trials == []
+    for n_trials, array_size in ((-1, 2), (3, 0)):
+        with pytest.raises(PlanError, match="must be"):
+            optimize_array(new_study(), toy, n_trials, array_size)
+
+
+def test_stop_and_maximal_trials() -> None:
+    def stop(study: optuna.Study, trial: FrozenTrial) -> None:
+        if trial.number == 3:
+            study.stop()
+
+    assert len(optimize_array(new_study(), toy, None, 2, callbacks=[stop]).trials) == 4
+    assert len(optimize_array(new_study(), toy, None, 1, callbacks=[MaxTrialsCallback(4, states=None)]).trials) == 4
+    study = new_study()
+
+    def stops_itself(trial: BaseTrial) -> float:
+        if trial.number == 2:
+            study.stop()
+        return 1.0
+
+    assert len(optimize_array(study, stops_itself, 9, 1).trials) == 3
+    with pytest.raises(AttributeError, match="stop it, or read what it knows, in optimize_array"):
+        optimize_array(new_study(), lambda trial: trial.study.best_value, 1, 1)
+    grid = optuna.create_study(sampler=optuna.samplers.GridSampler({"x": [-1.0, 0.0, 1.0]}, seed=0))
+    assert sorted(t.params["x"] for t in optimize_array(grid, toy, None, 1).trials) == [-1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("pruner", [HyperbandPruner(1, 3, 3), SuccessiveHalvingPruner(1, 2)])
+def test_pruners(pruner: optuna.pruners.BasePruner) -> None:
+    def run() -> list[Any]:
+        sampler = optuna.samplers.TPESampler(seed=1)
+        study = optuna.create_study(study_name="pruned", sampler=sampler, pruner=pruner)
+        return summary(optimize_array(study, toy, 20, 4))
+
+    first = run()
+    assert {state for _, state, *_ in first} == {"COMPLETE", "PRUNED"}
+    assert run() == first
+
+
+def test_several_objectives() -> None:
+    def two(trial: BaseTrial) -> tuple[float, float]:
+        assert current_trial() is trial
+        x = trial.suggest_int("x", 0, 9)
+        if x == 0:
+            trial.report(1.0, 0)
+        if x == 1:
+            OptunaPruning("loss").setup(None, None, "fit")  # type: ignore[arg-type]
+        return x, 9 - x
+
+    study = optuna.create_study(directions=["minimize", "maximize"], sampler=optuna.samplers.RandomSampler(seed=0))
+    study.enqueue_trial({"x": 0})
+    study.enqueue_trial({"x": 1})
+    found = optimize_array(study, two, 6, 3, catch=(NotImplementedError, PlanError))
+    assert states(found) == ["FAIL", "FAIL", *["COMPLETE"] * 4]
+    assert all(sum(t.values) == 9 for t in found.trials[2:])
+
+
+def test_values_that_are_none() -> None:
+    values: Iterator[Any] = iter([None, float("nan"), "word", [1.0, 2.0], 3])
+    found = optimize_array(new_study(), lambda trial: next(values), 5, 1)
+    assert states(found) == ["FAIL"] * 4 + ["COMPLETE"]
+
+
+def test_an_error_ends_the_study_when_the_others_have_ended() -> None:
+    study, seen = new_study(), []
+
+    def fails(trial: BaseTrial) -> float:
+        seen.append(trial.number)
+        if trial.number == 1:
+            raise KeyError("missing")
+        return 1.0
+
+    with pytest.raises(KeyError, match="missing"):
+        optimize_array(study, fails, 5, 2)
+    assert states(study) == ["COMPLETE", "FAIL"]
+    assert seen == [0, 1]
+    assert states(optimize_array(study, fails, 2, 2))[2:] == ["COMPLETE"] * 2
+
+
+def said(caplog: pytest.LogCaptureFixture, run: Any) -> list[tuple[str, str]]:
+    """What a study of five trials, of which three end badly, says of each."""
+
+    def ends(trial: BaseTrial) -> Any:
+        trial.suggest_int("x", trial.number, trial.number)
+        if trial.number == 1:
+            raise optuna.TrialPruned("not this one")
+        if trial.number == 2:
+            raise KeyError("missing")
+        return float("nan") if trial.number == 3 else 7.0 - trial.number
+
+    study = new_study()
+    optuna.logging.set_verbosity(logging.INFO)
+    caplog.clear()
+    run(study, ends)
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+def test_trials_are_told_of_as_by_optuna(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> None:
+    logging.getLogger("optuna.lightning_pipes").setLevel(logging.NOTSET)
+    optunas = said(caplog, lambda study, ends: study.optimize(ends, 5, catch=KeyError))
+    ours = said(caplog, lambda study, ends: optimize_array(study, ends, 5, 1, catch=KeyError))
+    assert ours == [line for line in optunas if "failed with value" not in line[1]]  # Optuna's second line
+    assert not recwarn.list
+
+
+def storages(folder: Path) -> list[Any]:
+    return [f"sqlite:///{folder}/study.db", JournalStorage(JournalFileBackend(f"{folder}/study.log"))]
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_storages_and_resume(kind: int, tmp_path: Path) -> None:
+    """A process that dies leaves its trial running; the next one fails it, and tries its parameters first."""
+    storage = storages(tmp_path)[kind]
+    study = new_study(storage=storage, study_name="s")
+    optimize_array(study, toy, 3, 2)
+    before = Process.own()._replace(started=1)  # this number, but started at another time
+    for owner in (before, before._replace(machine="other"), before._replace(space="of another container")):
+        trial = study.ask()
+        trial.suggest_float("x", -1.0, 1.0)
+        trial.set_user_attr(OWNER, str(owner))
+    again = new_study(storage=storage, study_name="s", load_if_exists=True)
+    trials = optimize_array(again, toy, 2, 2).trials
+    assert states(again)[3:6] == ["FAIL", "RUNNING", "RUNNING"]
+    assert trials[6].params == trials[3].params
+    assert trials[6].user_attrs[RETRY] == 3
+    assert len(trials) == 8
+
+
+def test_storage_that_vanishes(tmp_path: Path) -> None:
+    path = tmp_path / "study.db"
+    study = new_study(storage=f"sqlite:///{path}", study_name="s")
+
+    def loses(trial: BaseTrial) -> float:
+        if trial.number == 3:
+            (tmp_path / "kept").write_bytes(path.read_bytes())
+            path.write_bytes(b"no database" * 1000)
+        return toy(trial)
+
+    with pytest.raises(StorageLostError, match=r"can't be used any more \(DatabaseError: file is not a database"):
+        optimize_array(study, loses, 6, 2, catch=Exception)
+    kept = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/kept")
+    assert states(kept)[:2] == ["COMPLETE"] * 2
+
+
+def told_why(rank: int) -> str:
+    """A callback of rank 0's study fails while the other rank trains."""
+    logging.disable(logging.CRITICAL)
+
+    def fails(study: optuna.Study, trial: FrozenTrial) -> None:
+        raise KeyError("callback")
+
+    try:
+        optimize_array(new_study(), lambda trial: fit(0.01, epochs=1 + 3 * trial.number), 4, 2, callbacks=[fails])
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_other_ranks_are_told_why_rank_0_ends_a_study() -> None:
+    zero, one = run_ranks(told_why, 2, timeout=60)
+    assert zero == "KeyError: 'callback'"
+    assert one == "StudyFailedError: the study has ended on rank 0: KeyError: 'callback'"
+
+
+class Harm(Callback):
+    """What becomes of one rank in its second epoch."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1 and "killed" in self._kind:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.current_epoch == 1 and "fails" in self._kind:
+            raise KeyError("harm")
+
+
+def interrupted(rank: int, harm: str, storage: str) -> tuple[str, list[str]]:
+    """Rank 0 owns a study, in which rank 0 or 1 comes to harm in trial 3."""
+    logging.disable(logging.CRITICAL)
+
+    victim = rank == (0 if "rank 0" in harm else 1)
+
+    def harmful(trial: BaseTrial) -> float:
+        if trial.number == 3:
+            if victim and "Ctrl-C" in harm:
+                signal.raise_signal(signal.SIGINT)
+            if "differs" in harm:
+                trial.suggest_int(f"n{rank}", 0, 1)
+            if victim and "fails early" in harm:
+                raise KeyError("harm")
+            return fit(0.01, callbacks=[Harm(harm)] if victim else [])
+        return objective(trial)
+
+    def make() -> optuna.Study:
+        return new_study(storage=storage, study_name="s", load_if_exists=True)
+
+    try:
+        optimize_array(make, harmful, 6, 3, catch=ValueError)
+    except BaseException as error:
+        cause = error.__cause__
+        told = f" <- {type(cause).__name__}: {cause}" if isinstance(cause, SiblingFailure) else ""
+        return f"{type(error).__name__}: {error}{told}", []
+    return "", []
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "Ctrl-C on rank 0",
+        "rank 1 is killed",
+        pytest.param("rank 0 is killed", marks=pytest.mark.slow),
+        pytest.param("rank 1 fails", marks=pytest.mark.slow),
+        "rank 1 fails early",
+        "differs",
+    ],
+)
+def test_harm_leaves_a_study_to_go_on_with(harm: str, tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path}/study.db"
+    outcomes = watch_ranks(interrupted, 2, harm, storage, timeout=60)
+    study = optuna.load_study(study_name="s", storage=storage)
+    finished = study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
+    assert finished
+    found = [o.value[0] if o.value else "" for o in outcomes]
+    if harm.startswith("Ctrl-C"):
+        assert found[0].startswith("KeyboardInterrupt")
+        assert "KeyboardInterrupt" in found[1]
+    elif "killed" in harm:
+        assert "PeerFailure" in found["rank 0" in harm]
+    elif harm == "differs":
+        assert "rank 0 calls 'suggest_int n0', rank 1 'suggest_int n1'" in found[0]
+    else:
+        assert found[0] == "KeyError: 'harm' <- SiblingFailure: sibling 3 failed on rank 1: KeyError: 'harm'"
+        assert found[1].startswith("StudyFailedError")
+    lost = [t for t in study.trials if t.state == TrialState.FAIL and t.params]
+    again = [t for t in study.trials if t.state == TrialState.WAITING]
+    if harm == "rank 1 is killed":
+        assert {t.user_attrs[RETRY] for t in again} == {t.number for t in lost}
+        assert again
+    else:
+        assert not again
+    left = [t.number for t in study.trials if t.state == TrialState.RUNNING]
+    assert bool(left) == (harm == "rank 0 is killed")
+    resumed = optimize_array(study, toy_of_sweep, 3, 2)
+    assert [t.number for t in resumed.trials if t.state == TrialState.RUNNING] == []
+    assert len(resumed.get_trials(states=(TrialState.COMPLETE,))) >= len(finished)
+
+
+def caught(rank: int) -> list[str]:
+    """One trial raises on both ranks, another on rank 1 alone."""
+    logging.disable(logging.CRITICAL)
+
+    def one(trial: BaseTrial) -> float:
+        if trial.number == 1 or (trial.number == 2 and rank == 1):
+            raise ValueError("harm")
+        return fit(0.01, epochs=1)
+
+    return states(optimize_array(new_study(), one, 4, 2, catch=(ValueError,)))
+
+
+def test_what_another_rank_raises_is_caught() -> None:
+    assert run_ranks(caught, 2) == [["COMPLETE", "FAIL", "FAIL", "COMPLETE"]] * 2
+
+
+def apart(rank: int, flag: str) -> str:
+    """Trial 0 fails on rank 1 alone, before any rank trains."""
+
+    def one(trial: BaseTrial) -> float:
+        if rank:
+            Path(flag).touch()
+            raise KeyError("no such file")
+        while not Path(flag).exists():
+            time.sleep(0.01)
+        time.sleep(1.0)
+        return 1.0
+
+    _Follower.patience = 0.1
+    try:
+        optimize_array(new_study(), one, 1, 1)
+    except KeyError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_fails_alone_before_there_are_connections(tmp_path: Path) -> None:
+    assert run_ranks(apart, 2, str(tmp_path / "flag")) == ["", "'no such file'"]
+
+
+def toy_of_sweep(trial: BaseTrial) -> float:
+    return trial.suggest_float("lr", 1e-4, 1.0, log=True)
+
+
+def following(rank: int, storage: str) -> tuple[str, list[Any]]:
+    """A study of which rank 0 has another storage than the rest, which must not be touched."""
+    logging.disable(logging.CRITICAL)
+    study = optimize_array(new_study(storage=f"{storage}{rank}", study_name="s"), objective, 3, 2)
+    assert current_sibling() is None
+    second = optimize_array(new_study(), toy, 3, 2)  # another study in the same processes
+    return states(study)[0] if study.trials else "none", summary(second)
+
+
+def test_others_write_to_no_storage(tmp_path: Path) -> None:
+    zero, one = run_ranks(following, 2, f"sqlite:///{tmp_path}/study", timeout=60)
+    assert (zero[0], one[0]) == ("COMPLETE", "none")
+    assert zero[1] == one[1]
+    assert len(one[1]) == 3
+
+
+def one_of_two_arrays(rank: int, number: int, folder: str) -> tuple[list[int], list[str]]:
+    """The trials of one of two arrays that share a study. The second one begins while the first has a trial under way,
+    which ends when the second one has a trial, too."""
+    logging.disable(logging.CRITICAL)
+    began = [Path(folder) / "first", Path(folder) / "second"]
+    mine: list[int] = []
+
+    def shared() -> optuna.Study:
+        while number == 1 and not began[0].exists():
+            time.sleep(0.01)
+        return new_study(storage=f"sqlite:///{folder}/study.db", study_name="s", load_if_exists=True)
+
+    def both(trial: BaseTrial) -> float:
+        mine.append(trial.number)
+        if rank == 0:
+            began[number].touch()
+            while not all(path.exists() for path in began):
+                time.sleep(0.01)
+        return objective(trial)
+
+    study = optimize_array(shared, both, 3, 2, catch=ValueError)
+    return mine, states(study)
+
+
+def test_two_arrays_share_a_study(tmp_path: Path) -> None:
+    """Neither takes the trials of the other for those of a process that has died."""
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda n: run_ranks(one_of_two_arrays, 2, n, str(tmp_path), timeout=60), range(2)))
+    numbers = [[mine for mine, _ in ranks] for ranks in both]
+    assert all(ranks[0] == ranks[1] for ranks in numbers)
+    assert sorted(numbers[0][0] + numbers[1][0]) == list(range(6))
+    study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/study.db")
+    assert len(study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))) == 6
+    assert not any(RETRY in trial.user_attrs for trial in study.trials)
+
+
+def lonely(rank: int) -> str:
+    try:
+        optimize_array(new_study(), toy, 3, 2)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_other_launchers_are_refused() -> None:
+    for env in ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, {}):
+        (said,) = run_ranks(lonely, 1, env={**env, "TORCHELASTIC_USE_AGENT_STORE": "", "WORLD_SIZE": "2"})
+        assert "srun torchrun" in said
+
+
+def script(folder: Path, *launcher: str) -> list[str]:
+    """What each process of the script in sweep.py says about its study."""
+    command = [*(launcher or (sys.executable,)), "-m", "tests.tune.sweep", str(folder)]
+    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
+    found = subprocess.run(
+        command, cwd=ROOT, env={**env, **environment("study")}, capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    return [path.read_text() for path in folder.glob("*.said")]
+
+
+TORCHRUN = ["torchrun", "--nproc-per-node=2"]
+
+
+def six(rank: int) -> str:
+    return str(summary(optimize_array(new_study(), objective, 6, 3, catch=ValueError)))
+
+
+@pytest.mark.parametrize("launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_every_launcher_gives_the_same_trials(launcher: list[str], tmp_path: Path) -> None:
+    """Lightning starts the second process in the middle of the first trial; torchrun before."""
+    said, expected = script(tmp_path, *launcher), run_ranks(six, 2)
+    assert len(said) == 2
+    for one in said:
+        assert one == expected[0]
+    study = optuna.load_study(study_name="script", storage=f"sqlite:///{tmp_path}/study.db")
+    assert len(study.trials) == 6
+
+
+def test_a_board_of_one_process() -> None:
+    board = Board()
+    board.say("key", [1])
+    assert (board.leads, board.hear("key"), board.hear("other", until=lambda: True)) == (True, [1], None)
+    assert issubclass(StudyFailedError, Exception)
