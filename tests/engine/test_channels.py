@@ -29,8 +29,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks
-
-from .pipes import ROWS, TRANSPORTS, WIDTH, batch, connect, layers, make_stages
+from tests.engine.pipes import ROWS, TRANSPORTS, WIDTH, batch, connect, layers, make_stages
 
 RECEIVE = Instruction(Kind.RF, 1, 0, 0, Span(0, 2))
 

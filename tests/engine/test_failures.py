@@ -16,8 +16,7 @@ from lightning_pipes.ir import Plan, PlanError, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import watch_ranks
-
-from .pipes import ROWS, batch, body, connect, layers, make_stages
+from tests.engine.pipes import ROWS, batch, body, connect, layers, make_stages
 
 RANKS = 3
 

@@ -35,8 +35,7 @@ from lightning_pipes.ir import (
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
-
-from .pipes import (
+from tests.engine.pipes import (
     ROWS,
     TRANSPORTS,
     WIDTH,

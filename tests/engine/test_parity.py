@@ -13,8 +13,7 @@ from lightning_pipes.ir import Plan, Policy, Program, Schedule, prepared
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
-
-from .pipes import (
+from tests.engine.pipes import (
     ROWS,
     TRANSPORTS,
     assert_close,

@@ -12,8 +12,7 @@ from lightning_pipes.engine import Item, Stage
 from lightning_pipes.ir import Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
-
-from .pipes import ROWS, WIDTH, assert_close, batch, body, gradients, layers, make_stages, squared_error
+from tests.engine.pipes import ROWS, WIDTH, assert_close, batch, body, gradients, layers, make_stages, squared_error
 
 
 def pipe_of(model: list[nn.Module], microbatches: int = 4, name: str = "1f1b", make_body: Any = body) -> Loopback:

@@ -14,8 +14,7 @@ from lightning_pipes.ir import Plan, Program, Schedule, prepared
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
-
-from .pipes import ROWS, assert_close, batch, connect, layers, make_stages, sgd_step, squared_error, weights
+from tests.engine.pipes import ROWS, assert_close, batch, connect, layers, make_stages, sgd_step, squared_error, weights
 
 DEPTH = 4
 

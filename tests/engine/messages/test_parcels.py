@@ -24,8 +24,7 @@ from lightning_pipes.engine.messages.socket_queues import SocketQueues, _connect
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-
-from .pipes import ROWS, batch, connect, layers, make_stages, sgd_step, weights
+from tests.engine.pipes import ROWS, batch, connect, layers, make_stages, sgd_step, weights
 
 
 def office(rank: int, n: int, **options: Any) -> tuple[FailureWatch, Parcels]:

@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy, consolidate
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.checkpoint.mapped import load_mapped
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.checks import check_module
-from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers, load_mapped
+from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers
 from lightning_pipes.trainer.module.pipelined import CutModule
 from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
 
