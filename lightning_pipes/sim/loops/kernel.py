@@ -32,6 +32,12 @@ def leave(start, busy, quick, depth, spent):
     return spent, max(start + quick, spent)
 
 
+# The order of each row is given; a message takes a link as long as a forward a rank.
+# Drawn by `step(OneFOneB(), link=1)`:
+# rank 0 |0-1-2-................0===3-1===......2===......3===| bubble 53.8%
+# rank 1 |....0-1-........0===2-1===....3-2===......3===......| bubble 53.8%
+# rank 2 |........0-0===1-1===....2-2===....3-3===............| bubble 53.8%
+#         - forward  = backward  . idle
 def fixed(work, prices, clock, wires, ran, blocking):
     """Fills `ran` for operations that are listed in an order in which they may run: the longest path.
 
@@ -98,6 +104,12 @@ def pick(rank, forward, other, nothing, alternate, after_forward):
     return other
 
 
+# The same links where each rank takes what is ready, within limits of what it holds.
+# Drawn by `step(Ready(), link=1)`:
+# rank 0 |0-1-2-3-..............0===..1===..2===..3===| bubble 45.5%
+# rank 1 |....0-1-2-......0===3-1===..2===..3===......| bubble 45.5%
+# rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
+#         - forward  = backward  . idle
 def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, alternate, in_order, blocking):
     """How many never ran of the operations whose order is chosen as they become ready; fills `ran`, `held` and `turn`
     (i): those of a rank that start and end together ran in the order of their turns.
