@@ -242,14 +242,14 @@ class JobArray(Generic[T]):
             memory.end_turn(sibling.index, trainer.lightning_module, trainer.optimizers, trainer.strategy.root_device)
         except PlanError as error:
             sibling.fail(error)
-            sibling.doom(sibling.turns + 1, error)
+            sibling.fail_at(sibling.turns + 1, error)
 
     def _agree_on_size(self, sibling: Sibling[T]) -> None:
         """Decides with all ranks, unless the sibling has ended on one: each says so, or for how many it has room."""
         memory, board, engine = self._decides, self.shared.board, sibling.engine
         assert memory is not None
         self._asked = sibling.index
-        trainer = None if sibling.outcome is not None or sibling.doomed else sibling.trainer
+        trainer = None if sibling.outcome is not None or sibling.failing else sibling.trainer
         rooms = [0 if trainer is None else memory.room(trainer.num_devices)]
         room = f"room/{sibling.index}"
         board.tell(room, str(rooms[0]))
@@ -307,7 +307,7 @@ class JobArray(Generic[T]):
         if chosen is None:
             return False
         started = time.monotonic()
-        if not chosen.doomed:
+        if not chosen.failing:
             self._compute_here(chosen)
         assert self._display is not None
         self._display.computed(time.monotonic() - started)
@@ -323,7 +323,7 @@ class JobArray(Generic[T]):
         memory.look_ahead(self._coming())
         started = time.monotonic()
         sibling.compute()
-        memory.end_block(sibling.index, time.monotonic() - started, keep=engine.holds_weights or sibling.doomed)
+        memory.end_block(sibling.index, time.monotonic() - started, keep=engine.holds_weights or sibling.failing)
 
     def _coming(self) -> list[int]:
         """Whose weights will be wanted next, the first one first."""

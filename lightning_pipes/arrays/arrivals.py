@@ -17,7 +17,7 @@ class Computes(Protocol):
     engine: Engine | None
 
     @property
-    def doomed(self) -> bool:
+    def failing(self) -> bool:
         """Whether it ends when it runs next."""
 
 
@@ -45,13 +45,13 @@ class Arrivals(Generic[S]):
         """Who is computed for next; None where nobody can be."""
         found: list[tuple[int, S]] = []
         for sibling in siblings:
-            if sibling is None or sibling.engine is None or sibling.doomed or sibling in self._waiting:
+            if sibling is None or sibling.engine is None or sibling.failing or sibling in self._waiting:
                 continue
             since = sibling.engine.upcoming_since()
             if since is not None:
                 found.append((since, sibling))
         self._waiting.extend(sibling for _, sibling in sorted(found, key=itemgetter(0)))
-        chosen = next((s for s in self._waiting if s.doomed or memory.holds(s.index)), None)
+        chosen = next((s for s in self._waiting if s.failing or memory.holds(s.index)), None)
         if chosen is None:  # who holds its place on the device comes first, to give it free
             chosen = next((s for s in self._waiting if memory.has_room(s.index)), None)
         if chosen is not None:

@@ -150,15 +150,18 @@ class PipelineRun:
     def train(
         self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool = True
     ) -> Any:
-        """Forward and backward of one batch; on every rank what the user's step gave, logged and with its loss.
+        """What the user's step gave, logged and with its loss, on every rank: forward and backward of one batch.
 
         Gradients are summed over all who hold a parameter if they are `complete`: a step may follow.
         """
+        # 1. All ranks got the same batch, and replicas have the same buffers.
         rows = rows_of(batch)
         batch_idx = arguments[0] if arguments else self._trainer.fit_loop.batch_idx
         self._check(batch, batch_idx, TRAINING)
-        divisor = self._trainer.accumulate_grad_batches
         self.buffers.before_batch()
+
+        # 2. The plan of a batch of so many samples.
+        divisor = self._trainer.accumulate_grad_batches
         data = TrainingBatch(batch, rows, arguments, divisor)
         plan, order = self.plans.for_rows(rows)
         if not self.windows:
@@ -169,19 +172,26 @@ class PipelineRun:
         first = batch_idx % divisor == 0
         tell = self._control.prepare_broadcast(self.last_rank)
         with self._hidden.batch(training=True), self._gradients.made(optimizers, first, self._keep_old):
+            # 3. Forward and backward of all micro-batches; the user's step runs on the last stage.
             item = Item(self._trainer.fit_loop.total_batch_idx, rows, data)
             self.engine.inject(item)
             if self._reducer is not None:
                 self._reducer.on = complete
             self.engine.drain()
+
+            # 4. Gradients summed over who shares a parameter, and averaged over replicas, if a step may follow.
             if complete:
                 self.shared.sum_gradients()
                 if self._reducer is not None:
                     self._reducer.finish()
+
+        # 5. What was to be checked meanwhile, and the loss, before anything steps by these gradients.
         self._connections.check()
         self._check_loss(item)
         self.windows.append(Window(plan, order, self.engine.events))
         self._evaluated = 0
+
+        # 6. The last stage tells all ranks what the step gave and logged; every rank logs it.
         message = None
         if self.last:
             out, logged = data.result()
