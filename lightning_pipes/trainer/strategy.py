@@ -337,6 +337,7 @@ class PipelineStrategy(PipelineHost):
         self.model = self.precision_plugin.convert_module(self.model)
         check_run(module, trainer, self._writing.background)
         spread = equal_weights(module, ranks.control)
+        private.forget_optimizers(self)
         whole = self._make_optimizers(module) if fitting else ()
 
         checkpointing.container = path = self._container(module)
@@ -370,7 +371,6 @@ class PipelineStrategy(PipelineHost):
 
     def _make_optimizers(self, module: pl.LightningModule) -> Sequence[tuple[tuple[str, ...], ...]]:
         """The names of the parameters of each of them, by group."""
-        private.forget_optimizers(self)
         self.optimizers, self.lr_scheduler_configs = private.init_optimizers(module)
         refuse_unsuitable(self.optimizers)
         check_optimizers(self.optimizers)

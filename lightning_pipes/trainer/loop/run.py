@@ -35,8 +35,9 @@ from lightning_pipes.trainer.ranks.control import Coming
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import BufferSync
 from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
-from lightning_pipes.trainer.reports.report import KEPT_WINDOWS, Window
+from lightning_pipes.trainer.reports.report import KEPT_STEPS, KEPT_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
+from lightning_pipes.trainer.reports.timing import Share
 from lightning_pipes.trainer.step.gradients import FreshGradients
 from lightning_pipes.trainer.step.logs import LogReplay, merge, recorded
 from lightning_pipes.trainer.step.loss_check import LossCheck
@@ -77,6 +78,8 @@ class PipelineRun:
     """Takes batches through the pipeline, from `setup` to `teardown` of the strategy.
 
     Attributes:
+        windows: the last batches.
+        took: nanoseconds of the last batches on this rank.
         streams: stages step apart, for batches overlap.
 
     Collective: all ranks make one, and the same calls of it, in the same order.
@@ -110,6 +113,7 @@ class PipelineRun:
         self.shared = parts.shared
         self.global_ranks = global_ranks = parts.global_ranks
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
+        self.took: deque[int] = deque(maxlen=KEPT_STEPS)
         self.replay = LogReplay(cut.module)
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self._trainer = trainer
@@ -194,6 +198,7 @@ class PipelineRun:
         self._connections.check()
         self._check_loss(item)
         self.windows.append(Window(plan, order, self.engine.events))
+        self.took.append(Share.of(self.engine.events).took)
         self._evaluated = 0
         message = None
         if self.last:

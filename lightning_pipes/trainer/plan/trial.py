@@ -27,7 +27,7 @@ from lightning_pipes.trainer.reports.timing import Share
 
 SECONDS = 1.0
 """How long a trial takes, but for its first step, if steps are not longer."""
-STEPS = 4
+STEPS = 8
 """The most steps that count."""
 CONTRADICTION = 0.1
 """By what share a measured step may differ from what the profile says."""
