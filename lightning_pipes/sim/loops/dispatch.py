@@ -19,6 +19,7 @@ from lightning_pipes.ir import (
     ProgramError,
     RankView,
     RulePolicy,
+    grid,
     needs,
     offered,
 )
@@ -130,7 +131,9 @@ def _stuck(policy: Policy, queues: Queues, run: Run, memory: Bytes) -> str:
             lines.append(f"rank {rank} waits at {i}: stage {i.stage} has room for {more} samples more")
         else:
             lines.append(memory.why_not(rank, queues.instructions[ready[0]], taken[0], held))
-    return "nothing is on its way: " + "; ".join(lines)
+    ran = sorted((n for n, left in enumerate(run.ready.waiting) if left < 0), key=run.timed.turn.__getitem__)
+    drawn = grid([queues.instructions[n] for n in ran], plan)
+    return f"nothing is on its way: {'; '.join(lines)}; so far ran\n{drawn}"
 
 
 def _some(instructions: Sequence[Instruction]) -> str:
