@@ -99,7 +99,7 @@ class JobArray(Generic[T]):
         self._rounds: Rounds[Sibling[T]] | None = None if rounds is None else Rounds(rounds)
         self.memory: SiblingMemory = memory or SiblingMemory()
         self._decides = memory if decides else None
-        """What decides the size."""
+        """The memory that decides the size; None where it is given."""
         self._deciding = False
         self._asked = -1
         """The sibling after which all ranks were asked last."""
@@ -113,7 +113,7 @@ class JobArray(Generic[T]):
         self._arrivals: Arrivals[Sibling[T]] = Arrivals()
         self._living: dict[int, Sibling[T]] = {}
         self._heard: defaultdict[int, list[tuple[int, Failure | Return, float]]] = defaultdict(list)
-        """What other ranks have told of siblings that have not ended here: who, what, and when it was heard."""
+        """News of other ranks about siblings that have not ended here: who, what, and when it was heard."""
         self._jobs_elsewhere: dict[int, int] = {}
         """Of ranks that have no more than these."""
         self._begun = 0
@@ -363,7 +363,7 @@ class JobArray(Generic[T]):
     # ---- ends
 
     def _gathered(self) -> Sequence[Sequence[Event]]:
-        """What has run on each rank."""
+        """The events of each rank."""
         shared, board, events = self.shared, self.shared.board, self._record.events
         if not board.others:
             return [events]
@@ -405,7 +405,7 @@ def _has_stepped(sibling: Sibling[Any]) -> bool:
 
 
 def _together(job: Callable[[], T]) -> T:
-    """What a sibling's function returns, whose trainings get the connections of its array."""
+    """The value that a sibling's function returns, whose trainings get the connections of its array."""
     sibling = current_sibling()
     assert sibling is not None, "a sibling runs it"
     with in_company(partial(join, sibling)):

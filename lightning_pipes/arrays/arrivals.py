@@ -1,4 +1,4 @@
-"""What a rank computes first where it could compute for several siblings."""
+"""The order in which a rank computes where it could compute for several siblings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ S = TypeVar("S", bound=Computes)
 
 
 class Arrivals(Generic[S]):
-    """What came first is computed first. So no batch overtakes another on its way through the stages and back, and
+    """First come, first computed. So no batch overtakes another on its way through the stages and back, and
     turns in the order in which batches were handed in hold up nobody.
 
     Simulated on 8 stages with 16 siblings of mixed batch sizes, a stage that is to compute all the time idles 5 % of it

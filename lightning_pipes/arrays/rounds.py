@@ -17,7 +17,7 @@ RoundOrder = Callable[[tuple[int, ...], int], Program]
 
 
 class HandsIn(Protocol):
-    """What takes part in a round: a sibling."""
+    """A sibling, which takes part in a round."""
 
     engine: Engine | None
 

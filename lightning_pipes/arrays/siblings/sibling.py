@@ -59,7 +59,7 @@ class Outcome(Generic[T]):
 
 
 class Host(Protocol):
-    """What a sibling needs of its array.
+    """An array as its siblings need it.
 
     Attributes:
         size: siblings at a time, as far as it is decided.
@@ -327,7 +327,7 @@ class Sibling(Generic[T]):
 
 
 class SiblingWatch:
-    """What the engine of a sibling tells of failures: they are the sibling's own, not the whole run's."""
+    """The watch of a sibling's engine: failures are the sibling's own, not the whole run's."""
 
     def __init__(self, sibling: Sibling[Any], watch: FailureWatch) -> None:
         self.doing: object | None = None
