@@ -38,7 +38,7 @@ class Bytes:
 
     @cached_property
     def table(self) -> Table[Needed]:
-        """What the kernel reads of it."""
+        """The part of it that the kernel reads."""
         return Table(Needed(self.taken, self.freed, self.may))
 
     @classmethod

@@ -58,7 +58,7 @@ class PriceList(NamedTuple):
 
 
 class Wires(NamedTuple):
-    """What wires and links have done so far.
+    """The wires and links as they are at some time.
 
     Attributes:
         free, spent: (w) until when it moves something, until when its rate is spent.
@@ -104,7 +104,7 @@ class Standing(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """What is ready before anything has run.
+    """The queues before anything has run.
 
     Attributes:
         waiting: (i) how many others it waits for: 0 is ready, and -1 has begun.
@@ -117,7 +117,7 @@ class Beginning(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """What is ready meanwhile: a `Beginning` that goes on.
+    """The queues meanwhile: a `Beginning` that goes on.
 
     Attributes:
         waiting, low, count: see `Beginning`.
