@@ -129,7 +129,7 @@ class Elsewhere(torch.Tensor):
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
-    """What a function of lists makes of the n-th entries of all, for each n: some are here, and some are not."""
+    """The results of a function of lists on the n-th entries of all, for each n: some are here, and some are not."""
     rows = [[[a[n]] if isinstance(a, (list, tuple)) else a for a in args] for n in range(len(args[0]))]
     results = [func(*row, **kwargs) for row in rows]
     return None if results[0] is None else [entry for result in results for entry in result]
