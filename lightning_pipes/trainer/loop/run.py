@@ -51,7 +51,7 @@ TRAINING = "training"
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of on one rank, once the module is cut.
+    """The parts of a run on one rank, once the module is cut.
 
     Attributes:
         cut: the module with the layers of this rank.
@@ -167,7 +167,7 @@ class PipelineRun:
     def train(
         self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool = True
     ) -> Any:
-        """What the user's step gave, logged and with its loss, on every rank: forward and backward of one batch.
+        """The result of the user's step, logged and with its loss, on every rank: forward and backward of one batch.
 
         Gradients are summed over all who hold a parameter if they are `complete`: a step may follow.
         """
@@ -223,7 +223,7 @@ class PipelineRun:
         """Finishes what `train` has left for later: here nothing."""
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
-        """What has the ranks agree on stopping after a batch; they all are at the same one."""
+        """A function that has the ranks agree on stopping after a batch; they all are at the same one."""
         return self._connections.agreement(self._trainer, stops, self._control)
 
     def _begin_loss_check(self, data: TrainingBatch) -> None:
@@ -273,7 +273,7 @@ class PipelineRun:
         return move_data_to_device(out, self._device)
 
     def stage_bytes(self, optimizers: Sequence[Optimizer]) -> dict[int, StageBytes]:
-        """What the stages of this rank hold, once one batch was trained."""
+        """The bytes that the stages of this rank hold, once one batch was trained."""
         return self._saved_bytes.of({stage.number: stage.layers.values() for stage in self._stages}, optimizers)
 
     def close(self) -> None:

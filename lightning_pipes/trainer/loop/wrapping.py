@@ -1,4 +1,4 @@
-"""What is around the user's hooks and callbacks while a run lasts."""
+"""Wrappers around the user's hooks and callbacks while a run lasts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def wrap_hooks(
     agree: Callable[[], None],
     start_epoch: Callable[[], None],
 ) -> list[Callable[[], None]]:
-    """What undoes it all, in this order.
+    """Functions that undo it all, in this order.
 
     Args:
         agree: has ranks agree on stopping, after the hooks at which they do.
