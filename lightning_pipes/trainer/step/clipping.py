@@ -1,4 +1,4 @@
-"""What must be agreed over all stages between backward and step: the gradient norm, and a scaler's overflow."""
+"""Agreements of all stages between backward and step: the gradient norm, and a scaler's overflow."""
 
 from __future__ import annotations
 
