@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
 
 
 class Urgency(NamedTuple):
-    """What a free stage takes first: the block with the smallest number, all of them different.
+    """The block that a free stage takes first: the one with the smallest number, all of them different.
 
     Attributes:
         first, second: (j) the number of a job's forwards, and of its backwards.

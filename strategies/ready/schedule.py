@@ -1,4 +1,4 @@
-"""Whatever is ready, under a limit of samples held by each stage."""
+"""A policy that runs what is ready, under a limit of samples held by each stage."""
 
 from __future__ import annotations
 
