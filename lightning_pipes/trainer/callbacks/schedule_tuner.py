@@ -95,7 +95,7 @@ class Tuned:
 
     @property
     def error(self) -> float:
-        """The foretold step over the measured one, less 1."""
+        """The predicted step over the measured one, less 1."""
         return self.decision.current.seconds / self.measured - 1 if self.measured else 0.0
 
 
