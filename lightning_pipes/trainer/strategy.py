@@ -83,7 +83,7 @@ from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.report import About, PipelineReport, Window
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from lightning_pipes.trainer.setup import PipelineSetup
-from lightning_pipes.trainer.step.clipping import GradientAgreement
+from lightning_pipes.trainer.step.clipping import GradientAgreement, HookClipping
 from lightning_pipes.trainer.step.gradient_logs import GradientLogs
 from lightning_pipes.trainer.step.hook_view import HookView
 from lightning_pipes.trainer.step.hooks import HookWrappers
@@ -402,6 +402,7 @@ class PipelineStrategy(PipelineHost):
         private.optimizers_to_device(self.optimizers, self.root_device)
         agreement = GradientAgreement(self.precision_plugin, run.shared, self.pipeline, self.root_device)
         self._stops = stops = StopAgreement(trainer, self.control, self.writing_at_once, lambda: connected.told_to_end)
+        clipping = HookClipping(module, cut.scope, run.shared, None if self._streams else self.pipeline)
         view = HookView(module, private.callbacks(trainer), cut.scope)  # next to the hooks: all else goes around it
         hooks = HookWrappers(
             module, self.pipeline, run.replay, run.last_rank, run.last, run.agreement(stops), self._start_epoch
@@ -409,7 +410,7 @@ class PipelineStrategy(PipelineHost):
         if not self._streams:  # where stages step apart, each logs for itself
             logs = GradientLogs(module, private.callbacks(trainer), self.pipeline, run.replay, run.last_rank)
             self._undo.append(logs.remove)
-        self._undo += [hooks.remove, view.remove, stops.remove, agreement.remove]
+        self._undo += [hooks.remove, view.remove, clipping.remove, stops.remove, agreement.remove]
         self._undo.append(metrics_gather_over(module, self.replicas.group))
         self._undo.append(self._data.forget)
         self._undo.append(partial(private.forget_training_data, trainer))
