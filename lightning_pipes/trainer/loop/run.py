@@ -24,7 +24,7 @@ from lightning_pipes.engine.watch.points import point
 from lightning_pipes.ir import Kind
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.stopping import StopAgreement
-from lightning_pipes.trainer.module.batches import check_same, fingerprint, rows_of
+from lightning_pipes.trainer.module.batches import SampleLists, check_same, fingerprint, rows_of
 from lightning_pipes.trainer.module.checks import warn_about_small_batch
 from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
@@ -126,6 +126,7 @@ class PipelineRun:
         self._evaluated = 0
         self._hidden = hidden = parts.hidden
         self._saved_bytes = SavedBytes()
+        self.lists = SampleLists()
 
         self._reducer = reducer = parts.reducer
         self.buffers = parts.buffers
@@ -179,7 +180,7 @@ class PipelineRun:
 
         # 2. The plan of a batch of so many samples.
         divisor = self._trainer.accumulate_grad_batches
-        data = TrainingBatch(batch, rows, arguments, divisor)
+        data = TrainingBatch(batch, rows, arguments, divisor, samples=self.lists.of(batch, rows))
         plan, order = self.plans.for_rows(rows)
         if not self.windows:
             warn_about_small_batch(rows, plan.n_stages)

@@ -169,7 +169,9 @@ def test_gradients_of_other_ranks_are_not_left_out(use: Callable[[Lit], Any]):
     with cut.scope.running("Lit.on_hook", True):
         with refused:
             use(module)
-        assert [n for n, p in module.named_parameters() if p.grad is not None] == [n for n, _ in Lit().named_parameters()]
+        assert [n for n, p in module.named_parameters() if p.grad is not None] == [
+            n for n, _ in Lit().named_parameters()
+        ]
         module.zero_grad(set_to_none=False)
         module.zero_grad()
         assert all(p.grad is None for p in module.parameters())
