@@ -23,9 +23,9 @@ from lightning_pipes.trainer.plan.deciding import Deciding
 from lightning_pipes.trainer.plan.decision import Decision, Wanted
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
-from lightning_pipes.trainer.ranks.layout import Layout
+from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.replicas import BufferSync, Replicas
-from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters, held_once, holders
+from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 from lightning_pipes.trainer.step.steps import Steps
 
 
@@ -77,37 +77,36 @@ class PipelineSetup:
 
     def lay_out(self, decision: Decision) -> None:
         """Looks at the whole module as it will be cut: who holds what."""
-        self._layout = layout = Layout(self._grid, decision.ranks, decision.layers)
+        self.holdings = holdings = Holdings(self._grid, decision.ranks, decision.layers)
+        holdings.look_at(self._module, self.path)
         self._plans = decision.plans()
         self._plan, order = self._plans.for_rows(self._plans.trial_rows)
         if self._trainer.state.fn == TrainerFn.FITTING and self._plans.microbatches > 1:
             warn_about_pieces(self.full)
         self.endless = isinstance(order, Program) and order.endless
-        self._control.watch.stages = dict(layout.stages_of_processes())
-        self._who = holders(self._module, self.path, layout.place_of_layer, range(self._grid.length))
+        self._control.watch.stages = dict(holdings.stages_of_processes())
         self._hidden = HiddenState(
             self._module,
             self.path,
-            layout.stage_of_layer,
-            layout.rank_of_layer,
+            holdings,
             self._pipeline,
             self._connections.check_later,
         )
 
     def tied(self) -> list[str]:
         """Names of parameters that several ranks train."""
-        who = self._who
+        who = self.holdings.holders
         return [n for n, p in self._module.named_parameters() if p.requires_grad and len(who.get(id(p), ())) > 1]
 
     def cut(self, seed: int, spread: bool) -> CutModule:
         """The module with the layers of this rank alone; those made on `meta` get values, which depend on `seed`.
         `spread` says whether an earlier run has left the layers of any rank spread out."""
-        local = self._layout.local
+        local = self.holdings.local
         self._interceptor = Interceptor(f"self.{self.path}", loop=isinstance(self.full, nn.ModuleList))
         if spread:
             check_same_cut(self._module, self.path, local, self._control)
         self._cut = CutModule(self._module, self.path, local, self._interceptor, self._device)
-        self._deferred.make(local, self._layout.place_of_layer, seed, self._device, self._pipeline)
+        self._deferred.make(local, self.holdings.place_of_layer, seed, self._device, self._pipeline)
         return self._cut
 
     def start(
@@ -120,12 +119,11 @@ class PipelineSetup:
         check_loss: bool,
     ) -> PipelineRun:
         """The run of the cut module, whose weights are on the device by now."""
-        module, layout = self._module, self._layout
-        stages = {s: [self.full[n] for n in range(*layout.layers[s])] for s in self._plan.stages[layout.rank]}
-        alone = held_once(stages.values(), self._who)
-        outside = [p for p in module.parameters() if id(p) not in alone]
+        module, holdings = self._module, self.holdings
+        stages = {s: [self.full[n] for n in range(*holdings.layers[s])] for s in self._plan.stages[holdings.rank]}
+        outside = [p for p in module.parameters() if not holdings.in_one_stage(p)]
         seed = replica_seed(seed, self._grid.replica)
-        steps = Steps(module, precision, self._interceptor, self._plan, layout.rank, seed, self._device)
+        steps = Steps(module, precision, self._interceptor, self._plan, holdings.rank, seed, self._device)
         return kind(
             self._trainer,
             self._cut,
@@ -133,11 +131,11 @@ class PipelineSetup:
             steps,
             self._connections,
             self._pipeline,
-            SharedParameters(outside, self._who, self._grid, self._control),
-            replicas.reducer(stages, alone),
+            SharedParameters(outside, holdings, self._control),
+            replicas.reducer(stages, holdings),
             BufferSync(module, replicas),
             self._hidden,
-            layout.global_ranks,
+            holdings.global_ranks,
             self._device,
             seed,
             transport,

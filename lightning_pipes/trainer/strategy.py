@@ -400,7 +400,7 @@ class PipelineStrategy(PipelineHost):
 
         self.setup_precision_plugin()
         private.optimizers_to_device(self.optimizers, self.root_device)
-        agreement = GradientAgreement(self.precision_plugin, run.shared, self.pipeline, self.root_device)
+        agreement = GradientAgreement(self.precision_plugin, made.holdings, self.pipeline, self.root_device)
         self._stops = stops = StopAgreement(trainer, self.control, self.writing_at_once, lambda: connected.told_to_end)
         view = HookView(module, private.callbacks(trainer), cut.scope)  # next to the hooks: all else goes around it
         hooks = HookWrappers(

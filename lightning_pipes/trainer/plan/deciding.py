@@ -31,7 +31,7 @@ from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
-from lightning_pipes.trainer.ranks.layout import places
+from lightning_pipes.trainer.ranks.holdings import places
 
 PATIENCE = 2.0
 """Seconds after which people are told what takes so long."""

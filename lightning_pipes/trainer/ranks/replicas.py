@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning_pipes.engine.compute.reducer import Reducer, Wait
 from lightning_pipes.trainer.private_lightning import gather_over, reduce_over
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.holdings import Holdings
 
 DATA_PARALLEL, PIPELINE = "data_parallel", "pipeline"
 """The dimensions of the mesh, in this order."""
@@ -55,13 +57,12 @@ class Replicas:
         """The tensors of all replicas, stacked; the tensor itself without replicas."""
         return tensor if self.mesh is None else gather_over(tensor, group or self.group, sync_grads)
 
-    def reducer(self, layers_of_stages: dict[int, list[nn.Module]], alone: set[int]) -> Reducer | None:
-        """Averages the gradients of parameters whose id is in `alone`: those of one stage only; None without
-        replicas."""
+    def reducer(self, layers_of_stages: Mapping[int, Iterable[nn.Module]], holdings: Holdings) -> Reducer | None:
+        """Averages the gradients of parameters that are in one stage only; None without replicas."""
         if self.mesh is None:
             return None
         parameters = {
-            stage: [p for layer in layers for p in layer.parameters() if id(p) in alone]
+            stage: [p for layer in layers for p in layer.parameters() if holdings.in_one_stage(p)]
             for stage, layers in layers_of_stages.items()
         }
         return Reducer(parameters, self._start, self.grid.replicas)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.trainer.private_lightning import replace_unscale_gradients, unscale_gradients
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
+from lightning_pipes.trainer.ranks.holdings import Holdings
 
 
 class GradientAgreement:
@@ -20,9 +20,9 @@ class GradientAgreement:
     Clipping by value needs no agreement.
     """
 
-    def __init__(self, precision: Precision, shared: SharedParameters, control: Control, device: torch.device) -> None:
+    def __init__(self, precision: Precision, holdings: Holdings, control: Control, device: torch.device) -> None:
         self._precision = precision
-        self._shared = shared
+        self._holdings = holdings
         self._control = control
         self._device = device
         self._scaler: torch.amp.GradScaler | None = getattr(precision, "scaler", None)
@@ -45,7 +45,7 @@ class GradientAgreement:
         mine = [
             p.grad.detach()
             for p in self._precision.main_params(optimizer)
-            if p.grad is not None and self._shared.counts_here(p)
+            if p.grad is not None and self._holdings.counts_here(p)
         ]
         if mine:
             norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in mine])
