@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import Precision
@@ -11,11 +13,13 @@ from torch import nn
 from lightning_pipes.engine.compute.rng import replica_seed
 from lightning_pipes.ir import Program
 from lightning_pipes.trainer.loop.connections import Connections
+from lightning_pipes.trainer.loop.part import Part
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut
 from lightning_pipes.trainer.module.hidden_state import HiddenState
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.plan.container import warn_about_outside
@@ -24,8 +28,7 @@ from lightning_pipes.trainer.plan.decision import Decision, Wanted
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.holdings import Holdings
-from lightning_pipes.trainer.ranks.replicas import BufferSync, Replicas
-from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
+from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.step.steps import Steps
 
 
@@ -114,28 +117,23 @@ class PipelineSetup:
         kind: type[PipelineRun],
         replicas: Replicas,
         precision: Precision,
+        layouts: Sequence[OptimizerLayout],
         seed: int,
         transport: str,
         check_loss: bool,
     ) -> PipelineRun:
         """The run of the cut module, whose weights are on the device by now."""
         module, holdings = self._module, self.holdings
-        stages = {s: [self.full[n] for n in range(*holdings.layers[s])] for s in self._plan.stages[holdings.rank]}
-        outside = [p for p in module.parameters() if not holdings.in_one_stage(p)]
+        bound = self._connections.turns is not None
         seed = replica_seed(seed, self._grid.replica)
         steps = Steps(module, precision, self._interceptor, self._plan, holdings.rank, seed, self._device)
         return kind(
             self._trainer,
-            self._cut,
+            Part(self._cut, holdings, self._hidden, layouts, replicas, self._control, self._device, bound),
             self._plans,
             steps,
             self._connections,
             self._pipeline,
-            SharedParameters(outside, holdings, self._control),
-            replicas.reducer(stages, holdings),
-            BufferSync(module, replicas),
-            self._hidden,
-            holdings.global_ranks,
             self._device,
             seed,
             transport,

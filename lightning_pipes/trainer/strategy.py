@@ -56,9 +56,8 @@ from lightning_pipes.trainer.module.deferred import (
     has_meta,
 )
 from lightning_pipes.trainer.module.equal_starts import broadcast_random_state, equal_weights
-from lightning_pipes.trainer.module.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.module.pipelined import CutModule, find_pipelined, layer_sizes
-from lightning_pipes.trainer.module.summary import log_graphs, show_summaries
 from lightning_pipes.trainer.plan.container import find_container
 from lightning_pipes.trainer.plan.decision import Decision, Wanted
 from lightning_pipes.trainer.plan.prediction import Prediction
@@ -81,6 +80,7 @@ from lightning_pipes.trainer.ranks.launching import Launcher
 from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.report import About, PipelineReport, Window
+from lightning_pipes.trainer.reports.summary import log_graphs, show_summaries
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from lightning_pipes.trainer.setup import PipelineSetup
 from lightning_pipes.trainer.step.clipping import GradientAgreement
@@ -391,11 +391,19 @@ class PipelineStrategy(PipelineHost):
         if self._loaded is not None:
             checkpoints.load_model(cut, *self._loaded)
             self._loaded = None
-        self._layouts = [keep_local(o, w, cut.is_foreign) for o, w in zip(self.optimizers, whole, strict=True)]
+        self._layouts = [OptimizerLayout(o, w) for o, w in zip(self.optimizers, whole, strict=True)]
+        for layout in self._layouts:
+            layout.keep_local(cut.is_foreign)
         self.model_to_device()
         kind = StreamingRun if self._streams else PipelineRun
         self._run = run = made.start(
-            kind, self.replicas, self.precision_plugin, self._seed, self._transport, self._check_loss
+            kind,
+            self.replicas,
+            self.precision_plugin,
+            self._layouts,
+            self._seed,
+            self._transport,
+            self._check_loss,
         )
 
         self.setup_precision_plugin()
@@ -807,7 +815,7 @@ class PipelineStrategy(PipelineHost):
     def _start_epoch(self) -> None:
         self._data.epoch_starts(self._trainer)
         broadcast_random_state(self.control, self.root_device)
-        self._running.buffers.start_epoch()
+        self._running.part.buffers.start_epoch()
 
 
 def _leave() -> None:

@@ -27,7 +27,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.batches import check_same, fingerprint, join, rows_of, take
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.equal_starts import checksum
-from lightning_pipes.trainer.module.optimizers import keep_local, parameter_names
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Control, close_all
@@ -219,7 +219,8 @@ def test_optimizer_keeps_groups_and_loses_foreign_parameters():
             [{"params": [p for n, p in other.named_parameters() if n.endswith(e)]} for e in ("weight", "bias")]
         )
         cut = CutModule(other, "model", local, Interceptor("self.model"))
-        layouts.append((mine, keep_local(mine, whole, cut.is_foreign)))
+        layouts.append((mine, OptimizerLayout(mine, whole)))
+        layouts[-1][1].keep_local(cut.is_foreign)
     first, layout = layouts[0]
     assert layout.local == (("model.0.0.weight",), ("model.0.0.bias",))
     assert len(first.state) == 2

@@ -1,10 +1,11 @@
-"""Weights of other ranks' layers as the user's hooks see them: each can be worked on by itself, and has no values."""
+"""Weights of other ranks' layers as the user's hooks see them: each can be worked on by itself, and has no values; and
+where the tensors are kept meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -19,6 +20,17 @@ _READING = {
 """Methods and functions of tensors that give values."""
 
 _MOVING = ("to", "cpu", "cuda")
+
+
+class Slot(NamedTuple):
+    """Where a layer keeps a tensor: the layer's number, the table of the module in it, the name there, the tensor that
+    belongs there, and its key in the state dict."""
+
+    layer: int
+    table: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+    key: str
 
 
 class HookScope:
@@ -126,6 +138,53 @@ class Elsewhere(torch.Tensor):
             f"rank 0; all ranks must call them{mark and f', so {mark}'}. Norms of gradients come from "
             "lightning.pytorch.utilities.grad_norm in self.log_dict. p.is_meta says what is on another rank"
         )
+
+
+class Absent:
+    """The tensors of layers of other ranks, without memory: stand-ins are in their slots until they come back. The
+    objects stay the same, so that optimizers and the user's code find them again."""
+
+    def __init__(self, scope: HookScope) -> None:
+        self.slots: list[Slot] = []
+        self._ids: set[int] = set()
+        self._scope = scope
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._ids
+
+    def add(self, slots: Iterable[Slot]) -> None:
+        """Those are on other ranks from now on."""
+        slots = list(slots)
+        stand_ins = {id(s.tensor): Elsewhere.of(s.tensor, f"self.{s.key}", self._scope) for s in reversed(slots)}
+        for slot in slots:
+            slot.table[slot.name] = stand_ins[id(slot.tensor)]
+        for slot in slots:
+            if not slot.tensor.is_meta:
+                slot.tensor.data = slot.tensor.data.new_empty(0)
+            slot.tensor.grad = None
+        self.slots += slots
+        self._ids.update(id(s.tensor) for s in slots)
+
+    def take_back(self, layer: int, values: Mapping[int, torch.Tensor]) -> None:
+        """The tensors of a layer have come here, with these values, by id of their stand-ins."""
+        for slot in (s for s in self.slots if s.layer == layer):
+            stand_in = slot.table[slot.name]
+            give_values(slot.tensor, values[id(stand_in)], stand_in)
+            slot.table[slot.name] = slot.tensor
+            self._ids.discard(id(slot.tensor))
+        self.slots = [s for s in self.slots if s.layer != layer]
+
+
+def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
+    """Has a tensor without memory hold these, as `like` would lie in memory."""
+    strides = like.stride() if like.shape == values.shape and 0 not in like.stride() else None
+    if strides is not None:
+        values = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
+    if tensor.is_meta:
+        made = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+    else:
+        tensor.data = values
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> list[Any] | None:

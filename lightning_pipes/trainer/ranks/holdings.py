@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_pipes.ir import Span
+from lightning_pipes.ir import PlanError, Span
 from lightning_pipes.trainer.ranks.grid import Grid
 
 OUTSIDE = -1
 """In place of a layer's number: what is not inside the pipelined module, which all ranks hold."""
 Holders = dict[int, tuple[int, ...]]
 """By id of a parameter the places in a pipeline where it is held, ascending; in the order of the whole module."""
+
+
+class Move(NamedTuple):
+    """A layer that goes from one global rank to another."""
+
+    layer: int
+    source: int
+    target: int
 
 
 class Holdings:
@@ -35,9 +44,10 @@ class Holdings:
         self.grid = grid
         self.ranks = tuple(ranks)
         self.places = places(self.ranks, grid.length)
-        self._settle(layers)
+        self.settle(layers)
         self._parts_of: dict[int, frozenset[int]] = {}
         """By id of a parameter the layers that it occurs in, and `OUTSIDE`; in the order of the whole module."""
+        self._names: dict[int, str] = {}
 
     def look_at(self, module: pl.LightningModule, path: str) -> None:
         """Learns which parameters are in which layers, from a module that is whole; `path` is that of the layers."""
@@ -46,12 +56,51 @@ class Holdings:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             inside = name.startswith(f"{path}.")
             found[id(parameter)].add(layer_of[name[len(path) + 1 :].partition(".")[0]] if inside else OUTSIDE)
+            self._names.setdefault(id(parameter), name)
         self._parts_of = {key: frozenset(parts) for key, parts in found.items()}
+
+    def settle(self, layers: Sequence[Span]) -> None:
+        """The stages have these layers now, which whoever holds them has seen to."""
+        self.layers = tuple(layers)
+        self.stage_of_layer = [s for s, span in enumerate(self.layers) for _ in range(span.rows)]
+        self.place_of_layer = [self.places[self.ranks[s]] for s in self.stage_of_layer]
+
+    def moves(self, layers: Sequence[Span]) -> list[Move]:
+        """The layers that go to other processes for the stages to have `layers`.
+
+        Raises:
+            PlanError: these are not the layers that there are, or a parameter that several of them have would be on
+                other processes than before, and not with all of them on one.
+        """
+        ends = [0, *(span.stop for span in self.layers)]
+        if [span.start for span in layers] != [0, *(span.stop for span in layers)][:-1] or layers[-1].stop != ends[-1]:
+            raise PlanError(
+                f"the stages of the run have layers {self.layers} and can't have {tuple(layers)}: every layer has to "
+                "be in one stage, in order"
+            )
+        after = Holdings(self.grid, self.ranks, layers)
+        after._parts_of = self._parts_of
+        who = after.holders
+        for key, places in self.holders.items():
+            if who[key] != places and len(self._parts_of[key]) > 1 and max(len(who[key]), len(places)) > 1:
+                parts = " and ".join("the code around" if n == OUTSIDE else str(n) for n in sorted(self._parts_of[key]))
+                raise PlanError(
+                    f"{self._names[key]} is shared by layers {parts}, which would be held by ranks {who[key]} of the "
+                    f"pipeline instead of {places}: layers that share a parameter move together from one rank to one "
+                    "other, or stay"
+                )
+        where = enumerate(zip(self.place_of_layer, after.place_of_layer, strict=True))
+        return [Move(n, *(self.grid.pipeline[place] for place in pair)) for n, pair in where if pair[0] != pair[1]]
 
     @property
     def rank(self) -> int:
         """That of this process."""
         return self.places.index(self.grid.place)
+
+    @property
+    def stages(self) -> list[int]:
+        """Those of this process."""
+        return [s for s, r in enumerate(self.ranks) if r == self.rank]
 
     @property
     def global_ranks(self) -> list[int]:
@@ -67,11 +116,6 @@ class Holdings:
     def local(self) -> list[int]:
         """Numbers of the layers that live on this process."""
         return [n for n, place in enumerate(self.place_of_layer) if place == self.grid.place]
-
-    def _settle(self, layers: Sequence[Span]) -> None:
-        self.layers = tuple(layers)
-        self.stage_of_layer = [s for s, span in enumerate(self.layers) for _ in range(span.rows)]
-        self.place_of_layer = [self.places[self.ranks[s]] for s in self.stage_of_layer]
 
     def stages_of_processes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Every global rank with its stages."""
