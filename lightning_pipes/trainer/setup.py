@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -25,9 +24,9 @@ from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.plan.container import warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
 from lightning_pipes.trainer.plan.decision import Decision, Wanted
-from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.step.steps import Steps
 
@@ -38,21 +37,10 @@ class PipelineSetup:
     Args:
         path: the pipelined container in the module.
         connections: to the other ranks.
-        control: what all ranks tell each other.
-        pipeline: the same for those of this pipeline.
-        device: of this rank.
     """
 
     def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        path: str,
-        grid: Grid,
-        connections: Connections,
-        control: Control,
-        pipeline: Control,
-        device: torch.device,
+        self, trainer: pl.Trainer, module: pl.LightningModule, path: str, ranks: Ranks, connections: Connections
     ) -> None:
         full = module.get_submodule(path)
         assert isinstance(full, Layers)
@@ -60,39 +48,33 @@ class PipelineSetup:
         self.full = full
         self._trainer = trainer
         self._module = module
-        self._grid = grid
+        self._ranks = ranks
         self._connections = connections
-        self._control = control
-        self._pipeline = pipeline
-        self._device = device
         warn_about(module, full)
         self._deferred = DeferredWeights(module, path)
 
     def decide(self, wanted: Wanted, plain: Decision, transport: str) -> Decision:
         """What runs, by what layers take on these devices; `plain` where they are not measured."""
-        deciding = Deciding(
-            self._trainer, self.path, self._grid, self._control, self._pipeline, self._device, transport
-        )
-        made = deciding.decide(wanted, plain)
-        if self._grid.length > 1:
+        made = Deciding(self._trainer, self.path, self._ranks, transport).decide(wanted, plain)
+        if self._ranks.grid.length > 1:
             warn_about_outside(self._module, self.path, made.profile)
         return made
 
     def lay_out(self, decision: Decision) -> None:
         """Looks at the whole module as it will be cut: who holds what."""
-        self.holdings = holdings = Holdings(self._grid, decision.ranks, decision.layers)
+        self.holdings = holdings = Holdings(self._ranks.grid, decision.ranks, decision.layers)
         holdings.look_at(self._module, self.path)
         self._plans = decision.plans()
         self._plan, order = self._plans.for_rows(self._plans.trial_rows)
         if self._trainer.state.fn == TrainerFn.FITTING and self._plans.microbatches > 1:
             warn_about_pieces(self.full)
         self.endless = isinstance(order, Program) and order.endless
-        self._control.watch.stages = dict(holdings.stages_of_processes())
+        self._ranks.control.watch.stages = dict(holdings.stages_of_processes())
         self._hidden = HiddenState(
             self._module,
             self.path,
             holdings,
-            self._pipeline,
+            self._ranks.pipeline,
             self._connections.check_later,
         )
 
@@ -107,9 +89,9 @@ class PipelineSetup:
         local = self.holdings.local
         self._interceptor = Interceptor(f"self.{self.path}", loop=isinstance(self.full, nn.ModuleList))
         if spread:
-            check_same_cut(self._module, self.path, local, self._control)
-        self._cut = CutModule(self._module, self.path, local, self._interceptor, self._device)
-        self._deferred.make(local, self.holdings.place_of_layer, seed, self._device, self._pipeline)
+            check_same_cut(self._module, self.path, local, self._ranks.control)
+        self._cut = CutModule(self._module, self.path, local, self._interceptor, self._ranks.device)
+        self._deferred.make(local, self.holdings.place_of_layer, seed, self._ranks.device, self._ranks.pipeline)
         return self._cut
 
     def start(
@@ -117,25 +99,21 @@ class PipelineSetup:
         kind: type[PipelineRun],
         replicas: Replicas,
         precision: Precision,
+        settings: Settings,
         layouts: Sequence[OptimizerLayout],
-        seed: int,
-        transport: str,
-        check_loss: bool,
     ) -> PipelineRun:
         """The run of the cut module, whose weights are on the device by now."""
-        module, holdings = self._module, self.holdings
-        bound = self._connections.turns is not None
-        seed = replica_seed(seed, self._grid.replica)
-        steps = Steps(module, precision, self._interceptor, self._plan, holdings.rank, seed, self._device)
+        holdings, ranks, connections = self.holdings, self._ranks, self._connections
+        seed = replica_seed(settings.seed, ranks.grid.replica)
+        bound = connections.turns is not None
         return kind(
             self._trainer,
-            Part(self._cut, holdings, self._hidden, layouts, replicas, self._control, self._device, bound),
+            ranks,
+            connections,
+            Part(self._cut, holdings, self._hidden, layouts, replicas, ranks, bound),
             self._plans,
-            steps,
-            self._connections,
-            self._pipeline,
-            self._device,
+            Steps(self._module, precision, self._interceptor, self._plan, holdings.rank, seed, ranks.device),
             seed,
-            transport,
-            check_loss,
+            settings.transport,
+            settings.check_loss,
         )

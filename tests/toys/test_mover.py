@@ -105,5 +105,6 @@ def test_training_goes_on_from_right_before_and_right_after_a_move(schedule: str
         assert [layers[n] for n in (0, 9, 10)] == [NINE[1], NINE[1], NINE[0]]
         for found in (before, after):
             assert differences(found["weights"], moved["weights"], tolerance=0) == []
-            n = len(found["outputs"])
-            assert differences(found["outputs"], moved["outputs"][-n:], tolerance=0) == []
+            later = found["outputs"][1:]
+            assert len(later) >= BATCHES - 12
+            assert differences(later, moved["outputs"][-len(later) :], tolerance=0) == []

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -22,8 +21,8 @@ from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.module.layer_state import LayerState
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
-from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import BufferSync, Replicas
 from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 
@@ -37,7 +36,6 @@ class Part:
         cut: the module with the layers of this rank.
         hidden: watches what layers leave where others might look for it.
         layouts: of the optimizers.
-        control: of all ranks.
         bound: whether siblings share the rank.
 
     Attributes:
@@ -53,13 +51,12 @@ class Part:
         hidden: HiddenState,
         layouts: Sequence[OptimizerLayout],
         replicas: Replicas,
-        control: Control,
-        device: torch.device,
+        ranks: Ranks,
         bound: bool,
     ) -> None:
         self.cut, self.holdings, self.hidden = cut, holdings, hidden
         self.buffers = BufferSync(cut.module, replicas)
-        self._layouts, self._replicas, self._control, self._device = layouts, replicas, control, device
+        self._layouts, self._replicas, self._control, self._device = layouts, replicas, ranks.control, ranks.device
         self._bound = bound
         self._began = holdings.layers
         self._parcels: Parcels | None = None
@@ -95,6 +92,8 @@ class Part:
         leaving = [m for m in moves if m.source == me]
         coming = [m for m in moves if m.target == me]
         point("move")
+        for m in coming:
+            self.cut.check_arrival(m.layer)
         sent = [
             self._post.send(m.target, m.layer, self._packed(LayerState.of(self.cut.full[m.layer], optimizers), m.layer))
             for m in leaving

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -28,9 +27,11 @@ from lightning_pipes.trainer.module.checks import warn_about_small_batch
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.plan.plans import Plans
-from lightning_pipes.trainer.ranks.control import Coming, Control
-from lightning_pipes.trainer.reports.report import KEPT_WINDOWS, Window
+from lightning_pipes.trainer.ranks.control import Coming
+from lightning_pipes.trainer.ranks.ranks import Ranks
+from lightning_pipes.trainer.reports.report import KEPT_STEPS, KEPT_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
+from lightning_pipes.trainer.reports.timing import Share
 from lightning_pipes.trainer.step.gradients import FreshGradients
 from lightning_pipes.trainer.step.logs import LogReplay, merge, recorded
 from lightning_pipes.trainer.step.loss_check import LossCheck
@@ -45,16 +46,19 @@ TRAINING = "training"
 class PipelineRun:
     """Takes batches through the pipeline, from `setup` to `teardown` of the strategy.
 
+    Attributes:
+        windows: the last batches.
+        took: nanoseconds of the last batches on this rank.
+        streams: stages step apart, for batches overlap.
+
     Collective: all ranks make one, and the same calls of it, in the same order.
 
     Args:
         trainer: whose `fit`, `validate`, `test` or `predict` this is.
+        connections: to the other ranks.
         part: what of the module is on this rank.
         plans: how batches are cut and ordered.
         steps: runs the user's steps.
-        connections: to the other ranks.
-        control: what the ranks of the pipeline tell each other outside of it.
-        device: of this rank.
         seed: what the random streams of the layers start from.
         transport: how messages travel, as `make_transport` names it.
         check_loss: compare the loss of the first batch with those of its micro-batches.
@@ -63,32 +67,34 @@ class PipelineRun:
         PlanError: the transport can't be had here.
     """
 
+    streams = False
+
     def __init__(
         self,
         trainer: pl.Trainer,
+        ranks: Ranks,
+        connections: Connections,
         part: Part,
         plans: Plans,
         steps: Steps,
-        connections: Connections,
-        control: Control,
-        device: torch.device,
         seed: int,
-        transport: str = "auto",
-        check_loss: bool = True,
+        transport: str,
+        check_loss: bool,
     ) -> None:
         self.part = part
         self.cut = cut = part.cut
         self.plans = plans
         self.steps = steps
-        self.global_ranks = tuple(part.holdings.global_ranks)
+        self.global_ranks = global_ranks = tuple(part.holdings.global_ranks)
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
+        self.took: deque[int] = deque(maxlen=KEPT_STEPS)
         self.replay = LogReplay(cut.module)
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self._trainer = trainer
         self._module = cut.module
         self._connections = connections
-        self._control = control
-        self._device = device
+        self._control = control = ranks.pipeline
+        self._device = device = ranks.device
         self._gradients = FreshGradients()
         self._keep_old = is_overridden("optimizer_zero_grad", cut.module)
         self._evaluated = 0
@@ -96,7 +102,7 @@ class PipelineRun:
         self._saved_bytes = SavedBytes()
         rank = self._rank = part.holdings.rank
         plan, order = plans.for_rows(plans.trial_rows)
-        self.last_rank = self.global_ranks[plan.ranks[-1]]
+        self.last_rank = global_ranks[plan.ranks[-1]]
         self.first = plan.ranks[0] == rank
         self.last = plan.ranks[-1] == rank
         self._stages = self._made_stages(plan)
@@ -104,7 +110,7 @@ class PipelineRun:
         if check_loss and self.fitting and self.last:
             needed = partial(self._saved_bytes.of_a_sample, plan.n_stages - 1)
             self._loss_check = LossCheck(cut, steps, device, needed)
-        make = partial(make_transport, plan, rank, self.global_ranks, device, control.watch, transport)
+        make = partial(make_transport, plan, rank, global_ranks, device, control.watch, transport)
         connect = partial(control.watch.call, make)
         self.engine = Engine(
             plan,
@@ -154,6 +160,7 @@ class PipelineRun:
         self._connections.check()
         self._check_loss(item)
         self.windows.append(Window(plan, order, self.engine.events))
+        self.took.append(Share.of(self.engine.events).took)
         self._evaluated = 0
         message = None
         if self.last:

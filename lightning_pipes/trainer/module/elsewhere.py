@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir import PipelineError, PlanError
 
 _READING = {
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "data_ptr", "untyped_storage", "storage"),
@@ -46,6 +47,8 @@ class HookScope:
         self.hook = ""
         self.everywhere = True
         self.device = device
+        self.copies: WeakValueDictionary[int, Elsewhere] = WeakValueDictionary()
+        """Those that code of the user's has made of stand-ins, as for a running average."""
 
     @contextmanager
     def running(self, hook: str, everywhere: bool) -> Iterator[None]:
@@ -117,6 +120,7 @@ class Elsewhere(torch.Tensor):
 
     def _copied(self, memo: dict[int, Any]) -> Elsewhere:
         memo[id(self)] = copy = Elsewhere.of(self, self._name, self._scope)
+        self._scope.copies[id(copy)] = copy
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -148,6 +152,21 @@ class Absent:
         self.slots: list[Slot] = []
         self._ids: set[int] = set()
         self._scope = scope
+
+    def check(self, layer: int) -> None:
+        """Whether a layer can come back.
+
+        Raises:
+            PlanError: code of the user's has copied it, and the values of the copy are on the rank that has the layer.
+        """
+        names = {f"self.{slot.key}" for slot in self.slots if slot.layer == layer}
+        for copy in self._scope.copies.values():
+            if copy._name in names:
+                raise PlanError(
+                    f"layer {layer} can't move here: there is a copy of {copy._name} whose values are on the rank that "
+                    "has the layer now, as of a running average of the weights, and would stay there. Leave the layer "
+                    "where it is, or let go of the copy before it moves"
+                )
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._ids

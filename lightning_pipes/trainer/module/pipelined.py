@@ -211,6 +211,14 @@ class CutModule:
         """Whether a parameter of the whole module lives on other ranks only."""
         return tensor in self._absent
 
+    def check_arrival(self, layer: int) -> None:
+        """Whether a layer can come here.
+
+        Raises:
+            PlanError: see `Absent.check`.
+        """
+        self._absent.check(layer)
+
     def hold(self, local: Collection[int], arrived: Mapping[int, LayerState], device: torch.device) -> None:
         """From now on the `local` layers live here: those that have `arrived`, on `device`, and those that stay."""
         leaving = {*self.local} - {*local}
