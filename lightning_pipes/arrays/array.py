@@ -99,7 +99,7 @@ class JobArray(Generic[T]):
         self._rounds: Rounds[Sibling[T]] | None = None if rounds is None else Rounds(rounds)
         self.memory: SiblingMemory = memory or SiblingMemory()
         self._decides = memory if decides else None
-        """What decides the size."""
+        """The memory that decides the size; None where it is given."""
         self._deciding = False
         self._asked = -1
         """The sibling after which all ranks were asked last."""
@@ -113,7 +113,7 @@ class JobArray(Generic[T]):
         self._arrivals: Arrivals[Sibling[T]] = Arrivals()
         self._living: dict[int, Sibling[T]] = {}
         self._heard: defaultdict[int, list[tuple[int, Failure | Return, float]]] = defaultdict(list)
-        """What other ranks have told of siblings that have not ended here: who, what, and when it was heard."""
+        """News of other ranks about siblings that have not ended here: who, what, and when it was heard."""
         self._jobs_elsewhere: dict[int, int] = {}
         """Of ranks that have no more than these."""
         self._begun = 0
@@ -242,14 +242,14 @@ class JobArray(Generic[T]):
             memory.end_turn(sibling.index, trainer.lightning_module, trainer.optimizers, trainer.strategy.root_device)
         except PlanError as error:
             sibling.fail(error)
-            sibling.doom(sibling.turns + 1, error)
+            sibling.fail_at(sibling.turns + 1, error)
 
     def _agree_on_size(self, sibling: Sibling[T]) -> None:
         """Decides with all ranks, unless the sibling has ended on one: each says so, or for how many it has room."""
         memory, board, engine = self._decides, self.shared.board, sibling.engine
         assert memory is not None
         self._asked = sibling.index
-        trainer = None if sibling.outcome is not None or sibling.doomed else sibling.trainer
+        trainer = None if sibling.outcome is not None or sibling.failing else sibling.trainer
         rooms = [0 if trainer is None else memory.room(trainer.num_devices)]
         room = f"room/{sibling.index}"
         board.tell(room, str(rooms[0]))
@@ -307,7 +307,7 @@ class JobArray(Generic[T]):
         if chosen is None:
             return False
         started = time.monotonic()
-        if not chosen.doomed:
+        if not chosen.failing:
             self._compute_here(chosen)
         assert self._display is not None
         self._display.computed(time.monotonic() - started)
@@ -323,7 +323,7 @@ class JobArray(Generic[T]):
         memory.look_ahead(self._coming())
         started = time.monotonic()
         sibling.compute()
-        memory.end_block(sibling.index, time.monotonic() - started, keep=engine.holds_weights or sibling.doomed)
+        memory.end_block(sibling.index, time.monotonic() - started, keep=engine.holds_weights or sibling.failing)
 
     def _coming(self) -> list[int]:
         """Whose weights will be wanted next, the first one first."""
@@ -363,7 +363,7 @@ class JobArray(Generic[T]):
     # ---- ends
 
     def _gathered(self) -> Sequence[Sequence[Event]]:
-        """What has run on each rank."""
+        """The events of each rank."""
         shared, board, events = self.shared, self.shared.board, self._record.events
         if not board.others:
             return [events]
@@ -405,7 +405,7 @@ def _has_stepped(sibling: Sibling[Any]) -> bool:
 
 
 def _together(job: Callable[[], T]) -> T:
-    """What a sibling's function returns, whose trainings get the connections of its array."""
+    """The value that a sibling's function returns, whose trainings get the connections of its array."""
     sibling = current_sibling()
     assert sibling is not None, "a sibling runs it"
     with in_company(partial(join, sibling)):

@@ -73,7 +73,7 @@ def named(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
 
 
 def _text(value: object) -> str:
-    """What may be a number with a unit; empty for what can't be one."""
+    """The text that may be a number with a unit; empty where it can't be one."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, Real):

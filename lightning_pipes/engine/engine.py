@@ -62,7 +62,7 @@ class Turns(Protocol):
 
 
 _AFTER = SENDS | {Kind.STEP}
-"""What follows a computation at once."""
+"""Runs what follows a computation at once."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Engine:
         turns: Turns | None = None,
     ) -> None:
         self.events: list[Event] = []
-        """What this rank did in the window that was drained last, in nanoseconds of its monotonic clock."""
+        """Events of this rank in the window that was drained last, in nanoseconds of its monotonic clock."""
         self._transport = transport
         self._rank = rank
         self._device = device or torch.device("cpu")
@@ -245,11 +245,11 @@ class Engine:
 
     @property
     def under_way(self) -> list[Event]:
-        """What this rank did in the open window so far; `events` once it is drained."""
+        """Events of this rank in the open window so far; `events` once it is drained."""
         return [] if self._window is None else list(self._window.executor.events)
 
     def upcoming(self) -> Instruction | None:
-        """What can be run now; None if nothing can."""
+        """An instruction that can be run now; None if there is none."""
         window = self._window
         return None if window is None else window.order.next(self._transport.mailbox, window.executor.window)
 

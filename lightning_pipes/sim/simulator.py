@@ -10,10 +10,10 @@ from lightning_pipes.cost import Costs
 from lightning_pipes.ir import Instruction, Plan, PlanError, Policy, Program
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.loops.dispatch import dispatch
-from lightning_pipes.sim.loops.machine import Array
 from lightning_pipes.sim.loops.memory import Bytes, Limit, peaks
 from lightning_pipes.sim.loops.operations import Operations, Timed
 from lightning_pipes.sim.loops.static import compiled, ends_under, run
+from lightning_pipes.sim.loops.tables import Array
 from lightning_pipes.sim.loops.window import opened
 from lightning_pipes.sim.timeline import Timeline
 
@@ -55,7 +55,7 @@ def simulate(
         raise TypeError(f"simulate takes a Program or a Policy, got {order!r}; a schedule's is schedule.program(plan)")
     queues = opened(plan, batches or plan.batches)
     ran = dispatch(order, queues, costs, Bytes.of(queues, plan, costs, memory_limit), blocking_sends)
-    return _timeline(queues, ran.timed, tuple(map(int, ran.peak)), order.name)
+    return _timeline(queues, ran.timed, tuple(map(int, ran.held.peak)), order.name)
 
 
 def makespan(order: Program | Policy, plan: Plan, costs: Costs, *, blocking_sends: bool = False) -> int:

@@ -54,7 +54,7 @@ class PipelineSetup:
         self._deferred = DeferredWeights(module, path)
 
     def decide(self, wanted: Wanted, plain: Decision, transport: str) -> Decision:
-        """What runs, by what layers take on these devices; `plain` where they are not measured."""
+        """The decision by the times of layers on these devices; `plain` where they are not measured."""
         made = Deciding(self._trainer, self.path, self._ranks, transport).decide(wanted, plain)
         if self._ranks.grid.length > 1:
             warn_about_outside(self._module, self.path, made.profile)

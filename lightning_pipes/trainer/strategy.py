@@ -90,7 +90,7 @@ from lightning_pipes.trainer.versions import tell_if_untested
 
 @dataclass(frozen=True)
 class _Connected:
-    """What `setup_environment` has made, until the next one.
+    """The connections that `setup_environment` has made, until the next one.
 
     Attributes:
         links: to the other ranks.
@@ -104,7 +104,7 @@ class _Connected:
 
 @dataclass(frozen=True)
 class _Running:
-    """What `setup` has made for a run.
+    """A run as `setup` has made it.
 
     Attributes:
         prediction: of its steps; None where nothing is trained.
@@ -258,7 +258,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def control(self) -> Control:
-        """What all ranks tell each other."""
+        """The control through which all ranks tell each other things."""
         return self._connected.ranks.control
 
     @property
@@ -389,7 +389,7 @@ class PipelineStrategy(PipelineHost):
         return self._connected.links.container(module, find)
 
     def _decide(self, cutting: PipelineSetup, fitting: bool) -> Decision:
-        """What runs: as wanted, as measured, or as siblings have decided."""
+        """The decision: as wanted, as measured, or as siblings have made it."""
         links, length = self._connected.links, self.grid.length
         wanted = links.wanted(self._wanted, length)
         plain = wanted.unmeasured(layer_sizes(cutting.full), length)
@@ -566,7 +566,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def decision(self) -> Decision:
-        """What the last run is, or was: schedule, micro-batches, recomputation and cut, and why.
+        """The decision of the last run: schedule, micro-batches, recomputation and cut, and why.
 
         Raises:
             PlanError: nothing has run yet.
@@ -598,7 +598,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads the files of `checkpoint="full"`."""
+        """The plugin that writes and reads the files of `checkpoint="full"`."""
         return self._writing.io
 
     @checkpoint_io.setter

@@ -59,7 +59,7 @@ def for_hydra() -> Iterator[None]:
 
 
 def explain(error: Exception) -> str:
-    """What is wrong in a configuration and how to go on; the text of any other error as it is."""
+    """A text that says what is wrong in a configuration and how to go on; the text of any other error as it is."""
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")

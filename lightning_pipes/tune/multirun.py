@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Multirun:
-    """What `hydra/launcher=job_array` does. Every rank makes one, and runs all jobs.
+    """The work of `hydra/launcher=job_array`. Every rank makes one, and runs all jobs.
 
     Rank 0 writes the sweep's directory; the others add a log file to a job's, if they log anything.
 

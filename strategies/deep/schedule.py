@@ -37,6 +37,11 @@ class Deep(Schedule):
         """The variants that a planner tries: one micro-batch more for each link, and two."""
         return [cls(times * (n_ranks - 1)) for times in (1, 2) if 1 < n_ranks < microbatches]
 
+    # Drawn by `step(Deep(2), link=1)`:
+    # rank 0 |0-1-2-3-..............0===..1===..2===..3===| bubble 45.5%
+    # rank 1 |....0-1-2-......0===3-1===..2===..3===......| bubble 45.5%
+    # rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
+    #         - forward  = backward  . idle
     def program(self, plan: Plan) -> Program:
         return warmed_up(plan, self.name, tapered(plan.n_stages, self.slack))
 

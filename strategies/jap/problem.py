@@ -12,6 +12,7 @@ import numpy.typing as npt
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import STEP, B, DeadlockError, F, Instruction, Kind, Plan, PlanError, Span
 from lightning_pipes.strategies.jap.machine import PYTHON, Kernel
+from lightning_pipes.strategies.jap.tables import Blocks, Path, Sequence, Sweep
 
 Array = npt.NDArray[np.int64]
 
@@ -131,6 +132,10 @@ class ArrayProblem:
         )
         return np.asarray(first[which.reshape(-1)], np.int64)
 
+    def read(self, kernel: Kernel) -> Blocks:
+        """The blocks as the kernel takes them; it does not write to them."""
+        return Blocks(self.jobs, self.blocks, *map(kernel.copy, (self.busy, self.lag, self.tails)))
+
     def by_block(self, forward: Array, backward: Array) -> Array:
         """Two arrays of shape (jobs, stages) in one, by block number."""
         return np.ascontiguousarray(np.stack([forward.T, backward.T], axis=1).reshape(-1), np.int64)
@@ -216,20 +221,7 @@ def problem_of(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayProblem:
 def longest(problem: ArrayProblem, order: Array, kernel: Kernel) -> Array | None:
     """`ArrayProblem.starts` without its checks; None where stages wait for each other."""
     n = problem.blocks
-    starts, cause, queue, unmet, place = (kernel.fill(n) for _ in range(5))
-    sequence = kernel.copy(order.reshape(-1))
-    for at, block in enumerate(sequence):
-        place[block] = at
-    span = kernel.run.timed(
-        problem.jobs,
-        n,
-        kernel.copy(problem.busy),
-        kernel.copy(problem.lag),
-        sequence,
-        place,
-        starts,
-        cause,
-        queue,
-        unmet,
-    )
-    return None if span < 0 else np.array(starts, np.int64)
+    sequence = Sequence(kernel.copy(order.reshape(-1)), kernel.copy(np.argsort(order.reshape(-1))))
+    path = Path(kernel.fill(n), kernel.fill(n))
+    span = kernel.run.timed(problem.read(kernel), sequence, path, Sweep(kernel.fill(n), kernel.fill(n)))
+    return None if span < 0 else np.array(path.starts, np.int64)

@@ -228,6 +228,12 @@ class Stream:
         for running in self._running.values():
             running.price(self.plan, costs)
 
+    # Two places, and jobs a, b and c of 2, 1 and 1 batches: c comes when b has left.
+    # Drawn by `joining()`:
+    # rank 0 |a0b0............a0==a1b0==c0......a1==..c0==| bubble 45.5%
+    # rank 1 |..a0b0......a0==b0==..a1....c0a1==..c0==....| bubble 45.5%
+    # rank 2 |....a0b0a0==b0==........a1a1==c0c0==........| bubble 45.5%
+    #         - forward  = backward  . idle
     def advance(self) -> Piece:
         """The order up to the next question.
 

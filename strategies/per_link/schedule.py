@@ -70,6 +70,11 @@ def warmed_up(plan: Plan, name: str, ahead: Sequence[int]) -> Program:
     return Program(tuple(_order(plan, stage, ahead[stage]) for (stage,) in plan.stages))
 
 
+# Drawn by `step(PerLink((1, 0)), link=1)`:
+# rank 0 |0-1-2-3-..............0===..1===......2===..3===| bubble 50.0%
+# rank 1 |....0-1-........0===2-1===3-....2===..3===......| bubble 50.0%
+# rank 2 |........0-0===1-1===....2-2===3-3===............| bubble 50.0%
+#         - forward  = backward  . idle
 def _order(plan: Plan, stage: int, ahead: int) -> tuple[Instruction, ...]:
     spans = plan.spans(Kind.F, stage)
     row = [F(stage, span) for span in spans[:ahead]]

@@ -29,7 +29,7 @@ def step(schedule=KFKB(1), m=6, at=0, shift=None, **times):  # noqa: B008 - froz
     return [StepSample.of(events, plan, since=at) for events in by_rank], plan, costs
 
 
-def test_costs_of_a_run_foretell_its_steps():
+def test_costs_of_a_run_predict_its_steps():
     averages = Averages()
     for n in range(3):
         samples, plan, costs = step(at=n * 10**10)

@@ -53,7 +53,7 @@ class Shared:
         return _Kept(self.transport)
 
     def greeting(self, size: int) -> str:
-        """What ranks have to know of each other before they take `control`, by the meeting of a sibling."""
+        """The word that ranks have to hear from each other before they take `control`, by the meeting of a sibling."""
         return json.dumps([size, sorted(self._free)])
 
     def control(self, greetings: Sequence[str], make: Callable[[], Control]) -> Control:
@@ -89,7 +89,7 @@ class Shared:
         self._free[self._numbers.pop(control)] = control
 
     def gathered(self, greetings: Sequence[str], events: Sequence[Event]) -> Sequence[Sequence[Event]]:
-        """What each rank gives. Collective."""
+        """The events that each rank gives. Collective."""
         control = self.control(greetings, self._last)
         self.take_back(control)
         return control.all_gather(events)

@@ -1,4 +1,4 @@
-"""What a parcel holds, as text: nothing in it is run or unpickled, whoever wrote it."""
+"""The content of a parcel, as text: nothing in it is run or unpickled, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def packed(content: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def described(description: bytes | memoryview) -> tuple[Any, Described]:
-    """What `content` needs beside the tensors, and what those are.
+    """The skeleton that `content_of` fills with the tensors, and descriptions of these.
 
     Raises:
         PipelineError: no `packed` wrote this.
@@ -46,7 +46,7 @@ def described(description: bytes | memoryview) -> tuple[Any, Described]:
 
 
 def content_of(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """What was packed, with these tensors."""
+    """The tree that was packed, with these tensors."""
     if not isinstance(skeleton, list):
         return skeleton
     kind, *parts = skeleton

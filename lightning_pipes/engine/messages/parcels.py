@@ -95,7 +95,7 @@ class Handle:
 
     @property
     def content(self) -> Any:
-        """What was sent, at the receiver; waits for it. Each tensor lies in memory of its own."""
+        """The content that was sent, at the receiver; waits for it. Each tensor lies in memory of its own."""
         return self.wait()._content
 
     def finish(self, size: int, content: Any = None) -> None:
@@ -108,7 +108,7 @@ class Handle:
 
 @dataclass
 class Traffic:
-    """What parcels have cost so far.
+    """The cost of parcels so far.
 
     Attributes:
         sent, received: bytes, with what describes them.
@@ -439,7 +439,7 @@ class _Arriving:
                 at += last - first
 
     def content(self) -> Any:
-        """What it holds; all must be there."""
+        """Its content, all of which must be there."""
         if self._skeleton is None:
             self._allocate()
         return content_of(self._skeleton, iter(self._tensors))

@@ -67,7 +67,7 @@ POINTS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What is to happen to one process.
+    """A fault that is to happen to one process.
 
     Attributes:
         rank: whose process, as its launcher numbers them.
@@ -94,7 +94,7 @@ class Fault:
             raise ValueError(f"a fault can kill, stop or wait, not {self.act!r}")
 
     def environment(self) -> Mapping[str, str]:
-        """What processes must have in their environment, whichever rank they are."""
+        """Variables that processes must have in their environment, whichever rank they are."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     def happen(self) -> None:

@@ -18,7 +18,7 @@ from lightning_pipes.sim.timeline import Timeline
 FILE = "run.json"
 """Its name in the directory of a run."""
 _WRITTEN = ("predicted", "measured", "costs", "profile")
-"""What every file has, in a form of its own."""
+"""Entries that every file has, in a form of their own."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ class Part:
         bound: whether siblings share the rank.
 
     Attributes:
-        shared: the parameters that several ranks hold.
+        parameters: of this rank.
+        shared: those that several ranks hold.
         reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
         buffers: keeps those of the replicas equal.
     """
@@ -142,7 +143,8 @@ class Part:
     def _connect_gradients(self) -> None:
         own = self.holdings.stages
         self.reducer = self._replicas.reducer({s: self.layers_of(s).values() for s in own}, self.holdings)
-        rest = [p for p in self.cut.module.parameters() if not self.holdings.in_one_stage(p)]
+        self.parameters = list(self.cut.module.parameters())
+        rest = [p for p in self.parameters if not self.holdings.in_one_stage(p)]
         self.shared = SharedParameters(rest, self.holdings, self._control)
 
     def _disconnect_gradients(self) -> None:

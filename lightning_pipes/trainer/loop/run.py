@@ -128,19 +128,24 @@ class PipelineRun:
     def train(
         self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool = True
     ) -> Any:
-        """Forward and backward of one batch; on every rank what the user's step gave, logged and with its loss.
+        """The result of the user's step, logged and with its loss, on every rank: forward and backward of one batch.
 
         Gradients are summed over all who hold a parameter if they are `complete`: a step may follow.
         """
+        # 1. All ranks got the same batch.
         rows = rows_of(batch)
         batch_idx = arguments[0] if arguments else self._trainer.fit_loop.batch_idx
         self._check(batch, batch_idx, TRAINING)
+
+        # 2. The plan of a batch of so many samples; layers that it has on other ranks move.
         divisor = self._trainer.accumulate_grad_batches
         self.plans = self.plans.revised(rows, self._trainer.fit_loop.total_batch_idx)
         plan, order = self.plans.for_rows(rows)
         if not self.windows:
             warn_about_small_batch(rows, plan.n_stages)
         self._turn_to(plan, order)
+
+        # 3. Forward and backward of all micro-batches; the user's step runs on the last stage.
         self.part.buffers.before_batch()
         data = TrainingBatch(batch, rows, arguments, divisor)
         self._begin_loss_check(data)
@@ -153,15 +158,21 @@ class PipelineRun:
             if reducer is not None:
                 reducer.on = complete
             self.engine.drain()
+
+            # 4. Gradients summed over who shares a parameter, and averaged over replicas, if a step may follow.
             if complete:
                 self.part.shared.sum_gradients()
                 if reducer is not None:
                     reducer.finish()
+
+        # 5. What was to be checked meanwhile, and the loss, before anything steps by these gradients.
         self._connections.check()
         self._check_loss(item)
         self.windows.append(Window(plan, order, self.engine.events))
         self.took.append(Share.of(self.engine.events).took)
         self._evaluated = 0
+
+        # 6. The last stage tells all ranks what the step gave and logged; every rank logs it.
         message = None
         if self.last:
             out, logged = data.result()
@@ -175,7 +186,7 @@ class PipelineRun:
         """Finishes what `train` has left for later: here nothing."""
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
-        """What has the ranks agree on stopping after a batch; they all are at the same one."""
+        """A function that has the ranks agree on stopping after a batch; they all are at the same one."""
         return self._connections.agreement(self._trainer, stops, self._control)
 
     def _made_stages(self, plan: Plan) -> list[Stage]:
@@ -251,7 +262,7 @@ class PipelineRun:
         return move_data_to_device(out, self._device)
 
     def stage_bytes(self, optimizers: Sequence[Optimizer]) -> dict[int, StageBytes]:
-        """What the stages of this rank hold, once one batch was trained."""
+        """The bytes that the stages of this rank hold, once one batch was trained."""
         return self._saved_bytes.of({stage.number: stage.layers.values() for stage in self._stages}, optimizers)
 
     def close(self) -> None:

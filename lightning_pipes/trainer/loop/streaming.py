@@ -159,7 +159,7 @@ class StreamingRun(PipelineRun):
 
 
 class Results:
-    """What the last stage tells of each batch: it goes on at once, and the others ask when they are that far.
+    """The results of each batch, told by the last stage: it goes on at once, and the others ask when they are that far.
 
     Collective: all ranks make one together. By the time a rank has stepped for a batch its result is there.
 

@@ -3,8 +3,9 @@ where the tensors are kept meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.trainer.private_lightning import in_grad_norm
 
 _READING = {
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "data_ptr", "untyped_storage", "storage"),
@@ -41,6 +43,7 @@ class HookScope:
         hook: its name; empty where none runs.
         everywhere: whether all ranks run it.
         device: of this rank.
+        gradients: says whether weights have gradients now.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,16 +52,23 @@ class HookScope:
         self.device = device
         self.copies: WeakValueDictionary[int, Elsewhere] = WeakValueDictionary()
         """Those that code of the user's has made of stand-ins, as for a running average."""
+        self.gradients: Callable[[], bool] = lambda: False
+        self._thread = 0
+
+    @property
+    def here(self) -> bool:
+        """Whether it is a hook that asks: siblings of an array have a thread each."""
+        return bool(self.hook) and self._thread == get_ident()
 
     @contextmanager
     def running(self, hook: str, everywhere: bool) -> Iterator[None]:
         """In the block that hook runs."""
-        before = self.hook, self.everywhere
-        self.hook, self.everywhere = hook, everywhere
+        before = self.hook, self.everywhere, self._thread
+        self.hook, self.everywhere, self._thread = hook, everywhere, get_ident()
         try:
             yield
         finally:
-            self.hook, self.everywhere = before
+            self.hook, self.everywhere, self._thread = before
 
 
 class Elsewhere(torch.Tensor):
@@ -72,6 +82,8 @@ class Elsewhere(torch.Tensor):
     """
 
     _name = "a weight"
+    is_whole = False
+    """Whether it is a weight or its gradient, not what was made from one."""
     _scope = HookScope(torch.device("meta"))
 
     @staticmethod
@@ -80,7 +92,15 @@ class Elsewhere(torch.Tensor):
         found = tensor.detach().to("meta").as_subclass(Elsewhere)
         if isinstance(tensor, nn.Parameter):
             found = nn.Parameter(found, tensor.requires_grad)  # type: ignore[assignment]
+        found.__dict__["is_whole"] = True
         return found._tell(name, scope)
+
+    @property
+    def gradient(self) -> Elsewhere | None:
+        """Of a weight that is trained, as `grad`."""
+        if not (self.is_whole and self.requires_grad and self._scope.gradients()) or in_grad_norm(2):
+            return None
+        return Elsewhere.of(self.detach(), f"the gradient of {self._name}", self._scope)
 
     def _tell(self, name: str, scope: HookScope) -> Elsewhere:
         self.__dict__.update(_name=name, _scope=scope)
@@ -93,8 +113,10 @@ class Elsewhere(torch.Tensor):
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere))
         if func == torch.Tensor.device.__get__:
             return first._scope.device
+        if func == torch.Tensor.grad.__get__:
+            return first.gradient
         if name in _READING:
-            first._refuse("takes the value of")
+            first.refuse("takes the value of")
         if name == "__deepcopy__":
             return first._copied(args[1])
         if name.startswith("_foreach_") and len(args[0]) > 1:
@@ -102,9 +124,9 @@ class Elsewhere(torch.Tensor):
         written = _written(name, args, kwargs)
         if written:
             if any(not isinstance(t, Elsewhere) for t in written):
-                first._refuse("writes into a tensor of this rank what it has of")
+                first.refuse("writes into a tensor of this rank what it has of")
             if not first._scope.everywhere:
-                first._refuse("changes, on one rank only,")
+                first.refuse("changes, on one rank only,")
             return args[0]
         if name in _MOVING:
             kind = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), first.dtype)
@@ -121,15 +143,17 @@ class Elsewhere(torch.Tensor):
     def _copied(self, memo: dict[int, Any]) -> Elsewhere:
         memo[id(self)] = copy = Elsewhere.of(self, self._name, self._scope)
         self._scope.copies[id(copy)] = copy
+        copy.__dict__["is_whole"] = False
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("stores")
+        self.refuse("stores")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._name}, {tuple(self.shape)}, {self.dtype})"
 
-    def _refuse(self, what: str) -> NoReturn:
+    def refuse(self, what: str) -> NoReturn:
+        """Raises PipelineError, for a hook that does `what` with it."""
         scope, mark = (
             self._scope,
             "" if self._scope.everywhere else "mark it with @lightning_pipes.trainer.on_every_stage",
@@ -139,8 +163,9 @@ class Elsewhere(torch.Tensor):
             "has the layers of its stages. What is done to each weight by itself, as averaging over time, is done "
             f"where it is{mark and f', if all ranks run the hook: {mark}'}. Whole weights come from "
             "trainer.save_checkpoint(path) and trainer.strategy.lightning_module_state_dict(), whose result is on "
-            f"rank 0; all ranks must call them{mark and f', so {mark}'}. Norms of gradients come from "
-            "lightning.pytorch.utilities.grad_norm in self.log_dict. p.is_meta says what is on another rank"
+            f"rank 0; all ranks must call them{mark and f', so {mark}'}. Norms over gradients or weights come from "
+            "torch.nn.utils.get_total_norm and clip_grad_norm_, or lightning.pytorch.utilities.grad_norm in "
+            "self.log_dict. p.is_meta says what is on another rank"
         )
 
 
@@ -207,7 +232,7 @@ def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) 
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
-    """What a function of lists makes of the n-th entries of all, for each n: some are here, and some are not."""
+    """The results of a function of lists on the n-th entries of all, for each n: some are here, and some are not."""
     rows = [[[a[n]] if isinstance(a, (list, tuple)) else a for a in args] for n in range(len(args[0]))]
     results = [func(*row, **kwargs) for row in rows]
     return None if results[0] is None else [entry for result in results for entry in result]

@@ -36,7 +36,7 @@ _WAY_OUT = (
 CONTAINERS = (list, tuple, dict, set, deque)
 _SKIPPED = {*sys.stdlib_module_names, "torch", "numpy", "lightning", "torchmetrics"}
 _OWN = set(vars(pl.LightningModule()))
-"""What nn.Module and LightningModule keep for themselves."""
+"""Names that nn.Module and LightningModule keep for themselves."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Shared:
 
 
 class _Change(NamedTuple):
-    """What has become of a tensor in a shared object in the first batch."""
+    """The change of a tensor in a shared object during the first batch."""
 
     checksum: str
     shape: tuple[int, ...]
@@ -255,7 +255,7 @@ def _can_change(thing: Any) -> bool:
 
 
 def entries(thing: Any) -> list[tuple[str, Any]]:
-    """What an object holds directly, with how to get there."""
+    """The entries that an object holds directly, with how to get there."""
     if isinstance(thing, nn.Module):
         parts = [*thing._modules.items(), *thing._buffers.items()]
         own = [(name, value) for name, value in vars(thing).items() if name not in _OWN]

@@ -1,4 +1,4 @@
-"""What stands where the pipelined module stood: the layers of this rank, under their old names."""
+"""The proxy that stands where the pipelined module stood: the layers of this rank, under their old names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipes.trainer.module.elsewhere import HookScope
 from lightning_pipes.trainer.module.layer_loop import LayerLoop
 
 Layers = nn.Sequential | nn.ModuleList
-"""What can be cut: called as a whole, or layer by layer in a loop of the user's code."""
+"""Modules that can be cut: called as a whole, or layer by layer in a loop of the user's code."""
 
 
 class StageProxy(nn.Module):
@@ -99,7 +99,7 @@ class StageProxy(nn.Module):
         )
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
-        """What a state dict has of other ranks' layers is left out: those load it themselves."""
+        """Leaves out what a state dict has of other ranks' layers: those load it themselves."""
         elsewhere = tuple(f"{prefix}{n}." for n in self.__dict__["_full"]._modules if n not in self._modules)
         for key in [key for key in state if key.startswith(elsewhere)] if self._in_hook else ():
             del state[key]

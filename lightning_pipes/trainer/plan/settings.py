@@ -1,4 +1,4 @@
-"""What PipelineStrategy is told, looked at before anything starts."""
+"""The settings of PipelineStrategy, looked at before anything starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNCHOSEN = "1f1b"
 
 
 def chosen_later(name: str) -> str:
-    """What conf/schedule/auto.yaml stands for: the name itself."""
+    """The name itself, for which conf/schedule/auto.yaml stands."""
     return name
 
 
@@ -76,7 +76,7 @@ def possible_timeout(timeout: timedelta) -> timedelta:
 
 
 def known_seed(seed: int) -> int:
-    """What random numbers start from; PlanError if it is no number of 64 bits."""
+    """The seed of random numbers; PlanError if it is no number of 64 bits."""
     check_type("seed", seed, int)
     if not -(2**63) <= seed < 2**63:
         raise PlanError(f"seed must be a whole number of 64 bits, got {shown(seed)}")
@@ -84,7 +84,7 @@ def known_seed(seed: int) -> int:
 
 
 def known_backend(backend: str | None) -> str | None:
-    """What the default process group runs on; PlanError if torch has none of that name."""
+    """The backend of the default process group; PlanError if torch has none of that name."""
     check_type("process_group_backend", backend, str | None)
     for each in (backend or "").split(",") if backend is not None else ():  # as in "cpu:gloo,cuda:nccl"
         if not dist.is_backend_available(each.rpartition(":")[2] or "none"):
@@ -147,7 +147,7 @@ def known_partition(partition: str | list[int], schedule: object) -> str | list[
 
 @dataclass(frozen=True)
 class Settings:
-    """What a strategy is told for good, and makes sense; `PipelineStrategy` explains each."""
+    """Settings of a strategy that were looked at and make sense; `PipelineStrategy` explains each."""
 
     data_parallel: int
     module: str | None

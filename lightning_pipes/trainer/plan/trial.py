@@ -35,7 +35,7 @@ CONTRADICTION = 0.1
 
 @dataclass(frozen=True)
 class Trial:
-    """What a decision came to.
+    """The outcome of a decision that was tried.
 
     Attributes:
         predicted: seconds of a step, of its layers alone, by the profile.
@@ -71,7 +71,7 @@ class Trials:
         self._transport = transport
 
     def run(self, made: Decision, pieces: int, rows: int, place: Deployment) -> Trial:
-        """What `made` comes to, for batches of so many micro-batches that all have `rows` samples.
+        """The outcome of `made`, for batches of so many micro-batches that all have `rows` samples.
 
         Raises:
             NotMeasuredError: the user's code fails for so many samples.

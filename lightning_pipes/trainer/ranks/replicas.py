@@ -1,4 +1,4 @@
-"""What the replicas of a pipeline have in common: averages of what they log, gathered tensors, buffers."""
+"""Things that the replicas of a pipeline have in common: averages of what they log, gathered tensors, buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run did, against what the simulator foretells for it, and what to change."""
+"""A run as measured beside what the simulator predicts for it, and what to change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Window:
 
 @dataclass(frozen=True)
 class About:
-    """What there is to say of a run besides its windows.
+    """Facts of a run besides its windows.
 
     Attributes:
         schedule: its name.
@@ -147,8 +147,8 @@ class PipelineReport:
 
     @cached_property
     def advice(self) -> Advice:
-        """What is slow, and what to change, as found by simulating changes: seconds of work, with a progress bar, for
-        hundreds of micro-batches."""
+        """Advice on what is slow, and what to change, as found by simulating changes: seconds of work, with a progress
+        bar, for hundreds of micro-batches."""
         from lightning_pipes.planning.advice import advise
         from lightning_pipes.planning.progress import progress_bar
 
@@ -178,7 +178,7 @@ class PipelineReport:
 
 
 def _choice(about: About, measured: Timeline) -> str:
-    """What was chosen and why, and whether it came true."""
+    """The choice and its reason, and whether it came true."""
     if about.predicted is None or about.siblings > 1:
         return about.choice
     predicted = f"A step up to the optimizer: {seconds_text(1e9 * about.predicted)} predicted when it was chosen, "

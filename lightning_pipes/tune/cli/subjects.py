@@ -1,4 +1,4 @@
-"""What is profiled: layers, what enters them, and the optimizer that trains them."""
+"""The subject of a profile: layers, what enters them, and the optimizer that trains them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def of_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
 
 
 def of_factory(path: str, rows: Sequence[int]) -> Subject:
-    """What `package.module:factory` makes, found from the current directory too.
+    """The subject that `package.module:factory` makes, found from the current directory too.
 
     Raises:
         PlanError: there is no such function, it fails, or it gives no layers or no example.
@@ -165,7 +165,7 @@ class _EnteredError(Exception):
 
 
 def _entering(subject: Subject, x: Any) -> Any:
-    """What comes to the layers when `x` goes into the module."""
+    """The input of the layers when `x` goes into the module."""
     if subject.module is subject.layers:
         return x
     seen: list[Any] = []

@@ -1,4 +1,4 @@
-"""What rank 0 says to the others about trials, before they exist and after.
+"""Messages of rank 0 to the others about trials, before they exist and after.
 
 It is a store of words by key, not a sequence of broadcasts: processes that Lightning starts in the middle of the first
 trial run the script from its beginning, and find what was said before they were there.
@@ -62,7 +62,8 @@ class Board:
         self._store.set(key, dumps(value, self._line.seal))
 
     def hear(self, key: str, until: Callable[[], bool] = lambda: False) -> Any:
-        """What rank 0 says under `key`, or None where `until()` comes first; a sibling lets others compute meanwhile.
+        """The value that rank 0 gives under `key`, or None where `until()` comes first; a sibling lets others compute
+        meanwhile.
 
         Raises:
             RankZeroEndedError: it will not say anything.

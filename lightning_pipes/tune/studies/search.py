@@ -1,4 +1,4 @@
-"""What `hydra/sweeper=optuna` does: trials become jobs, streaming where the launcher can, else in batches."""
+"""The work of `hydra/sweeper=optuna`: trials become jobs, streaming where the launcher can, else in batches."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ class Search:
 
 
 def _outcome(returned: JobReturn) -> tuple[Any, BaseException | None]:
-    """What a job returned, or raised."""
+    """The value that a job returned, and the error that it raised."""
     try:
         return returned.return_value, None
     except Exception as error:
@@ -261,7 +261,7 @@ def _directions(given: Any) -> list[Any]:
 
 
 def open_storage(given: str | None) -> str | BaseStorage | None:
-    """What Optuna takes as storage: an URL as it is, a journal file opened.
+    """The storage as Optuna takes it: an URL as it is, a journal file opened.
 
     Raises:
         PlanError: neither.

@@ -12,7 +12,7 @@ from lightning_pipes.ir import PlanError
 
 
 def distribution(override: Override) -> BaseDistribution | None:
-    """What an override lets Optuna choose from; None where it is one value.
+    """The distribution from which an override lets Optuna choose; None where it is one value.
 
     `interval(1, 2)` is a float, `int(interval(1, 10))` an integer with both ends, each with `tag(log, ...)` if wanted;
     `range(1, 8, step=2)` excludes 8, as everywhere in Hydra; `choice(a, b)` and `a,b` are one of these.

@@ -25,7 +25,7 @@ class StorageLostError(PipelineError):
 
 
 class ArrayTrial(BaseTrial):
-    """What an objective gets: an Optuna trial, on every rank with the values of rank 0's.
+    """The trial that an objective gets: Optuna's, on every rank with the values of rank 0's.
 
     All ranks must make the same calls, as the same code does.
 

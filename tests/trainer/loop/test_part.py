@@ -29,7 +29,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)  # what a norm takes away has noise for a gradient
         self.norm = nn.BatchNorm1d(WIDTH)
         self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
         self.register_buffer("count", torch.zeros(1), persistent=False)
