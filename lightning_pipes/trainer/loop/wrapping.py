@@ -29,7 +29,9 @@ def wrap_hooks(
         start_epoch: called when an epoch has begun.
     """
     module, callbacks = run.cut.module, private.callbacks(trainer)
-    clipping = HookClipping(module, run.cut.scope, run.shared, None if run.streams else pipeline)
+    clipping = HookClipping(
+        lambda: run.part.parameters, run.cut.scope, run.part.holdings, None if run.streams else pipeline
+    )
     view = HookView(module, callbacks, run.cut.scope)  # next to the hooks: all else goes around it
     hooks = HookWrappers(module, pipeline, run.replay, run.last_rank, run.last, agree, start_epoch)
     if run.streams:  # where stages step apart, each logs for itself
