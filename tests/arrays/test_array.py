@@ -99,7 +99,7 @@ def test_what_came_first_is_computed_first() -> None:
 
     def sibling(index: int) -> Any:
         engine = SimpleNamespace(upcoming_since=lambda: since[index])
-        return SimpleNamespace(index=index, engine=engine, doomed=False)
+        return SimpleNamespace(index=index, engine=engine, failing=False)
 
     siblings = [sibling(index) for index in range(4)]
     first = arrivals.choose(siblings, SiblingMemory())

@@ -12,7 +12,7 @@ from lightning_pipes.testing.generators import uniform
 from tests.planning.samples import MS, step
 
 
-def test_costs_of_a_run_foretell_its_steps():
+def test_costs_of_a_run_predict_its_steps():
     averages = Averages()
     for n in range(3):
         samples, plan, costs = step(at=n * 10**10)

@@ -201,7 +201,7 @@ def test_news_of_a_sibling_that_begins_later_is_kept() -> None:
     array._living[3] = sibling = Sibling(3, lambda: None, array, {})
     sibling.begin_turn()
     array._hear(1.0)
-    assert sibling.doomed
+    assert sibling.failing
 
 
 def test_going_on_after_a_return_elsewhere() -> None:

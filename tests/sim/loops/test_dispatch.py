@@ -170,6 +170,18 @@ def test_a_policy_that_refuses():
         simulate(Scripted(((STEP(0),), (STEP(1),))), plan, costs)
 
 
+def test_what_ran_before_a_deadlock_is_drawn():
+    plan, costs = uniform(2, 2, f=1, b=2)
+    a, b = plan.spans(Kind.F, 0)
+    second = (F(1, a), B(1, a), STEP(1))  # it asks for the update before its other micro-batch
+    with pytest.raises(DeadlockError, match="so far ran") as error:
+        simulate(Scripted(((F(0, a), F(0, b), B(0, a)), second)), plan, costs)
+    assert str(error.value).splitlines()[1:] == [
+        "rank 0 | F0[0:1] F0[1:2]         B0[0:1]",
+        "rank 1 |         F1[0:1] B1[0:1]",
+    ]
+
+
 def test_a_policy_that_picks_what_is_not_ready():
     @dataclass(frozen=True)
     class Wrong(BackwardFirst):

@@ -1,4 +1,4 @@
-"""What a run did, against what the simulator foretells."""
+"""What a run did, against what the simulator predicts."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def ranks(folder) -> list[dict[str, Any]]:
 def test_report(ranks, folder):
     first, second = (rank["numbers"] for rank in ranks)
     assert first == second
-    bubble, foretold, makespan, expected = first
+    bubble, predicted, makespan, expected = first
     assert 0.02 < bubble < 0.8
-    assert 0 <= foretold < bubble + 0.2  # what else runs on the machine makes a measured step longer, never shorter
+    assert 0 <= predicted < bubble + 0.2  # what else runs on the machine makes a measured step longer, never shorter
     assert 40_000_000 < expected < 1.4 * makespan
     assert makespan > 4 * 10_000_000  # four micro-batches of 10 ms pass one after the other
     assert (folder / "0" / "timeline.png").stat().st_size > 1000
