@@ -45,8 +45,8 @@ class Program:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> tuple[type[Program], tuple[Rows, Rows, Rows]]:
-        return type(self), (self.head, self.cycle, self.tail)  # without the hash: strings hash differently elsewhere
+    def __getstate__(self) -> dict[str, Rows]:  # without the hash: strings hash differently elsewhere
+        return {"head": self.head, "cycle": self.cycle, "tail": self.tail}
 
     @cached_property
     def _hash(self) -> int:  # programs are looked up at every step, and hold thousands of instructions

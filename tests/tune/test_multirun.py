@@ -225,8 +225,11 @@ def script(folder: Path, launcher: list[str], arguments: list[str]) -> subproces
     )
 
 
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[sys.executable], ["torchrun", "--nproc-per-node=2"]])
+@pytest.mark.parametrize("launcher", [[sys.executable], TORCHRUN])
 def test_launchers(launcher: list[str], tmp_path: Path) -> None:
     """Processes that Lightning or torchrun starts join the one multirun, and make no directory of their own."""
     found = script(tmp_path, launcher, [a for a in SEARCH if a != "hydra.sweep.dir=out"])

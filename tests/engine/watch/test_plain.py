@@ -18,6 +18,7 @@ from lightning_pipes.cost import Link
 from lightning_pipes.engine.watch import plain
 from lightning_pipes.engine.watch.trust import KNOWN, ForgedError, Seal, dumps, loads, printable
 from lightning_pipes.ir import Kind, Plan
+from tests.ir.programs import pipedream
 
 NUMBERS = np.arange(6.0).reshape(2, 3)
 DATA = [
@@ -41,6 +42,13 @@ DATA = [
 def test_data(thing: Any) -> None:
     found = plain.loads(plain.dumps(thing))
     assert (type(found), found) == (type(thing), thing)
+
+
+def test_programs() -> None:
+    """Ranks on several hosts that share no secret tell each other what they have decided."""
+    program = pipedream()
+    hash(program)
+    assert plain.loads(plain.dumps(program)) == program
 
 
 def test_tensors_and_arrays() -> None:

@@ -501,7 +501,7 @@ def script(folder: Path, *launcher: str) -> list[str]:
     return [path.read_text() for path in folder.glob("*.said")]
 
 
-TORCHRUN = ["torchrun", "--nproc-per-node=2"]
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2"]
 
 
 def six(rank: int) -> str:
