@@ -34,10 +34,12 @@ from lightning_pipes.ir.schedule import (
     check_one_batch,
     check_one_stage_a_rank,
     check_placement,
+    check_stream,
     prepared,
     ready_key,
 )
 from lightning_pipes.ir.span import Span, even_spans
+from lightning_pipes.ir.stream import Ledger, Stepped, Use, Waits, unrolled
 from lightning_pipes.ir.verify import Facts, verify
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "I",
     "Instruction",
     "Kind",
+    "Ledger",
     "Pass",
     "PipelineError",
     "Plan",
@@ -69,8 +72,11 @@ __all__ = [
     "RulePolicy",
     "Schedule",
     "Span",
+    "Stepped",
     "Traits",
+    "Use",
     "W",
+    "Waits",
     "alike",
     "check_count",
     "check_fields",
@@ -78,6 +84,7 @@ __all__ = [
     "check_one_batch",
     "check_one_stage_a_rank",
     "check_placement",
+    "check_stream",
     "check_type",
     "deadlock",
     "even_spans",
@@ -93,6 +100,7 @@ __all__ = [
     "send_of",
     "shown",
     "sorts",
+    "unrolled",
     "verify",
     "window",
 ]
