@@ -29,6 +29,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "loop",
         "callbacks",
         "setup",
+        "checkpointing",
         "strategy",
         "registration",
     ],

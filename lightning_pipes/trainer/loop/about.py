@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
+from statistics import median
 from typing import Any
 
 import torch
@@ -51,12 +52,14 @@ def gather_run(
     None if nothing was trained."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     local = {} if run.cut.stays_spread else run.cut.local_state(outside=pipeline.position == 0)
-    facts = (tuple(run.windows), run.stage_bytes(optimizers), memory) if run.windows else None
+    facts = (tuple(run.windows), tuple(run.took), run.stage_bytes(optimizers), memory) if run.windows else None
     gathered = pipeline.all_gather((local, facts))
     state = {} if run.cut.stays_spread else run.cut.in_order([part for part, _ in gathered])
     if facts is None:
         return state, None
     ranks = [gathered[pipeline.ranks.index(rank)][1] for rank in run.global_ranks]
-    stages = {number: size for _, found, _ in ranks for number, size in found.items()}
-    about = replace(about, stages=stages, memory=tuple(m for _, _, m in ranks))
-    return state, ([windows for windows, _, _ in ranks], about)
+    windows, took, held, memories = zip(*ranks, strict=True)
+    stages = {number: size for found in held for number, size in found.items()}
+    steps = [max(step) for step in zip(*took, strict=True)]
+    about = replace(about, stages=stages, memory=memories, measured=median(steps) / 1e9 if steps else None)
+    return state, (list(windows), about)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
@@ -31,11 +31,13 @@ from lightning_pipes.trainer.module.optimizers import check_same_settings, setti
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.plan.plans import Plans
-from lightning_pipes.trainer.ranks.control import Coming, Control
+from lightning_pipes.trainer.ranks.control import Coming
+from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import BufferSync
 from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
-from lightning_pipes.trainer.reports.report import KEPT_WINDOWS, Window
+from lightning_pipes.trainer.reports.report import KEPT_STEPS, KEPT_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
+from lightning_pipes.trainer.reports.timing import Share
 from lightning_pipes.trainer.step.gradients import FreshGradients
 from lightning_pipes.trainer.step.logs import LogReplay, merge, recorded
 from lightning_pipes.trainer.step.loss_check import LossCheck
@@ -47,24 +49,44 @@ CHECKED_BATCHES = 2
 TRAINING = "training"
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of on one rank, once the module is cut.
+
+    Attributes:
+        cut: the module with the layers of this rank.
+        plans: how batches are cut and ordered.
+        steps: runs the user's steps.
+        hidden: watches what layers leave where others might look for it.
+        shared: the parameters that several ranks hold.
+        reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
+        buffers: keeps those of the replicas equal.
+        global_ranks: the global rank of each rank of this pipeline.
+    """
+
+    cut: CutModule
+    plans: Plans
+    steps: Steps
+    hidden: HiddenState
+    shared: SharedParameters
+    reducer: Reducer | None
+    buffers: BufferSync
+    global_ranks: tuple[int, ...]
+
+
 class PipelineRun:
     """Takes batches through the pipeline, from `setup` to `teardown` of the strategy.
+
+    Attributes:
+        windows: the last batches.
+        took: nanoseconds of the last batches on this rank.
+        streams: stages step apart, for batches overlap.
 
     Collective: all ranks make one, and the same calls of it, in the same order.
 
     Args:
         trainer: whose `fit`, `validate`, `test` or `predict` this is.
-        cut: the module with the layers of this rank.
-        plans: how batches are cut and ordered.
-        steps: runs the user's steps.
         connections: to the other ranks.
-        control: what the ranks of the pipeline tell each other outside of it.
-        shared: the parameters that several ranks hold.
-        reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
-        buffers: keeps those of the replicas equal.
-        hidden: watches what layers leave where others might look for it.
-        global_ranks: the global rank of each rank of this pipeline.
-        device: of this rank.
         seed: what the random streams of the layers start from.
         transport: how messages travel, as `make_transport` names it.
         check_loss: compare the loss of the first batch with those of its micro-batches.
@@ -73,45 +95,40 @@ class PipelineRun:
         PlanError: the transport can't be had here.
     """
 
+    streams = False
+
     def __init__(
         self,
         trainer: pl.Trainer,
-        cut: CutModule,
-        plans: Plans,
-        steps: Steps,
+        ranks: Ranks,
         connections: Connections,
-        control: Control,
-        shared: SharedParameters,
-        reducer: Reducer | None,
-        buffers: BufferSync,
-        hidden: HiddenState,
-        global_ranks: Sequence[int],
-        device: torch.device,
+        parts: Parts,
         seed: int,
-        transport: str = "auto",
-        check_loss: bool = True,
+        transport: str,
+        check_loss: bool,
     ) -> None:
-        self.cut = cut
-        self.plans = plans
-        self.steps = steps
-        self.shared = shared
-        self.global_ranks = tuple(global_ranks)
+        self.cut = cut = parts.cut
+        self.plans = plans = parts.plans
+        self.steps = steps = parts.steps
+        self.shared = parts.shared
+        self.global_ranks = global_ranks = parts.global_ranks
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
+        self.took: deque[int] = deque(maxlen=KEPT_STEPS)
         self.replay = LogReplay(cut.module)
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self._trainer = trainer
         self._module = cut.module
         self._connections = connections
-        self._control = control
-        self._device = device
+        self._control = control = ranks.pipeline
+        self._device = device = ranks.device
         self._gradients = FreshGradients()
         self._keep_old = is_overridden("optimizer_zero_grad", cut.module)
         self._evaluated = 0
-        self._hidden = hidden
+        self._hidden = hidden = parts.hidden
         self._saved_bytes = SavedBytes()
 
-        self._reducer = reducer
-        self.buffers = buffers
+        self._reducer = reducer = parts.reducer
+        self.buffers = parts.buffers
         rank = global_ranks.index(dist.get_rank())
         plan, order = plans.for_rows(plans.trial_rows)
         self.last_rank = global_ranks[plan.ranks[-1]]
@@ -181,6 +198,7 @@ class PipelineRun:
         self._connections.check()
         self._check_loss(item)
         self.windows.append(Window(plan, order, self.engine.events))
+        self.took.append(Share.of(self.engine.events).took)
         self._evaluated = 0
         message = None
         if self.last:

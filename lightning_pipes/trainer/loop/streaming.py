@@ -50,6 +50,8 @@ class StreamedBatch(TrainingBatch):
 class StreamingRun(PipelineRun):
     """A `PipelineRun` for a schedule whose program is endless."""
 
+    streams = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._results = Results(self._control, len(self.global_ranks))

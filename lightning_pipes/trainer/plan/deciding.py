@@ -30,8 +30,8 @@ from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, examp
 from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.layout import places
+from lightning_pipes.trainer.ranks.ranks import Ranks
 
 PATIENCE = 2.0
 """Seconds after which people are told what takes so long."""
@@ -52,30 +52,19 @@ class Deciding:
 
     Args:
         path: the pipelined container in the Trainer's module.
-        control: of all ranks.
-        pipeline: of those of this rank's pipeline.
         transport: how messages will travel.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        path: str,
-        grid: Grid,
-        control: Control,
-        pipeline: Control,
-        device: torch.device,
-        transport: str,
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, path: str, ranks: Ranks, transport: str) -> None:
         self._trainer = trainer
         self._path = path
-        self._grid = grid
-        self._control = control
-        self._pipeline = pipeline
-        self._device = device
+        self._ranks = ranks
+        self._grid = ranks.grid
+        self._control = ranks.control
+        self._device = ranks.device
         self._transport = transport
-        self._together = Together(control)
-        self._who = grid.pipelines[0][-1]
+        self._together = Together(ranks.control)
+        self._who = ranks.grid.pipelines[0][-1]
 
     def decide(self, wanted: Wanted, plain: Decision) -> Decision:
         """What runs: `plain` where there is nothing to choose, or nothing to choose by, which it says then.
@@ -210,7 +199,7 @@ class Deciding:
         A layer in a pipeline may take other times than it has alone: ranks share memory and caches, and messages take
         processor time.
         """
-        trials = Trials(measuring, self._grid, self._control, self._pipeline, self._device, self._transport)
+        trials = Trials(measuring, self._ranks, self._transport)
         tried: list[tuple[float, Decision]] = []
         said: list[str] = []
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, Literal
@@ -142,3 +143,18 @@ def known_partition(partition: str | list[int], schedule: object) -> str | list[
             "kept to; leave it out, or name a schedule"
         )
     return partition
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a strategy is told for good, and makes sense; `PipelineStrategy` explains each."""
+
+    data_parallel: int
+    module: str | None
+    seed: int
+    transport: str
+    sharded: bool
+    check_loss: bool
+    timeout: timedelta
+    heartbeat_timeout: float
+    backend: str | None

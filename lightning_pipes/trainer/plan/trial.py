@@ -21,14 +21,13 @@ from lightning_pipes.planning.fit import evaluated
 from lightning_pipes.sim import simulate
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import Measuring
-from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.layout import Layout
+from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.timing import Share
 
 SECONDS = 1.0
 """How long a trial takes, but for its first step, if steps are not longer."""
-STEPS = 4
+STEPS = 8
 """The most steps that count."""
 CONTRADICTION = 0.1
 """By what share a measured step may differ from what the profile says."""
@@ -61,24 +60,14 @@ class Trials:
 
     Args:
         measuring: what the layers get, and where.
-        pipeline: the ranks of this rank's pipeline.
         transport: how messages will travel.
     """
 
-    def __init__(
-        self,
-        measuring: Measuring,
-        grid: Grid,
-        control: Control,
-        pipeline: Control,
-        device: torch.device,
-        transport: str,
-    ) -> None:
+    def __init__(self, measuring: Measuring, ranks: Ranks, transport: str) -> None:
         self._measuring = measuring
-        self._grid = grid
-        self._control = control
-        self._pipeline = pipeline
-        self._device = device
+        self._grid = ranks.grid
+        self._control = ranks.control
+        self._device = ranks.device
         self._transport = transport
 
     def run(self, made: Decision, pieces: int, rows: int, place: Deployment) -> Trial:
@@ -106,7 +95,7 @@ class Trials:
             ]
             shares = self._steps(plan, order, stages, layout)
         assert made.profile is not None
-        return self._compared(shares, _foretold(made.profile, plan, order, place), plan)
+        return self._compared(shares, _predicted(made.profile, plan, order, place), plan)
 
     def _steps(self, plan: Plan, order: Program | Policy, stages: Sequence[Stage], layout: Layout) -> list[list[Share]]:
         """For every rank of the job the shares of the steps that count."""
@@ -162,7 +151,7 @@ def _loss(out: Any) -> torch.Tensor:
     return sum(parts[1:], start=parts[0]) if parts else nn.Parameter(torch.zeros(()))
 
 
-def _foretold(
+def _predicted(
     profile: ModelProfile, plan: Plan, order: Program | Policy, place: Deployment
 ) -> tuple[float, dict[int, int]]:
     """Seconds of a step of the layers alone, and nanoseconds that each stage computes in it."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from lightning_pipes.planning.advice import Advice
 
 KEPT_WINDOWS = 10
+KEPT_STEPS = 100
+"""Batches whose time alone is kept: what a step takes should not depend on what else a machine did for a second."""
 AMONG_SIBLINGS = "measured, among siblings: idle for this one"
 
 
@@ -50,6 +52,7 @@ class About:
         choice: why it is this schedule, or this cut, for people; empty where nothing was chosen.
         predicted: seconds of a step up to the optimizers' part, by the profile that they were chosen by.
         siblings: how many trainings at a time shared the ranks.
+        measured: seconds of a step up to the optimizers' part, the median of the last `KEPT_STEPS`.
     """
 
     schedule: str = ""
@@ -61,6 +64,7 @@ class About:
     choice: str = ""
     predicted: float | None = None
     siblings: int = 1
+    measured: float | None = None
 
 
 class Saved(NamedTuple):
@@ -176,7 +180,8 @@ def _choice(about: About, measured: Timeline) -> str:
     if about.predicted is None or about.siblings > 1:
         return about.choice
     predicted = f"A step up to the optimizer: {seconds_text(1e9 * about.predicted)} predicted when it was chosen, "
-    return f"{about.choice}\n{predicted}{seconds_text(measured.makespan)} measured"
+    step = measured.makespan if about.measured is None else 1e9 * about.measured
+    return f"{about.choice}\n{predicted}{seconds_text(step)} measured"
 
 
 def _between(windows: Sequence[Window]) -> float | None:
