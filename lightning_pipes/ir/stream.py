@@ -146,11 +146,11 @@ class Ledger:
         self._note(batch, use)
         waits: dict[Instruction, tuple[Instruction, ...]] = {}
         for stage in self._stages:
-            reads, writes = (tuple(sorted(found & self._pending)) for found in before_stage[stage])
-            if reads:
-                waits |= dict.fromkeys((F(stage, span, batch=batch) for span in plan.spans(Kind.F, stage)), reads)
-            if writes:
-                waits[STEP(stage, batch=batch)] = writes
+            first, then = (tuple(sorted(found & self._pending)) for found in before_stage[stage])
+            if first:
+                waits |= dict.fromkeys((F(stage, span, batch=batch) for span in plan.spans(Kind.F, stage)), first)
+            if then:
+                waits[STEP(stage, batch=batch)] = then
         self._pending |= {STEP(stage, batch=batch) for stage in self._stages}
         return waits
 

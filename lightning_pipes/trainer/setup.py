@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import lightning.pytorch as pl
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_pipes.engine.compute.rng import replica_seed
-from lightning_pipes.ir import Program
 from lightning_pipes.trainer.loop.connections import Connections
-from lightning_pipes.trainer.loop.run import Parts, PipelineRun
+from lightning_pipes.trainer.loop.run import Parts, PipelineRun, Training
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut
@@ -64,7 +65,7 @@ class PipelineSetup:
         self._plan, order = self._plans.for_rows(self._plans.trial_rows)
         if self._trainer.state.fn == TrainerFn.FITTING and self._plans.microbatches > 1:
             warn_about_pieces(self.full)
-        self.endless = isinstance(order, Program) and order.endless
+        self.endless = order.endless
         self._ranks.control.watch.stages = dict(layout.stages_of_processes())
         self._who = holders(self._module, self.path, layout.place_of_layer, range(self._ranks.grid.length))
         self._hidden = HiddenState(
@@ -93,9 +94,13 @@ class PipelineSetup:
         return self._cut
 
     def start(
-        self, kind: type[PipelineRun], replicas: Replicas, precision: Precision, settings: Settings
+        self,
+        training: Callable[[PipelineRun], Training],
+        replicas: Replicas,
+        precision: Precision,
+        settings: Settings,
     ) -> PipelineRun:
-        """The run of the cut module, whose weights are on the device by now."""
+        """The run of the cut module, whose weights are on the device by now; it trains by what `training` makes."""
         module, layout, ranks = self._module, self._layout, self._ranks
         stages = {s: [self.full[n] for n in range(*layout.layers[s])] for s in self._plan.stages[layout.rank]}
         alone = held_once(stages.values(), self._who)
@@ -111,4 +116,6 @@ class PipelineSetup:
             BufferSync(module, replicas),
             tuple(layout.global_ranks),
         )
-        return kind(self._trainer, ranks, self._connections, parts, seed, settings.transport, settings.check_loss)
+        return PipelineRun(
+            self._trainer, ranks, self._connections, parts, seed, settings.transport, settings.check_loss, training
+        )

@@ -6,7 +6,6 @@ from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule,
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.wording import schedule_settings
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.streaming import StreamingRun
 from lightning_pipes.trainer.module.checks import warn_about_pieces
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.plan.settings import AUTO, known_schedule, possible_microbatches
@@ -60,7 +59,7 @@ def _change(run: PipelineRun, plans: Plans) -> None:
 
 
 def _check_flushes(run: PipelineRun) -> None:
-    if isinstance(run, StreamingRun):
+    if run.streams:
         raise PlanError(
             f"{run.plans.schedule.name} never has all stages at one batch, so nothing else can be adopted; start "
             "another run"

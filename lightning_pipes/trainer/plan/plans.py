@@ -92,7 +92,7 @@ class Plans:
             )
         largest = verified or max(self._made, default=made.trial_rows)  # the next batch is most likely of that size
         tried = [made.for_rows(largest), *made._given.values()]
-        if any(isinstance(order, Program) and order.endless for _, order in tried):
+        if any(order.endless for _, order in tried):
             raise PlanError(
                 f"{schedule.name} does not flush between batches, which can't begin in the middle of a run; start "
                 "another run with it"
