@@ -29,11 +29,11 @@ from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun, Training
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
 from lightning_pipes.trainer.loop.stream_window import StreamWindow
 from lightning_pipes.trainer.module.batches import rows_of
-from lightning_pipes.trainer.module.uses import check_layers, use_of
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.packing import Packed, unpacked
 from lightning_pipes.trainer.step.steps import TrainingBatch
+from lightning_pipes.trainer.step.uses import check_layers, use_of
 
 Settings = list[dict[str, Any]]
 """Learning rate and all else that an optimizer's groups are told, by group."""
