@@ -4,9 +4,9 @@ Standard library only. Everything here is frozen; state lives in the engine and 
 """
 
 from lightning_pipes.ir.checks import check_count, check_fields, check_number, check_type, shown
-from lightning_pipes.ir.deadlock import deadlock
+from lightning_pipes.ir.deadlock import deadlock, grid
 from lightning_pipes.ir.dependencies import DependencyTracker, needs
-from lightning_pipes.ir.errors import DeadlockError, PipelineError, PlanError, ProgramError
+from lightning_pipes.ir.errors import DeadlockError, InputError, PipelineError, PlanError, ProgramError
 from lightning_pipes.ir.instruction import (
     COMPUTE,
     RECEIVES,
@@ -57,6 +57,7 @@ __all__ = [
     "F",
     "Facts",
     "I",
+    "InputError",
     "Instruction",
     "Kind",
     "Ledger",
@@ -87,6 +88,7 @@ __all__ = [
     "check_stream",
     "check_type",
     "deadlock",
+    "grid",
     "even_spans",
     "graphs",
     "has_room",

@@ -8,13 +8,13 @@ from itertools import repeat
 import numpy as np
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import Instruction, Plan, PlanError, Policy, Program, Use, check_stream, unrolled
+from lightning_pipes.ir import InputError, Instruction, Plan, Policy, Program, Use, check_stream, unrolled
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.loops.dispatch import dispatch
-from lightning_pipes.sim.loops.machine import Array
 from lightning_pipes.sim.loops.memory import Bytes, Limit, peaks
 from lightning_pipes.sim.loops.operations import Operations, Timed
 from lightning_pipes.sim.loops.static import compiled, ends_under, run
+from lightning_pipes.sim.loops.tables import Array
 from lightning_pipes.sim.loops.window import opened
 from lightning_pipes.sim.timeline import Timeline
 
@@ -45,8 +45,8 @@ def simulate(
 
     Raises:
         DeadlockError: ranks wait for each other, for memory, or for a policy that picks nothing; names who and what.
-        PlanError: the costs do not know some stage, the weights alone exceed the limit, or an endless policy can't
-            order the plan.
+        InputError: the costs do not know some stage, or the weights alone exceed the limit.
+        PlanError: an endless policy can't order the plan.
         TypeError: neither a program nor a policy.
     """
     if isinstance(order, Policy) and order.endless:
@@ -56,7 +56,7 @@ def simulate(
         plan = unrolled(plan, uses, order.depth)
         return _by_policy(order, plan, plan.batches, costs, memory_limit, blocking_sends, uses)
     if not (batches is None or isinstance(batches, int)):
-        raise PlanError("only batches of an endless policy say which layers they use; give their number")
+        raise InputError("only batches of an endless policy say which layers they use; give their number")
     if isinstance(order, Program):
         program = order.unroll(order.head_batches + 3 if batches is None else batches) if order.endless else order
         fixed = compiled(program, plan)
@@ -76,7 +76,7 @@ def makespan(order: Program | Policy, plan: Plan, costs: Costs, *, blocking_send
 
     Raises:
         DeadlockError: ranks wait for each other, or for a policy that picks nothing.
-        PlanError: the costs do not know some stage.
+        InputError: the costs do not know some stage.
     """
     return Rehearsal(order, plan).makespan(costs, blocking_sends=blocking_sends)
 
@@ -112,11 +112,11 @@ def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, block
 
     Raises:
         DeadlockError: ranks wait for each other.
-        PlanError: the costs do not know some stage, or times of another shape or type.
+        InputError: the costs do not know some stage, or times of another shape or type.
     """
     fixed = compiled(program, plan)
     if times.ndim != 2 or times.shape[1] != len(fixed.like) or times.dtype != np.int64:
-        raise PlanError(
+        raise InputError(
             f"times needs int64 nanoseconds in {len(fixed.like)} columns, one for each of priced(program, plan); "
             f"got {times.dtype} in shape {times.shape}"
         )
@@ -140,7 +140,7 @@ def _by_policy(
     queues = opened(plan, batches)
     memory = Bytes.of(queues, plan, costs, memory_limit)
     ran = dispatch(policy, queues, costs, memory, blocking_sends, uses)
-    return _timeline(queues, ran.timed, tuple(map(int, ran.peak)), policy.name)
+    return _timeline(queues, ran.timed, tuple(map(int, ran.held.peak)), policy.name)
 
 
 def _timeline(operations: Operations, timed: Timed, peak: tuple[int, ...], name: str = "") -> Timeline:

@@ -1,4 +1,5 @@
-"""What a strategy saves and loads: the state of a module that is spread out, from `setup_environment` on."""
+"""The part of a strategy that saves and loads: the state of a module that is spread out, from `setup_environment`
+on."""
 
 from __future__ import annotations
 

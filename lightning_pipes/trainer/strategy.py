@@ -54,9 +54,8 @@ from lightning_pipes.trainer.module.deferred import (
     has_meta,
 )
 from lightning_pipes.trainer.module.equal_starts import broadcast_random_state, equal_weights
-from lightning_pipes.trainer.module.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.module.pipelined import CutModule, find_pipelined, layer_sizes
-from lightning_pipes.trainer.module.summary import show_module
 from lightning_pipes.trainer.plan.container import find_container
 from lightning_pipes.trainer.plan.decision import Decision, Wanted
 from lightning_pipes.trainer.plan.prediction import Prediction
@@ -81,6 +80,7 @@ from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.report import About, PipelineReport, Window
+from lightning_pipes.trainer.reports.summary import show_module
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from lightning_pipes.trainer.setup import PipelineSetup
 from lightning_pipes.trainer.step.clipping import GradientAgreement
@@ -91,7 +91,7 @@ from lightning_pipes.trainer.versions import tell_if_untested
 
 @dataclass(frozen=True)
 class _Connected:
-    """What `setup_environment` has made, until the next one.
+    """The connections that `setup_environment` has made, until the next one.
 
     Attributes:
         links: to the other ranks.
@@ -105,7 +105,7 @@ class _Connected:
 
 @dataclass(frozen=True)
 class _Running:
-    """What `setup` has made for a run.
+    """A run as `setup` has made it.
 
     Attributes:
         prediction: of its steps; None where nothing is trained.
@@ -259,7 +259,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def control(self) -> Control:
-        """What all ranks tell each other."""
+        """The control through which all ranks tell each other things."""
         return self._connected.ranks.control
 
     @property
@@ -354,18 +354,22 @@ class PipelineStrategy(PipelineHost):
         self._undo += show_module(trainer, module)
         self._cut = cut = cutting.cut(settings.seed, spread)
         checkpointing.load_waiting(cut)
-        self._layouts = [keep_local(o, w, cut.is_foreign) for o, w in zip(self.optimizers, whole, strict=True)]
+        self._layouts = [OptimizerLayout(o, w) for o, w in zip(self.optimizers, whole, strict=True)]
+        for layout in self._layouts:
+            layout.keep_local(cut.is_foreign)
         self.model_to_device()
         stops = StopAgreement(trainer, ranks.control, self._writing.at_once, lambda: links.told_to_end)
         self._undo.append(stops.remove)
         training = Streaming if self._streams else Flushing
-        run = cutting.start(training, made.replicas, self.precision_plugin, settings)
+        run = cutting.start(training, made.replicas, self.precision_plugin, settings, self._layouts)
         prediction = Prediction(decision, ranks.pipeline, links.trainings == 1) if fitting else None
         self._current = _Running(run, stops, prediction)
 
         self.setup_precision_plugin()
         private.optimizers_to_device(self.optimizers, self.root_device)
-        self._undo.append(GradientAgreement(self.precision_plugin, run.shared, ranks.pipeline, self.root_device).remove)
+        self._undo.append(
+            GradientAgreement(self.precision_plugin, cutting.holdings, ranks.pipeline, self.root_device).remove
+        )
         self._undo += wrap_hooks(trainer, run, ranks.pipeline, run.agreement(stops), self._start_epoch)
         self._undo.append(metrics_gather_over(module, made.replicas.group))
         self._undo += [checkpointing.data.forget, partial(private.forget_training_data, trainer)]
@@ -386,7 +390,7 @@ class PipelineStrategy(PipelineHost):
         return self._connected.links.container(module, find)
 
     def _decide(self, cutting: PipelineSetup, fitting: bool) -> Decision:
-        """What runs: as wanted, as measured, or as siblings have decided."""
+        """The decision: as wanted, as measured, or as siblings have made it."""
         links, length = self._connected.links, self.grid.length
         wanted = links.wanted(self._wanted, length)
         plain = wanted.unmeasured(layer_sizes(cutting.full), length)
@@ -514,7 +518,7 @@ class PipelineStrategy(PipelineHost):
     def _start_epoch(self) -> None:
         self._connected.checkpointing.data.epoch_starts(self._trainer)
         broadcast_random_state(self.control, self.root_device)
-        self.running.buffers.start_epoch()
+        self.running.part.buffers.start_epoch()
 
     # ---- what users and callbacks ask
 
@@ -535,19 +539,24 @@ class PipelineStrategy(PipelineHost):
     def adopt(
         self, schedule: str | Schedule | Policy, microbatches: int | None = None, plan: Plan | None = None
     ) -> None:
-        """From the next training batch on, another schedule or number of micro-batches, as a callback may find better.
+        """From the next training batch on, another schedule, number of micro-batches or plan, as a callback may find
+        better.
 
-        Collective: all ranks call it with the same arguments, at the same batch. Layers stay where they are, so what
-        is trained does not change.
+        Collective: all ranks call it with the same arguments, at the same batch. Layers stay where they are, unless the
+        plan has them in other stages: then they move before that batch, with their buffers, gradients and optimizer
+        states. What is trained does not change, but for schedules whose stages miss different numbers of updates.
 
         Args:
             schedule: the name of an installed schedule, or one of your own with its settings.
             microbatches: of a batch; by default as many as now.
             plan: how batches of its size are cut, where they are not to be cut evenly; those of other sizes still are.
+                Its `layers`, if it names them, are those of the stages from then on; `planning.partition.with_layer`
+                moves one.
 
         Raises:
-            PlanError: layers would have to move, a schedule that does not flush takes part, or nothing is trained; all
-                stays as it is.
+            PlanError: stages would be on other ranks; layers would move that share a parameter with others, or while
+                siblings share the ranks; one of the schedules flushes between batches and the other does not; or
+                nothing is trained. All stays as it is.
             PipelineError: the ranks do not agree.
         """
         run = None if self._current is None else self._current.run
@@ -558,7 +567,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def decision(self) -> Decision:
-        """What the last run is, or was: schedule, micro-batches, recomputation and cut, and why.
+        """The decision of the last run: schedule, micro-batches, recomputation and cut, and why.
 
         Raises:
             PlanError: nothing has run yet.
@@ -590,7 +599,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads the files of `checkpoint="full"`."""
+        """The plugin that writes and reads the files of `checkpoint="full"`."""
         return self._writing.io
 
     @checkpoint_io.setter

@@ -1,4 +1,4 @@
-"""What there is to say of a run, gathered from all ranks of its pipeline when it ends."""
+"""Facts of a run, gathered from all ranks of its pipeline when it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_pipes.trainer.reports.report import About, Window
 
 
 def describe_run(strategy: PipelineHost, siblings: int) -> About:
-    """What this rank knows by itself of a training with so many siblings at a time, itself included."""
+    """Facts that this rank knows by itself of a training with so many siblings at a time, itself included."""
     device, plugin = strategy.root_device, strategy.precision_plugin
     threads = torch.get_num_threads()
     facts = {
@@ -47,9 +47,11 @@ def describe_run(strategy: PipelineHost, siblings: int) -> About:
 def gather_run(
     run: PipelineRun, pipeline: Control, optimizers: Sequence[Optimizer], device: torch.device, about: About
 ) -> tuple[dict[str, Any], tuple[list[tuple[Window, ...]], About] | None]:
-    """What all ranks have when a run ends, in one exchange: the state dict of the whole module, empty if its layers
-    stay spread out; and the windows of every rank of the pipeline with `about` and what only each of them knows of it,
-    None if nothing was trained."""
+    """Everything that all ranks have when a run ends, in one exchange: the state dict of the whole module, empty if its
+    layers stay spread out; and the windows of every rank of the pipeline with `about` and what only each of them knows
+    of it, None if nothing was trained."""
+    if run.cut.stays_spread:
+        run.part.go_home()  # where another run with this module looks for them
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     local = {} if run.cut.stays_spread else run.cut.local_state(outside=pipeline.position == 0)
     facts = (tuple(run.windows), tuple(run.took), run.stage_bytes(optimizers), memory) if run.windows else None

@@ -31,34 +31,47 @@ class Flushing(Training):
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
         run, trainer = self._run, self._run.trainer
+
+        # 1. All ranks got the same batch.
         rows = rows_of(batch)
         batch_idx = arguments[0] if arguments else trainer.fit_loop.batch_idx
         run.check(batch, batch_idx, TRAINING)
+
+        # 2. The plan of a batch of so many samples; layers that it has on other ranks move.
         divisor = trainer.accumulate_grad_batches
-        run.buffers.before_batch()
-        data = TrainingBatch(batch, rows, arguments, divisor)
+        run.plans = run.plans.revised(rows, trainer.fit_loop.total_batch_idx)
         plan, order = run.plans.for_rows(rows)
         if not run.windows:
             warn_about_small_batch(rows, plan.n_stages)
-        if plan is not run.engine.plan:
-            run.engine.adopt(plan, order)
+        run.turn_to(plan, order)
+
+        # 3. Forward and backward of all micro-batches; the user's step runs on the last stage.
+        run.part.buffers.before_batch()
+        data = TrainingBatch(batch, rows, arguments, divisor, samples=run.lists.of(batch, rows))
         run.begin_loss_check(data)
         first = batch_idx % divisor == 0
         tell = run.control.prepare_broadcast(run.last_rank)
         with run.hidden.batch(training=True), self._gradients.made(optimizers, first, self._keep_old):
             item = Item(trainer.fit_loop.total_batch_idx, rows, data)
             run.engine.inject(item)
-            if run.reducer is not None:
-                run.reducer.on = complete
+            reducer = run.part.reducer
+            if reducer is not None:
+                reducer.on = complete
             run.engine.drain()
+
+            # 4. Gradients summed over who shares a parameter, and averaged over replicas, if a step may follow.
             if complete:
-                run.shared.sum_gradients()
-                if run.reducer is not None:
-                    run.reducer.finish()
+                run.part.shared.sum_gradients()
+                if reducer is not None:
+                    reducer.finish()
+
+        # 5. What was to be checked meanwhile, and the loss, before anything steps by these gradients.
         run.connections.check()
         run.check_loss(item)
         run.windows.append(Window(plan, order, run.engine.events))
         run.took.append(Share.of(run.engine.events).took)
+
+        # 6. The last stage tells all ranks what the step gave and logged; every rank logs it.
         message = None
         if run.last:
             out, logged = data.result()

@@ -75,7 +75,7 @@ class Joining:
         point("process_group.made")
 
     def control(self, watch: FailureWatch, idle: Idle) -> Control:
-        """What all ranks tell each other."""
+        """The control through which all ranks tell each other things."""
         return Control(range(self.size), watch, self.timeout, idle=idle)
 
 

@@ -5,35 +5,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.reducer import Reducer
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import Kind
+from lightning_pipes.ir import Kind, Plan, Policy, Program
 from lightning_pipes.trainer.loop.connections import Connections
+from lightning_pipes.trainer.loop.part import Part
 from lightning_pipes.trainer.loop.stopping import StopAgreement
-from lightning_pipes.trainer.module.batches import check_same, fingerprint, rows_of
-from lightning_pipes.trainer.module.hidden_state import HiddenState
+from lightning_pipes.trainer.module.batches import SampleLists, check_same, fingerprint, rows_of
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
-from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Coming
 from lightning_pipes.trainer.ranks.ranks import Ranks
-from lightning_pipes.trainer.ranks.replicas import BufferSync
-from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 from lightning_pipes.trainer.reports.report import KEPT_STEPS, KEPT_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.step.logs import LogReplay, merge, recorded
@@ -44,31 +38,6 @@ CHECKED_BATCHES = 2
 """Batches at the start of every epoch, and of a run, whose checksums all ranks compare."""
 
 TRAINING = "training"
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a run is made of on one rank, once the module is cut.
-
-    Attributes:
-        cut: the module with the layers of this rank.
-        plans: how batches are cut and ordered.
-        steps: runs the user's steps.
-        hidden: watches what layers leave where others might look for it.
-        shared: the parameters that several ranks hold.
-        reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
-        buffers: keeps those of the replicas equal.
-        global_ranks: the global rank of each rank of this pipeline.
-    """
-
-    cut: CutModule
-    plans: Plans
-    steps: Steps
-    hidden: HiddenState
-    shared: SharedParameters
-    reducer: Reducer | None
-    buffers: BufferSync
-    global_ranks: tuple[int, ...]
 
 
 class Training(ABC):
@@ -113,6 +82,9 @@ class PipelineRun:
     Args:
         trainer: whose `fit`, `validate`, `test` or `predict` this is.
         connections: to the other ranks.
+        part: what of the module is on this rank.
+        plans: how batches are cut and ordered.
+        steps: runs the user's steps.
         seed: what the random streams of the layers start from.
         transport: how messages travel, as `make_transport` names it.
         check_loss: compare the loss of the first batch with those of its micro-batches.
@@ -127,17 +99,19 @@ class PipelineRun:
         trainer: pl.Trainer,
         ranks: Ranks,
         connections: Connections,
-        parts: Parts,
+        part: Part,
+        plans: Plans,
+        steps: Steps,
         seed: int,
         transport: str,
         check_loss: bool,
         training: Callable[[PipelineRun], Training],
     ) -> None:
-        self.cut = cut = parts.cut
-        self.plans = plans = parts.plans
-        self.steps = steps = parts.steps
-        self.shared = parts.shared
-        self.global_ranks = global_ranks = parts.global_ranks
+        self.part = part
+        self.cut = cut = part.cut
+        self.plans = plans
+        self.steps = steps
+        self.global_ranks = global_ranks = tuple(part.holdings.global_ranks)
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
         self.took: deque[int] = deque(maxlen=KEPT_STEPS)
         self.replay = LogReplay(cut.module)
@@ -146,29 +120,16 @@ class PipelineRun:
         self.connections = connections
         self.control = control = ranks.pipeline
         self.device = device = ranks.device
-        self.hidden = hidden = parts.hidden
-        self.reducer = reducer = parts.reducer
-        self.buffers = parts.buffers
+        self.hidden = part.hidden
         self._evaluated = 0
         self._saved_bytes = SavedBytes()
-
-        rank = global_ranks.index(dist.get_rank())
+        self.lists = SampleLists()
+        rank = self._rank = part.holdings.rank
         plan, order = plans.for_rows(plans.trial_rows)
         self.last_rank = global_ranks[plan.ranks[-1]]
         self.first = plan.ranks[0] == rank
         self.last = plan.ranks[-1] == rank
-        self.stages: dict[int, Stage] = {}
-        for number in plan.stages[rank]:
-            layers = {n: cut.full[n] for n in range(*plan.layers[number])}
-            self.stages[number] = Stage(
-                number,
-                {n: TapedLayer(layer, n, hidden.layer) for n, layer in layers.items()},
-                self._saved_bytes.around(number, steps.body(number)),
-                partial(self._batch_complete, number),
-                recompute=bool(plan.recompute) and plan.recompute[number],
-                last_backward=None if reducer is None else reducer.last_backward,
-                named=layers,
-            )
+        self.stages = self._made_stages(plan)
         self._loss_check = None
         if check_loss and self.fitting and self.last:
             needed = partial(self._saved_bytes.of_a_sample, plan.n_stages - 1)
@@ -192,7 +153,7 @@ class PipelineRun:
     def train(
         self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool = True
     ) -> Any:
-        """Forward and backward of one batch; on every rank what the user's step gave, logged and with its loss.
+        """The result of the user's step, logged and with its loss, on every rank: forward and backward of one batch.
 
         Gradients are summed over all who hold a parameter if they are `complete`: a step may follow.
         """
@@ -205,7 +166,7 @@ class PipelineRun:
         self._training.drain()
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
-        """What has the ranks agree on stopping after a batch."""
+        """A function that has the ranks agree on stopping after a batch."""
         return self._training.agreement(stops)
 
     def give_back_gradients(self) -> None:
@@ -216,6 +177,34 @@ class PipelineRun:
     def streams(self) -> bool:
         """Whether stages step apart, for batches overlap."""
         return self._training.streams
+
+    def turn_to(self, plan: Plan, order: Program | Policy) -> None:
+        """The next window is that of another plan; the layers that it has elsewhere move. Collective where any do."""
+        if plan is self.engine.plan:
+            return
+        if plan.layers == self.part.holdings.layers:
+            self.engine.adopt(plan, order)
+            return
+        self.part.move(plan.layers)
+        self._saved_bytes.forget()
+        self.stages = self._made_stages(plan)
+        self.engine.adopt(plan, order, list(self.stages.values()))
+
+    def _made_stages(self, plan: Plan) -> dict[int, Stage]:
+        reducer = self.part.reducer
+        made = {}
+        for number in plan.stages[self._rank]:
+            layers = self.part.layers_of(number)
+            made[number] = Stage(
+                number,
+                {n: TapedLayer(layer, n, self.hidden.layer) for n, layer in layers.items()},
+                self._saved_bytes.around(number, self.steps.body(number)),
+                partial(self._batch_complete, number),
+                recompute=bool(plan.recompute) and plan.recompute[number],
+                last_backward=None if reducer is None else reducer.last_backward,
+                named=layers,
+            )
+        return made
 
     def begin_loss_check(self, data: TrainingBatch) -> None:
         """Called before a batch; its size has the plan of the engine."""
@@ -236,7 +225,7 @@ class PipelineRun:
         rows = rows_of(batch)
         self.check(batch, arguments[0] if arguments else 0, step.__name__)
         if not self._evaluated:
-            self.buffers.before_batch()
+            self.part.buffers.before_batch()
         item = Item(self._evaluation_number(), rows, training=False)
         data = item.data = EvaluationBatch(context)
         message = None
@@ -260,15 +249,13 @@ class PipelineRun:
         return move_data_to_device(out, self.device)
 
     def stage_bytes(self, optimizers: Sequence[Optimizer]) -> dict[int, StageBytes]:
-        """What the stages of this rank hold, once one batch was trained."""
-        return self._saved_bytes.of(
-            {number: stage.layers.values() for number, stage in self.stages.items()}, optimizers
-        )
+        """The bytes that the stages of this rank hold, once one batch was trained."""
+        held = {number: stage.layers.values() for number, stage in self.stages.items()}
+        return self._saved_bytes.of(held, optimizers)
 
     def close(self) -> None:
         """Ends the connections to the neighbours."""
-        if self.reducer is not None:
-            self.reducer.remove()
+        self.part.close()
         self.engine.close()
 
     def check(self, batch: Any, batch_idx: int, what: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from lightning_pipes.engine.engine import Engine
-from lightning_pipes.ir import Program, Use
+from lightning_pipes.ir import Plan, Program, Use
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.reports.report import Window
 
@@ -16,28 +16,26 @@ SHOWN_BATCHES = 50
 class StreamWindow:
     """The batches since the last flush."""
 
-    def __init__(self, plans: Plans) -> None:
-        self._plans = plans
+    def __init__(self) -> None:
         self._batches = 0
         self._uses: deque[Use] = deque(maxlen=SHOWN_BATCHES)
-        self._programs: dict[tuple[int, int], Program] = {}
+        self._programs: dict[tuple[Plan, int], Program] = {}
 
     def add(self, use: Use) -> None:
         """One more, which uses these layers."""
         self._batches += 1
         self._uses.append(use)
 
-    def ended(self, engine: Engine) -> Window:
-        """All of them on this rank, or the last ones, counted anew."""
+    def ended(self, engine: Engine, plans: Plans) -> Window:
+        """All of them on this rank, or the last ones, counted anew; `plans` are what ordered them."""
         plan, batches, uses = engine.plan, self._batches, tuple(self._uses)
         self._batches = 0
         self._uses.clear()
-        rows = plan.jobs[0].rows
-        order = self._plans.for_rows(rows)[1]
+        order = plans.for_rows(plan.jobs[0].rows)[1]
         if isinstance(order, Program):
-            if (rows, batches) not in self._programs:
-                self._programs[rows, batches] = order.unroll(batches)
-            return Window(plan, self._programs[rows, batches], engine.events)
+            if (plan, batches) not in self._programs:
+                self._programs[plan, batches] = order.unroll(batches)
+            return Window(plan, self._programs[plan, batches], engine.events)
         first = batches - len(uses)
         events = [
             e._replace(instruction=e.instruction._replace(batch=e.instruction.batch - first))

@@ -69,11 +69,9 @@ class Streaming(Training):
         self._results = Results(run.control, self._apart)
         self._under_way: deque[StreamedBatch] = deque()
         self._unsaid: deque[StreamedBatch] = deque()  # those that the last stage has not told of
-        self._window = StreamWindow(run.plans)
+        self._window = StreamWindow()
+        self._ordering = run.plans
         self._optimizers: Sequence[Optimizer] = ()
-        self._layers = [
-            p for stage in run.stages.values() for layer in stage.layers.values() for p in layer.parameters()
-        ]
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._latest: Any = torch.full((), torch.nan, device=run.device)
 
@@ -83,17 +81,18 @@ class Streaming(Training):
         run, engine, fit_loop = self._run, self._run.engine, self._run.trainer.fit_loop
         rows = rows_of(batch)
         run.check(batch, arguments[0] if arguments else fit_loop.batch_idx, TRAINING)
-        if engine.open and rows > engine.plan.jobs[0].rows:
+        plans = run.plans.revised(rows, fit_loop.total_batch_idx)
+        if engine.open and (rows > engine.plan.jobs[0].rows or plans is not self._ordering):
             self.drain()
         if not engine.open:
-            plan, order = run.plans.for_rows(rows)
-            if plan is not engine.plan:
-                engine.adopt(plan, order)
+            run.plans = self._ordering = plans
+            run.turn_to(*plans.for_rows(rows))
         if self._optimizers is not optimizers:
             self._optimizers = optimizers
             for optimizer in optimizers:
                 private.expect_late_steps(optimizer)
-        data = StreamedBatch(batch, rows, arguments, 1, settings=[_settings(o) for o in optimizers])
+        settings = [_settings(o) for o in optimizers]
+        data = StreamedBatch(batch, rows, arguments, 1, samples=run.lists.of(batch, rows), settings=settings)
         run.begin_loss_check(data)
         self._under_way.append(data)
         if run.last:
@@ -116,7 +115,7 @@ class Streaming(Training):
             with self._own_gradients():
                 engine.drain()
             self._tell()
-        run.windows.append(self._window.ended(engine))
+        run.windows.append(self._window.ended(engine, self._ordering))
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
         run = self._run
@@ -128,7 +127,8 @@ class Streaming(Training):
         run, data = self._run, item.data
         run.check_loss(item)
         mine = {id(p) for p in stage.stepped(item)}
-        others = [(p, p.grad) for p in self._layers if p.grad is not None and id(p) not in mine]
+        layers = (p for each in run.stages.values() for layer in each.layers.values() for p in layer.parameters())
+        others = [(p, p.grad) for p in layers if p.grad is not None and id(p) not in mine]
         for p, _ in others:
             p.grad = None
         for optimizer, settings in zip(self._optimizers, data.settings, strict=True):
@@ -186,7 +186,7 @@ class Streaming(Training):
 
 
 class Results:
-    """What the last stage tells of each batch: it goes on at once, and the others ask when they are that far.
+    """The results of each batch, told by the last stage: it goes on at once, and the others ask when they are that far.
 
     Collective: all ranks make one together. By the time a rank has stepped for a batch its result is there.
 

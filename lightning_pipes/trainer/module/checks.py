@@ -1,4 +1,4 @@
-"""What can't work, or works differently than on one process, said before training starts."""
+"""Checks before training starts, of what can't work, or works differently than on one process."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, examp
 from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.layout import places
+from lightning_pipes.trainer.ranks.holdings import places
 from lightning_pipes.trainer.ranks.ranks import Ranks
 
 PATIENCE = 2.0
@@ -43,8 +43,9 @@ TRIALS = 3
 """Cuts that are tried at most."""
 _LINK_SIZES = (2**14, 2**18, 2**21)
 _profiles: dict[tuple[Any, ...], tuple[ModelProfile, list[float]] | str] = {}
-"""What was measured, and how fast every process is, or why there was nothing to measure, by all that it depends on; the
-same in all processes. A reason is kept as text: an error would keep what was there when it was raised."""
+"""The profile that was measured, and how fast every process is, or why there was nothing to measure, by all that it
+depends on; the same in all processes. A reason is kept as text: an error would keep what was there when it was
+raised."""
 
 
 class Deciding:
@@ -67,7 +68,7 @@ class Deciding:
         self._who = ranks.grid.pipelines[0][-1]
 
     def decide(self, wanted: Wanted, plain: Decision) -> Decision:
-        """What runs: `plain` where there is nothing to choose, or nothing to choose by, which it says then.
+        """The decision: `plain` where there is nothing to choose, or nothing to choose by, which it says then.
 
         Raises:
             PlanError: a schedule is to be chosen, and none fits.
@@ -96,7 +97,7 @@ class Deciding:
         return replace(plain, why=reason)
 
     def _measured(self, wanted: Wanted, plain: Decision) -> Decision:
-        """What runs by times.
+        """The decision by times.
 
         Raises:
             NotMeasuredError: there are none.
@@ -169,7 +170,7 @@ class Deciding:
     def _planned(
         self, wanted: Wanted, plain: Decision, profile: ModelProfile, rows: int, place: Deployment
     ) -> Decision:
-        """What runs by a profile, found by one rank.
+        """The decision by a profile, made by one rank.
 
         Raises:
             PlanError: nothing can.
@@ -194,7 +195,7 @@ class Deciding:
         place: Deployment,
         measuring: Measuring,
     ) -> Decision:
-        """What runs by a profile that was corrected by steps of the pipeline: the fastest of what was tried.
+        """The decision by a profile that was corrected by steps of the pipeline: the fastest of what was tried.
 
         A layer in a pipeline may take other times than it has alone: ranks share memory and caches, and messages take
         processor time.
@@ -291,7 +292,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _structure(module: nn.Module, full: nn.Module, batch: Any) -> tuple[Any, ...]:
-    """What the times of layers depend on, besides the device."""
+    """Everything that the times of layers depend on, besides the device."""
 
     def settings(part: nn.Module) -> list[tuple[str, Any]]:
         plain = (bool, int, float, str, tuple)

@@ -1,4 +1,4 @@
-"""What a run did, against what the simulator foretells for it, and what to change."""
+"""A run as measured beside what the simulator predicts for it, and what to change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Window:
 
 @dataclass(frozen=True)
 class About:
-    """What there is to say of a run besides its windows.
+    """Facts of a run besides its windows.
 
     Attributes:
         schedule: its name.
@@ -89,7 +89,8 @@ class PipelineReport:
 
     @classmethod
     def of(cls, windows: Sequence[Sequence[Window]], about: About | None = None) -> PipelineReport:
-        """The report on the windows of every pipeline rank; only batches of the most frequent plan count.
+        """The report on the windows of every pipeline rank; only batches of the most frequent plan count, among those
+        with the layers where they were at last.
 
         Raises:
             PlanError: nothing was trained.
@@ -98,6 +99,7 @@ class PipelineReport:
         rounds = list(zip(*windows, strict=True))
         if not rounds:
             raise PlanError("there is nothing to report: no batch was trained with this strategy")
+        rounds = [round_ for round_ in rounds if round_[0].plan.layers == rounds[-1][0].plan.layers]
         counts = Counter(id(round_[0].plan) for round_ in rounds)
         common = counts.most_common(1)[0][0]
         first = next(r[0] for r in rounds if id(r[0].plan) == common)
@@ -150,8 +152,8 @@ class PipelineReport:
 
     @cached_property
     def advice(self) -> Advice:
-        """What is slow, and what to change, as found by simulating changes: seconds of work, with a progress bar, for
-        hundreds of micro-batches."""
+        """Advice on what is slow, and what to change, as found by simulating changes: seconds of work, with a progress
+        bar, for hundreds of micro-batches."""
         from lightning_pipes.planning.advice import advise
         from lightning_pipes.planning.progress import progress_bar
 
@@ -181,7 +183,7 @@ class PipelineReport:
 
 
 def _choice(about: About, measured: Timeline) -> str:
-    """What was chosen and why, and whether it came true."""
+    """The choice and its reason, and whether it came true."""
     if about.predicted is None or about.siblings > 1:
         return about.choice
     predicted = f"A step up to the optimizer: {seconds_text(1e9 * about.predicted)} predicted when it was chosen, "

@@ -17,7 +17,7 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, Draws, forked_rng, seed_all, stream_seed
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
-from lightning_pipes.trainer.module.batches import copied, join, take, tensors_of
+from lightning_pipes.trainer.module.batches import Path, copied, join, take, tensors_of
 from lightning_pipes.trainer.module.capture import Interceptor, named_step
 from lightning_pipes.trainer.step.kept import Kept
 from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
@@ -27,7 +27,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class Outcome:
-    """What the user's training step gave for one micro-batch."""
+    """The result of the user's training step for one micro-batch."""
 
     loss: torch.Tensor
     extras: dict[str, Any]
@@ -42,6 +42,7 @@ class TrainingBatch:
         arguments: of training_step after the batch.
         divisor: by how much the loss is divided: the batches of one optimizer step.
         kept: what the last stage keeps of its micro-batches, if it does.
+        samples: lists with an entry for each sample of which this batch does not tell.
     """
 
     batch: Any
@@ -50,6 +51,11 @@ class TrainingBatch:
     divisor: int
     outcomes: dict[Span, Outcome] = field(default_factory=dict)
     kept: Kept | None = None
+    samples: frozenset[Path] = frozenset()
+
+    def part(self, span: Span) -> Any:
+        """Those samples of the batch."""
+        return take(self.batch, span, self.rows, samples=self.samples)
 
     def result(self) -> tuple[Any, list[LogCall]]:
         """The whole batch's loss, in a dict where the user's step gives one, and its log calls."""
@@ -67,7 +73,7 @@ class TrainingBatch:
 
 @dataclass
 class EvaluationBatch:
-    """What the first stage captured from the user's step, for the whole batch.
+    """The input that the first stage captured from the user's step, for the whole batch.
 
     Attributes:
         whole: ids of the tensors of `x` that belong to every sample, however many entries they have.
@@ -112,17 +118,18 @@ class Steps:
 
     @property
     def context(self) -> Context:
-        """What training steps run in."""
+        """The context that training steps run in."""
         return self._precision.train_step_context
 
     def body(self, number: int) -> Body:
-        """What stage `number` runs for each micro-batch."""
+        """The function that stage `number` runs for each micro-batch."""
         return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
 
     def capture(
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]
     ) -> tuple[Any, frozenset[int]]:
-        """What `step` gives to the pipelined module for a whole batch, and which of its tensors can't be cut, by id.
+        """The input that `step` gives to the pipelined module for a whole batch, and which of its tensors can't be cut,
+        by id.
 
         A tensor that the step makes may have as many entries on axis 0 as the batch has samples by chance, a mask
         above all. Where there is a doubt, the step is asked for one sample too: what keeps its shape is no sample's.
@@ -159,7 +166,7 @@ class Steps:
         arguments: tuple[Any, ...],
         outputs: Sequence[tuple[Span, Any]],
     ) -> Any:
-        """What `step` returns for a whole batch when the pipelined module gives `outputs`."""
+        """The result of `step` for a whole batch when the pipelined module gives `outputs`."""
         spans = [span for span, _ in outputs]
         y = join([output for _, output in outputs], spans, "the output of the pipelined module")
 
@@ -174,7 +181,7 @@ class Steps:
         layers: Callable[[], Any],
         draws: Draws | None = None,
     ) -> Any:
-        """What `step` returns for a whole batch when the pipelined module gives `layers()`; `draws` sees whether its
+        """The result of `step` for a whole batch when the pipelined module gives `layers()`; `draws` sees whether its
         code around the layers draws random numbers."""
 
         def seed(layer: int) -> None:
@@ -204,7 +211,7 @@ class Steps:
         last_run = stage.recomputing if stage.recompute else not self._both_ends
         with self._precision.train_step_context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
-            part = take(data.batch, span, data.rows)
+            part = data.part(span)
             with recorded(self._module):  # the last stage logs
                 x = self._interceptor.capture(
                     named_step(self._module, "training_step"), part if last_run else copied(part), *data.arguments
@@ -234,7 +241,7 @@ class Steps:
 
         with self._precision.train_step_context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
-            part = take(data.batch, span, data.rows)
+            part = data.part(span)
             if self._recomputes_first:
                 part = copied(part)
             with recorded(self._module) as logged:
