@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from functools import cache
 from tempfile import mkdtemp
 from typing import Any
@@ -72,12 +73,16 @@ class Lit(pl.LightningModule):
 
 
 class Batches(Dataset[Any]):
-    """A batch and the layers that it goes through; the last one is short."""
+    """A batch and the layers that it goes through; the last one is short. Loading one may take some seconds."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
 
     def __len__(self) -> int:
         return BATCHES
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+        time.sleep(self.seconds)
         rng, g = random.Random(number), torch.Generator().manual_seed(number)
         rows = 5 if number == BATCHES - 1 else ROWS
         chosen = [str(n) for n in range(LAYERS) if rng.random() < 0.3] or ["0"]
@@ -107,7 +112,7 @@ def new_module() -> Lit:
     return Lit()
 
 
-def fit(rank: int, ranks: int, folder: str, resume: str | None = None, dies_at: int = -1, **options: Any) -> Any:
+def fit(rank: int, ranks: int, folder: str, resume: str | None = None, dies_at: int = -1, seconds: float = 0.0) -> Any:
     quiet()
     one_thread()
     install("stream")
@@ -115,11 +120,18 @@ def fit(rank: int, ranks: int, folder: str, resume: str | None = None, dies_at: 
     module.dies_at = dies_at if rank == 0 else -1
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=BATCHES + 7, save_top_k=-1)
     strategy = PipelineStrategy("stream", 2, partition=CUTS[ranks])
-    given = {"max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False, **options}
     trainer = pl.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, num_sanity_val_steps=0, callbacks=[seen, keeper], **given
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        max_epochs=2,
+        num_sanity_val_steps=0,
+        callbacks=[seen, keeper],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
-    loader = DataLoader(Batches(), batch_size=None)
+    loader = DataLoader(Batches(seconds if rank == ranks - 1 else 0.0), batch_size=None)
     trainer.fit(module, loader, loader, ckpt_path=resume, weights_only=False)
     bubbles = strategy.report.bubble_predicted, strategy.report.bubble_measured
     return {
@@ -192,6 +204,13 @@ def resumed(rank: int, folder: str) -> Any:
 def test_resumes_in_the_middle_of_an_epoch() -> None:
     weights, _, _ = one_after_another()
     for found in run_ranks(resumed, 2, mkdtemp(), timeout=120):
+        assert all(np.array_equal(found["weights"][name], value) for name, value in weights.items())
+
+
+def test_the_first_stage_may_load_slowly() -> None:
+    """The last one waits for it in the flush at the end of an epoch, when it has told of earlier batches."""
+    weights, _, _ = one_after_another()
+    for found in run_ranks(fit, 2, 2, mkdtemp(), None, -1, 0.03, timeout=40):
         assert all(np.array_equal(found["weights"][name], value) for name, value in weights.items())
 
 
