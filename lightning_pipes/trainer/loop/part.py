@@ -117,7 +117,7 @@ class Part:
         self._connect_gradients()
 
     def go_home(self) -> None:
-        """The layers go back to where they were when the run began."""
+        """The layers go back to where they were when the run began, and the next one looks for them."""
         if self.holdings.layers != self._began:
             self.move(self._began)
 

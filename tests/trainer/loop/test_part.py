@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from tempfile import mkdtemp
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
 
+from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.watch.points import Fault
 from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.pipelined import CutModule
-from tests.trainer.lit import WIDTH, Case, Lit, LitOutside, LitTied, differences, train
+from tests.trainer.lit import (
+    WIDTH,
+    Case,
+    Lit,
+    LitOutside,
+    LitTied,
+    differences,
+    loaders,
+    plain_values,
+    quiet,
+    train,
+)
 
 LAYERS = 6
 CUTS = (3, 1, 5, 0, 4, 2)
@@ -82,11 +96,11 @@ RICH = Case(
     LitRich,
     strategy={"partition": [3], "microbatches": 1},
     trainer={"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3},
-    evaluate=True,
 )
-META = Case(LitMeta, strategy={"partition": [3], "module": "model"}, trainer={"max_epochs": 2}, evaluate=True)
-CASES = {"rich": RICH, "meta": META}
-KEYS = ("outputs", "metrics", "weights", "rates", "steps", "validated", "tested", "predicted")
+TWICE = replace(RICH, trainer={"max_epochs": 2})
+"""Without a norm, whose terms add up in another order where other ranks have them."""
+CASES = {"rich": RICH, "twice": TWICE}
+KEYS = ("outputs", "metrics", "weights", "rates", "steps")
 
 
 def moving(rank: int, name: str, ranks: int, more: dict[str, Any], folder: str) -> tuple[Any, Any, list[int]]:
@@ -107,12 +121,43 @@ def test_state_of_every_kind_moves() -> None:
             assert differences(moved[key], alone[key]) == []
 
 
-@pytest.mark.parametrize(("name", "ranks", "more"), [("meta", 2, {}), ("rich", 4, {"data_parallel": 2})])
-def test_moving_changes_nothing(name: str, ranks: int, more: dict[str, Any]) -> None:
-    for moved, stayed, trained in run_ranks(moving, ranks, name, ranks, more, mkdtemp(), timeout=90):
+def test_replicas_move_alike_and_keep_their_averages_equal() -> None:
+    for moved, stayed, trained in run_ranks(moving, 4, "twice", 4, {"data_parallel": 2}, mkdtemp(), timeout=90):
         assert trained == list(CUTS)[: len(trained)]
         for key in KEYS:
             assert differences(moved[key], stayed[key], tolerance=0) == []
+
+
+def spread(rank: int, folder: str) -> list[Any]:
+    """Losses of a module that no process has whole, and of its validation after training."""
+    quiet()
+    found = []
+    for callbacks in ([Moves()], []):
+        pl.seed_everything(3, verbose=False)
+        case = Case(LitMeta)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            max_epochs=2,
+            strategy=PipelineStrategy(partition=[3], module="model"),
+            precision="64-true",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=callbacks,
+        )
+        module = LitMeta()
+        trainer.fit(module, **loaders(case))
+        found.append(
+            (plain_values(dict(trainer.callback_metrics)), trainer.validate(module, loaders(case)["val_dataloaders"]))
+        )
+    return found
+
+
+def test_a_module_that_nobody_has_whole_goes_home_when_training_ends() -> None:
+    for moved, stayed in run_ranks(spread, 2, mkdtemp(), timeout=60):
+        assert differences(moved, stayed, tolerance=0) == []
 
 
 class Refused(Callback):
