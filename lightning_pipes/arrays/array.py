@@ -38,7 +38,7 @@ from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Outcome
 from lightning_pipes.arrays.siblings.sibling_board import Board, Failure, NoMore, Return
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import PlanError, check_count, check_type, shown
+from lightning_pipes.ir import InputError, PlanError, check_count, check_type, shown
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.trainer.loop.connections import in_company
@@ -75,7 +75,7 @@ class JobArray(Generic[T]):
             before, after a failure, and where nothing was trained.
 
     Raises:
-        PlanError: `size` is no positive number, or "auto" without `memory`, or there are rounds and memory is swapped;
+        InputError: `size` is no positive number, or "auto" without `memory`, or there are rounds and memory is swapped;
             in `run`, "auto" finds no room for two.
     """
 
@@ -87,14 +87,14 @@ class JobArray(Generic[T]):
         rounds: RoundOrder | None = None,
     ) -> None:
         if rounds is not None and not callable(rounds):
-            raise PlanError(f"rounds must be a function, as in rounds=round_order, got {shown(rounds)}")
+            raise InputError(f"rounds must be a function, as in rounds=round_order, got {shown(rounds)}")
         check_type("memory", memory, MemorySwap | None)
         check_type("progress", progress, bool | None)
         decides = isinstance(size, str) and size == AUTO
         if decides and memory is None:
-            raise PlanError("size='auto' follows from memory: give memory=MemorySwap(device_bytes=...), or a number")
+            raise InputError("size='auto' follows from memory: give memory=MemorySwap(device_bytes=...), or a number")
         if rounds is not None and memory is not None:
-            raise PlanError("an array in rounds keeps all siblings on the device; leave out memory, or rounds")
+            raise InputError("an array in rounds keeps all siblings on the device; leave out memory, or rounds")
         self.size = 1 if decides else check_count("size", size, "; or size='auto'")
         self._rounds: Rounds[Sibling[T]] | None = None if rounds is None else Rounds(rounds)
         self.memory: SiblingMemory = memory or SiblingMemory()
@@ -129,14 +129,14 @@ class JobArray(Generic[T]):
         A sibling that raises ends alone; whoever iterates decides whether the others go on.
 
         Raises:
-            PlanError: it is called by a sibling, a job is no function, or one does other things on other ranks.
+            InputError: it is called by a sibling, a job is no function, or one does other things on other ranks.
             PeerFailure: a rank has died.
             SIGTERMException: after SIGTERM to any rank, once the siblings under way have ended by it, each after the
                 same batch on all ranks. No other job is begun then.
             KeyboardInterrupt: after Ctrl-C, when all siblings have been told. A second one does not wait for them.
         """
         if current_sibling() is not None:
-            raise PlanError("a sibling of an array can't run an array itself; give the outer one all the jobs")
+            raise InputError("a sibling of an array can't run an array itself; give the outer one all the jobs")
         source, self._home = iter(jobs), own_random_state()
         self._display = ArrayDisplay(self._progress and os.environ.get("LOCAL_RANK", "0") == "0")
         if self._decides is not None:
@@ -155,7 +155,7 @@ class JobArray(Generic[T]):
                         self.shared.board.tell_news(NoMore(self._begun))
                         break
                     if not callable(job):
-                        raise PlanError(f"job {self._begun} of the array is {job!r}, and must be a function")
+                        raise InputError(f"job {self._begun} of the array is {job!r}, and must be a function")
                     sibling = Sibling(self._begun, partial(_together, job), self, self._home)
                     self._living[self._begun] = sibling
                     self._begun += 1
@@ -351,7 +351,7 @@ class JobArray(Generic[T]):
                 self._heard[news.index].append((rank, news, now))
         for rank, jobs in self._jobs_elsewhere.items():
             if self._begun > jobs:
-                raise PlanError(
+                raise InputError(
                     f"rank {rank} has {jobs} jobs for the array, and rank {self.shared.board.rank} has begun another "
                     "one: all ranks need the same jobs in the same order, so they can't depend on the rank, or on "
                     "files that only some of them see"

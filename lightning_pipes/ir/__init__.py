@@ -6,7 +6,7 @@ Standard library only. Everything here is frozen; state lives in the engine and 
 from lightning_pipes.ir.checks import check_count, check_fields, check_number, check_type, shown
 from lightning_pipes.ir.deadlock import deadlock, grid
 from lightning_pipes.ir.dependencies import DependencyTracker, needs
-from lightning_pipes.ir.errors import DeadlockError, PipelineError, PlanError, ProgramError
+from lightning_pipes.ir.errors import DeadlockError, InputError, PipelineError, PlanError, ProgramError
 from lightning_pipes.ir.instruction import (
     COMPUTE,
     RECEIVES,
@@ -55,6 +55,7 @@ __all__ = [
     "F",
     "Facts",
     "I",
+    "InputError",
     "Instruction",
     "Kind",
     "Pass",

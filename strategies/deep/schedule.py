@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipes.ir import Plan, PlanError, Program, Schedule, check_fields
+from lightning_pipes.ir import InputError, Plan, Program, Schedule, check_fields
 from lightning_pipes.strategies.per_link import warmed_up
 
 
@@ -20,7 +20,7 @@ class Deep(Schedule):
     any order does. `slack` = p - 1 is also known as eager 1F1B.
 
     Raises:
-        PlanError: slack is negative, a rank has several stages, backward spans differ from forward spans, or there is
+        InputError: slack is negative, a rank has several stages, backward spans differ from forward spans, or there is
             more than one batch of one job to order.
     """
 
@@ -30,7 +30,7 @@ class Deep(Schedule):
     def __post_init__(self) -> None:
         check_fields(self)
         if self.slack < 0:
-            raise PlanError(f"{self.name}: slack counts micro-batches from 0, got {self.slack}; 0 is 1F1B")
+            raise InputError(f"{self.name}: slack counts micro-batches from 0, got {self.slack}; 0 is 1F1B")
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[Deep]:

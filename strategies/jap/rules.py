@@ -45,7 +45,7 @@ def by_rule(problem: ArrayProblem, rule: str) -> Solution:
     """The order that a rule gives.
 
     Raises:
-        PlanError: nobody knows the rule.
+        InputError: nobody knows the rule.
     """
     place, style = known(RULES, rule, "rule")
     there = place(problem)

@@ -10,6 +10,7 @@ from lightning_pipes.ir import (
     STEP,
     B,
     F,
+    InputError,
     Instruction,
     Kind,
     Plan,
@@ -42,7 +43,7 @@ class PerLink(Schedule):
     def __post_init__(self) -> None:
         check_fields(self)
         if min(self.extra, default=0) < 0:
-            raise PlanError(f"{self.name}: extra counts micro-batches from 0, got {self.extra}")
+            raise InputError(f"{self.name}: extra counts micro-batches from 0, got {self.extra}")
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[PerLink]:

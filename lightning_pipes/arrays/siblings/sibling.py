@@ -22,7 +22,7 @@ from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure, erro
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.ir import InputError, PipelineError
 
 T = TypeVar("T")
 
@@ -156,10 +156,10 @@ class Sibling(Generic[T]):
         elsewhere ends it. What each rank says, by rank; `word` where there are no others.
 
         Raises:
-            PlanError: it has failed before; ranks may be in different turns since.
+            InputError: it has failed before; ranks may be in different turns since.
         """
         if self.failed:
-            raise PlanError(
+            raise InputError(
                 f"sibling {self.index} of the array has failed, and its function goes on to train: ranks are not at "
                 "one place any more. Return, or raise, and try again in another job, or trial"
             )
@@ -275,7 +275,7 @@ class Sibling(Generic[T]):
         """It has ended on another rank, which is known here for so many seconds; of an error it gets the same here.
 
         Raises:
-            PlanError: it has returned there, and does something else here. What other siblings say in turns finds no
+            InputError: it has returned there, and does something else here. What other siblings say in turns finds no
                 partner any more then.
         """
         if isinstance(news, Failure):
@@ -285,7 +285,7 @@ class Sibling(Generic[T]):
         elif not self.failing and (
             self.next_turn > news.turn or self._meetings > news.meetings or seconds > RETURN_SECONDS
         ):
-            raise PlanError(
+            raise InputError(
                 f"sibling {self.index} of the array has returned on rank {rank}, in its turn {news.turn}, and goes on "
                 f"here, in its turn {self.next_turn}. Its function must do the same on all ranks: what a Trainer is "
                 "called for, and how often, can't depend on the rank, the time, or unseeded random numbers"

@@ -24,7 +24,7 @@ from lightning_pipes.engine.compute.footprint import footprint, saved_for_backwa
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.engine.compute.stage import IN_PLACE, fresh
-from lightning_pipes.ir import Kind, PlanError, Span
+from lightning_pipes.ir import InputError, Kind, Span
 
 REPEATS = 5
 CallLayer = Callable[[nn.Module, Any], Any]
@@ -77,10 +77,10 @@ def profile_layers(
         seconds: no new run begins after so long, once every number of rows has had one that counts.
 
     Raises:
-        PlanError: no layers or no inputs.
+        InputError: no layers or no inputs.
     """
     if not layers or not inputs:
-        raise PlanError(f"there is nothing to profile: {len(layers)} layers, {len(inputs)} inputs")
+        raise InputError(f"there is nothing to profile: {len(layers)} layers, {len(inputs)} inputs")
     device = device or torch.device("cpu")
     measured = [_Seen() for _ in layers]
     started = time.perf_counter()

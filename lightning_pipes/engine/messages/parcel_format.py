@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.ir import InputError, PipelineError
 
 Described = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of each tensor."""
@@ -24,7 +24,7 @@ def packed(content: Any) -> tuple[bytes, list[torch.Tensor]]:
     Subclasses arrive as what they derive from: an OrderedDict as a dict, a Parameter as a tensor.
 
     Raises:
-        PlanError: something else is in it.
+        InputError: something else is in it.
     """
     tensors: list[torch.Tensor] = []
     return json.dumps(_pack(content, tensors, ""), separators=(",", ":")).encode(), tensors
@@ -61,7 +61,7 @@ def content_of(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Any:
 def _pack(content: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if isinstance(content, torch.Tensor):
         if content.layout is not torch.strided or content.is_meta or content.is_quantized:
-            raise PlanError(
+            raise InputError(
                 f"a parcel can't carry {where or 'this'}: a tensor of layout {content.layout} on {content.device}. "
                 "Send the plain tensors that it is made of"
             )
@@ -78,7 +78,7 @@ def _pack(content: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if isinstance(content, list | tuple):
         kind = _LIST if isinstance(content, list) else _TUPLE
         return [kind, *(_pack(part, tensors, f"{where}[{n}]") for n, part in enumerate(content))]
-    raise PlanError(
+    raise InputError(
         f"a parcel can't carry {where or 'this'}: a {type(content).__name__}. It holds dicts, lists and tuples of "
         "tensors, numbers, texts and None; turn it into these"
     )

@@ -99,7 +99,9 @@ def choose(
     """
     n = len(queues.instructions)
     by = machine(EFFORT * n) if picker is None else PYTHON
-    ready = Ready(*map(by.copy, by.read(queues.beginning)), room=by.copy(room or [PLENTY] * len(queues.members)))
+    may_take = by.copy(room or [PLENTY] * len(queues.members))
+    waiting, low, count = map(by.copy, by.read(queues.beginning))
+    ready = Ready(waiting, low, count, may_take)
     ran, turn = Ran(by.fill(n), by.fill(n)), by.fill(n)
     run = Run(Timed(*ran, turn), ready, Held(by.copy(memory.held), by.copy(memory.held)), n)
     chosen = by.chosen if picker is None else bound(kernel.chosen, pick=picker(run))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -166,5 +166,5 @@ class Table(Generic[Fields]):
     @cached_property
     def arrays(self) -> Fields:
         """The same structure of int64 arrays."""
-        made = (field if isinstance(field, int) else np.array(field, np.int64) for field in self.lists)
-        return cast(Fields, self.lists._make(made))
+        made: list[Any] = [field if isinstance(field, int) else np.array(field, np.int64) for field in self.lists]
+        return type(self.lists)(*made)

@@ -22,7 +22,7 @@ from lightning_pipes.ir import Kind, Plan, Policy, Program
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.part import Part
 from lightning_pipes.trainer.loop.stopping import StopAgreement
-from lightning_pipes.trainer.module.batches import check_same, fingerprint, rows_of
+from lightning_pipes.trainer.module.batches import SampleLists, check_same, fingerprint, rows_of
 from lightning_pipes.trainer.module.checks import warn_about_small_batch
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
 from lightning_pipes.trainer.module.tape import TapedLayer
@@ -100,6 +100,7 @@ class PipelineRun:
         self._evaluated = 0
         self._hidden = part.hidden
         self._saved_bytes = SavedBytes()
+        self.lists = SampleLists()
         rank = self._rank = part.holdings.rank
         plan, order = plans.for_rows(plans.trial_rows)
         self.last_rank = global_ranks[plan.ranks[-1]]
@@ -147,7 +148,7 @@ class PipelineRun:
 
         # 3. Forward and backward of all micro-batches; the user's step runs on the last stage.
         self.part.buffers.before_batch()
-        data = TrainingBatch(batch, rows, arguments, divisor)
+        data = TrainingBatch(batch, rows, arguments, divisor, samples=self.lists.of(batch, rows))
         self._begin_loss_check(data)
         first = batch_idx % divisor == 0
         tell = self._control.prepare_broadcast(self.last_rank)

@@ -80,7 +80,8 @@ class StreamingRun(PipelineRun):
             self._optimizers = optimizers
             for optimizer in optimizers:
                 private.expect_late_steps(optimizer)
-        data = StreamedBatch(batch, rows, arguments, 1, settings=[_settings(o) for o in optimizers])
+        settings = [_settings(o) for o in optimizers]
+        data = StreamedBatch(batch, rows, arguments, 1, samples=self.lists.of(batch, rows), settings=settings)
         self._begin_loss_check(data)
         self._under_way.append(data)
         self._in_window += 1

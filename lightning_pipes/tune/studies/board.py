@@ -24,7 +24,7 @@ from lightning_pipes.engine.watch.launcher import check_launcher
 from lightning_pipes.engine.watch.meeting import LOOPBACK, adopted_store, made_store, run_store, store_on_loopback
 from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, wait_for_host
 from lightning_pipes.engine.watch.trust import KNOWN, dumps, loads, part_of, seal_of, sealed, secret_for_children
-from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.ir import InputError, PipelineError
 from lightning_pipes.trainer.private_lightning import default_store
 
 ADDRESS = "LIGHTNING_PIPES_BOARD"
@@ -47,7 +47,7 @@ class Board:
         rank: of this process among all, or among those of its host where no launcher but Lightning has started it.
 
     Raises:
-        PlanError: there is no way to rank 0.
+        InputError: there is no way to rank 0.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class _Line:
             self.store = sealed(store, self.rank, one_host=True)
         else:
             if _started_by_others():
-                raise PlanError(
+                raise InputError(
                     "another launcher than Lightning or torchrun starts the processes, and they can't find rank 0 "
                     "before they train: start the script by torchrun, on SLURM by srun torchrun"
                 )
