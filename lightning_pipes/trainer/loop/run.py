@@ -268,8 +268,8 @@ class PipelineRun:
 
     def close(self) -> None:
         """Ends the connections to the neighbours."""
-        self.part.close()
         self.engine.close()
+        self.part.close()
 
     def _check(self, batch: Any, batch_idx: int, what: str) -> None:
         if min(batch_idx, len(self.windows)) < CHECKED_BATCHES and self._control.size > 1:
