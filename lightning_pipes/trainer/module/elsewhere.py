@@ -222,7 +222,7 @@ class Absent:
 def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
     """Has a tensor without memory hold these, as `like` would lie in memory."""
     strides = like.stride() if like.shape == values.shape and 0 not in like.stride() else None
-    if strides is not None:
+    if strides is not None and strides != values.stride():
         values = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
     if tensor.is_meta:
         made = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
