@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.watch.ending import has_given_up, hurry, never_destroy
 from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT, FailureWatch
-from lightning_pipes.engine.watch.launcher import check_launcher, dead_ranks, heed_launcher
+from lightning_pipes.engine.watch.launcher import Company, dead_ranks, heed_launcher
 from lightning_pipes.engine.watch.meeting import adopted_store, kept, lone_store, made_store, run_store
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.engine.watch.rendezvous import store_host
@@ -291,14 +291,15 @@ class PipelineStrategy(PipelineHost):
             self._connections.renew(self._control)
             self._control = None
         started = not private.distributed_is_initialized()
+        company = Company(self._heartbeat_timeout)
         if started:
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
             if self.world_size > 1:
-                run_store(self.global_rank, self.world_size, self.num_processes, self._timeout, check_launcher)
+                run_store(self.global_rank, self.world_size, self.num_processes, self._timeout, company.check)
         self._connections = connections(self._trainer, self.global_rank, self.world_size, self._make_watch)
         if started:
-            self._make_process_group(self._connections.watch, device)
+            self._make_process_group(self._connections.watch, company, device)
         self._control = self._connections.connect(self._make_control)
         self._threads.share_cores(self._control)
         self._pipeline = self._control.split(grid.pipelines)
@@ -309,10 +310,10 @@ class PipelineStrategy(PipelineHost):
         self._saver = Saver(self._pipeline)
         broadcast_random_state(self._control, device)
 
-    def _make_process_group(self, watch: FailureWatch, device: torch.device) -> None:
+    def _make_process_group(self, watch: FailureWatch, company: Company, device: torch.device) -> None:
         """The default one, once all ranks have come."""
         assert self.cluster_environment is not None
-        watch.meet(self._timeout.total_seconds(), check_launcher, dead_ranks)
+        watch.meet(self._timeout.total_seconds(), company.check, dead_ranks)
         point("process_group")
         atexit.register(_leave)
         watch.call(

@@ -19,7 +19,12 @@ from lightning_pipes import PipelineStrategy
 ROOT = Path(__file__).parents[2]
 HOMES = {
     f"lightning_pipes/{name}.py"
-    for name in ("engine/private_torch", "trainer/private_lightning", "tune/studies/private_optuna", "tune/private_hydra")
+    for name in (
+        "engine/private_torch",
+        "trainer/private_lightning",
+        "tune/studies/private_optuna",
+        "tune/private_hydra",
+    )
 }
 EVERYWHERE = {
     "_replace": "of named tuples, which is public",

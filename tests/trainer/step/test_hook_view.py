@@ -169,7 +169,9 @@ def test_gradients_of_other_ranks_are_not_left_out(use: Callable[[Lit], Any]):
     with cut.scope.running("Lit.on_hook", True):
         with refused:
             use(module)
-        assert [n for n, p in module.named_parameters() if p.grad is not None] == [n for n, _ in Lit().named_parameters()]
+        assert [n for n, p in module.named_parameters() if p.grad is not None] == [
+            n for n, _ in Lit().named_parameters()
+        ]
         module.zero_grad(set_to_none=False)
         module.zero_grad()
         assert all(p.grad is None for p in module.parameters())
@@ -192,7 +194,7 @@ def test_norms_where_stages_step_apart_and_where_no_hook_runs():
     clipping = HookClipping(module, cut.scope, All(), None)  # type: ignore[arg-type]
     alone = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
     with cut.scope.running("Lit.on_hook", True):
-        with pytest.raises(PipelineError, match="Lit.on_hook takes a norm over the layers of all stages, which step"):
+        with pytest.raises(PipelineError, match=r"Lit.on_hook takes a norm over the layers of all stages, which step"):
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         assert nn.utils.clip_grad_norm_(other.parameters(), 1.0) > alone  # of something else
         with pytest.raises(PipelineError, match="one norm over weights or gradients of the module and over other"):
