@@ -25,6 +25,7 @@ BALANCED = [3]
 CLOSE = 0.1
 """By what share a measured step may differ from the predicted one."""
 SHORT = ["trainer.limit_train_batches=40", "trainer.limit_val_batches=1", "trainer.val_check_interval=1.0"]
+_SAID = r"A step up to the optimizer: ([\d.e+]+) (s|ms|us) predicted when it was chosen, ([\d.e+]+) (s|ms|us) measured"
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
@@ -36,7 +37,7 @@ class Run:
         cut: the layers at which stages begin.
         ratio: the busier stage's time over the other's.
         predicted: seconds of a step up to the optimizer, when it was cut.
-        measured: the same, of the median of the last batches.
+        measured: the same, the median of the last hundred.
         contradicted: whether the pipeline contradicted times that layers took one by one.
     """
 
@@ -50,14 +51,14 @@ class Run:
     def of(cls, record: RunRecord) -> Run:
         """What `examples/train.py` has left."""
         assert record.measured is not None
-        number = re.search(r"A step up to the optimizer: ([\d.e+]+) (s|ms|us) predicted", record.choice)
+        number = re.search(_SAID, record.choice)
         if number is None:
             raise SystemExit(f"nothing was predicted: {record.choice}")
         return cls(
             [span.start for span in record.plan.layers[1:]],
             Slowest.of(record.measured).ratio,
             float(number[1]) * _UNITS[number[2]],
-            record.measured.makespan / 1e9,
+            float(number[3]) * _UNITS[number[4]],
             "A trial" in record.choice,
         )
 

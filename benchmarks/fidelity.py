@@ -1,4 +1,4 @@
-"""How well the simulator foretells a step, and what planning by it gains.
+"""How well the simulator predicts a step, and what planning by it gains.
 
 Steps are predicted from what is known beforehand: the times that layers are told to take, or that the profiler finds
 for real ones; the speed to which links are set; and what a computation and a message cost the engine besides, measured

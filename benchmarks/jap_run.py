@@ -437,14 +437,14 @@ def executed(cases: Sequence[Case], pairs: int) -> tuple[list[str], dict[str, fl
         )
         errors = sorted(took.computing / statistics.median(several) - 1 for took, several in found["array"])
         error = statistics.median(errors)
-        foretold = case.simulated_one_by_one / statistics.median(case.simulated(case.costs))
+        predicted = case.simulated_one_by_one / statistics.median(case.simulated(case.costs))
         work = statistics.median(took.work for took in arrays)
         lines.append(
             f"        {case.batches} batches each; speed-ups {ratios[0]:.2f} to {ratios[-1]:.2f}; from first to last "
             f"computation {computing:.2f} s, {error:+.1%} of the simulation ({errors[0]:+.1%} to {errors[-1]:+.1%}), "
             f"which takes {simulations[0]:.2f} to {simulations[-1]:.2f} s where blocks vary by {UNEVEN:.1%}, and "
             f"{rest:.2f} s besides; the busiest stage computes {work:.2f} s; "
-            f"simulated speed-up {foretold:.2f}"
+            f"simulated speed-up {predicted:.2f}"
         )
         lines.append(
             f"        start and end of a sibling, nobody computing: {1000 * arrays[0].start:.0f} ms, of all of them "

@@ -121,7 +121,7 @@ def measured(
     if wide:
         schedules |= {"kfkb 3": make_schedule("kfkb", k=3), f"deep {3 * p}": make_schedule("deep", slack=2 * p)}
     names = [*schedules, AUTO, TORCH]
-    yield "", "    x " + " ".join(f"{name:>10}" for name in names) + "  message  foretold  auto takes"
+    yield "", "    x " + " ".join(f"{name:>10}" for name in names) + "  message predicted  auto takes"
     errors = []
     with NetLab(p) as lab:
         for x in speeds:
@@ -166,7 +166,7 @@ def competing(case: Situation) -> Iterator[tuple[str, Any]]:
     }
     names = [*schedules, AUTO]
     trial = Trial(schedules, STAGES, MICROBATCHES, case.forward / 1e3, MESSAGE, rounds=2)
-    yield "", "flows          " + " ".join(f"{name:>10}" for name in names) + "  message  foretold  auto takes"
+    yield "", "flows          " + " ".join(f"{name:>10}" for name in names) + "  message predicted  auto takes"
     with NetLab(STAGES, bandwidth=27.5e6, queue=2**18) as lab:
         for name, flows, off in (("1", 1, 0.0), ("3", 3, 0.0), ("4, on and off", 4, 0.5)):
             with ExitStack() as stack:
@@ -369,7 +369,7 @@ def replayed(case: Situation, quick: bool) -> Iterator[tuple[str, Any]]:
 
 def choices(case: Situation, seeds: Iterable[int]) -> Iterator[tuple[str, Any]]:
     """How often the tuner's choice is the fastest, or slower by 2 % at most, of all kinds of schedules, each with the
-    settings that are foretold to be best: links of random speeds, each direction its own, and random memory."""
+    settings that are predicted to be best: links of random speeds, each direction its own, and random memory."""
     trial = Trial(
         {"1f1b": make_schedule("1f1b")}, STAGES, MICROBATCHES, case.forward / 1e3, QUICK_MESSAGE, 3, rivals=True
     )

@@ -46,7 +46,7 @@ class Trial:
         rounds: how often each has its turn, after one that does not count.
         torch: whether torch's own 1F1B has turns too.
         tuned: whether the tuner's choice has turns too.
-        rivals: whether also the best of each kind of schedule has, as foretold.
+        rivals: whether also the best of each kind of schedule has, as predicted.
         limit: samples that a rank may hold in what the tuner chooses; by default four times the stages.
         plans: by name of a schedule, where the batch is cut otherwise; else a sample a micro-batch.
         layer: of each stage, where it is not `sleeping`, whatever the samples.
@@ -139,18 +139,18 @@ class Measured:
         return self.by_rank[0].decision
 
     def errors(self) -> dict[str, float]:
-        """What each schedule was foretold to take, on what was measured with the first one, over what it took, less 1:
+        """What each schedule was predicted to take, on what was measured with the first one, over what it took, less 1:
         the median over windows of steps, so that something else on the machine in one of them does not count."""
         first = next(iter(self.trial.schedules))
         steps = list(zip(*(seen.samples[first] for seen in self.by_rank), strict=True))
         costs = [averages(steps[n : n + LOOKS]).costs() for n in range(len(steps) - LOOKS + 1)]
-        foretold = {}
+        predicted = {}
         for name, schedule in self.trial.schedules.items():
             plan = self.trial.plan_of(name)
             order = ordered(schedule, plan)
             seconds = statistics.median(makespan(order, plan, each) for each in costs) / 1e9
-            foretold[name] = seconds / self.median(name) - 1
-        return foretold
+            predicted[name] = seconds / self.median(name) - 1
+        return predicted
 
 
 def ordered(schedule: Schedule | Policy, plan: Plan) -> Program | Policy:
@@ -234,7 +234,7 @@ def rank_main(rank: int, trial: Trial) -> Seen:
 
 
 def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[Decision, dict[str, Schedule | Policy]]:
-    """What rank 0 chooses, and by name the best of each kind of schedule as foretold; an activation is a byte."""
+    """What rank 0 chooses, and by name the best of each kind of schedule as predicted; an activation is a byte."""
     every: list[Any] = [None] * trial.stages
     dist.all_gather_object(every, mine)
     told: list[Any] = [None]

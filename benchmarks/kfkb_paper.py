@@ -134,7 +134,7 @@ def gpt() -> Figures:
                 line(f"messages of {5 * x:.0f} ms", found)
                 + (
                     f", auto {1e3 * found.median(AUTO):.0f} ms ({found.ratio('k=1', AUTO) - 1:+.1%}), {chosen}; "
-                    f"foretold {max(found.errors().values(), key=abs):+.1%}"
+                    f"predicted {max(found.errors().values(), key=abs):+.1%}"
                 ),
             )
             yield f"gpt_gain_x{x:.0f}", found.ratio("k=1", AUTO) - 1

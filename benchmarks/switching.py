@@ -290,12 +290,12 @@ def report(by_rank: Sequence[tuple[dict[str, list[Found]], list[float]]]) -> dic
     for name in ("prefetched", "slow link"):
         for of_rank, _ in by_rank:
             print(f"{name}: {of_rank[name][0].switching}")
-    foretold = statistics.median(map(foretold_step, by_rank[-1][0]["slow link"], plain))
+    predicted = statistics.median(map(predicted_step, by_rank[-1][0]["slow link"], plain))
     slow = statistics.median(f.step for f in rounds["slow link"])
     stops = [seconds for _, each in by_rank for seconds in each]
     print(
-        f"slow link: {slow * 1e3:.0f} ms a step, {foretold * 1e3:.0f} ms foretold from E2 with the mean block, "
-        f"{foretold / slow - 1:+.1%}"
+        f"slow link: {slow * 1e3:.0f} ms a step, {predicted * 1e3:.0f} ms predicted from E2 with the mean block, "
+        f"{predicted / slow - 1:+.1%}"
     )
     print(f"stop and resume: {statistics.median(stops) * 1e3:.0f} ms, {min(stops):.2f} to {max(stops):.2f} s")
     hits = sum(f.uses["hits"] for f in found["prefetched"]) / sum(f.uses.total() for f in found["prefetched"])
@@ -306,13 +306,13 @@ def report(by_rank: Sequence[tuple[dict[str, list[Found]], list[float]]]) -> dic
         "prefetch_overhead": round(overheads["prefetched"], 4),
         "demand_overhead": round(overheads["on demand"], 4),
         "slow_link_overhead": round(overheads["slow link"], 4),
-        "slow_link_foretold": round(foretold / statistics.median(plain) - 1, 4),
+        "slow_link_foretold": round(predicted / statistics.median(plain) - 1, 4),
         "hit_rate": round(hits, 4),
         "e2_holds": all(f.switching is not None and f.switching.holds for f in found["prefetched"]),
     }
 
 
-def foretold_step(found: Found, plain: float) -> float:
+def predicted_step(found: Found, plain: float) -> float:
     """Seconds of a step by what E2 leaves visible of each state that is brought to the first stage, the busiest, where
     all blocks are as long as the mean; a batch has two blocks and a turn there.
 

@@ -38,7 +38,7 @@ from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Outcome
 from lightning_pipes.arrays.siblings.sibling_board import Board, Failure, NoMore, Return
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import PlanError, check_count, check_type, shown
+from lightning_pipes.ir import InputError, PlanError, check_count, check_type, shown
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.trainer.loop.connections import in_company
@@ -75,7 +75,7 @@ class JobArray(Generic[T]):
             before, after a failure, and where nothing was trained.
 
     Raises:
-        PlanError: `size` is no positive number, or "auto" without `memory`, or there are rounds and memory is swapped;
+        InputError: `size` is no positive number, or "auto" without `memory`, or there are rounds and memory is swapped;
             in `run`, "auto" finds no room for two.
     """
 
@@ -87,19 +87,19 @@ class JobArray(Generic[T]):
         rounds: RoundOrder | None = None,
     ) -> None:
         if rounds is not None and not callable(rounds):
-            raise PlanError(f"rounds must be a function, as in rounds=round_order, got {shown(rounds)}")
+            raise InputError(f"rounds must be a function, as in rounds=round_order, got {shown(rounds)}")
         check_type("memory", memory, MemorySwap | None)
         check_type("progress", progress, bool | None)
         decides = isinstance(size, str) and size == AUTO
         if decides and memory is None:
-            raise PlanError("size='auto' follows from memory: give memory=MemorySwap(device_bytes=...), or a number")
+            raise InputError("size='auto' follows from memory: give memory=MemorySwap(device_bytes=...), or a number")
         if rounds is not None and memory is not None:
-            raise PlanError("an array in rounds keeps all siblings on the device; leave out memory, or rounds")
+            raise InputError("an array in rounds keeps all siblings on the device; leave out memory, or rounds")
         self.size = 1 if decides else check_count("size", size, "; or size='auto'")
         self._rounds: Rounds[Sibling[T]] | None = None if rounds is None else Rounds(rounds)
         self.memory: SiblingMemory = memory or SiblingMemory()
         self._decides = memory if decides else None
-        """What decides the size."""
+        """The memory that decides the size; None where it is given."""
         self._deciding = False
         self._asked = -1
         """The sibling after which all ranks were asked last."""
@@ -113,7 +113,7 @@ class JobArray(Generic[T]):
         self._arrivals: Arrivals[Sibling[T]] = Arrivals()
         self._living: dict[int, Sibling[T]] = {}
         self._heard: defaultdict[int, list[tuple[int, Failure | Return, float]]] = defaultdict(list)
-        """What other ranks have told of siblings that have not ended here: who, what, and when it was heard."""
+        """News of other ranks about siblings that have not ended here: who, what, and when it was heard."""
         self._jobs_elsewhere: dict[int, int] = {}
         """Of ranks that have no more than these."""
         self._begun = 0
@@ -129,14 +129,14 @@ class JobArray(Generic[T]):
         A sibling that raises ends alone; whoever iterates decides whether the others go on.
 
         Raises:
-            PlanError: it is called by a sibling, a job is no function, or one does other things on other ranks.
+            InputError: it is called by a sibling, a job is no function, or one does other things on other ranks.
             PeerFailure: a rank has died.
             SIGTERMException: after SIGTERM to any rank, once the siblings under way have ended by it, each after the
                 same batch on all ranks. No other job is begun then.
             KeyboardInterrupt: after Ctrl-C, when all siblings have been told. A second one does not wait for them.
         """
         if current_sibling() is not None:
-            raise PlanError("a sibling of an array can't run an array itself; give the outer one all the jobs")
+            raise InputError("a sibling of an array can't run an array itself; give the outer one all the jobs")
         source, self._home = iter(jobs), own_random_state()
         self._display = ArrayDisplay(self._progress and os.environ.get("LOCAL_RANK", "0") == "0")
         if self._decides is not None:
@@ -155,7 +155,7 @@ class JobArray(Generic[T]):
                         self.shared.board.tell_news(NoMore(self._begun))
                         break
                     if not callable(job):
-                        raise PlanError(f"job {self._begun} of the array is {job!r}, and must be a function")
+                        raise InputError(f"job {self._begun} of the array is {job!r}, and must be a function")
                     sibling = Sibling(self._begun, partial(_together, job), self, self._home)
                     self._living[self._begun] = sibling
                     self._begun += 1
@@ -242,14 +242,14 @@ class JobArray(Generic[T]):
             memory.end_turn(sibling.index, trainer.lightning_module, trainer.optimizers, trainer.strategy.root_device)
         except PlanError as error:
             sibling.fail(error)
-            sibling.doom(sibling.turns + 1, error)
+            sibling.fail_at(sibling.turns + 1, error)
 
     def _agree_on_size(self, sibling: Sibling[T]) -> None:
         """Decides with all ranks, unless the sibling has ended on one: each says so, or for how many it has room."""
         memory, board, engine = self._decides, self.shared.board, sibling.engine
         assert memory is not None
         self._asked = sibling.index
-        trainer = None if sibling.outcome is not None or sibling.doomed else sibling.trainer
+        trainer = None if sibling.outcome is not None or sibling.failing else sibling.trainer
         rooms = [0 if trainer is None else memory.room(trainer.num_devices)]
         room = f"room/{sibling.index}"
         board.tell(room, str(rooms[0]))
@@ -307,7 +307,7 @@ class JobArray(Generic[T]):
         if chosen is None:
             return False
         started = time.monotonic()
-        if not chosen.doomed:
+        if not chosen.failing:
             self._compute_here(chosen)
         assert self._display is not None
         self._display.computed(time.monotonic() - started)
@@ -323,7 +323,7 @@ class JobArray(Generic[T]):
         memory.look_ahead(self._coming())
         started = time.monotonic()
         sibling.compute()
-        memory.end_block(sibling.index, time.monotonic() - started, keep=engine.holds_weights or sibling.doomed)
+        memory.end_block(sibling.index, time.monotonic() - started, keep=engine.holds_weights or sibling.failing)
 
     def _coming(self) -> list[int]:
         """Whose weights will be wanted next, the first one first."""
@@ -351,7 +351,7 @@ class JobArray(Generic[T]):
                 self._heard[news.index].append((rank, news, now))
         for rank, jobs in self._jobs_elsewhere.items():
             if self._begun > jobs:
-                raise PlanError(
+                raise InputError(
                     f"rank {rank} has {jobs} jobs for the array, and rank {self.shared.board.rank} has begun another "
                     "one: all ranks need the same jobs in the same order, so they can't depend on the rank, or on "
                     "files that only some of them see"
@@ -363,7 +363,7 @@ class JobArray(Generic[T]):
     # ---- ends
 
     def _gathered(self) -> Sequence[Sequence[Event]]:
-        """What has run on each rank."""
+        """The events of each rank."""
         shared, board, events = self.shared, self.shared.board, self._record.events
         if not board.others:
             return [events]
@@ -405,7 +405,7 @@ def _has_stepped(sibling: Sibling[Any]) -> bool:
 
 
 def _together(job: Callable[[], T]) -> T:
-    """What a sibling's function returns, whose trainings get the connections of its array."""
+    """The value that a sibling's function returns, whose trainings get the connections of its array."""
     sibling = current_sibling()
     assert sibling is not None, "a sibling runs it"
     with in_company(partial(join, sibling)):

@@ -1,4 +1,4 @@
-"""What an array did when: the computations of all siblings in one timeline."""
+"""The timeline of an array: the computations of all siblings in one timeline."""
 
 from __future__ import annotations
 

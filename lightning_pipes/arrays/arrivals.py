@@ -1,4 +1,4 @@
-"""What a rank computes first where it could compute for several siblings."""
+"""The order in which a rank computes where it could compute for several siblings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Computes(Protocol):
     engine: Engine | None
 
     @property
-    def doomed(self) -> bool:
+    def failing(self) -> bool:
         """Whether it ends when it runs next."""
 
 
@@ -25,7 +25,7 @@ S = TypeVar("S", bound=Computes)
 
 
 class Arrivals(Generic[S]):
-    """What came first is computed first. So no batch overtakes another on its way through the stages and back, and
+    """First come, first computed. So no batch overtakes another on its way through the stages and back, and
     turns in the order in which batches were handed in hold up nobody.
 
     Simulated on 8 stages with 16 siblings of mixed batch sizes, a stage that is to compute all the time idles 5 % of it
@@ -45,13 +45,13 @@ class Arrivals(Generic[S]):
         """Who is computed for next; None where nobody can be."""
         found: list[tuple[int, S]] = []
         for sibling in siblings:
-            if sibling is None or sibling.engine is None or sibling.doomed or sibling in self._waiting:
+            if sibling is None or sibling.engine is None or sibling.failing or sibling in self._waiting:
                 continue
             since = sibling.engine.upcoming_since()
             if since is not None:
                 found.append((since, sibling))
         self._waiting.extend(sibling for _, sibling in sorted(found, key=itemgetter(0)))
-        chosen = next((s for s in self._waiting if s.doomed or memory.holds(s.index)), None)
+        chosen = next((s for s in self._waiting if s.failing or memory.holds(s.index)), None)
         if chosen is None:  # who holds its place on the device comes first, to give it free
             chosen = next((s for s in self._waiting if memory.has_room(s.index)), None)
         if chosen is not None:

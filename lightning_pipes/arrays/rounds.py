@@ -17,12 +17,12 @@ RoundOrder = Callable[[tuple[int, ...], int], Program]
 
 
 class HandsIn(Protocol):
-    """What takes part in a round: a sibling."""
+    """A sibling, which takes part in a round."""
 
     engine: Engine | None
 
     @property
-    def doomed(self) -> bool:
+    def failing(self) -> bool:
         """Whether it ends when it runs next."""
 
 
@@ -42,7 +42,7 @@ class Rounds(Generic[S]):
         self._row: deque[tuple[S, Kind]] = deque()
 
     def begin(self, siblings: Sequence[S]) -> None:
-        """All of them have handed in what they had; those that have ended, or are doomed, have none.
+        """All of them have handed in what they had; those that have ended, or are failing, have none.
 
         Raises:
             PlanError: a batch is cut into micro-batches.
@@ -76,7 +76,7 @@ class Rounds(Generic[S]):
         while self._row:
             sibling, kind = self._row[0]
             engine = sibling.engine
-            over = sibling.doomed or engine is None or engine.satisfied or (kind is Kind.B and not engine.training)
+            over = sibling.failing or engine is None or engine.satisfied or (kind is Kind.B and not engine.training)
             if not over:
                 assert engine is not None
                 if engine.upcoming() is None:

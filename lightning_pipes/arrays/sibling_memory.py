@@ -1,4 +1,4 @@
-"""What an array asks of the memory that its siblings share."""
+"""The memory that siblings share, as their array asks for it."""
 
 from __future__ import annotations
 

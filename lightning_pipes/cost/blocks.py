@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_pipes.cost.shapes import Layer, Tape, Tensor, Tensors
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import InputError
 
 
 def tokens(vocabulary: int, width: int, *, kinds: int = 0, norm: bool = False, dropout: float = 0.0) -> Layer:
@@ -148,7 +148,7 @@ def up(channels: int) -> Layer:
 
     def run(tape: Tape, x: Tensors) -> Tensors:
         if isinstance(x, Tensor):
-            raise PlanError("a step up of a U-Net needs what a step down handed on; one tensor came")
+            raise InputError("a step up of a U-Net needs what a step down handed on; one tensor came")
         *skips, skip, y = x
         z = _two_convolutions(tape, tape.joined(skip, tape.up_conv2d(y, channels)), channels)
         return (*skips, z) if skips else z
@@ -179,5 +179,5 @@ def _two_convolutions(tape: Tape, x: Tensor, channels: int) -> Tensor:
 
 def _one(x: Tensors) -> Tensor:
     if not isinstance(x, Tensor):
-        raise PlanError(f"this layer takes one tensor, and {len(x)} came")
+        raise InputError(f"this layer takes one tensor, and {len(x)} came")
     return x

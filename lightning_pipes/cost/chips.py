@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lightning_pipes.cost.named import known
 from lightning_pipes.cost.shapes import Operation
-from lightning_pipes.ir import PlanError, check_type, shown
+from lightning_pipes.ir import InputError, check_type, shown
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -69,12 +69,12 @@ def dtype_named(name: str, chip: Chip) -> str:
     """The type of numbers under its full name.
 
     Raises:
-        PlanError: nobody knows it, or the chip has no figure for it.
+        InputError: nobody knows it, or the chip has no figure for it.
     """
     check_type("dtype", name, str)
     full = _ALIASES.get(name, name)
     if full not in chip.flops:
-        raise PlanError(f"{chip.name} has no figures for dtype {shown(name)}; it has {', '.join(chip.flops)}")
+        raise InputError(f"{chip.name} has no figures for dtype {shown(name)}; it has {', '.join(chip.flops)}")
     return full
 
 
@@ -105,6 +105,6 @@ def chip_named(name: str) -> Chip:
     """A device by its name.
 
     Raises:
-        PlanError: there is none; lists those that there are.
+        InputError: there is none; lists those that there are.
     """
     return known(CHIPS, name, "device")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lightning_pipes.ir import MOST_STAGES, PlanError, check_count, check_fields
+from lightning_pipes.ir import MOST_STAGES, InputError, check_count, check_fields
 
 LONGEST = 1e9
 """Seconds, thirty years: nanoseconds are counted in 64 bits, and many such times have to fit."""
@@ -31,7 +31,7 @@ class Link:
             the order in which messages are complete; without a name a link has a wire of its own.
 
     Raises:
-        PlanError: a bandwidth that is not positive, a peak below it, or a negative latency, burst or number.
+        InputError: a bandwidth that is not positive, a peak below it, or a negative latency, burst or number.
     """
 
     bandwidth: float = math.inf
@@ -44,11 +44,11 @@ class Link:
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.bandwidth > 0 or not 0 <= self.latency < math.inf:
-            raise PlanError(f"a link needs bandwidth > 0 and a finite latency >= 0, got {self}")
+            raise InputError(f"a link needs bandwidth > 0 and a finite latency >= 0, got {self}")
         if not 0 <= self.burst < math.inf or self.peak < self.bandwidth or self.posted < 0:
-            raise PlanError(f"a link needs a finite burst >= 0, a peak >= its bandwidth and posted >= 0, got {self}")
+            raise InputError(f"a link needs a finite burst >= 0, a peak >= its bandwidth and posted >= 0, got {self}")
         if self.latency >= LONGEST or self.savings >= LONGEST:
-            raise PlanError(f"a link's latency, and burst / bandwidth, are below {LONGEST:g} s; got {self}")
+            raise InputError(f"a link's latency, and burst / bandwidth, are below {LONGEST:g} s; got {self}")
 
     def seconds(self, size: float) -> float:
         """Seconds that a message of `size` bytes occupies the link at its bandwidth, latency not counted."""
@@ -79,7 +79,7 @@ class Device:
         host: devices of one host are joined by the cluster's inner link.
 
     Raises:
-        PlanError: a speed that is not positive and finite, or less than no memory.
+        InputError: a speed that is not positive and finite, or less than no memory.
     """
 
     memory: int | None = None
@@ -89,9 +89,9 @@ class Device:
     def __post_init__(self) -> None:
         check_fields(self)
         if not 0 < self.speed < math.inf:
-            raise PlanError(f"a device needs a finite speed > 0, got {self.speed}")
+            raise InputError(f"a device needs a finite speed > 0, got {self.speed}")
         if self.memory is not None and self.memory < 0:
-            raise PlanError(f"a device needs memory >= 0 bytes, or None for no limit, got memory={self.memory}")
+            raise InputError(f"a device needs memory >= 0 bytes, or None for no limit, got memory={self.memory}")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Cluster:
             has `between` to itself.
 
     Raises:
-        PlanError: no devices, more of them than a plan can have stages, or an exception for a rank that has none.
+        InputError: no devices, more of them than a plan can have stages, or an exception for a rank that has none.
     """
 
     devices: tuple[Device, ...]
@@ -119,10 +119,10 @@ class Cluster:
         check_fields(self)
         n = len(self.devices)
         if not n:
-            raise PlanError("a cluster needs at least one device, got none")
+            raise InputError("a cluster needs at least one device, got none")
         for pair in self.links:
             if not 0 <= min(pair) <= max(pair) < n:
-                raise PlanError(f"links: {pair} are no two of the ranks 0 to {n - 1}")
+                raise InputError(f"links: {pair} are no two of the ranks 0 to {n - 1}")
 
     @classmethod
     def homogeneous(
@@ -131,7 +131,7 @@ class Cluster:
         """Equal devices, those of one host in a row.
 
         Raises:
-            PlanError: no hosts or no devices, or more of them than a plan can have stages.
+            InputError: no hosts or no devices, or more of them than a plan can have stages.
         """
         hosts = check_count("hosts", hosts, most=MOST_STAGES)
         check_count("devices_per_host", devices_per_host, most=MOST_STAGES // hosts)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lightning_pipes.cost.cluster import FREE, Cluster, Link
 from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds, named
-from lightning_pipes.ir import PlanError, shown
+from lightning_pipes.ir import InputError, shown
 
 LinkSettings = Mapping[str, str | float]
 """`bandwidth` and `latency`, such as "12.5GB/s" and "10us"."""
@@ -27,7 +27,7 @@ def make_cluster(
         between: the link between two devices of different hosts; free by default.
 
     Raises:
-        PlanError: no hosts or devices, or a unit that nobody knows; names the setting.
+        InputError: no hosts or devices, or a unit that nobody knows; names the setting.
     """
     size = None if memory is None else named("memory", as_bytes, memory)
     return Cluster.homogeneous(hosts, devices_per_host, size, _link("inside", inside), _link("between", between))
@@ -37,9 +37,9 @@ def _link(name: str, settings: LinkSettings | None) -> Link:
     if settings is None:
         return FREE
     if not isinstance(settings, Mapping):
-        raise PlanError(f"{name} must be a mapping with bandwidth and latency, got {shown(settings)}")
+        raise InputError(f"{name} must be a mapping with bandwidth and latency, got {shown(settings)}")
     unknown = sorted(map(str, set(settings) - {"bandwidth", "latency"}))
     if unknown:
-        raise PlanError(f"{name}.{unknown[0]}: a link has bandwidth and latency")
+        raise InputError(f"{name}.{unknown[0]}: a link has bandwidth and latency")
     bandwidth = named(f"{name}.bandwidth", as_rate, settings.get("bandwidth", "inf"))
     return Link(bandwidth, named(f"{name}.latency", as_seconds, settings.get("latency", 0.0)))

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost.cluster import Cluster, Link
-from lightning_pipes.ir import PlanError, check_count, check_fields, check_type, shown
+from lightning_pipes.ir import InputError, check_count, check_fields, check_type, shown
 
 Array = npt.NDArray[np.float64]
 BUCKET_BYTES = 25 * 2**20
@@ -27,7 +27,7 @@ class Deployment:
         rings: of each rank, the slowest link of the ring that it forms with the same rank of the other replicas.
 
     Raises:
-        PlanError: no replicas, or rings that are not one for each rank.
+        InputError: no replicas, or rings that are not one for each rank.
     """
 
     pipeline: Cluster
@@ -38,7 +38,7 @@ class Deployment:
         check_fields(self)
         check_count("replicas", self.replicas)
         if self.replicas > 1 and len(self.rings) != len(self.pipeline.devices):
-            raise PlanError(
+            raise InputError(
                 f"{shown(self.replicas)} replicas need a ring for each of {len(self.pipeline.devices)} ranks"
             )
 
@@ -52,19 +52,19 @@ class Deployment:
                 round.
 
         Raises:
-            PlanError: too few devices, or another word.
+            InputError: too few devices, or another word.
         """
         check_type("cluster", cluster, Cluster)
         check_count("ranks", ranks)
         check_count("replicas", replicas)
         check_type("neighbours", neighbours, str)
         if ranks * replicas > len(cluster.devices):
-            raise PlanError(
+            raise InputError(
                 f"{shown(replicas)} replicas of {shown(ranks)} ranks need {shown(ranks * replicas)} devices, and the "
                 f"cluster has {len(cluster.devices)}; use fewer ranks or replicas"
             )
         if neighbours not in ("ranks", "replicas"):
-            raise PlanError(f"neighbours are 'ranks' or 'replicas', got {neighbours!r}")
+            raise InputError(f"neighbours are 'ranks' or 'replicas', got {neighbours!r}")
         first, next_ = (ranks, 1) if neighbours == "ranks" else (1, replicas)
         pipelines = [[first * replica + next_ * rank for rank in range(ranks)] for replica in range(replicas)]
         rings = [_ring(cluster, places) for places in zip(*pipelines, strict=True)] if replicas > 1 else []

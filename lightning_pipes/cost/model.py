@@ -17,11 +17,11 @@ from lightning_pipes.ir import (
     MOST_STAGES,
     RECEIVES,
     SENDS,
+    InputError,
     Instruction,
     Kind,
     Pass,
     Plan,
-    PlanError,
     check_count,
     check_fields,
     check_number,
@@ -100,7 +100,7 @@ class CostModel:
         overhead: seconds that a rank spends before each computation once its inputs are there.
 
     Raises:
-        PlanError: a negative or infinite number, rows that do not ascend, or tables of different lengths.
+        InputError: a negative or infinite number, rows that do not ascend, or tables of different lengths.
     """
 
     seconds: Mapping[tuple[Kind, int], Table] = field(hash=False)
@@ -128,7 +128,7 @@ class CostModel:
         for (kind, stage), table in self.seconds.items():
             rows = [r for r, _ in table]
             if not table or rows != sorted(set(rows)) or not all(0 <= t < math.inf for _, t in table):
-                raise PlanError(
+                raise InputError(
                     f"seconds of {kind}{stage} need ascending rows and times that are finite and not negative, got "
                     f"{shown(table)}"
                 )
@@ -137,12 +137,12 @@ class CostModel:
         for name, entries in lengths.items():
             got = getattr(self, name)
             if got and (len(got) != entries or not all(0 <= size < math.inf for size in got)):
-                raise PlanError(f"{name} needs {entries} finite numbers >= 0 for {n} stages, got {shown(got)}")
+                raise InputError(f"{name} needs {entries} finite numbers >= 0 for {n} stages, got {shown(got)}")
         if not all(isinstance(link, Link) for link in self.links.values()):
             raise TypeError
         check_number("overhead", self.overhead, "finite seconds, not negative", lambda x: 0 <= x < math.inf)
         if self.waiting_messages < 0:
-            raise PlanError(f"waiting_messages count from 0, got {shown(self.waiting_messages)}")
+            raise InputError(f"waiting_messages count from 0, got {shown(self.waiting_messages)}")
 
     @classmethod
     def uniform(
@@ -165,7 +165,7 @@ class CostModel:
         long. `message_bytes` and `activation_bytes` are per row.
 
         Raises:
-            PlanError: no stages, or what `CostModel` refuses.
+            InputError: no stages, or what `CostModel` refuses.
         """
         check_count("stages", stages, most=MOST_STAGES)
         if rows is not None:
@@ -202,7 +202,7 @@ class CostModel:
         transfers were recorded, links have no bucket: what they took shows what it did.
 
         Raises:
-            PlanError: nothing was recorded.
+            InputError: nothing was recorded.
         """
         base = base or cls({})
         computed: list[tuple[Instruction, int, Plan]] = []
@@ -218,7 +218,7 @@ class CostModel:
                     sent[i.kind, i.stage][i.span.rows].append(max(0, end - start - latency))
         seen = {**times_of_passes(computed), **sent}
         if not seen:
-            raise PlanError("a cost model can't be measured from timelines without events")
+            raise InputError("a cost model can't be measured from timelines without events")
         tables = {key: {rows: median(times) / 1e9 for rows, times in by.items()} for key, by in seen.items()}
         for (kind, _), points in tables.items():
             if len(points) == 1 and kind is not Kind.STEP:
@@ -249,14 +249,14 @@ class CostModel:
         """Seconds of one computation, or that one send occupies its link where that was given or measured.
 
         Raises:
-            PlanError: the model does not know this kind on this stage.
+            InputError: the model does not know this kind on this stage.
         """
         table = self.seconds.get((kind, stage))
         if table is None:
             if kind is Kind.STEP:
                 return 0.0
             known = ", ".join(sorted({f"{k}{s}" for k, s in self.seconds})) or "nothing"
-            raise PlanError(f"the cost model has no time of {kind} on stage {stage}; it knows {known}")
+            raise InputError(f"the cost model has no time of {kind} on stage {stage}; it knows {known}")
         return at_rows(table, rows)
 
     @property
@@ -377,7 +377,7 @@ def times_of_passes(
 
 def _ns(seconds: float) -> int:
     if not seconds < LONGEST:
-        raise PlanError(f"{seconds:g} s are more than can be simulated; look for a unit that is wrong, or a slow link")
+        raise InputError(f"{seconds:g} s are more than can be simulated; look for a unit that is wrong, or a slow link")
     return round(seconds * 1e9)
 
 

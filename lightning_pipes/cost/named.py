@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
-from lightning_pipes.ir import PlanError, check_type, shown
+from lightning_pipes.ir import InputError, check_type, shown
 
 _T = TypeVar("_T")
 
@@ -15,7 +15,7 @@ def known(things: Mapping[str, _T], name: str, what: str) -> _T:
     """The entry `name`, however it is capitalised.
 
     Raises:
-        PlanError: there is none; says which there are, and which was meant if that is clear.
+        InputError: there is none; says which there are, and which was meant if that is clear.
     """
     check_type(what, name, str)
     folded = {each.casefold(): each for each in things}
@@ -23,4 +23,4 @@ def known(things: Mapping[str, _T], name: str, what: str) -> _T:
         return things[folded[name.casefold()]]
     close = difflib.get_close_matches(name.casefold(), folded, n=1)
     hint = f"; did you mean {folded[close[0]]!r}?" if close else "."
-    raise PlanError(f"there is no {what} called {shown(name)}{hint} There is: {', '.join(things)}")
+    raise InputError(f"there is no {what} called {shown(name)}{hint} There is: {', '.join(things)}")

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_pipes.cost.columns import Columns
 from lightning_pipes.cost.model import CostModel, Table, at_rows
 from lightning_pipes.cost.written import check_written, read_object
-from lightning_pipes.ir import MOST_STAGES, Kind, PlanError, Span, check_fields, check_number, shown
+from lightning_pipes.ir import MOST_STAGES, InputError, Kind, Span, check_fields, check_number, shown
 from lightning_pipes.ir.checks import hints
 
 FORMAT = 1
@@ -42,7 +42,7 @@ class LayerProfile:
         working: bytes that it needs besides while it runs, forward or backward, whichever is more.
 
     Raises:
-        PlanError: a negative or infinite number, or rows that do not ascend.
+        InputError: a negative or infinite number, or rows that do not ascend.
     """
 
     name: str
@@ -70,7 +70,7 @@ class LayerProfile:
                     or min(rows, default=0) < 0
                     or not all(0 <= x < math.inf for _, x in value)
                 ):
-                    raise PlanError(
+                    raise InputError(
                         f"{where}: {name} needs ascending rows and finite numbers, none negative, got {shown(value)}"
                     )
             elif not isinstance(value, str | bool):
@@ -91,7 +91,7 @@ class ModelProfile:
         source: how it came about: "measured", or the formula.
 
     Raises:
-        PlanError: no layers.
+        InputError: no layers.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -106,7 +106,7 @@ class ModelProfile:
     def __post_init__(self) -> None:
         check_fields(self)
         if not 0 < len(self.layers) <= MOST_LAYERS:
-            raise PlanError(f"a profile has 1 to {MOST_LAYERS} layers, got {len(self.layers)}")
+            raise InputError(f"a profile has 1 to {MOST_LAYERS} layers, got {len(self.layers)}")
         check_number("overhead", self.overhead, "finite seconds, not negative", lambda x: 0 <= x < math.inf)
         check_number("widened", self.widened, "finite and above 0", lambda x: 0 < x < math.inf)
 
@@ -120,7 +120,7 @@ class ModelProfile:
         """Seconds of one computation of a layer; STEP has no rows.
 
         Raises:
-            PlanError: I or W, which were not measured.
+            InputError: I or W, which were not measured.
         """
         found = self.layers[layer]
         if kind is Kind.STEP:
@@ -224,7 +224,7 @@ class ModelProfile:
         """The profile of `data`, after its way through JSON.
 
         Raises:
-            PlanError: it is another object, or damaged.
+            InputError: it is another object, or damaged.
         """
         kinds = {"format": int, **hints(cls), "layers": list[Any], "before": Any, "after": Any}
         parts = check_written("profile", found, kinds, optional=_defaults(cls) | {"format"})
@@ -242,15 +242,15 @@ class ModelProfile:
         """Reads what `save` wrote.
 
         Raises:
-            PlanError: the file is no profile, or of a format that this version does not read.
+            InputError: the file is no profile, or of a format that this version does not read.
         """
         try:
             found = read_object(path)
             if found.get("format", FORMAT) == FORMAT:
                 return cls.of_data(found)
-        except PlanError as error:
-            raise PlanError(f"{path} is no profile that `lightning-pipes profile` wrote: {error}") from error
-        raise PlanError(f"{path} has format {shown(found['format'])}, this version reads {FORMAT}; profile again")
+        except InputError as error:
+            raise InputError(f"{path} is no profile that `lightning-pipes profile` wrote: {error}") from error
+        raise InputError(f"{path} has format {shown(found['format'])}, this version reads {FORMAT}; profile again")
 
 
 _TIMES = ("forward", "backward", "input_backward", "weight_backward")
@@ -291,7 +291,7 @@ def _table(layer: LayerProfile, kind: Kind) -> Table:
         return layer.backward if kind is Kind.I else ((1, 0.0),)
     table = layer.input_backward if kind is Kind.I else layer.weight_backward
     if not table:
-        raise PlanError(
+        raise InputError(
             f"the profile of layer {layer.name!r} has no times of {kind}; measure them with split=True, "
             "or choose a schedule with full backwards"
         )

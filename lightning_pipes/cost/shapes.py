@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import InputError
 
 FLOAT32 = 4
 INT64 = 8
@@ -321,7 +321,7 @@ class Tape:
 
     def _new(self, *shape: int) -> Tensor:
         if min(shape) < 1:
-            raise PlanError(f"an operation would give a tensor of shape {shape}; its input is too small")
+            raise InputError(f"an operation would give a tensor of shape {shape}; its input is too small")
         return Tensor(shape, self.itemsize)
 
     def _note(

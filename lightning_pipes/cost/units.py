@@ -9,7 +9,7 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any, TypeVar
 
-from lightning_pipes.ir import PlanError, shown
+from lightning_pipes.ir import InputError, shown
 
 _T = TypeVar("_T")
 MOST = 1e30
@@ -28,11 +28,11 @@ def as_bytes(value: str | float) -> int:
     """Whole bytes: `"16GiB"` is 16 * 2**30, `"16GB"` 16e9; a number is bytes.
 
     Raises:
-        PlanError: anything else, a negative or an infinite size.
+        InputError: anything else, a negative or an infinite size.
     """
     found = _number(value, _BYTES, "a size", "16GiB")
     if not math.isfinite(found):
-        raise PlanError(f"a size has to be finite, got {shown(value)}")
+        raise InputError(f"a size has to be finite, got {shown(value)}")
     return round(found)
 
 
@@ -40,11 +40,11 @@ def as_rate(value: str | float) -> float:
     """Bytes per second: `"12.5GB/s"` and `"100Gbit/s"` are the same; a number is bytes per second, `"inf"` free.
 
     Raises:
-        PlanError: anything else, or a rate that is not positive.
+        InputError: anything else, or a rate that is not positive.
     """
     found = _number(value, _RATES, "a rate", "12.5GB/s")
     if not found:
-        raise PlanError(f"a rate has to be positive, got {shown(value)}")
+        raise InputError(f"a rate has to be positive, got {shown(value)}")
     return found
 
 
@@ -52,11 +52,11 @@ def as_seconds(value: str | float) -> float:
     """Seconds: `"10us"` is 1e-5; a number is seconds.
 
     Raises:
-        PlanError: anything else, or a negative or infinite time.
+        InputError: anything else, or a negative or infinite time.
     """
     found = _number(value, _SECONDS, "a time", "10us")
     if not math.isfinite(found):
-        raise PlanError(f"a time has to be finite, got {shown(value)}")
+        raise InputError(f"a time has to be finite, got {shown(value)}")
     return found
 
 
@@ -64,16 +64,16 @@ def named(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
     """`value`, read by a function above; its errors begin with the name of the setting.
 
     Raises:
-        PlanError: it can't be read.
+        InputError: it can't be read.
     """
     try:
         return parse(value)
-    except PlanError as error:
-        raise PlanError(f"{name}: {error}") from None
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
 
 
 def _text(value: object) -> str:
-    """What may be a number with a unit; empty for what can't be one."""
+    """The text that may be a number with a unit; empty where it can't be one."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -88,13 +88,13 @@ def _number(value: str | float, units: Mapping[str, Fraction], what: str, exampl
     match = _NUMBER.fullmatch(_text(value))
     unit = match[2] if match else None
     if match is None or (unit and unit not in units) or float(match[1]) < 0:
-        raise PlanError(
+        raise InputError(
             f"{shown(value)} is not {what}; write it as {example}, or as a plain number. Units: {', '.join(units)}"
         )
     if match[1].endswith("inf"):
         return math.inf
     if not MOST > float(match[1]) > 1 / MOST:  # as a fraction it might have a billion digits
         if float(match[1]):
-            raise PlanError(f"{shown(value)} is not {what} between {1 / MOST:g} and {MOST:g}")
+            raise InputError(f"{shown(value)} is not {what} between {1 / MOST:g} and {MOST:g}")
         return 0.0
     return float(Fraction(match[1]) * (units[unit] if unit else 1))  # a fraction, so that 10us is 1e-5 to the last bit

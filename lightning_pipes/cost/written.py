@@ -7,21 +7,21 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_pipes.ir import PlanError, check_type, shown
+from lightning_pipes.ir import InputError, check_type, shown
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
     """The one object in a file.
 
     Raises:
-        PlanError: there is no such file, or something else in it.
+        InputError: there is no such file, or something else in it.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise PlanError(f"{shown(str(path))} can't be read: {error}") from error
+        raise InputError(f"{shown(str(path))} can't be read: {error}") from error
     if not isinstance(found, dict):
-        raise PlanError(f"{path} holds {shown(found)}, and should hold an object, {{...}}")
+        raise InputError(f"{path} holds {shown(found)}, and should hold an object, {{...}}")
     return found
 
 
@@ -32,13 +32,13 @@ def check_written(what: str, found: object, kinds: Mapping[str, Any], optional: 
         optional: those that may be absent.
 
     Raises:
-        PlanError: an entry is absent, unknown or of another type; names it.
+        InputError: an entry is absent, unknown or of another type; names it.
     """
     entries = check_type(what, found, dict[str, Any])
     lacking = [name for name in kinds if name not in entries and name not in optional]
     if lacking:
-        raise PlanError(f"{what} has no {' and no '.join(map(repr, lacking))}")
+        raise InputError(f"{what} has no {' and no '.join(map(repr, lacking))}")
     unknown = [name for name in entries if name not in kinds]
     if unknown:
-        raise PlanError(f"{what} has {shown(unknown[0])}, which nobody knows here; there is {', '.join(kinds)}")
+        raise InputError(f"{what} has {shown(unknown[0])}, which nobody knows here; there is {', '.join(kinds)}")
     return {name: check_type(f"{what}.{name}", value, kinds[name]) for name, value in entries.items()}

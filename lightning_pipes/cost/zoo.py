@@ -11,7 +11,7 @@ from lightning_pipes.cost.model import Table
 from lightning_pipes.cost.named import known
 from lightning_pipes.cost.profile import LayerProfile, ModelProfile, added
 from lightning_pipes.cost.shapes import FLOAT32, INT64, Layer, LayerShape, Tape, Tensor, shapes
-from lightning_pipes.ir import PlanError, check_type, shown
+from lightning_pipes.ir import InputError, check_type, shown
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -51,7 +51,7 @@ def named_model(name: str) -> Model:
     """A model by its name.
 
     Raises:
-        PlanError: there is none; lists those that there are.
+        InputError: there is none; lists those that there are.
     """
     return known(MODELS, name, "model")
 
@@ -77,7 +77,7 @@ def named_profile(
             `torch.utils.checkpoint` around every layer. A plan's own recompute is of whole stages.
 
     Raises:
-        PlanError: a name that nobody knows; lists what there is.
+        InputError: a name that nobody knows; lists what there is.
     """
     model = named_model(name)
     chip = device if isinstance(device, Chip) else chip_named(device)
@@ -86,7 +86,7 @@ def named_profile(
     check_type("recompute", recompute, bool)
     check_type("rows", rows, Sequence[int])
     if not rows or sorted(set(rows)) != list(rows) or rows[0] < 1:
-        raise PlanError(f"rows ascend from 1 or more, got {shown(rows)}")
+        raise InputError(f"rows ascend from 1 or more, got {shown(rows)}")
     given = model.shapes(ITEMSIZE[dtype], 1 if chip.byte_masks else ITEMSIZE[dtype])
     *layers, loss = (_profile(shape, chip, rows, dtype, kept) for shape in given)
     if recompute:

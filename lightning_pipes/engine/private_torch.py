@@ -36,7 +36,7 @@ def has_accumulate_hooks(tensor: torch.Tensor) -> bool:
 
 
 def saved_tensors(node: Any) -> Iterator[Any]:
-    """What a node of the graph has saved for its backward."""
+    """The tensors that a node of the graph has saved for its backward."""
     for name in _saved_names(type(node)):  # type: ignore[arg-type]
         value = getattr(node, name)
         if isinstance(value, (tuple, list)):

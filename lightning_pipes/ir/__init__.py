@@ -4,9 +4,9 @@ Standard library only. Everything here is frozen; state lives in the engine and 
 """
 
 from lightning_pipes.ir.checks import check_count, check_fields, check_number, check_type, shown
-from lightning_pipes.ir.deadlock import deadlock
+from lightning_pipes.ir.deadlock import deadlock, grid
 from lightning_pipes.ir.dependencies import DependencyTracker, needs
-from lightning_pipes.ir.errors import DeadlockError, PipelineError, PlanError, ProgramError
+from lightning_pipes.ir.errors import DeadlockError, InputError, PipelineError, PlanError, ProgramError
 from lightning_pipes.ir.instruction import (
     COMPUTE,
     RECEIVES,
@@ -55,6 +55,7 @@ __all__ = [
     "F",
     "Facts",
     "I",
+    "InputError",
     "Instruction",
     "Kind",
     "Pass",
@@ -80,6 +81,7 @@ __all__ = [
     "check_placement",
     "check_type",
     "deadlock",
+    "grid",
     "even_spans",
     "graphs",
     "has_room",

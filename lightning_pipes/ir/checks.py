@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.errors import InputError
 
 _T = TypeVar("_T")
 _SHOWN = 80
@@ -36,15 +36,15 @@ def check_count(what: str, value: object, hint: str = "", most: int | None = Non
     """`value`, which counts something there is one of at least; `hint` ends the sentence if it does not.
 
     Raises:
-        PlanError: it is no whole number, less than one, or more than `most`.
+        InputError: it is no whole number, less than one, or more than `most`.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise PlanError(f"{what} must be a whole number, got {shown(value)}{hint}")
+        raise InputError(f"{what} must be a whole number, got {shown(value)}{hint}")
     value = int(value)
     if value < 1:
-        raise PlanError(f"{what} must be at least 1, got {shown(value)}{hint}")
+        raise InputError(f"{what} must be at least 1, got {shown(value)}{hint}")
     if most is not None and value > most:
-        raise PlanError(f"{what} must be at most {most}, got {shown(value)}{hint}")
+        raise InputError(f"{what} must be at most {most}, got {shown(value)}{hint}")
     return value
 
 
@@ -57,10 +57,10 @@ def check_number(
         needs: what it must be, in words.
 
     Raises:
-        PlanError: it is none.
+        InputError: it is none.
     """
     if not _is_number(value) or not fits(value):  # type: ignore[arg-type]
-        raise PlanError(f"{what} must be {needs}, got {shown(value)}{hint}")
+        raise InputError(f"{what} must be {needs}, got {shown(value)}{hint}")
     return value  # type: ignore[return-value]
 
 
@@ -71,11 +71,11 @@ def check_type(what: str, value: object, hint: Any) -> Any:
     sequences, mappings, functions and classes. NaN is no number, True no whole one.
 
     Raises:
-        PlanError: it is not; says which part.
+        InputError: it is not; says which part.
     """
     made, wrong = _read(what, value, hint)
     if wrong:
-        raise PlanError(wrong)
+        raise InputError(wrong)
     return made
 
 
@@ -86,7 +86,7 @@ def check_fields(made: Any, entries: bool = True) -> None:
         entries: look at those of tuples and mappings too, of which there may be a million.
 
     Raises:
-        PlanError: one has another type.
+        InputError: one has another type.
     """
     for name, hint in hints(type(made)).items():
         value = getattr(made, name)

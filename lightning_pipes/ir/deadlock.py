@@ -1,7 +1,9 @@
-"""Deadlocks, drawn: what every rank has done so far, and what it waits for.
+"""Deadlocks, drawn: what every rank has run, in steps, above what it waits for.
 
-rank 0 | F0[0:1] F0[1:2]         | waits at B0[0:1] for B1[0:1]
-rank 1 |         F1[0:1] B1[1:2] | waits at F1[1:2] for B0[1:2]
+the ranks wait for each other: rank 0 waits at RB0[0:1] for SB1[0:1]; rank 1 waits at RF1[1:2] for SF0[1:2]; so far
+ran
+rank 0 | F0[0:1]
+rank 1 |         F1[0:1]
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from lightning_pipes.ir.dependencies import needs
 from lightning_pipes.ir.errors import DeadlockError
-from lightning_pipes.ir.instruction import COMPUTE, Instruction
+from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, Instruction, send_of
 from lightning_pipes.ir.plan import Plan
 
 COLUMNS = 6
@@ -18,17 +20,30 @@ COLUMNS = 6
 
 
 def deadlock(done: Iterable[Instruction], stuck: Mapping[int, Instruction], plan: Plan) -> DeadlockError:
-    """The error for ranks that wait for each other, with a row for each rank and a column for each step in which
-    something could run.
+    """The error for ranks that wait for each other, with the `grid` of what has run.
 
     Args:
         done: what has run, in an order in which it could.
         stuck: what each rank that is not through waits at.
     """
+    ran = dict.fromkeys(done)
+    waits = []
+    for rank, i in sorted(stuck.items()):
+        missing = ", ".join(str(n) for n in needs(i, plan) if n not in ran)
+        waits.append(f"rank {rank} waits at {i} for {missing}")
+    return DeadlockError(f"the ranks wait for each other: {'; '.join(waits)}; so far ran\n{grid(ran, plan)}")
+
+
+def grid(done: Iterable[Instruction], plan: Plan) -> str:
+    """A row for each rank and a column for each step in which something could run, the last ones.
+
+    Args:
+        done: what has run, in an order in which it could. Receives may be left out where sends are there.
+    """
     steps: dict[Instruction, int] = {}
     last = [-1] * plan.n_ranks
     for i in done:
-        rank, before = plan.ranks[i.stage], max([-1, *(steps[n] for n in needs(i, plan) if n in steps)])
+        rank, before = plan.ranks[i.stage], max([-1, *(steps.get(n, _sent(n, steps)) for n in needs(i, plan))])
         if i.kind in COMPUTE:
             last[rank] = steps[i] = 1 + max(last[rank], before)
         else:
@@ -37,11 +52,13 @@ def deadlock(done: Iterable[Instruction], stuck: Mapping[int, Instruction], plan
     cells = {(plan.ranks[i.stage], step): str(i) for i, step in steps.items() if i.kind in COMPUTE and step >= first}
     columns = range(first, max(last) + 1)
     widths = [max(len(text) for (_, at), text in cells.items() if at == step) for step in columns]
-    waits, rows = [], []
+    rows = []
     for rank in range(plan.n_ranks):
         row = " ".join(cells.get((rank, at), "").ljust(width) for at, width in zip(columns, widths, strict=True))
         rows.append(f"rank {rank} | {'... ' if first else ''}{row}".rstrip())
-        if rank in stuck:
-            missing = ", ".join(str(n) for n in needs(stuck[rank], plan) if n not in steps)
-            waits.append(f"rank {rank} waits at {stuck[rank]} for {missing}")
-    return DeadlockError("\n".join([f"the ranks wait for each other: {'; '.join(waits)}; so far ran", *rows]))
+    return "\n".join(rows)
+
+
+def _sent(i: Instruction, steps: Mapping[Instruction, int]) -> int:
+    """The step after which a message was sent; -1 where `i` is none, or was not."""
+    return steps.get(send_of(i), -1) if i.kind in RECEIVES else -1

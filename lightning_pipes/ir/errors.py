@@ -9,6 +9,13 @@ class PlanError(PipelineError):
     """A plan can't be made or carried out: stages, spans, memory or versions do not fit."""
 
 
+class InputError(PlanError):
+    """Something that was given can't be used: a setting, an argument, a file, a number, a unit, a name.
+
+    It is a PlanError for those who catch all that is wrong before anything runs.
+    """
+
+
 class ProgramError(PipelineError):
     """A program is not a correct order of its plan: something is missing, twice, unpaired or too early."""
 

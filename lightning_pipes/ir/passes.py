@@ -1,4 +1,4 @@
-"""What one computation runs where forward and backward of its stage cut a batch differently.
+"""The runs of one computation where forward and backward of its stage cut a batch differently.
 
 Autograd frees a graph when it has been differentiated. So samples that belong to different forwards, or to different
 backwards, need graphs of their own:
@@ -43,7 +43,7 @@ def graphs(i: Instruction, plan: Plan) -> Spans:
 
 
 def passes(i: Instruction, plan: Plan) -> tuple[Pass, ...]:
-    """What the computation `i` runs, one after the other; see `Plan.recompute` and `Plan.whole_forward`."""
+    """The runs of the computation `i`, one after the other; see `Plan.recompute` and `Plan.whole_forward`."""
     if i.kind is Kind.STEP:
         return (Pass(0, False),)
     again = bool(plan.recompute) and plan.recompute[i.stage]
@@ -60,7 +60,7 @@ def passes(i: Instruction, plan: Plan) -> tuple[Pass, ...]:
 
 
 def alike(i: Instruction, plan: Plan) -> Alike:
-    """What computations of one kind, stage, job and batch have in common where they cost the same."""
+    """A value that computations of one kind, stage, job and batch have in common if they cost the same."""
     cut = plan.jobs[i.job]
     return i.span.rows if cut.forward[i.stage] is cut.backward[i.stage] else passes(i, plan)
 

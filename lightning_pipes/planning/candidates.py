@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import Cut, Kind, Plan, PlanError, Policy, Schedule, prepared
+from lightning_pipes.ir import Cut, InputError, Kind, Plan, Policy, Schedule, prepared
 from lightning_pipes.planning.memory import stage_peak
 from lightning_pipes.planning.planner import EvenPlanner, planner_of
 from lightning_pipes.planning.wording import schedule_label
@@ -56,7 +56,7 @@ class TuningPlanner(EvenPlanner):
             sizes: samples of a micro-batch to choose from; by default the plan's own.
 
         Raises:
-            PlanError: nothing fits; names the stage and what is missing.
+            InputError: nothing fits; names the stage and what is missing.
         """
 
 
@@ -64,11 +64,11 @@ def tuning_planner(schedule: Schedule | Policy) -> TuningPlanner:
     """The planner of a schedule that can change while a run goes on.
 
     Raises:
-        PlanError: it can't.
+        InputError: it can't.
     """
     planner = planner_of(schedule)
     if not isinstance(planner, TuningPlanner):
-        raise PlanError(f"schedule {schedule.name} does not say what to change to; begin with 'kfkb'")
+        raise InputError(f"schedule {schedule.name} does not say what to change to; begin with 'kfkb'")
     return planner
 
 
@@ -77,10 +77,10 @@ def cut_into(plan: Plan, size: int) -> Plan:
     """The same plan with micro-batches of `size` samples at most, as even as can be: ceil(rows / size) of them.
 
     Raises:
-        PlanError: the plan has several jobs, or a size that is not positive.
+        InputError: the plan has several jobs, or a size that is not positive.
     """
     if len(plan.jobs) > 1 or size < 1:
-        raise PlanError(f"micro-batches of {size} samples for {len(plan.jobs)} jobs; needs at least 1, for one job")
+        raise InputError(f"micro-batches of {size} samples for {len(plan.jobs)} jobs; needs at least 1, for one job")
     rows = plan.jobs[0].rows
     cut = Cut.even(rows, -(-rows // size), plan.n_stages)
     return plan if plan.jobs == (cut,) else replace(plan, jobs=(cut,))
@@ -97,7 +97,7 @@ def candidate(
     return Candidate(schedule, prepared(plan, schedule), peak)
 
 
-def nothing_fits(plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[int]) -> PlanError:
+def nothing_fits(plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[int]) -> InputError:
     """The error for when not even stages that hold so few micro-batches fit: names the one that lacks most."""
     limits = limits_of(memory_limit, plan.n_ranks)
     m = len(plan.spans(Kind.F, 0))
@@ -105,7 +105,7 @@ def nothing_fits(plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[i
     stage = max(range(plan.n_stages), key=lambda s: peaks[s] - limits[s])
     resident = costs.resident(stage, plan)
     rows = max(span.rows for span in plan.spans(Kind.F, stage))
-    return PlanError(
+    return InputError(
         f"stage {stage} needs {bytes_text(peaks[stage])} and may have {bytes_text(limits[stage])}: "
         f"{bytes_text(peaks[stage] - limits[stage])} are missing with 1F1B and micro-batches of {rows} "
         f"sample{'s' if rows > 1 else ''} (weights and states {bytes_text(resident)}, activations "

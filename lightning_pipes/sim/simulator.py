@@ -7,13 +7,13 @@ from itertools import repeat
 import numpy as np
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import Instruction, Plan, PlanError, Policy, Program
+from lightning_pipes.ir import InputError, Instruction, Plan, Policy, Program
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.loops.dispatch import dispatch
-from lightning_pipes.sim.loops.machine import Array
 from lightning_pipes.sim.loops.memory import Bytes, Limit, peaks
 from lightning_pipes.sim.loops.operations import Operations, Timed
 from lightning_pipes.sim.loops.static import compiled, ends_under, run
+from lightning_pipes.sim.loops.tables import Array
 from lightning_pipes.sim.loops.window import opened
 from lightning_pipes.sim.timeline import Timeline
 
@@ -43,7 +43,7 @@ def simulate(
 
     Raises:
         DeadlockError: ranks wait for each other, for memory, or for a policy that picks nothing; names who and what.
-        PlanError: the costs do not know some stage, or the weights alone exceed the limit.
+        InputError: the costs do not know some stage, or the weights alone exceed the limit.
         TypeError: neither a program nor a policy.
     """
     if isinstance(order, Program):
@@ -55,7 +55,7 @@ def simulate(
         raise TypeError(f"simulate takes a Program or a Policy, got {order!r}; a schedule's is schedule.program(plan)")
     queues = opened(plan, batches or plan.batches)
     ran = dispatch(order, queues, costs, Bytes.of(queues, plan, costs, memory_limit), blocking_sends)
-    return _timeline(queues, ran.timed, tuple(map(int, ran.peak)), order.name)
+    return _timeline(queues, ran.timed, tuple(map(int, ran.held.peak)), order.name)
 
 
 def makespan(order: Program | Policy, plan: Plan, costs: Costs, *, blocking_sends: bool = False) -> int:
@@ -67,7 +67,7 @@ def makespan(order: Program | Policy, plan: Plan, costs: Costs, *, blocking_send
 
     Raises:
         DeadlockError: ranks wait for each other, or for a policy that picks nothing.
-        PlanError: the costs do not know some stage.
+        InputError: the costs do not know some stage.
     """
     return Rehearsal(order, plan).makespan(costs, blocking_sends=blocking_sends)
 
@@ -103,11 +103,11 @@ def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, block
 
     Raises:
         DeadlockError: ranks wait for each other.
-        PlanError: the costs do not know some stage, or times of another shape or type.
+        InputError: the costs do not know some stage, or times of another shape or type.
     """
     fixed = compiled(program, plan)
     if times.ndim != 2 or times.shape[1] != len(fixed.like) or times.dtype != np.int64:
-        raise PlanError(
+        raise InputError(
             f"times needs int64 nanoseconds in {len(fixed.like)} columns, one for each of priced(program, plan); "
             f"got {times.dtype} in shape {times.shape}"
         )

@@ -88,7 +88,7 @@ def forget_optimizers(strategy: Strategy) -> None:
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
-    """What the module's `device_mesh` is."""
+    """Sets the module's `device_mesh`."""
     module._device_mesh = mesh
 
 
@@ -176,7 +176,7 @@ def in_grad_norm(above: int) -> bool:
 
 
 def before_step(precision: Precision, module: pl.LightningModule, optimizer: Optimizer) -> None:
-    """What Lightning does between backward and step: hooks, and clipping."""
+    """Does what Lightning does between backward and step: hooks, and clipping."""
     precision._after_closure(module, optimizer)
 
 
@@ -207,7 +207,7 @@ class LoaderOfSamples(DataLoader[Any]):
     """A DataLoader whose sampler, or batch sampler, is `wrapped` for the iterators that it makes."""
 
     def wrapped(self, sampler: Iterable[Any]) -> Any:
-        """What iterators take indices from."""
+        """The sampler from which iterators take indices."""
         raise NotImplementedError
 
     def samples(self) -> Any:
@@ -231,8 +231,8 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
 
 
 def training_data(trainer: pl.Trainer) -> Any:
-    """What train_dataloader returns. If Lightning has not asked for it yet it will get the same object when it does,
-    once, so that the hook is not called again; `forget_training_data` takes that back."""
+    """The data that train_dataloader returns. If Lightning has not asked for it yet it will get the same object when it
+    does, once, so that the hook is not called again; `forget_training_data` takes that back."""
     fit = trainer.fit_loop
     if fit._combined_loader is not None:
         return fit._combined_loader.iterables
@@ -364,7 +364,7 @@ def replace_unscale_gradients(
 
 
 def wanted_layer_outputs() -> list[str]:
-    """What a Hugging Face model that is running collects of all its layers by hooks, such as hidden_states."""
+    """The outputs that a running Hugging Face model collects of all its layers by hooks, such as hidden_states."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
     return [] if collector is None else sorted(k for k in collector.get() or () if not k.startswith("_"))

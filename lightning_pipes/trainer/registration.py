@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import InputError
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.trainer.plan.settings import AUTO
 from lightning_pipes.trainer.strategy import PipelineStrategy
@@ -32,7 +32,7 @@ def register_names() -> None:
 
 
 def _refuse_fabric(name: str) -> NoReturn:
-    raise PlanError(
+    raise InputError(
         f"Fabric(strategy={name!r}): a pipeline calls the steps of a LightningModule, and a loop of Fabric's has "
         f"none. Put the loop's body into training_step, and use lightning.pytorch.Trainer(strategy={name!r})"
     )

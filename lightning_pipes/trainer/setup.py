@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -11,21 +12,22 @@ from torch import nn
 from lightning_pipes.engine.compute.rng import replica_seed
 from lightning_pipes.ir import Program
 from lightning_pipes.trainer.loop.connections import Connections
+from lightning_pipes.trainer.loop.part import Part
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut
 from lightning_pipes.trainer.module.hidden_state import HiddenState
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.plan.container import warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
 from lightning_pipes.trainer.plan.decision import Decision, Wanted
-from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
-from lightning_pipes.trainer.ranks.layout import Layout
-from lightning_pipes.trainer.ranks.replicas import BufferSync, Replicas
-from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters, held_once, holders
+from lightning_pipes.trainer.plan.settings import Settings
+from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.ranks import Ranks
+from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.step.steps import Steps
 
 
@@ -35,21 +37,10 @@ class PipelineSetup:
     Args:
         path: the pipelined container in the module.
         connections: to the other ranks.
-        control: what all ranks tell each other.
-        pipeline: the same for those of this pipeline.
-        device: of this rank.
     """
 
     def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        path: str,
-        grid: Grid,
-        connections: Connections,
-        control: Control,
-        pipeline: Control,
-        device: torch.device,
+        self, trainer: pl.Trainer, module: pl.LightningModule, path: str, ranks: Ranks, connections: Connections
     ) -> None:
         full = module.get_submodule(path)
         assert isinstance(full, Layers)
@@ -57,57 +48,50 @@ class PipelineSetup:
         self.full = full
         self._trainer = trainer
         self._module = module
-        self._grid = grid
+        self._ranks = ranks
         self._connections = connections
-        self._control = control
-        self._pipeline = pipeline
-        self._device = device
         warn_about(module, full)
         self._deferred = DeferredWeights(module, path)
 
     def decide(self, wanted: Wanted, plain: Decision, transport: str) -> Decision:
-        """What runs, by what layers take on these devices; `plain` where they are not measured."""
-        deciding = Deciding(
-            self._trainer, self.path, self._grid, self._control, self._pipeline, self._device, transport
-        )
-        made = deciding.decide(wanted, plain)
-        if self._grid.length > 1:
+        """The decision by the times of layers on these devices; `plain` where they are not measured."""
+        made = Deciding(self._trainer, self.path, self._ranks, transport).decide(wanted, plain)
+        if self._ranks.grid.length > 1:
             warn_about_outside(self._module, self.path, made.profile)
         return made
 
     def lay_out(self, decision: Decision) -> None:
         """Looks at the whole module as it will be cut: who holds what."""
-        self._layout = layout = Layout(self._grid, decision.ranks, decision.layers)
+        self.holdings = holdings = Holdings(self._ranks.grid, decision.ranks, decision.layers)
+        holdings.look_at(self._module, self.path)
         self._plans = decision.plans()
         self._plan, order = self._plans.for_rows(self._plans.trial_rows)
         if self._trainer.state.fn == TrainerFn.FITTING and self._plans.microbatches > 1:
             warn_about_pieces(self.full)
         self.endless = isinstance(order, Program) and order.endless
-        self._control.watch.stages = dict(layout.stages_of_processes())
-        self._who = holders(self._module, self.path, layout.place_of_layer, range(self._grid.length))
+        self._ranks.control.watch.stages = dict(holdings.stages_of_processes())
         self._hidden = HiddenState(
             self._module,
             self.path,
-            layout.stage_of_layer,
-            layout.rank_of_layer,
-            self._pipeline,
+            holdings,
+            self._ranks.pipeline,
             self._connections.check_later,
         )
 
     def tied(self) -> list[str]:
         """Names of parameters that several ranks train."""
-        who = self._who
+        who = self.holdings.holders
         return [n for n, p in self._module.named_parameters() if p.requires_grad and len(who.get(id(p), ())) > 1]
 
     def cut(self, seed: int, spread: bool) -> CutModule:
         """The module with the layers of this rank alone; those made on `meta` get values, which depend on `seed`.
         `spread` says whether an earlier run has left the layers of any rank spread out."""
-        local = self._layout.local
+        local = self.holdings.local
         self._interceptor = Interceptor(f"self.{self.path}", loop=isinstance(self.full, nn.ModuleList))
         if spread:
-            check_same_cut(self._module, self.path, local, self._control)
-        self._cut = CutModule(self._module, self.path, local, self._interceptor, self._device)
-        self._deferred.make(local, self._layout.place_of_layer, seed, self._device, self._pipeline)
+            check_same_cut(self._module, self.path, local, self._ranks.control)
+        self._cut = CutModule(self._module, self.path, local, self._interceptor, self._ranks.device)
+        self._deferred.make(local, self.holdings.place_of_layer, seed, self._ranks.device, self._ranks.pipeline)
         return self._cut
 
     def start(
@@ -115,31 +99,21 @@ class PipelineSetup:
         kind: type[PipelineRun],
         replicas: Replicas,
         precision: Precision,
-        seed: int,
-        transport: str,
-        check_loss: bool,
+        settings: Settings,
+        layouts: Sequence[OptimizerLayout],
     ) -> PipelineRun:
         """The run of the cut module, whose weights are on the device by now."""
-        module, layout = self._module, self._layout
-        stages = {s: [self.full[n] for n in range(*layout.layers[s])] for s in self._plan.stages[layout.rank]}
-        alone = held_once(stages.values(), self._who)
-        outside = [p for p in module.parameters() if id(p) not in alone]
-        seed = replica_seed(seed, self._grid.replica)
-        steps = Steps(module, precision, self._interceptor, self._plan, layout.rank, seed, self._device)
+        holdings, ranks, connections = self.holdings, self._ranks, self._connections
+        seed = replica_seed(settings.seed, ranks.grid.replica)
+        bound = connections.turns is not None
         return kind(
             self._trainer,
-            self._cut,
+            ranks,
+            connections,
+            Part(self._cut, holdings, self._hidden, layouts, replicas, ranks, bound),
             self._plans,
-            steps,
-            self._connections,
-            self._pipeline,
-            SharedParameters(outside, self._who, self._grid, self._control),
-            replicas.reducer(stages, alone),
-            BufferSync(module, replicas),
-            self._hidden,
-            layout.global_ranks,
-            self._device,
+            Steps(self._module, precision, self._interceptor, self._plan, holdings.rank, seed, ranks.device),
             seed,
-            transport,
-            check_loss,
+            settings.transport,
+            settings.check_loss,
         )

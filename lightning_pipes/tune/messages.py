@@ -18,7 +18,7 @@ from hydra.errors import (
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.ir import InputError, PipelineError, PlanError
 from lightning_pipes.tune.private_hydra import value_of
 
 HYDRA_RAISES = "HYDRA_FULL_ERROR"  # Hydra then raises instead of printing
@@ -45,13 +45,13 @@ def plain_errors() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-class SettingsError(PlanError, CompactHydraException):
+class SettingsError(InputError, CompactHydraException):
     """Settings that can't be used. Hydra prints the sentence and no traceback, unless HYDRA_FULL_ERROR=1."""
 
 
 @contextmanager
 def for_hydra() -> Iterator[None]:
-    """A PlanError of the block becomes a SettingsError; around what Hydra calls in a launcher or sweeper."""
+    """A InputError of the block becomes a SettingsError; around what Hydra calls in a launcher or sweeper."""
     try:
         yield
     except PlanError as error:
@@ -59,7 +59,7 @@ def for_hydra() -> Iterator[None]:
 
 
 def explain(error: Exception) -> str:
-    """What is wrong in a configuration and how to go on; the text of any other error as it is."""
+    """A text that says what is wrong in a configuration and how to go on; the text of any other error as it is."""
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")

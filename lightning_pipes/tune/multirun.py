@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.arrays.siblings.kinship import KinshipError
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, current_sibling
-from lightning_pipes.ir import PipelineError, PlanError, check_count
+from lightning_pipes.ir import InputError, PipelineError, check_count
 from lightning_pipes.tune.own_hydra import own_hydra, own_logging
 from lightning_pipes.tune.studies.board import Board
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Multirun:
-    """What `hydra/launcher=job_array` does. Every rank makes one, and runs all jobs.
+    """The work of `hydra/launcher=job_array`. Every rank makes one, and runs all jobs.
 
     Rank 0 writes the sweep's directory; the others add a log file to a job's, if they log anything.
 
@@ -38,7 +38,7 @@ class Multirun:
         ends: errors by which a job ends without a failure.
 
     Raises:
-        PlanError: the configuration needs a process for each job.
+        InputError: the configuration needs a process for each job.
     """
 
     def __init__(
@@ -158,16 +158,16 @@ class Multirun:
 
 
 def _check_process(config: DictConfig, outside: DictConfig) -> None:
-    """Raises PlanError where a job would change what its process has once."""
+    """Raises InputError where a job would change what its process has once."""
     chdir = config.hydra.job.chdir
     if chdir or (chdir is None and not version.base_at_least("1.2")):
-        raise PlanError(
+        raise InputError(
             "hydra/launcher=job_array runs jobs side by side in one process, which has one working directory: set "
             "hydra.job.chdir=false, and use ${hydra:runtime.output_dir} for paths"
         )
     own, first = (OmegaConf.to_container(c.hydra.job.env_set, resolve=True) for c in (config, outside))
     if own != first:
-        raise PlanError(
+        raise InputError(
             "hydra/launcher=job_array runs jobs side by side in one process, which has one environment, so "
             f"hydra.job.env_set must be the same for all: one has {own}, the multirun {first}"
         )

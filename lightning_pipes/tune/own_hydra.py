@@ -1,4 +1,4 @@
-"""What Hydra has once in a process, once for each sibling: HydraConfig, and where log messages go."""
+"""Gives each sibling what Hydra has once in a process: HydraConfig, and where log messages go."""
 
 from __future__ import annotations
 

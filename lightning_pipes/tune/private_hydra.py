@@ -14,6 +14,6 @@ def hydra_singletons() -> dict[type, Any]:
 
 
 def value_of(node: object) -> Any:
-    """What a node of a configuration holds; None for what is no node, or holds others."""
+    """The value that a node of a configuration holds; None for what is no node, or holds others."""
     found: Any = getattr(node, "_value", lambda: None)()
     return found

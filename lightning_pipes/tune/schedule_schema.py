@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.errors import InputError
 from lightning_pipes.ir.registry import schedule_factory
 
 MAKE_SCHEDULE = "lightning_pipes.ir.registry.make_schedule"
@@ -34,11 +34,11 @@ def schedule_schema(name: str) -> type[ScheduleSettings]:
     """The settings that the installed schedule `name` can be told, with the types and defaults of its fields.
 
     Raises:
-        PlanError: there is none, or it is no dataclass.
+        InputError: there is none, or it is no dataclass.
     """
     made = schedule_factory(name)
     if not is_dataclass(made):
-        raise PlanError(f"schedule {name!r} is made by {made!r}; its settings are found if it is a dataclass")
+        raise InputError(f"schedule {name!r} is made by {made!r}; its settings are found if it is a dataclass")
     types = get_type_hints(made)
     own: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
     for each in fields(made):

@@ -1,4 +1,4 @@
-"""What conf/ may hold: one dataclass a file, so that a mistyped key or type stops before anything is trained.
+"""The schema of conf/: one dataclass a file, so that a mistyped key or type stops before anything is trained.
 
 Torch is not imported: Hydra loads this at the start of every app in the environment. Ranges are checked where the
 values are used (a schedule checks its own), names and types here.
@@ -28,7 +28,7 @@ class AutoSettings(ScheduleSettings):
 
 @dataclass
 class PipelineSettings:
-    """What PipelineStrategy takes besides the schedule."""
+    """Settings of PipelineStrategy besides the schedule."""
 
     microbatches: int | None = None
     data_parallel: int = 1
@@ -130,7 +130,7 @@ class DigitsSettings(DataSettings):
 
 @dataclass
 class LinkSettings:
-    """What joins two devices, in each direction."""
+    """The link between two devices, in each direction."""
 
     bandwidth: str = "inf"  # such as 12.5GB/s or 100Gbit/s
     latency: str = "0us"
@@ -181,7 +181,7 @@ class LayersSettings:
 
 @dataclass
 class PlanSettings(LayersSettings):
-    """What `lightning-pipes plan` can be told."""
+    """Settings of `lightning-pipes plan`."""
 
     replicas: int = 1
     batch: int = 32
@@ -191,7 +191,7 @@ class PlanSettings(LayersSettings):
 
 @dataclass
 class SimulateSettings(LayersSettings):
-    """What `lightning-pipes simulate` can be told."""
+    """Settings of `lightning-pipes simulate`."""
 
     microbatches: int = 8
     forward: Any = "10ms"  # or a list, one for each rank
@@ -207,7 +207,7 @@ class SimulateSettings(LayersSettings):
 
 @dataclass
 class ProfileSettings:
-    """What `lightning-pipes profile` can be told."""
+    """Settings of `lightning-pipes profile`."""
 
     model: Any = MISSING
     data: Any = MISSING

@@ -1,4 +1,4 @@
-"""What `hydra/launcher=job_array` and `hydra/sweeper=optuna` can be told: a mistyped key or type stops before anything
+"""Settings of `hydra/launcher=job_array` and `hydra/sweeper=optuna`: a mistyped key or type stops before anything
 runs. Torch and Optuna are not imported: Hydra loads this at the start of every app in the environment."""
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipes.ir import Plan, PlanError, Program, Schedule, check_fields
+from lightning_pipes.ir import InputError, Plan, Program, Schedule, check_fields
 from lightning_pipes.strategies.per_link import warmed_up
 
 
@@ -20,7 +20,7 @@ class Deep(Schedule):
     any order does. `slack` = p - 1 is also known as eager 1F1B.
 
     Raises:
-        PlanError: slack is negative, a rank has several stages, backward spans differ from forward spans, or there is
+        InputError: slack is negative, a rank has several stages, backward spans differ from forward spans, or there is
             more than one batch of one job to order.
     """
 
@@ -30,13 +30,18 @@ class Deep(Schedule):
     def __post_init__(self) -> None:
         check_fields(self)
         if self.slack < 0:
-            raise PlanError(f"{self.name}: slack counts micro-batches from 0, got {self.slack}; 0 is 1F1B")
+            raise InputError(f"{self.name}: slack counts micro-batches from 0, got {self.slack}; 0 is 1F1B")
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[Deep]:
         """The variants that a planner tries: one micro-batch more for each link, and two."""
         return [cls(times * (n_ranks - 1)) for times in (1, 2) if 1 < n_ranks < microbatches]
 
+    # Drawn by `step(Deep(2), link=1)`:
+    # rank 0 |0-1-2-3-..............0===..1===..2===..3===| bubble 45.5%
+    # rank 1 |....0-1-2-......0===3-1===..2===..3===......| bubble 45.5%
+    # rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
+    #         - forward  = backward  . idle
     def program(self, plan: Plan) -> Program:
         return warmed_up(plan, self.name, tapered(plan.n_stages, self.slack))
 

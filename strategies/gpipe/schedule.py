@@ -25,6 +25,11 @@ class GPipe(Schedule):
         check_one_batch(plan, self.name)
         return Program(tuple(self._order(plan, stages) for stages in plan.stages))
 
+    # Drawn by `step(GPipe())`:
+    # rank 0 |0-1-2-3-............0===1===2===3===| bubble 33.3%
+    # rank 1 |..0-1-2-3-......0===1===2===3===....| bubble 33.3%
+    # rank 2 |....0-1-2-3-0===1===2===3===........| bubble 33.3%
+    #         - forward  = backward  . idle
     def _order(self, plan: Plan, stages: tuple[int, ...]) -> tuple[Instruction, ...]:
         forwards = [F(s, span) for s in stages for span in plan.spans(Kind.F, s)]
         backwards = [B(s, span) for s in reversed(stages) for span in plan.spans(Kind.B, s)]

@@ -60,6 +60,10 @@ class Hanayo(Schedule):
             raise PlanError(f"{self.name} needs the same spans on all stages, forward and backward")
         return Program(tuple(self._order(plan, rank, spans) for rank in range(plan.n_ranks)))
 
+    # Drawn by `step(Hanayo(), ranks=2)`:
+    # rank 0 |0-1-..0'2-0'==1'1'==3-..0===2'2'==3'1===3'==2===....3===| bubble 14.3%
+    # rank 1 |..0-0'1-1'2-..0'==2'0===3-1'==3'1===2'==2===3'==3===....| bubble 14.3%
+    #         - forward  = backward  . idle
     def _order(self, plan: Plan, rank: int, spans: tuple[Span, ...]) -> tuple[Instruction, ...]:
         p, stages, last = plan.n_ranks, plan.stages[rank], plan.n_stages - 1
         slots = self._slots(len(spans), p)

@@ -58,6 +58,10 @@ class Interleaved(Schedule):
         check_placement(plan, self)
         return Program(tuple(self._order(plan, rank) for rank in range(plan.n_ranks)))
 
+    # Drawn by `step(Interleaved(), ranks=2)`:
+    # rank 0 |0-1-0'1'2-..0'==3-1'==2'0===3'1===..2'==..3'==2===3===| bubble 11.1%
+    # rank 1 |..0-1-0'0'==1'1'==2-0===3-1===2'2'==3'3'==2===3===....| bubble 11.1%
+    #         - forward  = backward  . idle
     def _order(self, plan: Plan, rank: int) -> tuple[Instruction, ...]:
         p, stages = plan.n_ranks, plan.stages[rank]
         spans = plan.spans(Kind.F, rank)

@@ -9,6 +9,7 @@ from lightning_pipes.strategies.jap.machine import PYTHON, numba_kernel
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 from lightning_pipes.strategies.jap.search import Effort
 from lightning_pipes.strategies.jap.solution import Solution
+from lightning_pipes.strategies.jap.tables import Rest, Tree
 
 CHUNK = 500
 """Nodes that are expanded between two looks at the clock."""
@@ -23,29 +24,24 @@ def branched(problem: ArrayProblem, effort: Effort, incumbent: Solution) -> Solu
     by = numba_kernel() or PYTHON if effort.orders > CHUNK else PYTHON
     bound = lower_bound(problem)
     levels = n + stages * jobs + 2  # a stage may be held before each block
-    tables = [by.fill(levels * size) for size in (jobs, jobs, stages, stages, 1, 1, 2 * jobs, 2 * jobs)]
-    steps, readies, frees, holds, lows, counts, children, promises = tables
+    tree = Tree(*(by.fill(levels * size) for size in (jobs, jobs, stages, stages, 1, 1, 2 * jobs, 2 * jobs)))
     for at in range(stages):
-        holds[at] = -1
+        tree.holds[at] = -1
     starts = by.fill(n)
     best, best_starts = by.copy([incumbent.makespan]), by.copy(incumbent.starts)
     depth, spent = 0, 0
-    head = by.fill(n)
-    some = [by.fill(2 * jobs) for _ in range(3)]
-    root = (jobs, n, by.copy(problem.busy), by.copy(problem.lag), by.copy(problem.tails), by.copy(_before(problem)))
+    rest = Rest(by.fill(n), *(by.fill(2 * jobs) for _ in range(3)))
+    blocks, same = problem.read(by), by.copy(_before(problem))
     for job in range(jobs):  # the first stage begins with some forward
         if _before(problem)[job] < 0:
-            children[counts[0]], promises[counts[0]] = job, bound
-            counts[0] += 1
+            tree.children[tree.counts[0]], tree.promises[tree.counts[0]] = job, bound
+            tree.counts[0] += 1
     while depth >= 0 and best[0] > bound and effort.left:
-        depth = by.run.branched(
-            *root, depth, CHUNK, best, best_starts, starts,
-            steps, readies, frees, holds, lows, counts, children, promises, head, *some,
-        )  # fmt: skip
+        depth = by.run.branched(blocks, same, depth, CHUNK, best, best_starts, starts, tree, rest)
         effort.spent += CHUNK
         spent += CHUNK
     makespan = int(best[0])
-    open_ = [promises[d * 2 * jobs + c] for d in range(depth + 1) for c in range(counts[d])]
+    open_ = [tree.promises[d * 2 * jobs + c] for d in range(depth + 1) for c in range(tree.counts[d])]
     least = min([makespan, *map(int, open_)], default=makespan)
     found = np.array(best_starts, np.int64)
     return Solution(problem, found, makespan, max(bound, least), "branch and bound", incumbent.tried + spent)

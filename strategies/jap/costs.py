@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_pipes.cost import FREE, Link
-from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, PlanError, Program
+from lightning_pipes.ir import STEP, B, Cut, F, InputError, Instruction, Kind, Plan, Program
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem
 
 
@@ -20,7 +20,7 @@ class ArrayCosts:
         problem: the times; jobs are cut into one span each.
 
     Raises:
-        PlanError: backwards begin before their gradients are there.
+        InputError: backwards begin before their gradients are there.
     """
 
     problem: ArrayProblem
@@ -28,7 +28,7 @@ class ArrayCosts:
 
     def __post_init__(self) -> None:
         if self.problem.early_recompute:
-            raise PlanError("a simulated backward begins when its gradient is there; leave early_recompute out")
+            raise InputError("a simulated backward begins when its gradient is there; leave early_recompute out")
 
     def duration(self, i: Instruction, plan: Plan) -> int:
         """Nanoseconds of a computation."""

@@ -37,7 +37,7 @@ def random_costs(
         overhead: the fixed time in samples' worth; None means the kind's own.
 
     Raises:
-        PlanError: nobody knows the kind.
+        InputError: nobody knows the kind.
     """
     fixed, each, batches = known(KINDS, kind, "kind of array")
     fixed = fixed if overhead is None else overhead * each

@@ -8,6 +8,7 @@ from lightning_pipes.strategies.jap.bounds import lower_bound
 from lightning_pipes.strategies.jap.machine import kernel_for
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 from lightning_pipes.strategies.jap.solution import Solution
+from lightning_pipes.strategies.jap.tables import Begun, Rest
 
 
 def as_printed(problem: ArrayProblem) -> Solution:
@@ -20,9 +21,7 @@ def as_printed(problem: ArrayProblem) -> Solution:
     by = kernel_for(problem.blocks * problem.jobs * problem.blocks // 2)
     n, j, s = problem.blocks, problem.jobs, problem.stages
     starts = by.fill(n)
-    by.run.constructed(
-        j, n, by.copy(problem.busy), by.copy(problem.lag), by.copy(problem.tails),
-        by.fill(j), by.fill(j), by.fill(s), by.fill(s, -1), by.fill(n), *(by.fill(2 * j) for _ in range(3)), starts,
-    )  # fmt: skip
+    begun = Begun(by.fill(j), by.fill(j), by.fill(s), by.fill(s, -1))
+    by.run.constructed(problem.read(by), begun, Rest(by.fill(n), *(by.fill(2 * j) for _ in range(3))), starts)
     found = np.array(starts, np.int64)
     return Solution(problem, found, problem.makespan(found), lower_bound(problem), "algorithm 1")

@@ -3,9 +3,7 @@
 They are written once and run by Python on lists, or compiled by numba on int64 arrays, with the same integers: so
 random numbers and the readiness to accept something worse are whole numbers too. `strategies.jap.machine` chooses.
 
-There are n blocks: o = 2 jobs s + j is the forward of job j on stage s, with `jobs` more it is its backward. `busy[o]`
-is how long it takes its stage, `lag[o]` how long after its start the job's next block may start, `ready[o]` when it may
-start as far as its job is concerned, NEVER while the block before it has not begun.
+`tables` says what the structures hold. What has not begun is ready NEVER.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -13,6 +11,8 @@ start as far as its job is concerned, NEVER while the block before it has not be
 from __future__ import annotations
 
 from heapq import heappop, heappush
+
+from lightning_pipes.strategies.jap.tables import Begun
 
 NEVER = 1 << 60
 """After any time that matters."""
@@ -37,8 +37,11 @@ def follower(o, s, jobs, n):
     return -1
 
 
-def needed(jobs, n, busy, tail, active, k, need):
-    """Fills `need`: by stage, the least time from the start of its first block to the end of the jobs `active[:k]`."""
+def needed(blocks, notes, k):
+    """Fills `notes.need` for the jobs `notes.active[:k]`."""
+    jobs, n, busy, _, tail = blocks
+    active = notes.active
+    need = notes.need
     for s in range(n // (2 * jobs)):
         work = 0
         after = NEVER
@@ -49,17 +52,21 @@ def needed(jobs, n, busy, tail, active, k, need):
         need[s] = work + after
 
 
-def listed(
-    jobs, n, busy, lag, tail, need, first, second, window, active, k, limit,
-    ready, free, soon, left, known, count, starts,
-):  # fmt: skip
-    """Fills `starts` for the jobs `active[:k]` and returns when they end; NEVER if that is after `limit`.
+# Jobs of 2, 1 and 1 samples: a free stage takes the most urgent block that is ready.
+# Drawn by `iteration("backward first")`:
+# rank 0 |a---b-c-....................a=======b===c===| bubble 45.5%
+# rank 1 |....a---b-c-........a=======b===c===........| bubble 45.5%
+# rank 2 |........a---a=======b-b===c-c===............| bubble 45.5%
+#         - forward  = backward  . idle
+def listed(blocks, urgency, notes, k, window, limit, starts):
+    """When the jobs `notes.active[:k]` end, NEVER if that is after `limit`; fills `starts`.
 
-    Whenever a stage is free, it takes that block which has the smallest number among those ready within `window`:
-    `first[j]` is the number of a job's forwards, `second[j]` of its backwards, all different. It may so wait for a
-    better one. `soon` (s) is when a stage can begin its next block; the first `count[s]` of `known[2 jobs s:]` are its
-    blocks whose `ready` is known; `left` (s) is what remains of `need`.
+    Whenever a stage is free, it takes the most urgent of its blocks that are ready within `window`; so it may wait for
+    a better one.
     """
+    jobs, n, busy, lag, tail = blocks
+    first, second = urgency
+    active, need, ready, free, soon, left, known, count = notes
     stages = n // (2 * jobs)
     for s in range(stages):
         free[s] = 0
@@ -120,9 +127,18 @@ def listed(
     return last
 
 
-def timed(jobs, n, busy, lag, sequence, place, starts, cause, queue, unmet):
-    """Fills `starts` for stages that run their part of `sequence` in order, and `cause` with the block that each had to
-    wait for, -1 for none; returns when they end, -1 if they wait for each other. `place[sequence[i]]` is i."""
+# The same jobs in another order, short ones at both ends.
+# Drawn by `iteration("pyramid")`:
+# rank 0 |b-a---c-......b===............a=======c===| bubble 42.9%
+# rank 1 |..b-..a---b===c-......a=======c===........| bubble 42.9%
+# rank 2 |....b-b===a---a=======c-c===..............| bubble 42.9%
+#         - forward  = backward  . idle
+def timed(blocks, order, path, sweep):
+    """When stages end that run their part of the sequence `order`, -1 if they wait for each other; fills `path`."""
+    jobs, n, busy, lag, _ = blocks
+    sequence, place = order
+    starts, cause = path
+    queue, unmet = sweep
     width = 2 * jobs
     low = 0
     high = 0
@@ -166,29 +182,26 @@ def timed(jobs, n, busy, lag, sequence, place, starts, cause, queue, unmet):
     return last if high == n else -1
 
 
-def inserted(
-    jobs, n, busy, lag, tail, need, ahead, order, k, row, first, second, limit, active,
-    ready, free, soon, left, known, count, starts,
-):  # fmt: skip
-    """Puts job `order[k]` where it does least harm among the k jobs of `row`, and returns when these then end.
+def inserted(blocks, urgency, notes, order, k, row, ahead, limit, starts):
+    """When the first k + 1 jobs of `order` end, once job `order[k]` stands where it does least harm among the k of
+    `row`; puts it there.
 
     `ahead` is added to the numbers of forwards: 4 jobs lets backwards go first.
     """
+    first, second = urgency
+    active = notes.active
     best = NEVER
     at = 0
     for i in range(k + 1):
         active[i] = order[i]
-    needed(jobs, n, busy, tail, active, k + 1, need)
+    needed(blocks, notes, k + 1)
     for p in range(k + 1):
         for i in range(k):
             second[row[i]] = 2 * (i + (i >= p))
             first[row[i]] = second[row[i]] + 1 + ahead
         second[order[k]] = 2 * p
         first[order[k]] = 2 * p + 1 + ahead
-        t = listed(
-            jobs, n, busy, lag, tail, need, first, second, 0, active, k + 1, min(limit, best),
-            ready, free, soon, left, known, count, starts,
-        )  # fmt: skip
+        t = listed(blocks, urgency, notes, k + 1, 0, min(limit, best), starts)
         if t < best:
             best = t
             at = p
@@ -209,19 +222,19 @@ def moved(places, a, to):
     places[a] = to
 
 
-def annealed(
-    jobs, n, busy, lag, tail, need, mean, target, luck, heat, begin, end, total, rng,
-    there, back, style, there_old, back_old, there_best, back_best, best_style,
-    first, second, active, ready, free, soon, left, known, count, starts,
-):  # fmt: skip
-    """Evaluations `begin` to `end` of `total`: changes the places of jobs in the order of forwards (`there`) and of
-    backwards (`back`), and `style`: [what goes first, window, value]; keeps the best.
-
-    What goes first: 0 backwards, 1 forwards, 2 whoever has the smaller place.
-    """
+def annealed(blocks, chance, begin, end, mean, now, before, best, urgency, notes, starts):
+    """Evaluations `begin` to `end` of `chance.total`: changes the places, the window and what goes first of the `Style`
+    `now`, and keeps what is best; `before` has room for the places before a change. `mean` is the longest window."""
+    jobs = blocks.jobs
+    target, luck, heat, total, rng = chance
+    there, back, style = now
+    there_old, back_old, _ = before
+    there_best, back_best, best_style = best
+    first, second = urgency
+    active = notes.active
     for j in range(jobs):
         active[j] = j
-    needed(jobs, n, busy, tail, active, jobs, need)
+    needed(blocks, notes, jobs)
     for e in range(begin, end):
         if best_style[2] <= target:
             return
@@ -250,10 +263,7 @@ def annealed(
             second[j] = 2 * back[j] + (4 * jobs if rule == 1 else 0)
         warm = style[2] // heat * (total - e) // total
         slack = warm * luck[draw(rng, len(luck))] // SCALE
-        v = listed(
-            jobs, n, busy, lag, tail, need, first, second, window, active, jobs, style[2] + slack,
-            ready, free, soon, left, known, count, starts,
-        )  # fmt: skip
+        v = listed(blocks, urgency, notes, jobs, window, style[2] + slack, starts)
         if v <= style[2] + slack:
             style[0] = rule
             style[1] = window
@@ -281,15 +291,23 @@ def shifted(sequence, place, source, to):
     place[o] = to
 
 
-def polished(
-    jobs, n, busy, lag, target, luck, heat, begin, end, total, rng,
-    sequence, place, value, best_sequence, starts, cause, starts_new, cause_new, queue, unmet,
-):  # fmt: skip
-    """Evaluations `begin` to `end` of `total`: moves blocks that follow each other on the longest path and on a stage;
-    keeps the best. `value` is [now, best]."""
+# What insertion, annealing and these exchanges make of the jobs of `listed`.
+# Drawn by `iteration("search")`:
+# rank 0 |b-a---c-......b===............a=======c===| bubble 42.9%
+# rank 1 |..b-..a---b===c-......a=======c===........| bubble 42.9%
+# rank 2 |....b-b===a---a=======c-c===..............| bubble 42.9%
+#         - forward  = backward  . idle
+def polished(blocks, chance, begin, end, order, value, best_sequence, path, path_new, sweep):
+    """Evaluations `begin` to `end` of `chance.total`: moves blocks of `order` that follow each other on the longest
+    path and on a stage; keeps the best. `value` is [now, best], `path` that of `order`; `path_new` has room for one."""
+    jobs, n, busy, _, _ = blocks
+    target, luck, heat, total, rng = chance
+    sequence, place = order
+    starts, cause = path
+    starts_new, cause_new = path_new
     width = 2 * jobs
     if begin == 0:
-        value[0] = timed(jobs, n, busy, lag, sequence, place, starts, cause, queue, unmet)
+        value[0] = timed(blocks, order, path, sweep)
         value[1] = value[0]
         for i in range(n):
             best_sequence[i] = sequence[i]
@@ -322,7 +340,7 @@ def polished(
             to = max(row, source - draw(rng, 4))
             source += 1
         shifted(sequence, place, source, to)
-        v = timed(jobs, n, busy, lag, sequence, place, starts_new, cause_new, queue, unmet)
+        v = timed(blocks, order, path_new, sweep)
         warm = value[1] // heat * (total - e) // total
         if v >= 0 and v <= value[0] + warm * luck[draw(rng, len(luck))] // SCALE:
             value[0] = v
@@ -371,13 +389,14 @@ def block_of(j, k, jobs, n):
     return 2 * jobs * (2 * stages - 1 - k) + jobs + j
 
 
-def outlook(jobs, n, busy, lag, tail, limit, step, ready, free, held, head, some_head, some_busy, some_tail):
-    """The least time in which what is begun can end; fills `head` of the blocks that have not begun.
+def outlook(blocks, limit, begun, rest):
+    """The least time in which what is begun can end; fills `rest.head` of the blocks that have not begun.
 
-    Job j has begun its first `step[j]` blocks, and its next can start at `ready[j]`; stage s is free at `free[s]`, and
-    held for the block `held[s]` if that is not -1. NEVER where it would be after `limit`, as when stages are held for
-    each other's blocks.
+    NEVER where it would be after `limit`, as when stages are held for each other's blocks.
     """
+    jobs, n, busy, lag, tail = blocks
+    step, ready, free, held = begun
+    head, some_head, some_busy, some_tail = rest
     stages = n // (2 * jobs)
     for j in range(jobs):
         for k in range(step[j], 2 * stages):
@@ -417,10 +436,17 @@ def outlook(jobs, n, busy, lag, tail, limit, step, ready, free, held, head, some
     return least
 
 
-def constructed(
-    jobs, n, busy, lag, tail, step, ready, free, held, head, some_head, some_busy, some_tail, starts,
-):  # fmt: skip
-    """Algorithm 1 as printed: fills `starts` block by block with the one that promises most, the last of equals."""
+# One pass: it begins with c, and what that costs the end is never taken back.
+# Drawn by `iteration("algorithm 1")`:
+# rank 0 |c-a---b-......c===........b===........a=======| bubble 47.8%
+# rank 1 |..c-..a---c===b-......b===....a=======........| bubble 47.8%
+# rank 2 |....c-c===a---..b-b===a=======................| bubble 47.8%
+#         - forward  = backward  . idle
+def constructed(blocks, begun, rest, starts):
+    """When Algorithm 1 as printed ends: it fills `starts` block by block with the one that promises most, the last of
+    equals."""
+    jobs, n, busy, lag, tail = blocks
+    step, ready, free, _ = begun
     stages = n // (2 * jobs)
     last = 0
     for _ in range(n):
@@ -447,9 +473,7 @@ def constructed(
             ready[j] = start + lag[o]
             free[s] = start + busy[o]
             step[j] += 1
-            least = outlook(
-                jobs, n, busy, lag, tail, NEVER, step, ready, free, held, head, some_head, some_busy, some_tail
-            )
+            least = outlook(blocks, NEVER, begun, rest)
             step[j] -= 1
             ready[j] = old
             free[s] = before
@@ -466,22 +490,25 @@ def constructed(
     return last
 
 
-def branched(
-    jobs, n, busy, lag, tail, same, depth, nodes, best, best_starts, starts,
-    steps, readies, frees, holds, lows, counts, children, promises,
-    head, some_head, some_busy, some_tail,
-):  # fmt: skip
-    """Depth first, the most promising first: expands up to `nodes` nodes from `depth` on, and returns at which depth it
-    stopped, -1 when all is searched. `best` is [makespan], with its `best_starts`.
+# The best order there is of these jobs.
+# Drawn by `iteration("branch and bound")`:
+# rank 0 |b-a---c-......b===............a=======c===| bubble 42.9%
+# rank 1 |..b-..a---b===c-......a=======c===........| bubble 42.9%
+# rank 2 |....b-b===a---a=======c-c===..............| bubble 42.9%
+#         - forward  = backward  . idle
+def branched(blocks, same, depth, nodes, best, best_starts, starts, tree, rest):
+    """The depth at which the search stops, -1 when all is searched: depth first, the most promising first, it expands
+    up to `nodes` nodes from `depth` on. `best` is [makespan], with its `best_starts`.
 
     A node has decided how the row of each stage begins. Its children are all the blocks that can come next on one stage
     in a schedule where no block can be moved ahead of others without delaying them (Giffler and Thompson 1960). Updates
     and switches do not hold up a job, so a block may come next whose predecessor has not begun: then the stage is held
-    for it. Of equal jobs the one with the smaller number goes first everywhere.
-
-    By depth, rows of: `steps`, `readies` (j), `frees`, `holds` (s), see `outlook`; `lows`, when what has begun ends at
-    the earliest; `counts`, how many `children` are left, with their `promises`, the best last.
+    for it. Of equal jobs the one with the smaller number goes first everywhere: `same` (j) is the one before it, -1 for
+    none.
     """
+    jobs, n, busy, lag, tail = blocks
+    steps, readies, frees, holds, lows, counts, children, promises = tree
+    head = rest.head
     stages = n // (2 * jobs)
     while depth >= 0 and nodes > 0:
         c = counts[depth]
@@ -523,6 +550,7 @@ def branched(
         for i in range(stages):
             frees[d * stages + i] = free[i]
             holds[d * stages + i] = held[i]
+        begun = Begun(step, ready, free, held)
         lows[d] = low
         left = 0
         for i in range(jobs):
@@ -534,10 +562,7 @@ def branched(
                     best_starts[i] = starts[i]
             continue
         counts[d] = 0
-        if (
-            outlook(jobs, n, busy, lag, tail, best[0], step, ready, free, held, head, some_head, some_busy, some_tail)
-            >= best[0]
-        ):
+        if outlook(blocks, best[0], begun, rest) >= best[0]:
             continue
         s = -1
         t = NEVER
@@ -576,9 +601,7 @@ def branched(
                 else:
                     held[s] = o
                 keep = [head[2 * jobs * s + x] for x in range(2 * jobs)]
-                least = outlook(
-                    jobs, n, busy, lag, tail, best[0], step, ready, free, held, head, some_head, some_busy, some_tail
-                )
+                least = outlook(blocks, best[0], begun, rest)
                 for x in range(2 * jobs):
                     head[2 * jobs * s + x] = keep[x]
                 held[s] = -1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, check_count
+from lightning_pipes.ir import InputError, Instruction, Kind, Plan, check_count
 from lightning_pipes.planning.switching import Switching
 
 
@@ -36,10 +36,10 @@ def array_size(stages: Sequence[Footprint], device: int, host: int | None = None
         device, host: bytes of each device, and of the host of all of them.
 
     Raises:
-        PlanError: fewer than two slots where states are switched.
+        InputError: fewer than two slots where states are switched.
     """
     if host is not None and check_count("slots", slots) < 2:
-        raise PlanError(f"switching needs a slot for the running state and one for the next, got {slots}")
+        raise InputError(f"switching needs a slot for the running state and one for the next, got {slots}")
     sizes = []
     for stage in stages:
         free = device - stage.working
@@ -68,10 +68,10 @@ def switching(
         bandwidth: bytes per second from a host to all its devices together.
 
     Raises:
-        PlanError: states are not given for all jobs and stages, or no bandwidth.
+        InputError: states are not given for all jobs and stages, or no bandwidth.
     """
     if len(states) != len(plan.jobs) or any(len(row) != plan.n_stages for row in states) or not bandwidth > 0:
-        raise PlanError(
+        raise InputError(
             f"switching needs a bandwidth > 0 and states of {len(plan.jobs)} jobs on {plan.n_stages} stages; got "
             f"{bandwidth} and {[len(row) for row in states]}"
         )

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import STEP, B, DeadlockError, F, Instruction, Kind, Plan, PlanError, Span
+from lightning_pipes.ir import STEP, B, DeadlockError, F, InputError, Instruction, Kind, Plan, Span
 from lightning_pipes.strategies.jap.machine import PYTHON, Kernel
+from lightning_pipes.strategies.jap.tables import Blocks, Path, Sequence, Sweep
 
 Array = npt.NDArray[np.int64]
 
@@ -39,7 +40,7 @@ class ArrayProblem:
     Blocks are numbered stage by stage: F of job j on stage s is 2 J s + j, its B is J more.
 
     Raises:
-        PlanError: no jobs or stages, shapes that differ, a negative time, or a block that takes no time.
+        InputError: no jobs or stages, shapes that differ, a negative time, or a block that takes no time.
     """
 
     forward: Array
@@ -54,17 +55,17 @@ class ArrayProblem:
     def __post_init__(self) -> None:
         shape = np.shape(self.forward)
         if len(shape) != 2 or 0 in shape:
-            raise PlanError(f"an array needs times of shape (jobs, stages), at least one of each; got {shape}")
+            raise InputError(f"an array needs times of shape (jobs, stages), at least one of each; got {shape}")
         for name in _TIMES:
             given = np.asarray(getattr(self, name))
             times = np.zeros(shape, np.int64) if given.size == 0 else given
             if times.shape != shape or not np.issubdtype(times.dtype, np.integer) or times.min() < 0:
-                raise PlanError(
+                raise InputError(
                     f"{name} needs whole nanoseconds >= 0 of shape {shape}, got {times.dtype} {times.shape}"
                 )
             object.__setattr__(self, name, np.ascontiguousarray(times, np.int64))
         if min(self.forward.min(), self.backward.min()) < 1:
-            raise PlanError("every forward and backward needs at least a nanosecond")
+            raise InputError("every forward and backward needs at least a nanosecond")
 
     @property
     def jobs(self) -> int:
@@ -131,6 +132,10 @@ class ArrayProblem:
         )
         return np.asarray(first[which.reshape(-1)], np.int64)
 
+    def read(self, kernel: Kernel) -> Blocks:
+        """The blocks as the kernel takes them; it does not write to them."""
+        return Blocks(self.jobs, self.blocks, *map(kernel.copy, (self.busy, self.lag, self.tails)))
+
     def by_block(self, forward: Array, backward: Array) -> Array:
         """Two arrays of shape (jobs, stages) in one, by block number."""
         return np.ascontiguousarray(np.stack([forward.T, backward.T], axis=1).reshape(-1), np.int64)
@@ -147,11 +152,11 @@ class ArrayProblem:
 
         Raises:
             DeadlockError: stages wait for each other.
-            PlanError: not every block stands once on its own stage.
+            InputError: not every block stands once on its own stage.
         """
         numbers = np.arange(self.blocks).reshape(self.stages, -1)
         if np.shape(order) != numbers.shape or (np.sort(order, axis=1) != numbers).any():
-            raise PlanError(f"an order needs each of the blocks {numbers.tolist()} once on its stage; got {order}")
+            raise InputError(f"an order needs each of the blocks {numbers.tolist()} once on its stage; got {order}")
         found = longest(self, np.asarray(order), PYTHON)
         if found is None:
             raise DeadlockError("the stages wait for each other: some job's block stands before what it needs")
@@ -170,7 +175,7 @@ class ArrayProblem:
         """Refuses starts that break a constraint of the paper.
 
         Raises:
-            PlanError: names the block and what it collides with.
+            InputError: names the block and what it collides with.
         """
         forward, backward = starts.reshape(self.stages, 2, self.jobs).transpose(1, 2, 0)
         there, back = self.lags
@@ -178,12 +183,12 @@ class ArrayProblem:
         lags = np.concatenate([there, back[:, ::-1]], axis=1)
         early = np.argwhere(chain[:, 1:] < (chain + lags)[:, :-1])
         if early.size or starts.min() < 0:
-            raise PlanError(f"(job, step) {early.tolist()} start before the step before has arrived")
+            raise InputError(f"(job, step) {early.tolist()} start before the step before has arrived")
         ends = (starts + self.busy).reshape(self.stages, -1)
         table = starts.reshape(self.stages, -1)
         for stage, row in enumerate(np.argsort(table, axis=1, kind="stable")):
             if (table[stage, row][1:] < ends[stage, row][:-1]).any():
-                raise PlanError(f"stage {stage} runs two blocks at once")
+                raise InputError(f"stage {stage} runs two blocks at once")
 
 
 def problem_of(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayProblem:
@@ -216,20 +221,7 @@ def problem_of(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayProblem:
 def longest(problem: ArrayProblem, order: Array, kernel: Kernel) -> Array | None:
     """`ArrayProblem.starts` without its checks; None where stages wait for each other."""
     n = problem.blocks
-    starts, cause, queue, unmet, place = (kernel.fill(n) for _ in range(5))
-    sequence = kernel.copy(order.reshape(-1))
-    for at, block in enumerate(sequence):
-        place[block] = at
-    span = kernel.run.timed(
-        problem.jobs,
-        n,
-        kernel.copy(problem.busy),
-        kernel.copy(problem.lag),
-        sequence,
-        place,
-        starts,
-        cause,
-        queue,
-        unmet,
-    )
-    return None if span < 0 else np.array(starts, np.int64)
+    sequence = Sequence(kernel.copy(order.reshape(-1)), kernel.copy(np.argsort(order.reshape(-1))))
+    path = Path(kernel.fill(n), kernel.fill(n))
+    span = kernel.run.timed(problem.read(kernel), sequence, path, Sweep(kernel.fill(n), kernel.fill(n)))
+    return None if span < 0 else np.array(path.starts, np.int64)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.jap.bounds import lower_bound
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 from lightning_pipes.strategies.jap.solution import Solution
@@ -20,10 +20,10 @@ def proven(problem: ArrayProblem, seconds: float, incumbent: Solution, workers: 
     Equal jobs go in the order of their numbers, which costs nothing.
 
     Raises:
-        PlanError: OR-Tools is not installed.
+        InputError: OR-Tools is not installed.
     """
     if find_spec("ortools") is None:
-        raise PlanError("CP-SAT needs OR-Tools, which is not installed; pip install lightning-pipes[proof]")
+        raise InputError("CP-SAT needs OR-Tools, which is not installed; pip install lightning-pipes[proof]")
     from ortools.sat.python import cp_model
 
     unit = int(np.gcd.reduce([*problem.busy, *problem.lag]))

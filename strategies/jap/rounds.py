@@ -24,7 +24,7 @@ def round_order(rows: tuple[int, ...], stages: int) -> Program:
     find the same order.
 
     Raises:
-        PlanError: no jobs, no stages, or a batch without rows.
+        InputError: no jobs, no stages, or a batch without rows.
     """
     plan = Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows))
     problem = problem_of(plan, CostModel.uniform(stages, 1e-3, 2e-3, rows=1))

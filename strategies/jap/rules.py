@@ -13,6 +13,7 @@ from lightning_pipes.strategies.jap.kernel import NEVER
 from lightning_pipes.strategies.jap.machine import Kernel, kernel_for
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem
 from lightning_pipes.strategies.jap.solution import Solution
+from lightning_pipes.strategies.jap.tables import Notes, Urgency
 
 
 def by_number(problem: ArrayProblem) -> Array:
@@ -44,7 +45,7 @@ def by_rule(problem: ArrayProblem, rule: str) -> Solution:
     """The order that a rule gives.
 
     Raises:
-        PlanError: nobody knows the rule.
+        InputError: nobody knows the rule.
     """
     place, style = known(RULES, rule, "rule")
     there = place(problem)
@@ -55,12 +56,9 @@ def by_rule(problem: ArrayProblem, rule: str) -> Solution:
 def listed(problem: ArrayProblem, there: Array, back: Array, style: int, window: int, by: Kernel) -> Array:
     """Starts by block number, from places of forwards and backwards; see `kernel.listed`."""
     n, j = problem.blocks, problem.jobs
-    first, second = numbers(there, back, style)
-    starts, active, need = by.fill(n), by.copy(np.arange(j)), by.fill(problem.stages)
-    by.run.listed(
-        j, n, by.copy(problem.busy), by.copy(problem.lag), by.copy(problem.tails), need,
-        by.copy(first), by.copy(second), window, active, j, NEVER, *scratch(problem, by), starts,
-    )  # fmt: skip
+    urgency = Urgency(*map(by.copy, numbers(there, back, style)))
+    starts = by.fill(n)
+    by.run.listed(problem.read(by), urgency, notes(problem, by), j, window, NEVER, starts)
     return np.array(starts, np.int64)
 
 
@@ -70,10 +68,11 @@ def numbers(there: Array, back: Array, style: int) -> tuple[Array, Array]:
     return 2 * there + 1 + ahead * (style == 0), 2 * back + ahead * (style == 1)
 
 
-def scratch(problem: ArrayProblem, by: Kernel) -> tuple[Any, ...]:
-    """The notes of `kernel.listed` on blocks and stages."""
+def notes(problem: ArrayProblem, by: Kernel) -> Notes:
+    """Room for the kernel's notes on all jobs, and no `need` of theirs."""
     n, s = problem.blocks, problem.stages
-    return by.fill(n), by.fill(s), by.fill(s), by.fill(s), by.fill(n), by.fill(s)
+    jobs = by.copy(np.arange(problem.jobs))
+    return Notes(jobs, by.fill(s), by.fill(n), by.fill(s), by.fill(s), by.fill(s), by.fill(n), by.fill(s))
 
 
 def places(order: Array) -> Array:

@@ -24,6 +24,11 @@ class JAP(Schedule):
 
     name: ClassVar[str] = "jap"
 
+    # Drawn by `jobs(JAP(), rows=(1, 1, 1))`:
+    # rank 0 |a0b0c0........a0==a1b0==b1c0==c1a1==..b1==..c1==| bubble 25.0%
+    # rank 1 |..a0b0c0..a0==..b0==a1c0==b1a1==c1b1==..c1==....| bubble 25.0%
+    # rank 2 |....a0a0==b0b0==c0c0==a1a1==b1b1==c1c1==........| bubble 25.0%
+    #         - forward  = backward  . idle
     def program(self, plan: Plan) -> Program:
         check_one_stage_a_rank(plan, self.name)
         if plan.split_backward:

@@ -14,6 +14,7 @@ from lightning_pipes.strategies.jap.kernel import NEVER, SCALE
 from lightning_pipes.strategies.jap.machine import kernel_for
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, longest
 from lightning_pipes.strategies.jap.solution import Solution
+from lightning_pipes.strategies.jap.tables import Chance, Path, Sequence, Style, Sweep, Urgency
 
 LUCK = np.rint(-np.log((np.arange(4096) + 0.5) / 4096) * SCALE).astype(np.int64)
 """How much worse is accepted, in units of the temperature: as often as annealing by exp(-worse / temperature) does."""
@@ -82,8 +83,7 @@ class _Search:
         self.makespan, self.starts = NEVER, problem.heads
         self._effort = effort
         self._by = by = kernel_for(effort.orders * problem.blocks)
-        self._head = (problem.jobs, problem.blocks, by.copy(problem.busy), by.copy(problem.lag))
-        self._tail = by.copy(problem.tails)
+        self._blocks = problem.read(by)
         self._luck = by.copy(LUCK)
         self._rng = by.copy([seed % 2147483646 + 1])
 
@@ -110,15 +110,12 @@ class _Search:
         by, jobs = self._by, self.problem.jobs
         places = rules.longest_first(self.problem)
         order = by.copy(np.argsort(places if longest_first else -places))
-        row, first, second, active = (by.fill(jobs) for _ in range(4))
-        need, scratch = by.fill(self.problem.stages), rules.scratch(self.problem, by)
+        row, urgency = by.fill(jobs), Urgency(by.fill(jobs), by.fill(jobs))
+        notes, starts = rules.notes(self.problem, by), by.fill(self.problem.blocks)
         for k in range(jobs):
             if not self.wanted:
                 return []
-            by.run.inserted(
-                *self._head, self._tail, need, 4 * jobs * (style == 0), order, k, row, first, second, NEVER, active,
-                *scratch, by.fill(self.problem.blocks),
-            )  # fmt: skip
+            by.run.inserted(self._blocks, urgency, notes, order, k, row, 4 * jobs * (style == 0), NEVER, starts)
             self._effort.spent += k + 1
         there = rules.places(np.array(row, np.int64))
         return [_Beginning(self.keep(rules.listed(self.problem, there, there, style, 0, by)), style, there)]
@@ -126,45 +123,46 @@ class _Search:
     def annealing(self, beginning: _Beginning) -> Array:
         """The starts of the best order of a round of annealing."""
         by, p = self._by, self.problem
-        there, back, there_old, back_old, there_best, back_best = (by.copy(beginning.places) for _ in range(6))
-        style, best = (by.copy([beginning.style, 0, beginning.makespan]) for _ in range(2))
+        rule = [beginning.style, 0, beginning.makespan]
+        now, before, best = (Style(*map(by.copy, (beginning.places, beginning.places, rule))) for _ in range(3))
         mean = max(1, int(p.forward.mean()))
-        first, second, active = (by.fill(p.jobs) for _ in range(3))
-        need = by.fill(p.stages)
+        urgency = Urgency(by.fill(p.jobs), by.fill(p.jobs))
+        notes, room, chance = rules.notes(p, by), by.fill(p.blocks), self._chance(ROUND)
         self._in_chunks(
             ROUND,
-            lambda begin, end, total: by.run.annealed(
-                *self._head, self._tail, need, mean, self.bound, self._luck, HEAT, begin, end, total, self._rng,
-                there, back, style, there_old, back_old, there_best, back_best, best,
-                first, second, active, *rules.scratch(p, by), by.fill(p.blocks),
+            lambda begin, end: by.run.annealed(
+                self._blocks, chance, begin, end, mean, now, before, best, urgency, notes, room
             ),
-        )  # fmt: skip
-        there_best, back_best = (np.array(each, np.int64) for each in (there_best, back_best))
-        starts = rules.listed(p, there_best, back_best, int(best[0]), int(best[1]), by)
+        )
+        there, back = (np.array(each, np.int64) for each in (best.there, best.back))
+        starts = rules.listed(p, there, back, int(best.rule[0]), int(best.rule[1]), by)
         self.keep(starts)
         return starts
 
     def exchanges(self, starts: Array) -> None:
         """A round of exchanges of blocks that follow each other on the longest path."""
         by, p = self._by, self.problem
-        sequence, best_sequence = (by.copy(p.order_of(starts)) for _ in range(2))
-        place = by.copy(np.argsort(np.array(sequence)))
-        value = by.fill(2, p.makespan(starts))
-        scratch = [by.fill(p.blocks) for _ in range(6)]
+        given = p.order_of(starts).reshape(-1)
+        order, best_sequence = Sequence(by.copy(given), by.copy(np.argsort(given))), by.copy(given)
+        value, chance = by.fill(2, p.makespan(starts)), self._chance(EXCHANGES * ROUND)
+        path, path_new = (Path(by.fill(p.blocks), by.fill(p.blocks)) for _ in range(2))
+        sweep = Sweep(by.fill(p.blocks), by.fill(p.blocks))
         self._in_chunks(
             EXCHANGES * ROUND,
-            lambda begin, end, total: by.run.polished(
-                *self._head, self.bound, self._luck, HEAT, begin, end, total, self._rng,
-                sequence, place, value, best_sequence, *scratch,
+            lambda begin, end: by.run.polished(
+                self._blocks, chance, begin, end, order, value, best_sequence, path, path_new, sweep
             ),
-        )  # fmt: skip
+        )
         found = longest(p, np.array(best_sequence, np.int64).reshape(p.stages, -1), by)
         assert found is not None
         self.keep(found)
 
-    def _in_chunks(self, total: int, some: Callable[[int, int, int], object]) -> None:
+    def _chance(self, total: int) -> Chance:
+        return Chance(self.bound, self._luck, HEAT, total, self._rng)
+
+    def _in_chunks(self, total: int, some: Callable[[int, int], object]) -> None:
         for begin in range(0, total, CHUNK):
             if not self.wanted:
                 return
-            some(begin, min(begin + CHUNK, total), total)
+            some(begin, min(begin + CHUNK, total))
             self._effort.spent += CHUNK

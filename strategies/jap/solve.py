@@ -36,7 +36,7 @@ def solved(
         effort: how many orders may be timed and nodes expanded, and until when; see `Effort`.
 
     Raises:
-        PlanError: nobody knows the method.
+        InputError: nobody knows the method.
     """
     effort = effort or Effort()
     rules: dict[str, Solver] = {rule: partial(_by_rule, rule=rule) for rule in RULES}

@@ -38,7 +38,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, PlanError, check_count
+from lightning_pipes.ir import STEP, B, Cut, F, InputError, Instruction, Kind, Plan, check_count
 from lightning_pipes.ir.program import Rows
 
 FORWARD, BACKWARD, FREE, OVER = range(4)
@@ -58,7 +58,7 @@ class Job:
             means `batches`.
 
     Raises:
-        PlanError: no batches, or a cut that differs between stages or directions.
+        InputError: no batches, or a cut that differs between stages or directions.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Job:
         check_count(f"job {self.number}: batches", self.batches)
         spans = self.cut.forward[0]
         if any(other != spans for table in (self.cut.forward, self.cut.backward) for other in table):
-            raise PlanError(f"job {self.number} needs the same spans on all stages, forward and backward")
+            raise InputError(f"job {self.number} needs the same spans on all stages, forward and backward")
 
 
 class Piece(NamedTuple):
@@ -132,7 +132,7 @@ class Stream:
             Which is better depends on how equal the stages are: see `tuning`.
 
     Raises:
-        PlanError: no stages or no place.
+        InputError: no stages or no place.
     """
 
     def __init__(self, stages: int, costs: Costs, resident: int, *, backward_first: bool = False) -> None:
@@ -173,10 +173,10 @@ class Stream:
         """`job` runs as soon as there is a place for it: the one with most work to do first, then by number.
 
         Raises:
-            PlanError: its number does not follow those before it, or its cut is for other stages.
+            InputError: its number does not follow those before it, or its cut is for other stages.
         """
         if job.number != len(self._jobs) or len(job.cut.forward) != self.stages:
-            raise PlanError(
+            raise InputError(
                 f"the next job has number {len(self._jobs)} and is cut for {self.stages} stages; got number "
                 f"{job.number}, cut for {len(job.cut.forward)}"
             )
@@ -188,7 +188,7 @@ class Stream:
         """The job that was asked runs so many batches more.
 
         Raises:
-            PlanError: it was not asked, or runs no batch.
+            InputError: it was not asked, or runs no batch.
         """
         self._answered(number)
         running = self._running[number]
@@ -200,7 +200,7 @@ class Stream:
         """The job that was asked has ended, and its place is free.
 
         Raises:
-            PlanError: it was not asked.
+            InputError: it was not asked.
         """
         self._answered(number)
         del self._running[number]
@@ -209,12 +209,12 @@ class Stream:
         """The job ends with the batch that it is at; waiting, it never begins.
 
         Raises:
-            PlanError: there is no such job.
+            InputError: there is no such job.
         """
         running = self._running.get(number)
         if running is None:
             if number not in self.waiting:
-                raise PlanError(f"job {number} neither runs nor waits; there are {[*self._running, *self.waiting]}")
+                raise InputError(f"job {number} neither runs nor waits; there are {[*self._running, *self.waiting]}")
             self._waiting = sorted(entry for entry in self._waiting if entry[1] != number)
         elif number == self._asked:
             self.leave(number)
@@ -228,14 +228,20 @@ class Stream:
         for running in self._running.values():
             running.price(self.plan, costs)
 
+    # Two places, and jobs a, b and c of 2, 1 and 1 batches: c comes when b has left.
+    # Drawn by `joining()`:
+    # rank 0 |a0b0............a0==a1b0==c0......a1==..c0==| bubble 45.5%
+    # rank 1 |..a0b0......a0==b0==..a1....c0a1==..c0==....| bubble 45.5%
+    # rank 2 |....a0b0a0==b0==........a1a1==c0c0==........| bubble 45.5%
+    #         - forward  = backward  . idle
     def advance(self) -> Piece:
         """The order up to the next question.
 
         Raises:
-            PlanError: the question before has not been answered.
+            InputError: the question before has not been answered.
         """
         if self._asked is not None:
-            raise PlanError(f"job {self._asked} was asked what it does next; extend it, or let it leave")
+            raise InputError(f"job {self._asked} was asked what it does next; extend it, or let it leave")
         while self._asked is None:
             self._fill_places()
             for stage in self._touched:
@@ -252,7 +258,7 @@ class Stream:
 
     def _answered(self, number: int) -> None:
         if number != self._asked:
-            raise PlanError(f"job {number} was not asked; asked was {self._asked}")
+            raise InputError(f"job {number} was not asked; asked was {self._asked}")
         self._asked = None
 
     def _fill_places(self) -> None:

@@ -33,7 +33,7 @@ def tuned(stages: int, costs: Costs, resident: int, rows: Iterable[int]) -> Setu
     resident; one more is tried, and twice as many. A cut changes the order of a job's sums, never another job's.
 
     Raises:
-        PlanError: no stages, no place, or a batch without rows.
+        InputError: no stages, no place, or a batch without rows.
     """
     check_count("resident jobs", resident)
     least = max(1, -(-stages // resident))

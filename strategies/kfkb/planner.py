@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import Kind, Plan, PlanError
+from lightning_pipes.ir import InputError, Kind, Plan
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, candidate, cut_into, nothing_fits
 from lightning_pipes.sim.loops.memory import Limit
 from lightning_pipes.strategies.deep import Deep, tapered
@@ -48,7 +48,7 @@ def memory_curve(
             word for prune, or a size below 1.
     """
     if prune not in PRUNE:
-        raise PlanError(f"kfkb: prune must be 'per_k' or 'pareto', got {prune!r}")
+        raise InputError(f"kfkb: prune must be 'per_k' or 'pareto', got {prune!r}")
     every = sorted({*sizes} or range(1, plan.jobs[0].rows + 1))
     found: list[tuple[int, int, Candidate]] = []
     for k in range(1, largest_k + 1):

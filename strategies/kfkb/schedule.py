@@ -65,6 +65,11 @@ class KFKB(Schedule):
         check_one_stage_a_rank(plan, self.name)
         return Program(tuple(self._order(plan, stage) for (stage,) in plan.stages))
 
+    # Drawn by `step(KFKB(2), link=1)`:
+    # rank 0 |0-1-2-3-................0===1===....2===3===| bubble 45.5%
+    # rank 1 |....0-1-2-3-......0===1===....2===3===......| bubble 45.5%
+    # rank 2 |........0-1-0===1===2-3-2===3===............| bubble 45.5%
+    #         - forward  = backward  . idle
     def _order(self, plan: Plan, stage: int) -> tuple[Instruction, ...]:
         spans = plan.spans(Kind.F, stage)  # which samples each micro-batch holds
         k = 1 if isinstance(self.k, str) else self.k

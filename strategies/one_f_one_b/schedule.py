@@ -20,5 +20,10 @@ class OneFOneB(Schedule):
 
     name: ClassVar[str] = "1f1b"
 
+    # Drawn by `step(OneFOneB())`:
+    # rank 0 |0-1-2-........0===3-1===..2===..3===| bubble 33.3%
+    # rank 1 |..0-1-....0===2-1===3-2===..3===....| bubble 33.3%
+    # rank 2 |....0-0===1-1===2-2===3-3===........| bubble 33.3%
+    #         - forward  = backward  . idle
     def program(self, plan: Plan) -> Program:
         return KFKB(k=1).program(plan)

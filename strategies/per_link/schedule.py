@@ -10,6 +10,7 @@ from lightning_pipes.ir import (
     STEP,
     B,
     F,
+    InputError,
     Instruction,
     Kind,
     Plan,
@@ -42,7 +43,7 @@ class PerLink(Schedule):
     def __post_init__(self) -> None:
         check_fields(self)
         if min(self.extra, default=0) < 0:
-            raise PlanError(f"{self.name}: extra counts micro-batches from 0, got {self.extra}")
+            raise InputError(f"{self.name}: extra counts micro-batches from 0, got {self.extra}")
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[PerLink]:
@@ -70,6 +71,11 @@ def warmed_up(plan: Plan, name: str, ahead: Sequence[int]) -> Program:
     return Program(tuple(_order(plan, stage, ahead[stage]) for (stage,) in plan.stages))
 
 
+# Drawn by `step(PerLink((1, 0)), link=1)`:
+# rank 0 |0-1-2-3-..............0===..1===......2===..3===| bubble 50.0%
+# rank 1 |....0-1-........0===2-1===3-....2===..3===......| bubble 50.0%
+# rank 2 |........0-0===1-1===....2-2===3-3===............| bubble 50.0%
+#         - forward  = backward  . idle
 def _order(plan: Plan, stage: int, ahead: int) -> tuple[Instruction, ...]:
     spans = plan.spans(Kind.F, stage)
     row = [F(stage, span) for span in spans[:ahead]]

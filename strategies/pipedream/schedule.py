@@ -82,6 +82,11 @@ class _Row:
         self._spans = plan.spans(Kind.F, stage)
         self._late_step = late_steps and not self.ahead  # elsewhere the next batch has begun before
 
+    # Drawn by `step(PipeDream(), microbatches=1, batches=5)`:
+    # rank 0 |0-1-2-........0===3-1===4-2===..3===..4===| bubble 28.6%
+    # rank 1 |..0-1-....0===2-1===3-2===4-3===..4===....| bubble 28.6%
+    # rank 2 |....0-0===1-1===2-2===3-3===4-4===........| bubble 28.6%
+    #         - forward  = backward  . idle
     def part(self, start: int, stop: int, forward: bool = True) -> Row:
         """The turns `start` to `stop`; without `forward` their backwards only, to the very end."""
         row: list[Instruction] = []

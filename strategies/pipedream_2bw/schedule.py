@@ -30,6 +30,11 @@ class PipeDream2BW(Schedule):
         """The weight versions that live on each stage."""
         return (2,) * plan.n_stages
 
+    # Drawn by `step(PipeDream2BW(), microbatches=2, batches=3, scale=3)`:
+    # rank 0 |0.00.11.0............0.0===1.10.1===2.01.0===2.11.1===...2.0===...2.1===| bubble 25.0%
+    # rank 1 |...0.00.1......0.0===1.00.1===1.11.0===2.01.1===2.12.0===...2.1===......| bubble 25.0%
+    # rank 2 |......0.00.0===0.10.1===1.01.0===1.11.1===2.02.0===2.12.1===............| bubble 25.0%
+    #         - forward  = backward  . idle
     def program(self, plan: Plan) -> Program:
         m, least = len(plan.spans(Kind.F, 0)), plan.n_stages - 1
         if m < least:

@@ -1,4 +1,4 @@
-"""Whatever is ready, under a limit of samples held by each stage."""
+"""A policy that runs what is ready, under a limit of samples held by each stage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from lightning_pipes.ir import Kind, Plan, PlanError, Rule, RulePolicy, check_fields
+from lightning_pipes.ir import InputError, Kind, Plan, PlanError, Rule, RulePolicy, check_fields
 from lightning_pipes.strategies.deep import tapered
 
 
@@ -35,10 +35,15 @@ class Ready(RulePolicy):
     def __post_init__(self) -> None:
         check_fields(self)
         if self.slack < 0:
-            raise PlanError(f"{self.name}: slack counts micro-batches from 0, got {self.slack}")
+            raise InputError(f"{self.name}: slack counts micro-batches from 0, got {self.slack}")
         if min(self.limits, default=1) < 1:
-            raise PlanError(f"{self.name}: limits count samples from 1, got {self.limits}")
+            raise InputError(f"{self.name}: limits count samples from 1, got {self.limits}")
 
+    # Drawn by `step(Ready(), link=1)`:
+    # rank 0 |0-1-2-3-..............0===..1===..2===..3===| bubble 45.5%
+    # rank 1 |....0-1-2-......0===3-1===..2===..3===......| bubble 45.5%
+    # rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
+    #         - forward  = backward  . idle
     def rule(self, plan: Plan) -> Rule:
         """The limits in samples for this plan, and whether to alternate."""
         return Rule(_limits(plan, self.slack, self.limits), self.alternate)

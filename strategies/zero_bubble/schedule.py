@@ -44,6 +44,11 @@ class ZeroBubble(Schedule):
         check_one_stage_a_rank(plan, self.name)
         return Program(tuple(self._order(plan, stage) for (stage,) in plan.stages))
 
+    # Drawn by `step(ZeroBubble())`:
+    # rank 0 |0-1-2-....0+0~3-1+1~2+2~3+3~| bubble 14.3%
+    # rank 1 |..0-1-..0+2-1+0~3-2+1~3+2~3~| bubble 14.3%
+    # rank 2 |....0-0+1-1+2-2+0~3-3+1~2~3~| bubble 14.3%
+    #         - forward  + input gradients  ~ weight gradients  . idle
     def _order(self, plan: Plan, stage: int) -> tuple[Instruction, ...]:
         spans = plan.spans(Kind.F, stage)
         ahead = plan.n_stages - stage  # forwards before the first I

@@ -95,10 +95,9 @@ def test_who_raises_ends_though_a_stopped_rank_owes_it_an_answer(tmp_path):
     assert "Traceback" in said
 
 
-@pytest.mark.parametrize("launched", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
-def test_who_is_stopped_before_ranks_have_met_is_not_waited_for(launched, tmp_path):
+def test_who_is_stopped_before_ranks_have_met_is_not_waited_for(tmp_path):
     """Nobody knows a sign of life of it, but the system knows that it is stopped."""
-    with script(tmp_path, *launched, stops="started1") as run:
+    with script(tmp_path, stops="started1") as run:
         run.send(signal.SIGSTOP, 1, "started")
         status, said = run.end(but=1)
     assert status == 1

@@ -63,7 +63,7 @@ def test_against_trying_all(limit):
 
 @pytest.mark.parametrize("limit", [130, 200, 260, 340, 900])
 @pytest.mark.parametrize("more", [{}, {"working_bytes": (3.0,) * 4}, {"forward_bytes": (4.0,) * 3}])
-def test_never_more_than_the_limit_and_as_foretold(limit, more):
+def test_never_more_than_the_limit_and_as_predicted(limit, more):
     plan, costs = problem(**more)
     if "forward_bytes" in more:
         plan = replace(plan, recompute=(True, True, True, False))

@@ -1,4 +1,4 @@
-"""Emulated layers take the time that they are told to, and the benchmark that foretells their steps finds it again."""
+"""Emulated layers take the time that they are told to, and the benchmark that predicts their steps finds it again."""
 
 from __future__ import annotations
 

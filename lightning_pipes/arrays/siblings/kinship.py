@@ -28,7 +28,7 @@ class KinshipError(PlanError):
 
 
 def microbatches_among(wanted: Wanted, sibling: Sibling[object], ranks: int) -> Wanted:
-    """What a sibling wants, in as many micro-batches as its array says where it does not."""
+    """The wishes of a sibling, in as many micro-batches as its array says where it does not."""
     if wanted.microbatches is not None or wanted.chooses:
         return wanted
     stages = len(wanted.schedule.placement(ranks))

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_pipes.arrays.siblings.sibling_board import Board
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.watch.failure import FailureWatch
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import InputError
 from lightning_pipes.sim.event import Event
 from lightning_pipes.trainer.ranks.control import Control, close_all
 
@@ -53,7 +53,7 @@ class Shared:
         return _Kept(self.transport)
 
     def greeting(self, size: int) -> str:
-        """What ranks have to know of each other before they take `control`, by the meeting of a sibling."""
+        """The word that ranks have to hear from each other before they take `control`, by the meeting of a sibling."""
         return json.dumps([size, sorted(self._free)])
 
     def control(self, greetings: Sequence[str], make: Callable[[], Control]) -> Control:
@@ -64,12 +64,12 @@ class Shared:
             greetings: of all ranks, by rank.
 
         Raises:
-            PlanError: arrays of other ranks have other sizes.
+            InputError: arrays of other ranks have other sizes.
         """
         sizes, free = zip(*map(json.loads, greetings), strict=True)
         if len(set(sizes)) > 1:
             each = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sizes))
-            raise PlanError(
+            raise InputError(
                 f"the array has size {each}; all ranks need the same number of siblings at a time, so it can't depend "
                 "on what one of them finds"
             )
@@ -89,7 +89,7 @@ class Shared:
         self._free[self._numbers.pop(control)] = control
 
     def gathered(self, greetings: Sequence[str], events: Sequence[Event]) -> Sequence[Sequence[Event]]:
-        """What each rank gives. Collective."""
+        """The events that each rank gives. Collective."""
         control = self.control(greetings, self._last)
         self.take_back(control)
         return control.all_gather(events)

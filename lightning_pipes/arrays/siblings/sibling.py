@@ -22,7 +22,7 @@ from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure, erro
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.ir import InputError, PipelineError
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Outcome(Generic[T]):
 
 
 class Host(Protocol):
-    """What a sibling needs of its array.
+    """An array as its siblings need it.
 
     Attributes:
         size: siblings at a time, as far as it is decided.
@@ -85,6 +85,20 @@ class Host(Protocol):
 
 class Sibling(Generic[T]):
     """One function of an array, as its strategy and its array see it.
+
+    state          seen by             runs meanwhile      next, and by what
+    -------------  ------------------  ------------------  ---------------------------------------------------
+    new            `turns` is 0        nothing             in turn: `begin_turn`
+    in turn        `in_turn`           its own function    waiting: `wait_until`, `meet`
+                                                           between turns: `finish`, with a batch handed in
+                                                           ended: the function returns or raises
+    waiting        `in_turn`           others' batches     in turn: `go_on`, when `ready`
+    between turns  `engine` is set     all batches, its    in turn: `begin_turn`, when `ready` and its turn comes
+                                       own by `compute`
+    failing        `failing`           the same            in turn: `go_on`, where it raises the error
+    ended          `outcome` is set    all the others'
+
+    `fail_at` and `hear`, of a failure elsewhere, make it failing in any state; `cancel` ends it in any state.
 
     Attributes:
         index: counts the siblings in the order in which they began.
@@ -112,7 +126,7 @@ class Sibling(Generic[T]):
         self._checks: deque[tuple[int, Callable[[], bool], Callable[[], object]]] = deque()
         self._ready: Callable[[], bool] = lambda: True
         self._task: Callable[[], None] | None = None
-        self._fate: tuple[int, BaseException] | None = None  # the turn that it does not survive, and what ends it
+        self._end: tuple[int, BaseException] | None = None  # the turn that it does not survive, and what ends it
         self._heard: BaseException | None = None  # what ends it, if another rank has said so
         self._runner = Runner(self._body, f"sibling {index}", state)
 
@@ -142,10 +156,10 @@ class Sibling(Generic[T]):
         elsewhere ends it. What each rank says, by rank; `word` where there are no others.
 
         Raises:
-            PlanError: it has failed before; ranks may be in different turns since.
+            InputError: it has failed before; ranks may be in different turns since.
         """
         if self.failed:
-            raise PlanError(
+            raise InputError(
                 f"sibling {self.index} of the array has failed, and its function goes on to train: ranks are not at "
                 "one place any more. Return, or raise, and try again in another job, or trial"
             )
@@ -185,7 +199,7 @@ class Sibling(Generic[T]):
 
     def _pause(self, ready: Callable[[], bool]) -> None:
         self._ready = ready
-        self._meet_fate()
+        self._tell_if_late()
         state = own_random_state()
         while True:
             self._runner.pause()
@@ -194,8 +208,8 @@ class Sibling(Generic[T]):
             self._task()
             self._task = None
         set_own_random_state(state)
-        if self._fate is not None and self._fate[0] <= self.turns:
-            raise self._fate[1]
+        if self._end is not None and self._end[0] <= self.turns:
+            raise self._end[1]
 
     def _body(self) -> None:
         token = _current.set(self)
@@ -216,12 +230,12 @@ class Sibling(Generic[T]):
 
     def ready(self) -> bool:
         """Whether what it waits for has come about, or never will."""
-        return self.doomed or self._ready() or self._wrong()
+        return self.failing or self._ready() or self._wrong()
 
     @property
-    def doomed(self) -> bool:
+    def failing(self) -> bool:
         """Whether it ends when it runs next."""
-        return self._fate is not None and self._fate[0] <= self.next_turn
+        return self._end is not None and self._end[0] <= self.next_turn
 
     def begin_turn(self) -> None:
         """Its next turn comes now; `go_on` until it is over."""
@@ -245,33 +259,33 @@ class Sibling(Generic[T]):
             except BaseException as error:
                 if not self._wrong(_REASON_SECONDS):  # else that is the reason, and other ranks find it, too
                     self.fail(error)
-                    self.doom(self.next_turn, error)
+                    self.fail_at(self.next_turn, error)
 
         self._task = task
         self._runner.go()
 
-    def doom(self, turn: int, error: BaseException) -> None:
+    def fail_at(self, turn: int, error: BaseException) -> None:
         """It gets `error` in turn number `turn`: at its start, or in its middle where it waits there already. Where
         that turn is over it is the next one, and the other ranks hear of it."""
-        if self._fate is None:
-            self._fate = turn, error
-            self._meet_fate()
+        if self._end is None:
+            self._end = turn, error
+            self._tell_if_late()
 
     def hear(self, rank: int, news: Failure | Return, seconds: float) -> None:
         """It has ended on another rank, which is known here for so many seconds; of an error it gets the same here.
 
         Raises:
-            PlanError: it has returned there, and does something else here. What other siblings say in turns finds no
+            InputError: it has returned there, and does something else here. What other siblings say in turns finds no
                 partner any more then.
         """
         if isinstance(news, Failure):
             if self._heard is None:
                 self._heard = error_elsewhere(news.text, news.error)
-                self.doom(news.turn, self._heard)
-        elif not self.doomed and (
+                self.fail_at(news.turn, self._heard)
+        elif not self.failing and (
             self.next_turn > news.turn or self._meetings > news.meetings or seconds > RETURN_SECONDS
         ):
-            raise PlanError(
+            raise InputError(
                 f"sibling {self.index} of the array has returned on rank {rank}, in its turn {news.turn}, and goes on "
                 f"here, in its turn {self.next_turn}. Its function must do the same on all ranks: what a Trainer is "
                 "called for, and how often, can't depend on the rank, the time, or unseeded random numbers"
@@ -279,15 +293,15 @@ class Sibling(Generic[T]):
 
     def cancel(self, error: BaseException) -> None:
         """Ends it by `error`, wherever it waits."""
-        self._fate, self._failed = (0, error), True
+        self._end, self._failed = (0, error), True
         for _ in range(_PATIENCE):
             if self.outcome is None:
                 self._runner.go()
 
     def _wrong(self, patience: float = 0.0) -> bool:
-        """Whether one of the things to be checked later turns out to be wrong, which dooms it."""
+        """Whether one of the things to be checked later turns out to be wrong, which ends it."""
         until = time.monotonic() + patience
-        while self._checks and self._fate is None:
+        while self._checks and self._end is None:
             turn, come, check = self._checks[0]
             while not come():
                 if time.monotonic() >= until:
@@ -298,8 +312,8 @@ class Sibling(Generic[T]):
                 check()
             except PipelineError as error:
                 self._checks.clear()
-                self.doom(turn, error)
-                return self.doomed
+                self.fail_at(turn, error)
+                return self.failing
         return False
 
     @property
@@ -307,13 +321,13 @@ class Sibling(Generic[T]):
         """The number of the turn in which it runs next: the one it is in, or the one after."""
         return self.turns if self.in_turn else self.turns + 1
 
-    def _meet_fate(self) -> None:
-        if self._fate is not None and 0 < self._fate[0] < self.next_turn:
+    def _tell_if_late(self) -> None:
+        if self._end is not None and 0 < self._end[0] < self.next_turn:
             self.array.shared.board.tell(f"late/{self.index}")
 
 
 class SiblingWatch:
-    """What the engine of a sibling tells of failures: they are the sibling's own, not the whole run's."""
+    """The watch of a sibling's engine: failures are the sibling's own, not the whole run's."""
 
     def __init__(self, sibling: Sibling[Any], watch: FailureWatch) -> None:
         self.doing: object | None = None

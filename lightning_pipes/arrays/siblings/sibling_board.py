@@ -100,13 +100,13 @@ class Board:
         return self._store is None or self._has([f"{what}/{rank}" for rank in self.others])
 
     def values(self, what: str) -> list[str]:
-        """What all ranks have said, by rank; this one, too."""
+        """The words of all ranks, by rank, with this one's."""
         with self._asked():
             found = self._store.multi_get([f"{what}/{rank}" for rank in range(len(self.others) + 1)])
         return [bytes(each).decode() for each in found]
 
     def tell_news(self, news: News) -> None:
-        """What others have to know that do not ask."""
+        """Tells the others what they have to know and do not ask for."""
         if self._early is not None:
             self._early.append(partial(self.tell_news, news))
         elif self._store is not None:
@@ -118,7 +118,7 @@ class Board:
                     number += 1
 
     def news(self) -> Iterator[tuple[int, News]]:
-        """What other ranks have told since this was asked last, with their numbers."""
+        """The news of other ranks since this was asked last, with their numbers."""
         while self._store is not None and self._has([f"news/{self._news + 1}"]):
             self._news += 1
             with self._asked():

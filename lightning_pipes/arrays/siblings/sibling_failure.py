@@ -1,4 +1,4 @@
-"""What a rank raises for a sibling that has failed on another rank: the same error, wherever it can be had."""
+"""The error that a rank raises for a sibling that has failed on another one: the same error, wherever it can be had."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def packed_error(error: BaseException) -> bytes:
 
 
 def error_elsewhere(text: str, packed: bytes) -> Exception:
-    """What to raise here: a copy of the error, so that `except`, and `catch` of a study, do the same on all ranks,
-    whichever was first; its cause is a SiblingFailure that says `text`. That itself where there is no copy."""
+    """The error to raise here: a copy of the other rank's, so that `except`, and `catch` of a study, do the same on all
+    ranks, whichever was first; its cause is a SiblingFailure that says `text`. That itself where there is no copy."""
     failure = SiblingFailure(text)
     with suppress(Exception):
         error = _made(packed)

@@ -31,7 +31,7 @@ def _root(tensor: torch.Tensor) -> Root:
 
 @dataclass(eq=False)
 class Saved:
-    """What a forward leaves for its backward.
+    """The tensors that a forward leaves for its backward.
 
     Attributes:
         span: the samples.

@@ -46,7 +46,7 @@ class Executor:
         self.window = window
         self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self.outputs: list[tuple[Span, Any]] = []
-        """What the last stage returned in evaluation."""
+        """The results of the last stage in evaluation."""
         self._stages = {(stage.number, stage.job): stage for stage in stages}
         self._transport = transport
         self._offsets = offsets or {}
@@ -115,7 +115,7 @@ class Executor:
                 self._hand_on(Kind.SB, i, saved.span, autograd.input_gradients(saved))
 
     def _completing(self, stage: Stage, i: Instruction, item: Item, span: Span) -> AbstractContextManager[None]:
-        """What the stage wants around the weight gradients of the batch's last samples, whichever these are."""
+        """The stage's context around the weight gradients of the batch's last samples, whichever these are."""
         batch = (i.stage, i.job, i.batch)
         left = self._rows_left[batch] = self._rows_left.get(batch, item.rows) - span.rows
         if left:
@@ -161,7 +161,7 @@ class Executor:
         return [(part, [part]) for part in kept]
 
     def _version_of(self, stage: Stage, i: Instruction) -> Version | None:
-        """What the first forward of this batch read: all of it goes through the same weights."""
+        """The weights that the first forward of this batch read: all of it goes through the same weights."""
         batch = (i.stage, i.job, i.batch)
         if batch not in self._versions:
             self._versions[batch] = stage.weights.current()

@@ -26,7 +26,7 @@ class Footprint:
 
     @property
     def left(self) -> int:
-        """What lives now."""
+        """Bytes that live now."""
         return self._left
 
     def restart(self) -> None:
@@ -40,7 +40,7 @@ class Footprint:
 
 
 class _OnDevice(Footprint):
-    """What the CUDA allocator says."""
+    """Bytes by the CUDA allocator."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

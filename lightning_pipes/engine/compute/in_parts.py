@@ -1,4 +1,4 @@
-"""What must not happen in a forward that will run again on some of its samples at a time."""
+"""Checks of what must not happen in a forward that will run again on some of its samples at a time."""
 
 from __future__ import annotations
 

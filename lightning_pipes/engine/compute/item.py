@@ -1,4 +1,4 @@
-"""What flows through the pipeline: one batch of one job."""
+"""One batch of one job on its way through the pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does next: fixed in advance, or chosen among what is ready."""
+"""The next instruction of a rank: fixed in advance, or chosen among what is ready."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Order(Protocol):
         """One more batch may be worked on."""
 
     def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
-        """What to run now; None if nothing can be run yet. `number` is the window's."""
+        """The instruction to run now; None if nothing can be run yet. `number` is the window's."""
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
         """Returns when something has arrived that `next` may give.
@@ -49,7 +49,7 @@ class Order(Protocol):
 
     @property
     def awaited(self) -> str:
-        """What `wait` waits for, in words."""
+        """A phrase for that which `wait` waits for."""
 
     def done(self, i: Instruction) -> None:
         """`i`, which `next` gave, has been run."""
@@ -132,7 +132,7 @@ class StaticOrder:
 
 
 class ReadyOrder:
-    """Whatever a policy picks among the instructions whose needs are met; messages are taken and sent at once."""
+    """The choice of a policy among the instructions whose needs are met; messages are taken and sent at once."""
 
     def __init__(self, policy: Policy, plan: Plan, rank: int) -> None:
         self._policy, self._plan, self._rank = policy, plan, rank

@@ -24,7 +24,7 @@ from lightning_pipes.engine.compute.footprint import footprint, saved_for_backwa
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.engine.compute.stage import IN_PLACE, fresh
-from lightning_pipes.ir import Kind, PlanError, Span
+from lightning_pipes.ir import InputError, Kind, Span
 
 REPEATS = 5
 CallLayer = Callable[[nn.Module, Any], Any]
@@ -34,7 +34,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass
 class _Seen:
-    """What was measured of one layer, by number of rows."""
+    """Measurements of one layer, by number of rows."""
 
     times: dict[Kind, dict[int, list[float]]] = field(default_factory=lambda: {k: {} for k in Kind})
     saved: dict[int, float] = field(default_factory=dict)
@@ -77,10 +77,10 @@ def profile_layers(
         seconds: no new run begins after so long, once every number of rows has had one that counts.
 
     Raises:
-        PlanError: no layers or no inputs.
+        InputError: no layers or no inputs.
     """
     if not layers or not inputs:
-        raise PlanError(f"there is nothing to profile: {len(layers)} layers, {len(inputs)} inputs")
+        raise InputError(f"there is nothing to profile: {len(layers)} layers, {len(inputs)} inputs")
     device = device or torch.device("cpu")
     measured = [_Seen() for _ in layers]
     started = time.perf_counter()
@@ -127,12 +127,12 @@ def _profile(name: str, seen: _Seen, layer: nn.Module, step: float, optimizer_by
 
 
 def _copied(x: Any) -> Any:
-    """What a first layer may change."""
+    """A copy, which a first layer may change."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, x)
 
 
 def _entered(seen: _Seen, x: Any, flags: autograd.Flags, saved: Saved) -> Any:
-    """What a layer gets, where gradients are wanted that come out of it."""
+    """The input of a layer, where gradients are wanted that come out of it."""
     x = autograd.enter(x, flags, saved) if flags else x
     return pytree.tree_map(fresh, x) if seen.in_place else x
 
@@ -184,7 +184,7 @@ def _measure_times(
 def _measure_saved(
     layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer, entered: bool
 ) -> None:
-    """What every layer saves for backward, and hands on."""
+    """Bytes that every layer saves for backward, and hands on."""
     x = _copied(x)
     weights = {storage_of(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
     counted = weights | {storage_of(t) for t in tensors_in(x)} if entered else set(weights)
@@ -212,7 +212,7 @@ def _measure_saved(
 def _measure_working(
     layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer, device: torch.device
 ) -> None:
-    """What every layer needs while it runs, besides what it saves and hands on."""
+    """Bytes that every layer needs while it runs, besides those that it saves and hands on."""
     x = _copied(x)
     flags: autograd.Flags = ()
     for layer, seen in zip(layers, measured, strict=True):

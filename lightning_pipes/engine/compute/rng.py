@@ -29,7 +29,7 @@ def stream_seed(seed: int, job: int, layer: int, number: int, span: Span) -> int
 
 
 def replica_seed(seed: int, replica: int) -> int:
-    """What the streams of a replica of the pipeline start from; the first one's as if it were alone."""
+    """The seed of a replica of the pipeline; the first one's as if it were alone."""
     return seed if not replica else stream_seed(seed, replica, BEFORE_LAYERS, 0, Span(0, 0))
 
 

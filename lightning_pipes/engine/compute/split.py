@@ -45,7 +45,7 @@ class _Fork:
 
 @dataclass(eq=False)
 class WeightGradients:
-    """What the second part of a backward has to do.
+    """The second part of a backward, still to be done.
 
     Attributes:
         inseparable: why the first part did everything already; empty if it did not.

@@ -32,7 +32,7 @@ IN_PLACE = "a leaf Variable that requires grad"
 
 
 def fresh(leaf: Any) -> Any:
-    """What a layer gets that works in place, for what a stage received."""
+    """A copy of what a stage received, for a layer that works in place."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf else leaf
 
 

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Payload(Protocol):
-    """What is used of a group of two ranks."""
+    """The part of a group of two ranks that is used."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
@@ -65,7 +65,7 @@ class _Stream:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def after_current(self) -> None:
-        """What comes next on this stream waits for what was enqueued on the current one."""
+        """Makes what comes next on this stream wait for what was enqueued on the current one."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 

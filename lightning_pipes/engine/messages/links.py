@@ -27,7 +27,7 @@ def measure_links(
     repeats: int = REPEATS,
     device: torch.device | None = None,
 ) -> dict[tuple[int, int], Link]:
-    """What this rank has measured of the links from itself, by (from rank, to rank).
+    """The links from this rank, as it has measured them, by (from rank, to rank).
 
     A collective call of all ranks of the pipeline, between windows. A message of each size goes there and a small one
     comes back, so clocks need not agree; a link is what fits the medians best: half a small message's round trip is

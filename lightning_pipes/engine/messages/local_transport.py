@@ -20,7 +20,7 @@ from lightning_pipes.ir import Kind, Plan, send_of
 
 
 def host() -> str:
-    """What two processes must have in common to share memory and a socket; empty where that can't be had."""
+    """A name that two processes have in common if they can share memory and a socket; empty where none can."""
     if sys.platform != "linux":
         return ""
     with open("/proc/sys/kernel/random/boot_id") as file:

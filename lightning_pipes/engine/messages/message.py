@@ -36,7 +36,7 @@ _SPARE, _POOLS = 8, 8
 
 @dataclass(frozen=True)
 class Message:
-    """What arrived.
+    """A message that has arrived.
 
     Attributes:
         key: window and receiving instruction.
@@ -55,7 +55,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a tree is made of, its values aside.
+    """The structure of a tree, its values aside.
 
     Attributes:
         spec: the structure; None for a single tensor.
@@ -74,7 +74,7 @@ class Signature:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, seal: Seal | None) -> Signature:
-        """What `to_bytes` wrote."""
+        """The signature that `to_bytes` wrote."""
         skeleton, leaves, flags = loads(data, seal)
         return cls(None if skeleton is None else pytree.tree_structure(skeleton), leaves, flags)
 
@@ -92,7 +92,7 @@ class Signature:
 
     @cached_property
     def bytes(self) -> int:
-        """What the tensors take."""
+        """The size of the tensors."""
         return self._layout[1]
 
     @cached_property

@@ -14,7 +14,7 @@ from itertools import accumulate
 FIRST, LEAST, MOST = 2**16, 2**14, 2**20
 """Bytes of a chunk: the first one, and what all others lie between."""
 SECONDS = 0.005
-"""What a chunk may take: as long may it hold up a message of training that comes right after it has left."""
+"""Seconds that a chunk may take: as long may it hold up a message of training that comes right after it has left."""
 
 
 class Line:

@@ -1,4 +1,4 @@
-"""What a parcel holds, as text: nothing in it is run or unpickled, whoever wrote it."""
+"""The content of a parcel, as text: nothing in it is run or unpickled, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.ir import InputError, PipelineError
 
 Described = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of each tensor."""
@@ -24,14 +24,14 @@ def packed(content: Any) -> tuple[bytes, list[torch.Tensor]]:
     Subclasses arrive as what they derive from: an OrderedDict as a dict, a Parameter as a tensor.
 
     Raises:
-        PlanError: something else is in it.
+        InputError: something else is in it.
     """
     tensors: list[torch.Tensor] = []
     return json.dumps(_pack(content, tensors, ""), separators=(",", ":")).encode(), tensors
 
 
 def described(description: bytes | memoryview) -> tuple[Any, Described]:
-    """What `content` needs beside the tensors, and what those are.
+    """The skeleton that `content_of` fills with the tensors, and descriptions of these.
 
     Raises:
         PipelineError: no `packed` wrote this.
@@ -46,7 +46,7 @@ def described(description: bytes | memoryview) -> tuple[Any, Described]:
 
 
 def content_of(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """What was packed, with these tensors."""
+    """The tree that was packed, with these tensors."""
     if not isinstance(skeleton, list):
         return skeleton
     kind, *parts = skeleton
@@ -61,7 +61,7 @@ def content_of(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Any:
 def _pack(content: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if isinstance(content, torch.Tensor):
         if content.layout is not torch.strided or content.is_meta or content.is_quantized:
-            raise PlanError(
+            raise InputError(
                 f"a parcel can't carry {where or 'this'}: a tensor of layout {content.layout} on {content.device}. "
                 "Send the plain tensors that it is made of"
             )
@@ -78,7 +78,7 @@ def _pack(content: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if isinstance(content, list | tuple):
         kind = _LIST if isinstance(content, list) else _TUPLE
         return [kind, *(_pack(part, tensors, f"{where}[{n}]") for n, part in enumerate(content))]
-    raise PlanError(
+    raise InputError(
         f"a parcel can't carry {where or 'this'}: a {type(content).__name__}. It holds dicts, lists and tuples of "
         "tensors, numbers, texts and None; turn it into these"
     )

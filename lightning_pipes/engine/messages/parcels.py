@@ -29,7 +29,7 @@ from lightning_pipes.engine.messages.socket_queues import SocketQueues
 from lightning_pipes.engine.messages.transport import IDLE
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.failure import FailureWatch
-from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.ir import InputError, PipelineError
 
 Key = str | int | tuple[Any, ...]
 """Names a parcel: a text, a number, or a tuple of these."""
@@ -95,7 +95,7 @@ class Handle:
 
     @property
     def content(self) -> Any:
-        """What was sent, at the receiver; waits for it. Each tensor lies in memory of its own."""
+        """The content that was sent, at the receiver; waits for it. Each tensor lies in memory of its own."""
         return self.wait()._content
 
     def finish(self, size: int, content: Any = None) -> None:
@@ -108,7 +108,7 @@ class Handle:
 
 @dataclass
 class Traffic:
-    """What parcels have cost so far.
+    """The cost of parcels so far.
 
     Attributes:
         sent, received: bytes, with what describes them.
@@ -164,7 +164,7 @@ class Parcels:
         rank, whatever has least left goes first; equal keys arrive in the order of these calls.
 
         Raises:
-            PlanError: no such rank, or something that a parcel can't carry.
+            InputError: no such rank, or something that a parcel can't carry.
             PeerFailure: a rank has failed.
         """
         self._check(to)
@@ -186,7 +186,7 @@ class Parcels:
         """Gives what `source` sends, or has sent, by that key.
 
         Raises:
-            PlanError: no such rank.
+            InputError: no such rank.
             PeerFailure: a rank has failed.
         """
         self._check(source)
@@ -274,12 +274,12 @@ class Parcels:
 
     def _check(self, rank: int) -> None:
         if rank not in self._ranks:
-            raise PlanError(f"there is no rank {rank} to exchange parcels with; there are {sorted(self._ranks)}")
+            raise InputError(f"there is no rank {rank} to exchange parcels with; there are {sorted(self._ranks)}")
         self.watch.check()
 
     def _checked(self, key: Key) -> Key:
         if not isinstance(key, str | int | tuple):
-            raise PlanError(f"a parcel's key is a text, a number or a tuple of these, not {key!r}")
+            raise InputError(f"a parcel's key is a text, a number or a tuple of these, not {key!r}")
         return key
 
     def _failed(self, error: BaseException) -> None:
@@ -439,7 +439,7 @@ class _Arriving:
                 at += last - first
 
     def content(self) -> Any:
-        """What it holds; all must be there."""
+        """Its content, all of which must be there."""
         if self._skeleton is None:
             self._allocate()
         return content_of(self._skeleton, iter(self._tensors))

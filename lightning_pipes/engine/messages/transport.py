@@ -18,7 +18,7 @@ from lightning_pipes.engine.messages.message import Decoder, Encoder
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import Kind, Plan, PlanError, send_of
+from lightning_pipes.ir import InputError, Kind, Plan, send_of
 
 IDLE = timedelta(days=30)
 """How long a posted receive may stay unanswered: a validation that does not use the pipeline may take hours, and the
@@ -134,7 +134,7 @@ def make_transport(
             pinned memory. A name insists.
 
     Raises:
-        PlanError: what is insisted on can't be had.
+        InputError: what is insisted on can't be had.
     """
     if plan.n_ranks == 1:
         return LoopbackTransport([Mailbox()], 0)
@@ -144,14 +144,14 @@ def make_transport(
         kind = _choose(store, global_ranks[rank], list(global_ranks), device)
     if kind == "local":
         if device.type != "cpu" or not host():
-            raise PlanError(f"transport 'local' needs Linux and tensors on the CPU, not on {device}; choose 'gloo'")
+            raise InputError(f"transport 'local' needs Linux and tensors on the CPU, not on {device}; choose 'gloo'")
         return LocalTransport(plan, rank, global_ranks, watch, store)
     if kind == "nccl":
         if device.type != "cuda":
-            raise PlanError(f"transport 'nccl' needs tensors on a GPU, not on {device}; choose 'gloo'")
+            raise InputError(f"transport 'nccl' needs tensors on a GPU, not on {device}; choose 'gloo'")
         return GlooTransport(plan, rank, global_ranks, device, watch, store, nccl_group)
     if kind != "gloo":
-        raise PlanError(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
+        raise InputError(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
     return GlooTransport(plan, rank, global_ranks, device, watch, store)
 
 

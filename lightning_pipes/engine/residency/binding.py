@@ -25,7 +25,7 @@ class _Holder(Protocol):
     """Where a tensor is held."""
 
     def get(self) -> torch.Tensor:
-        """What is held now."""
+        """The tensor that is held now."""
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Holds another one of the same shape and values."""

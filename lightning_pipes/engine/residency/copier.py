@@ -32,7 +32,7 @@ class SlabCopier(Protocol):
         """Whether it has ended."""
 
     def wait(self, ticket: int) -> int:
-        """What is computed from now on finds it ended. Returns the nanoseconds for which the device stood still.
+        """Nanoseconds for which the device stood still; what is computed from now on finds the copy ended.
 
         Raises:
             RuntimeError: the copy failed.
@@ -207,7 +207,7 @@ def _over(event: torch.cuda.Event) -> bool:
 
 
 def copier_for(device: torch.device, bandwidth: float | None = None) -> SlabCopier:
-    """What copies between the host and `device`.
+    """A copier between the host and `device`.
 
     Args:
         bandwidth: of an emulated link; only where the device is the host itself.

@@ -43,7 +43,7 @@ class _Slot:
 
     @property
     def busy(self) -> list[int]:
-        """What must have ended before it is overwritten."""
+        """The tickets of what must have ended before it is overwritten."""
         return self.copies if self.used is None else [*self.copies, self.used]
 
 
@@ -107,12 +107,12 @@ class StateCache(Generic[Key]):
 
     @property
     def statistics(self) -> Statistics:
-        """What leases met."""
+        """Counts of what leases met."""
         return self._residency.statistics
 
     @property
     def resident(self) -> frozenset[Key]:
-        """What is on the device, or on its way to it."""
+        """The keys that are on the device, or on their way to it."""
         return self._residency.resident
 
     @property

@@ -1,4 +1,4 @@
-"""Whatever computes, on the device while it is needed there and on the host else: siblings, layers, weight versions.
+"""Keeps whatever computes on the device while it is needed there, on the host else: siblings, layers, weight versions.
 
 A `StateCache` moves tensors; here is what they belong to. Whoever uses these goes on with the objects that he knows,
 and finds them on the device while they are leased.
@@ -44,7 +44,7 @@ class Bound(Protocol):
 
 @dataclass
 class _Held:
-    """What belongs to a key.
+    """The tensors that belong to a key.
 
     Attributes:
         here: its tensors are those on the device.
@@ -95,7 +95,7 @@ class Swap(Generic[Key]):
 
     @property
     def statistics(self) -> Statistics:
-        """What leases met."""
+        """Counts of what leases met."""
         return self._cache.statistics
 
     @property
@@ -105,7 +105,7 @@ class Swap(Generic[Key]):
 
     @property
     def resident(self) -> frozenset[Key]:
-        """What is on the device, or on its way to it."""
+        """The keys that are on the device, or on their way to it."""
         return self._cache.resident
 
     def __contains__(self, key: Key) -> bool:
@@ -117,7 +117,7 @@ class Swap(Generic[Key]):
         return each is not None and each.leased
 
     def bound(self, key: Key) -> Bound | None:
-        """What belongs to the key."""
+        """The tensors that belong to the key."""
         each = self._held.get(key)
         return None if each is None else each.bound
 
@@ -150,7 +150,7 @@ class Swap(Generic[Key]):
         return self._cache.on_device(key) if self._held[key].here else None
 
     def remove(self, key: Key) -> None:
-        """What belongs to the key has tensors of its own again, on the host."""
+        """Gives what belongs to the key tensors of its own again, on the host."""
         each = self._held.get(key)
         if each is None:
             return
@@ -185,7 +185,7 @@ class Swap(Generic[Key]):
 
     @contextmanager
     def lease(self, key: Key, write: bool = False) -> Iterator[None]:
-        """What belongs to the key computes on the device, for as long as the block runs.
+        """Has what belongs to the key compute on the device, for as long as the block runs.
 
         Args:
             write: the block changes the state.

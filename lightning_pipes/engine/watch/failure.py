@@ -66,7 +66,7 @@ class _Words:
         self._answered.set()
 
     def wait(self, seconds: float) -> str | None:
-        """What was written first; None where the store has not answered by then."""
+        """The text that was written first; None where the store has not answered by then."""
         self._answered.wait(seconds)
         return self.first
 
@@ -132,15 +132,15 @@ class FailureWatch:
         return self.store_later()()
 
     def store_later(self) -> Callable[[], Any]:
-        """What gives that part of the store, with a connection of its own; making one takes up to a tenth of a
-        second."""
+        """A function that gives that part of the store, with a connection of its own; making one takes up to a tenth of
+        a second."""
         self._stores += 1
         prefix = f"{self._prefix}/{self._stores}"
         return lambda: part_of(self._store, prefix)
 
     @property
     def seal(self) -> Seal | None:
-        """What proves that something comes from another rank; None where nothing does."""
+        """The seal that proves that something comes from another rank; None where there is none."""
         return seal_of(self._store)
 
     def name(self, rank: int) -> str:
@@ -182,7 +182,7 @@ class FailureWatch:
             raise self.error
 
     def call(self, fn: Callable[[], T]) -> T:
-        """What `fn()` returns, which waits for other ranks where no exception gets in. It has a thread of its own, and
+        """The result of `fn()`, which waits for other ranks where no exception gets in. It has a thread of its own, and
         is left there when a rank fails.
 
         Raises:

@@ -94,7 +94,7 @@ def _process(pid: int) -> Process:
 
 @cache
 def _here() -> tuple[str, str, str]:
-    """What the processes of this PID name space have in common."""
+    """The marks that the processes of this PID name space have in common."""
     machine = _short(f"{socket.gethostname()}/{_read('/etc/machine-id')}")
     boot = _read("/proc/sys/kernel/random/boot_id")
     space = ""

@@ -46,7 +46,7 @@ _born = os.getpid(), os.getppid()
 
 
 class LauncherEndedError(PipelineError):
-    """What has started this process has ended."""
+    """The process that has started this one has ended."""
 
 
 class RankStoppedError(PipelineError):
@@ -212,7 +212,7 @@ def _company() -> Iterator[tuple[str, int]]:
 
 
 def how_it_ended(code: int) -> str:
-    """What an exit status says."""
+    """The meaning of an exit status, in words."""
     return f"was ended by signal {-code}" if code < 0 else f"has ended with exit status {code}"
 
 

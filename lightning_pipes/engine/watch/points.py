@@ -44,6 +44,8 @@ POINTS = {
     "checkpoint.write": "its file, or this rank's part, is about to be written",
     "checkpoint.part": "this rank's part is written, and the others do not know it",
     "checkpoint.put": "it is complete, and has not got its name",
+    "move": "layers are about to move, and nothing has been sent",
+    "move.arrived": "what comes to this rank has arrived, and nothing has changed",
     "sibling.turn": "a sibling of an array gets its turn",
     "sibling.meet": "it has said that it is at a place where all ranks meet",
     "sibling.pause": "it hands the baton back",
@@ -65,7 +67,7 @@ POINTS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What is to happen to one process.
+    """A fault that is to happen to one process.
 
     Attributes:
         rank: whose process, as its launcher numbers them.
@@ -92,7 +94,7 @@ class Fault:
             raise ValueError(f"a fault can kill, stop or wait, not {self.act!r}")
 
     def environment(self) -> Mapping[str, str]:
-        """What processes must have in their environment, whichever rank they are."""
+        """Variables that processes must have in their environment, whichever rank they are."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     def happen(self) -> None:

@@ -46,7 +46,7 @@ class ForgedError(PipelineError):
 
 
 class Seal:
-    """What makes and checks the codes of those who share a secret."""
+    """Makes and checks the codes of those who share a secret."""
 
     def __init__(self, secret: bytes) -> None:
         self._keyed = hashlib.blake2b(key=secret, digest_size=_CODE_BYTES)  # OpenSSL's HMAC takes nine times as long
@@ -229,7 +229,7 @@ def part_of(store: Any, prefix: str) -> Any:
 
 
 def seal_of(store: Any) -> Seal | None:
-    """What proves that something comes from a rank that uses this store; None where nothing does."""
+    """The seal that proves that something comes from a rank that uses this store; None where there is none."""
     return store.seal if isinstance(store, SignedStore) else None
 
 

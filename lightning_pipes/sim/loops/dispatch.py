@@ -19,6 +19,7 @@ from lightning_pipes.ir import (
     ProgramError,
     RankView,
     RulePolicy,
+    grid,
     needs,
     offered,
 )
@@ -73,7 +74,9 @@ class _Asking:
         if not choice:
             return nothing
         plan, forwards = self._queues.plan, self._queues.forwards
-        in_flight = {stage: self._room[forwards[stage]] - run.room[forwards[stage]] for stage in plan.stages[rank]}
+        in_flight = {
+            stage: self._room[forwards[stage]] - run.ready.room[forwards[stage]] for stage in plan.stages[rank]
+        }
         picked = self._policy.pick(choice, RankView(rank, self._last[rank], in_flight), plan)
         if picked is None:
             return nothing
@@ -84,37 +87,39 @@ class _Asking:
         return number[picked]
 
     def _ready(self, rank: int) -> Iterator[int]:
-        run = self._run
-        *_, queues, _, members = self._queues.standing.columns
+        ready = self._run.ready
+        queues, members = self._queues.standing.lists.queues, self._queues.standing.lists.members
         for q in range(queues[rank], queues[rank + 1]):
-            rest = (members[k] for k in range(run.low[q], len(members)))
-            yield from islice((i for i in rest if run.waiting[i] == 0), run.count[q])
+            rest = (members[k] for k in range(ready.low[q], len(members)))
+            yield from islice((i for i in rest if ready.waiting[i] == 0), ready.count[q])
 
     def _fits(self, rank: int, i: int) -> bool:
         taken = self._memory.taken[self._queues.groups[i]]
-        room = self._run.room[self._queues.pool[i]]
-        return self._queues.rows[i] <= room and (taken <= 0 or self._run.held[rank] + taken <= self._memory.may[rank])
+        room = self._run.ready.room[self._queues.pool[i]]
+        return self._queues.rows[i] <= room and (
+            taken <= 0 or self._run.held.now[rank] + taken <= self._memory.may[rank]
+        )
 
 
 def _stuck(policy: Policy, queues: Queues, run: Run, memory: Bytes) -> str:
     """Why nothing goes on: a line for every rank that has something left."""
     plan, lines = queues.plan, []
-    over = {i for i, left in zip(queues.instructions, run.waiting, strict=True) if left < 0}  # nothing is running
+    over = {i for i, left in zip(queues.instructions, run.ready.waiting, strict=True) if left < 0}  # nothing is running
 
     def is_over(n: Instruction) -> bool:
         return all(map(is_over, needs(n, plan))) if n.kind in RECEIVES else n in over
 
     for rank in range(plan.n_ranks):
         numbers = [i for i, r in enumerate(queues.ranks) if r == rank and queues.instructions[i].kind in COMPUTE]
-        ready = [i for i in numbers if run.waiting[i] == 0]
+        ready = [i for i in numbers if run.ready.waiting[i] == 0]
         if not ready:
-            first = next((i for i in numbers if run.waiting[i] > 0), None)
+            first = next((i for i in numbers if run.ready.waiting[i] > 0), None)
             if first is not None:
                 i = queues.instructions[first]
                 missing = [n for n in needs(i, plan) if not is_over(n)]
                 lines.append(f"rank {rank} waits at {i} for {_some(missing)}")
             continue
-        free, held, may = run.room, run.held[rank], memory.may[rank]
+        free, held, may = run.ready.room, run.held.now[rank], memory.may[rank]
         taken = [memory.taken[queues.groups[i]] for i in ready]
         fitting = [i for i, more in zip(ready, taken, strict=True) if more <= 0 or held + more <= may]
         may_run = [queues.instructions[i] for i in fitting if queues.rows[i] <= free[queues.pool[i]]]
@@ -126,7 +131,9 @@ def _stuck(policy: Policy, queues: Queues, run: Run, memory: Bytes) -> str:
             lines.append(f"rank {rank} waits at {i}: stage {i.stage} has room for {more} samples more")
         else:
             lines.append(memory.why_not(rank, queues.instructions[ready[0]], taken[0], held))
-    return "nothing is on its way: " + "; ".join(lines)
+    ran = sorted((n for n, left in enumerate(run.ready.waiting) if left < 0), key=run.timed.turn.__getitem__)
+    drawn = grid([queues.instructions[n] for n in ran], plan)
+    return f"nothing is on its way: {'; '.join(lines)}; so far ran\n{drawn}"
 
 
 def _some(instructions: Sequence[Instruction]) -> str:

@@ -1,18 +1,10 @@
-"""The simulator's inner loops, on integer nanoseconds and plain sequences.
+"""The simulator's inner loops, on integer nanoseconds and plain sequences; `tables` says what the structures hold.
 
 They are written once and run in three ways, with the same integers: by Python on lists, compiled by numba on int64
 arrays, and `fixed` also on arrays that hold a row of numbers, one for each of many costs, where `max` is numpy's. So
-only what all of them understand is used here, and functions that a loop calls take numbers only: numba would count
-references to arrays at each call. `sim.loops.machine` binds the names that differ and chooses.
-
-Operations have a number; i is an operation, r a rank, x a link (from one rank to another), w a wire (what links may
-share), g a group of operations that cost the same, q a queue. A name below stands for a list by one of them.
-
-    rank, link, group (i)       who runs it, what moves it (-1: nothing), what it costs as
-    busy, quick, late (g)       its time, at the link's rate for a message; a message's at full speed; its latency
-    depth, posted, wire (x)     what the bucket saves at most, receives posted (0: any number), what moves its messages
-    base (x)                    messages on the links before it: there[base[x] + n] is when its message n arrives
-    free, spent (w), moved (x)  until when a wire moves something, until when its rate is spent, messages so far
+only what all of them understand is used here. A loop unpacks its structures before it begins, and functions that it
+calls take numbers only: numba would count references to arrays at each call. `sim.loops.machine` binds the names that
+differ and chooses.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -20,6 +12,8 @@ share), g a group of operations that cost the same, q a queue. A name below stan
 from __future__ import annotations
 
 from heapq import heappop, heappush
+
+from lightning_pipes.sim.loops.tables import PriceList
 
 LONG_AGO = -(1 << 62)
 """Before any time that matters: when a full bucket was last drawn from."""
@@ -38,16 +32,22 @@ def leave(start, busy, quick, depth, spent):
     return spent, max(start + quick, spent)
 
 
-def fixed(
-    rank, link, group, first, before, blocking,
-    overhead, busy, quick, late, depth, posted, wire, base,
-    clock, free, spent, moved, there, starts, ends,
-):  # fmt: skip
-    """Fills `starts` and `ends` of operations that are listed in an order in which they may run: the longest path.
+# The order of each row is given; a message takes a link as long as a forward a rank.
+# Drawn by `step(OneFOneB(), link=1)`:
+# rank 0 |0-1-2-................0===3-1===......2===......3===| bubble 53.8%
+# rank 1 |....0-1-........0===2-1===....3-2===......3===......| bubble 53.8%
+# rank 2 |........0-0===1-1===....2-2===....3-3===............| bubble 53.8%
+#         - forward  = backward  . idle
+def fixed(work, prices, clock, wires, ran, blocking):
+    """Fills `ran` for operations that are listed in an order in which they may run: the longest path.
 
-    Each waits for `before[first[i]:first[i + 1]]`, besides its rank and its link. With `blocking`, ranks wait for what
-    they send. `clock` (r) begins at 0.
+    Each waits for those that it is joined with, besides its rank and its link. `clock` (r) begins at 0. With
+    `blocking`, ranks wait for what they send.
     """
+    rank, link, group, first, before = work
+    overhead, busy, quick, late, depth, posted, wire, base = prices
+    free, spent, moved, there = wires
+    starts, ends = ran
     for i in range(len(rank)):
         r = rank[i]
         g = group[i]
@@ -78,25 +78,21 @@ def fixed(
                 clock[r] = t
 
 
-def every(
-    rank, link, group, first, before, blocking,
-    overhead, busy, quick, late, depth, posted, wire, base,
-    clock, free, spent, moved, there, starts, ends, last,
-):  # fmt: skip
-    """Fills `last` with when the same order ends under many costs, each a row of `busy` and of `quick`."""
+def every(work, prices, clock, wires, ran, blocking, last):
+    """Fills `last` with when the same order ends under many costs: each a row of `prices.busy` and `prices.quick`."""
     for c in range(len(last)):
         clock[:] = 0
-        free[:] = 0
-        spent[:] = LONG_AGO
-        moved[:] = 0
-        fixed(
-            rank, link, group, first, before, blocking,
-            overhead, busy[c], quick[c], late, depth, posted, wire, base,
-            clock, free, spent, moved, there, starts, ends,
+        wires.free[:] = 0
+        wires.spent[:] = LONG_AGO
+        wires.moved[:] = 0
+        case = PriceList(
+            prices.overhead, prices.busy[c], prices.quick[c],
+            prices.late, prices.depth, prices.posted, prices.wire, prices.base,
         )  # fmt: skip
+        fixed(work, case, clock, wires, ran, blocking)
         latest = 0
-        for i in range(len(ends)):
-            latest = max(latest, ends[i])
+        for end in ran.ends:
+            latest = max(latest, end)
         last[c] = latest
 
 
@@ -108,29 +104,33 @@ def pick(rank, forward, other, nothing, alternate, after_forward):
     return other
 
 
-def chosen(
-    rank, link, group, first, after, queue, pool, rows, queues, forward, members,
-    waiting, low, count, room, alternate, in_order, blocking,
-    overhead, busy, quick, late, depth, posted, wire, base, taken, freed, cap, used, peak,
-    free, spent, moved, there, starts, ends, turn,
-):  # fmt: skip
-    """Fills `starts`, `ends`, `turn` and `peak` (r) of operations whose order is chosen as they become ready, and
-    returns how many never ran. Those of a rank that start and end together ran in the order of their turns.
+# The same links where each rank takes what is ready, within limits of what it holds.
+# Drawn by `step(Ready(), link=1)`:
+# rank 0 |0-1-2-3-..............0===..1===..2===..3===| bubble 45.5%
+# rank 1 |....0-1-2-......0===3-1===..2===..3===......| bubble 45.5%
+# rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
+#         - forward  = backward  . idle
+def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, alternate, in_order, blocking):
+    """How many never ran of the operations whose order is chosen as they become ready; fills `ran`, `held` and `turn`
+    (i): those of a rank that start and end together ran in the order of their turns.
 
-    Each holds up `after[first[i]:first[i + 1]]` and waits for `waiting[i]` others; 0 is ready, -1 has begun. Queue q
-    holds computations of one rank, kind and stage: `members[low[q]:]` and as far as these go, of which `count[q]` are
-    ready; `queues[r]:queues[r + 1]` are those of a rank. A queue offers the first that is ready, or with `in_order` its
-    next or nothing; what does not fit lets nobody pass. The smallest number comes first.
-
-    A computation stands in `queue[i]`. It needs `taken[g]` bytes until it gives back `freed[g]` at its end; `used` (r)
-    may not exceed `cap`. It takes `rows[i]` samples of the `room` (q) of queue `pool[i]` when it begins, or where that
-    is negative gives some back when it ends.
+    An operation waits for those that hold it up. A queue offers the first of its members that is ready, or with
+    `in_order` its next or nothing; what does not fit lets nobody pass. The smallest number comes first, and with
+    `alternate` a forward follows what is none; see `pick`.
 
     All that happens at one instant has happened before any rank is asked; ranks are asked in order, and messages leave
     in the order in which they become complete.
     """
+    rank, link, group, first, after = work
+    queue, pool, rows, queues, forward, members = standing
+    waiting, low, count, room = ready
+    overhead, busy, quick, late, depth, posted, wire, base = prices
+    taken, freed, may = needed
+    used, peak = held
+    free, spent, moved, there = wires
+    starts, ends = ran
     n = len(rank)
-    n_ranks = len(cap)
+    n_ranks = len(may)
     working = [False] * n_ranks
     asked = [True] * n_ranks
     after_forward = [False] * n_ranks
@@ -158,7 +158,7 @@ def chosen(
                     k += 1
                 i = members[k]
                 more = taken[group[i]]
-                if waiting[i] > 0 or rows[i] > room[q] or (more > 0 and used[r] + more > cap[r]):
+                if waiting[i] > 0 or rows[i] > room[q] or (more > 0 and used[r] + more > may[r]):
                     continue
                 if forward[q]:
                     a_forward = min(a_forward, i)

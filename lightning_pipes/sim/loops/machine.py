@@ -9,32 +9,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_pipes.sim.loops import kernel
+from lightning_pipes.sim.loops.tables import Fields, Table
 
-Array = npt.NDArray[np.int64]
 PATIENCE = 1_000_000
 """Steps of the kernel that Python takes before numba is loaded, which takes about as long."""
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """Numbers that the kernel reads, in the order of its arguments."""
-
-    columns: tuple[list[int], ...]
-
-    @cached_property
-    def arrays(self) -> tuple[Array, ...]:
-        """The columns as arrays."""
-        return tuple(np.array(column, np.int64) for column in self.columns)
 
 
 @dataclass(frozen=True)
@@ -54,9 +41,9 @@ class Machine:
     every: Callable[..., None] | None
     arrays: bool
 
-    def read(self, table: Table) -> tuple[Any, ...]:
+    def read(self, table: Table[Fields]) -> Fields:
         """The numbers of `table`; the kernel does not write to them."""
-        return table.arrays if self.arrays else table.columns
+        return table.arrays if self.arrays else table.lists
 
     def copy(self, numbers: Any) -> Any:
         """The same numbers, for the kernel to write to."""
@@ -64,7 +51,9 @@ class Machine:
 
     def fill(self, n: int, value: int = 0) -> Any:
         """Room for `n` numbers, for the kernel to write to."""
-        return np.full(n, value, np.int64) if self.arrays else [value] * n
+        if not self.arrays:
+            return [value] * n
+        return np.full(n, value, np.int64) if value else np.zeros(n, np.int64)  # zeros come five times faster
 
 
 def bound(function: Callable[..., Any], **names: object) -> FunctionType:

@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import COMPUTE, DeadlockError, Instruction, Plan, PlanError
 from lightning_pipes.sim.loops.kernel import PLENTY
-from lightning_pipes.sim.loops.machine import Table
 from lightning_pipes.sim.loops.operations import Operations
+from lightning_pipes.sim.loops.tables import Needed, Table
 
 Limit = int | Sequence[int] | None
 
@@ -37,9 +37,9 @@ class Bytes:
     freed: list[int]
 
     @cached_property
-    def table(self) -> Table:
-        """The tables that the kernel reads."""
-        return Table((self.taken, self.freed, self.may))
+    def table(self) -> Table[Needed]:
+        """The part of it that the kernel reads."""
+        return Table(Needed(self.taken, self.freed, self.may))
 
     @classmethod
     def of(cls, operations: Operations, plan: Plan, costs: Costs, limit: Limit) -> Bytes:

@@ -13,7 +13,8 @@ import numpy as np
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import SENDS, Alike, Instruction, Kind, Plan, PlanError, alike
 from lightning_pipes.sim.loops.kernel import LONG_AGO, PLENTY
-from lightning_pipes.sim.loops.machine import Machine, Table
+from lightning_pipes.sim.loops.machine import Machine
+from lightning_pipes.sim.loops.tables import PriceList, Table, Wires, Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,39 +25,38 @@ class Operations:
         instructions: what each operation is.
         like: one instruction of every group that costs the same.
         pairs: (from rank, to rank) of every link.
-        table: the rank, link (or -1) and group of each operation, and what it is joined with: `first` and the
-            operations that it waits for or holds up.
+        table: the rank, link and group of each operation, and what it is joined with.
     """
 
     plan: Plan
     instructions: tuple[Instruction, ...]
     like: tuple[Instruction, ...]
     pairs: tuple[tuple[int, int], ...]
-    table: Table
+    table: Table[Work]
 
     @cached_property
     def ranks(self) -> list[int]:
         """Who runs each operation; the sender for a message."""
-        return self.table.columns[0]
+        return self.table.lists.rank  # type: ignore[no-any-return]
 
     @cached_property
     def groups(self) -> list[int]:
         """The index into `like` of each operation."""
-        return self.table.columns[2]
+        return self.table.lists.group  # type: ignore[no-any-return]
 
     @cached_property
     def base(self) -> list[int]:
         """The number of messages on the links before each link, and on all of them."""
         counts = [0] * len(self.pairs)
-        for link in self.table.columns[1]:
+        for link in self.table.lists.link:
             if link >= 0:
                 counts[link] += 1
         return list(accumulate(counts, initial=0))
 
-    def scratch(self, by: Machine) -> tuple[Any, ...]:
-        """The kernel's notes of wires, links and messages while it runs."""
+    def wires(self, by: Machine) -> Wires:
+        """The wires and links before anything has run, for the kernel to write to."""
         links = len(self.pairs)  # there are no more wires than links
-        return by.fill(links), by.fill(links, LONG_AGO), by.fill(links), by.fill(self.base[-1])
+        return Wires(by.fill(links), by.fill(links, LONG_AGO), by.fill(links), by.fill(self.base[-1]))
 
     def prices(self, costs: Costs) -> Prices:
         """The costs of the operations; those of the last costs are remembered, which must not change meanwhile."""
@@ -75,27 +75,23 @@ class Prices:
     """Nanoseconds of operations.
 
     Attributes:
-        overhead: before each computation.
-        table: by group: the time that it takes, or that a message takes at its link's bandwidth; what a message takes
-            at full speed; its latency. By link: what its bucket holds; receives posted, 0 for any number; its wire;
-            the number of messages on the links before it.
+        table: what the kernel reads of them.
         hurry: by group, what a message takes at full speed as a share of its time.
         crowded: messages of several ranks share a wire, so that their order is not known in advance.
     """
 
-    overhead: int
-    table: Table
+    table: Table[PriceList]
     hurry: tuple[float, ...]
     crowded: bool
 
     @property
     def busy(self) -> list[int]:
         """The time of each group."""
-        return self.table.columns[0]
+        return self.table.lists.busy  # type: ignore[no-any-return]
 
     def with_times(self, busy: list[int], quick: list[int]) -> Prices:
         """The same with other times."""
-        return replace(self, table=Table((busy, quick, *self.table.columns[2:])))
+        return replace(self, table=Table(self.table.lists._replace(busy=busy, quick=quick)))
 
 
 @dataclass(frozen=True)
@@ -192,5 +188,5 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
     named: dict[str, int] = {}  # the first link of each name
     wire = [named.setdefault(link.wire, x) if link.wire else x for x, link in enumerate(links)]
     crowded = any(pairs[w][0] != source for w, (source, _) in zip(wire, pairs, strict=True))
-    table = Table((busy, quick, late, depth, posted, wire, operations.base[:-1]))
-    return Prices(costs.overhead_ns, table, tuple(hurry), crowded)
+    table = Table(PriceList(costs.overhead_ns, busy, quick, late, depth, posted, wire, operations.base[:-1]))
+    return Prices(table, tuple(hurry), crowded)

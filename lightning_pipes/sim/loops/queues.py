@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from lightning_pipes.sim.loops import kernel
 from lightning_pipes.sim.loops.kernel import PLENTY
-from lightning_pipes.sim.loops.machine import PYTHON, Table, bound, machine
+from lightning_pipes.sim.loops.machine import PYTHON, bound, machine
 from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, joined
+from lightning_pipes.sim.loops.tables import Beginning, Held, Ran, Ready, Standing, Table
 
 EFFORT = 8
 """The time that an operation costs the kernel where it is chosen, over what it costs in a fixed order."""
@@ -40,7 +40,7 @@ class Queues(Operations):
     in_order: bool
 
     @cached_property
-    def standing(self) -> Table:
+    def standing(self) -> Table[Standing]:
         """Where each operation stands, and the queues."""
         queue = [0] * len(self.instructions)
         for q, members in enumerate(self.members):
@@ -50,13 +50,13 @@ class Queues(Operations):
         for q in self.forwards.values():
             forward[q] = 1
         queues = [sum(r < rank for r in self.owner) for rank in range(self.plan.n_ranks + 1)]
-        return Table((queue, self.pool, self.rows, queues, forward, joined(self.members)[1]))
+        return Table(Standing(queue, self.pool, self.rows, queues, forward, joined(self.members)[1]))
 
     @cached_property
-    def beginning(self) -> Table:
+    def beginning(self) -> Table[Beginning]:
         """The number of operations that each one waits for, where each queue begins, and how many of it are ready."""
         ready = [sum(not self.waiting[i] for i in members) for members in self.members]
-        return Table((self.waiting, joined(self.members)[0][:-1], ready))
+        return Table(Beginning(self.waiting, joined(self.members)[0][:-1], ready))
 
 
 @dataclass
@@ -65,20 +65,14 @@ class Run:
 
     Attributes:
         timed: when they run.
-        waiting: what each of them still waits for: 0 is ready, -1 has begun.
-        low, count: where the rest of each queue begins, and how many of it are ready.
-        room: samples that each queue of forwards may still take.
-        held, peak: bytes of each rank, now and at most.
+        ready: what could run next.
+        held: the ranks' bytes.
         left: how many could not run.
     """
 
     timed: Timed
-    waiting: Any
-    low: Any
-    count: Any
-    room: Any
-    held: Any
-    peak: Any
+    ready: Ready
+    held: Held
     left: int
 
 
@@ -105,15 +99,24 @@ def choose(
     """
     n = len(queues.instructions)
     by = machine(EFFORT * n) if picker is None else PYTHON
-    waiting, low, count = map(by.copy, by.read(queues.beginning))
     may_take = by.copy(room or [PLENTY] * len(queues.members))
-    timed = Timed(by.fill(n), by.fill(n), by.fill(n))
-    run = Run(timed, waiting, low, count, may_take, by.copy(memory.held), by.copy(memory.held), n)
+    waiting, low, count = map(by.copy, by.read(queues.beginning))
+    ready = Ready(waiting, low, count, may_take)
+    ran, turn = Ran(by.fill(n), by.fill(n)), by.fill(n)
+    run = Run(Timed(*ran, turn), ready, Held(by.copy(memory.held), by.copy(memory.held)), n)
     chosen = by.chosen if picker is None else bound(kernel.chosen, pick=picker(run))
     run.left = chosen(
-        *by.read(queues.table), *by.read(queues.standing),
-        waiting, low, count, run.room, alternate, queues.in_order, blocking_sends,
-        prices.overhead, *by.read(prices.table), *by.read(memory.table), run.held, run.peak,
-        *queues.scratch(by), timed.starts, timed.ends, timed.turn,
-    )  # fmt: skip
+        by.read(queues.table),
+        by.read(queues.standing),
+        ready,
+        by.read(prices.table),
+        by.read(memory.table),
+        run.held,
+        queues.wires(by),
+        ran,
+        turn,
+        alternate,
+        queues.in_order,
+        blocking_sends,
+    )
     return run

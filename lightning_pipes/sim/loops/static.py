@@ -14,11 +14,12 @@ import numpy as np
 
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Plan, PlanError, Program, deadlock, lower, needs
 from lightning_pipes.sim.loops.kernel import LONG_AGO
-from lightning_pipes.sim.loops.machine import Array, Table, machine, rows_of_costs
+from lightning_pipes.sim.loops.machine import machine, rows_of_costs
 from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.operations import Numbering, Operations, Prices, Timed, joined
 from lightning_pipes.sim.loops.queues import Queues, choose
 from lightning_pipes.sim.loops.regular import numbered
+from lightning_pipes.sim.loops.tables import Array, Ran, Table, Wires, Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +30,13 @@ class Compiled(Operations):
     @cached_property
     def lowered_as_usual(self) -> bool:
         """Whether every send follows what it sends: no send waits for anything else."""
-        first, link = self.table.columns[3], self.table.columns[1]
-        return not any(x >= 0 and first[i] < first[i + 1] for i, x in enumerate(link))
+        work = self.table.lists
+        return not any(x >= 0 and work.first[i] < work.first[i + 1] for i, x in enumerate(work.link))
 
     @cached_property
     def rows(self) -> Queues:
         """The same operations where each rank has a queue, its row; it runs the first of it as soon as it can."""
-        columns = self.table.columns
-        rank, link, _, first, before = columns
+        rank, link, group, first, before = self.table.lists
         waits: list[list[int]] = []
         latest = [-1] * self.plan.n_ranks  # the last computation of each rank
         carried: list[list[int]] = [[] for _ in latest]  # what sends of the rank have waited for since then
@@ -60,7 +60,7 @@ class Compiled(Operations):
             self.instructions,
             self.like,
             self.pairs,
-            Table((*columns[:3], *joined(after))),
+            Table(Work(rank, link, group, *joined(after))),
             waiting=[len(those) for those in waits],
             members=rows,
             owner=list(range(self.plan.n_ranks)),
@@ -81,7 +81,7 @@ def compiled(program: Program, plan: Plan) -> Compiled:
     """
     quick = numbered(program, plan)
     if quick is not None:
-        table = Table((quick.ranks, quick.links, quick.groups, quick.first, quick.before))
+        table = Table(Work(quick.ranks, quick.links, quick.groups, quick.first, quick.before))
         return Compiled(plan, tuple(quick.instructions), tuple(quick.like), tuple(quick.pairs), table)
     lowered = lower(program, plan)
     number: dict[Instruction, int] = {}  # position in `kept`; of a receive, that of its send
@@ -129,7 +129,7 @@ def compiled(program: Program, plan: Plan) -> Compiled:
     stuck = {rank: row[at[rank]] for rank, row in enumerate(lowered.head) if at[rank] < len(row)}
     if stuck:
         raise deadlock(number, stuck, plan)
-    table = Table((ranks, links, groups, *joined(before)))
+    table = Table(Work(ranks, links, groups, *joined(before)))
     return Compiled(plan, tuple(kept), tuple(numbering.like), numbering.pairs, table)
 
 
@@ -144,18 +144,10 @@ def run(order: Compiled, prices: Prices, blocking_sends: bool = False) -> Timed:
             )
         return choose(order.rows, prices, Bytes.uncounted(order), blocking_sends=blocking_sends).timed
     by = machine(n)
-    starts, ends = by.fill(n), by.fill(n)
-    by.fixed(
-        *by.read(order.table),
-        blocking_sends,
-        prices.overhead,
-        *by.read(prices.table),
-        by.fill(order.plan.n_ranks),
-        *order.scratch(by),
-        starts,
-        ends,
-    )
-    return Timed(starts, ends, range(n))
+    ran = Ran(by.fill(n), by.fill(n))
+    clock = by.fill(order.plan.n_ranks)
+    by.fixed(by.read(order.table), by.read(prices.table), clock, order.wires(by), ran, blocking_sends)
+    return Timed(*ran, range(n))
 
 
 def ends_under(order: Compiled, prices: Prices, busy: Array, blocking_sends: bool = False) -> Array:
@@ -164,24 +156,22 @@ def ends_under(order: Compiled, prices: Prices, busy: Array, blocking_sends: boo
     quick = np.rint(busy * np.array(prices.hurry)).astype(np.int64)
     by = machine(n * k)
     if prices.crowded:
-        cases = (prices.with_times(*rows) for rows in zip(busy.tolist(), quick.tolist(), strict=True))
-        return np.array([run(order, case, blocking_sends).makespan for case in cases], np.int64)
+        each = (prices.with_times(*rows) for rows in zip(busy.tolist(), quick.tolist(), strict=True))
+        return np.array([run(order, case, blocking_sends).makespan for case in each], np.int64)
     last = np.zeros(k, np.int64)
     if by.every is not None:
-        starts, ends, clock = by.fill(n), by.fill(n), by.fill(order.plan.n_ranks)
-        _, _, *rest = prices.table.arrays
-        by.every(
-            *order.table.arrays, blocking_sends, prices.overhead, np.ascontiguousarray(busy), quick, *rest,
-            clock, *order.scratch(by), starts, ends, last,
-        )  # fmt: skip
-    else:
-        links = len(order.pairs)
-        starts, ends, there = (np.zeros((size, k), np.int64) for size in (n, n, order.base[-1]))
-        clock, free, spent = (np.zeros((size, k), np.int64) for size in (order.plan.n_ranks, links, links))
-        _, _, *others = prices.table.columns
-        rows_of_costs()(
-            *order.table.columns, blocking_sends, prices.overhead, busy.T, quick.T, *others,
-            clock, free, spent + LONG_AGO, [0] * links, there, starts, ends,
-        )  # fmt: skip
-        ends.max(axis=0, initial=0, out=last)
+        cases = prices.table.arrays._replace(busy=np.ascontiguousarray(busy), quick=quick)
+        ran = Ran(by.fill(n), by.fill(n))
+        by.every(order.table.arrays, cases, by.fill(order.plan.n_ranks), order.wires(by), ran, blocking_sends, last)
+        return last
+
+    def rows(size: int) -> Array:
+        return np.zeros((size, k), np.int64)
+
+    links = len(order.pairs)
+    wires = Wires(rows(links), rows(links) + LONG_AGO, [0] * links, rows(order.base[-1]))
+    ran, clock = Ran(rows(n), rows(n)), rows(order.plan.n_ranks)
+    cases = prices.table.lists._replace(busy=busy.T, quick=quick.T)
+    rows_of_costs()(order.table.lists, cases, clock, wires, ran, blocking_sends)
+    ran.ends.max(axis=0, initial=0, out=last)
     return last

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_pipes.cost import CostModel, ModelProfile
 from lightning_pipes.cost.cluster import LONGEST
 from lightning_pipes.cost.written import check_written
-from lightning_pipes.ir import Plan, PlanError, check_count, check_fields, check_number, shown
+from lightning_pipes.ir import InputError, Plan, PlanError, check_count, check_fields, check_number, shown
 from lightning_pipes.ir.checks import hints
 from lightning_pipes.sim.shown.saved import costs_data, costs_of, read_json, timeline_data, timeline_of, write_json
 from lightning_pipes.sim.timeline import Timeline
@@ -18,7 +18,7 @@ from lightning_pipes.sim.timeline import Timeline
 FILE = "run.json"
 """Its name in the directory of a run."""
 _WRITTEN = ("predicted", "measured", "costs", "profile")
-"""What every file has, in a form of its own."""
+"""Entries that every file has, in a form of their own."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class RunRecord:
         check_count("siblings", self.siblings)
         stages, ranks = self.plan.n_stages, self.plan.n_ranks
         if self.measured is not None and self.measured.plan.ranks != self.plan.ranks:
-            raise PlanError(f"measured has stages on ranks {self.measured.plan.ranks}, predicted on {self.plan.ranks}")
+            raise InputError(f"measured has stages on ranks {self.measured.plan.ranks}, predicted on {self.plan.ranks}")
         if self.costs.n_stages != stages:
-            raise PlanError(f"costs are of {self.costs.n_stages} stages, the plan has {stages}")
+            raise InputError(f"costs are of {self.costs.n_stages} stages, the plan has {stages}")
         if len(self.memory) not in (0, ranks) or min((size for size in self.memory if size is not None), default=0) < 0:
-            raise PlanError(f"memory needs the bytes of each of {ranks} devices, or None, got {shown(self.memory)}")
+            raise InputError(f"memory needs the bytes of each of {ranks} devices, or None, got {shown(self.memory)}")
         if self.between is not None:
             check_number("between", self.between, "finite seconds, not negative", lambda x: 0 <= x < LONGEST)
         layers = self.plan.layers
         if layers and self.profile is not None and layers[-1].stop != len(self.profile.layers):
-            raise PlanError(f"the plan has {layers[-1].stop} layers, the profile {len(self.profile.layers)}")
+            raise InputError(f"the plan has {layers[-1].stop} layers, the profile {len(self.profile.layers)}")
 
     @property
     def shared(self) -> str:
@@ -110,13 +110,13 @@ class RunRecord:
         """Reads what `save` wrote; of a directory its run.json.
 
         Raises:
-            PlanError: there is no such file, or it is not one of these.
+            InputError: there is no such file, or it is not one of these.
         """
         path = Path(path)
         if path.is_dir() and (path / FILE).exists():
             path = path / FILE
         if not path.is_file():
-            raise PlanError(
+            raise InputError(
                 f"there is no run in {path}: a run leaves a directory with {FILE} behind when its script calls "
                 "strategy.report.save(directory) after fit, as examples/train.py does"
             )
@@ -125,7 +125,7 @@ class RunRecord:
         try:
             return cls._of_data(found)
         except PlanError as error:
-            raise PlanError(f"{path} is damaged: {error}; run again to write another") from error
+            raise InputError(f"{path} is damaged: {error}; run again to write another") from error
 
     @classmethod
     def _of_data(cls, data: Mapping[str, Any]) -> RunRecord:

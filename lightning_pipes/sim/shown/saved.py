@@ -11,7 +11,7 @@ from typing import Any
 from lightning_pipes.cost import CostModel, Link, Table
 from lightning_pipes.cost.cluster import LONGEST
 from lightning_pipes.cost.written import check_written, read_object
-from lightning_pipes.ir import RECEIVES, Cut, Instruction, Kind, Plan, PlanError, Span, check_type, shown
+from lightning_pipes.ir import RECEIVES, Cut, InputError, Instruction, Kind, Plan, Span, check_type, shown
 from lightning_pipes.ir.checks import hints
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.timeline import Timeline
@@ -29,7 +29,7 @@ def load_timeline(path: str | Path) -> Timeline:
     """The timeline that `save_timeline` wrote.
 
     Raises:
-        PlanError: the file holds no timeline, or is of a format that this version does not read.
+        InputError: the file holds no timeline, or is of a format that this version does not read.
     """
     return timeline_of(read_json(path, "timeline")["timeline"])
 
@@ -43,14 +43,14 @@ def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
     """The record that `write_json` wrote.
 
     Raises:
-        PlanError: it is not JSON, lacks one of `keys`, or is of another format.
+        InputError: it is not JSON, lacks one of `keys`, or is of another format.
     """
     found = read_object(path)
     lacking = [key for key in ("format", *keys) if key not in found]
     if lacking:
-        raise PlanError(f"{path} is not what a report is saved in: it has no {' and no '.join(map(repr, lacking))}")
+        raise InputError(f"{path} is not what a report is saved in: it has no {' and no '.join(map(repr, lacking))}")
     if found["format"] != FORMAT:
-        raise PlanError(f"{path} has format {shown(found['format'])}, this version reads {FORMAT}; run again")
+        raise InputError(f"{path} has format {shown(found['format'])}, this version reads {FORMAT}; run again")
     return found
 
 
@@ -69,14 +69,14 @@ def timeline_of(data: object, what: str = "timeline") -> Timeline:
     """The timeline of `timeline_data`; errors call it `what`.
 
     Raises:
-        PlanError: it is something else, or damaged.
+        InputError: it is something else, or damaged.
     """
     kinds = {"name": str, "attributes": dict[str, str], "peak_bytes": tuple[int, ...], "plan": Any, "events": list[Any]}
     found = check_written(what, data, kinds)
     plan = plan_of(found["plan"], f"{what}.plan")
     events = tuple(_event(f"{what}.events[{n}]", row, plan) for n, row in enumerate(found["events"]))
     if len(found["peak_bytes"]) not in (0, plan.n_ranks):
-        raise PlanError(f"{what}.peak_bytes is of {len(found['peak_bytes'])} ranks, the plan has {plan.n_ranks}")
+        raise InputError(f"{what}.peak_bytes is of {len(found['peak_bytes'])} ranks, the plan has {plan.n_ranks}")
     return Timeline(events, plan, found["peak_bytes"], found["name"], found["attributes"])
 
 
@@ -102,7 +102,7 @@ def plan_of(data: object, what: str = "plan") -> Plan:
     """The plan of `plan_data`; errors call it `what`.
 
     Raises:
-        PlanError: it is something else, or damaged.
+        InputError: it is something else, or damaged.
     """
     pairs = tuple[tuple[int, int], ...]
     kinds = {**hints(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}
@@ -127,7 +127,7 @@ def costs_of(data: object, what: str = "costs") -> CostModel:
     """The cost model of `costs_data`; errors call it `what`.
 
     Raises:
-        PlanError: it is something else, or damaged.
+        InputError: it is something else, or damaged.
     """
     times, links = tuple[str, int, Table], list[list[Any]]
     found = check_written(what, data, {**hints(CostModel), "seconds": list[times], "links": links, "link": list[Any]})  # type: ignore[valid-type]
@@ -146,34 +146,34 @@ def _instruction_data(i: Instruction) -> list[Any]:
 
 def _instruction(where: str, data: object) -> Instruction:
     if not isinstance(data, list) or len(data) != 6 or not all(type(each) is int for each in data[1:]):
-        raise PlanError(f"{where} needs a kind, stage, job, batch, and the first and last sample, got {shown(data)}")
+        raise InputError(f"{where} needs a kind, stage, job, batch, and the first and last sample, got {shown(data)}")
     kind, stage, job, batch, start, stop = data
     if min(stage, job, batch, start) < 0 or stop < start:
-        raise PlanError(f"{where} counts stages, jobs, batches and samples from 0, got {shown(data)}")
+        raise InputError(f"{where} counts stages, jobs, batches and samples from 0, got {shown(data)}")
     return Instruction(_kind(where, kind), stage, job, batch, Span(start, stop))
 
 
 def _kind(where: str, name: object) -> Kind:
     if not isinstance(name, str) or name not in Kind.__members__:
-        raise PlanError(f"{where}: there is no instruction {shown(name)}; there is {', '.join(Kind)}")
+        raise InputError(f"{where}: there is no instruction {shown(name)}; there is {', '.join(Kind)}")
     return Kind(name)
 
 
 def _event(where: str, row: object, plan: Plan) -> Event:
     if not isinstance(row, list) or len(row) != 9 or not all(type(row[n]) is int for n in (0, 7, 8)):
-        raise PlanError(f"{where} needs a rank, an instruction, its start and its end, got {shown(row)}")
+        raise InputError(f"{where} needs a rank, an instruction, its start and its end, got {shown(row)}")
     rank, *data, start, end = row
     i = _instruction(where, data)
     if i.stage >= plan.n_stages or plan.ranks[i.stage] != rank or i.job >= len(plan.jobs):
-        raise PlanError(f"{where}: the plan has no stage {i.stage} of job {i.job} on rank {shown(rank)}")
+        raise InputError(f"{where}: the plan has no stage {i.stage} of job {i.job} on rank {shown(rank)}")
     if (
         i.kind in RECEIVES
         or (i.kind is Kind.SF and i.stage == plan.n_stages - 1)
         or (i.kind is Kind.SB and not i.stage)
     ):
-        raise PlanError(f"{where}: {i} is no transfer that the plan has")
+        raise InputError(f"{where}: {i} is no transfer that the plan has")
     if not 0 <= start <= end < LONGEST * 1e9:
-        raise PlanError(f"{where} ends before it starts, or times are out of range: {shown(start)} to {shown(end)} ns")
+        raise InputError(f"{where} ends before it starts, or times are out of range: {shown(start)} to {shown(end)} ns")
     return Event(rank, i, start, end)
 
 
@@ -181,13 +181,13 @@ def _cut(where: str, job: object, tables: Sequence[tuple[Span, ...]]) -> Cut:
     found = check_written(where, job, {"rows": int, **dict.fromkeys(_TABLES, tuple[int, ...])})
     for name in _TABLES:
         if not all(0 <= number < len(tables) for number in found[name]):
-            raise PlanError(f"{where}.{name} names one of {len(tables)} tables of spans, got {shown(found[name])}")
+            raise InputError(f"{where}.{name} names one of {len(tables)} tables of spans, got {shown(found[name])}")
     return Cut(found["rows"], *(tuple(tables[number] for number in found[name]) for name in _TABLES))
 
 
 def _waits(where: str, row: Sequence[Any]) -> tuple[Instruction, tuple[Instruction, ...]]:
     if len(row) != 2 or not isinstance(row[1], list):
-        raise PlanError(f"{where} needs an instruction and what it waits for, got {shown(row)}")
+        raise InputError(f"{where} needs an instruction and what it waits for, got {shown(row)}")
     return _instruction(where, row[0]), tuple(_instruction(where, each) for each in row[1])
 
 
@@ -198,5 +198,5 @@ def _between(where: str, row: Sequence[Any]) -> tuple[tuple[int, int], Link]:
 
 def _link(where: str, values: Sequence[Any]) -> Link:
     if len(values) > len(fields(Link)):
-        raise PlanError(f"{where}: a link has {len(fields(Link))} values, got {shown(values)}")
+        raise InputError(f"{where}: a link has {len(fields(Link))} values, got {shown(values)}")
     return Link(*values)

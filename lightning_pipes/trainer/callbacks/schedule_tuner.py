@@ -57,8 +57,8 @@ _log = logging.getLogger(__name__)
 
 
 class _Report(NamedTuple):
-    """What a rank tells rank 0: its last steps, its stages' bytes, its place in the pipeline, bytes of its device, and
-    its links, if they were probed."""
+    """The report of a rank to rank 0: its last steps, its stages' bytes, its place in the pipeline, bytes of its
+    device, and its links, if they were probed."""
 
     steps: list[StepSample]
     stages: dict[int, StageBytes]
@@ -68,8 +68,8 @@ class _Report(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """What rank 0 tells all ranks: what runs from the next batch on, exactly that and verified, None for no change; how
-    many batches later it decides again, and whether clocks have jumped."""
+    """The order of rank 0 to all ranks: what runs from the next batch on, exactly that and verified, None for no
+    change; how many batches later it decides again, and whether clocks have jumped."""
 
     change: Candidate | None
     wait: int
@@ -95,7 +95,7 @@ class Tuned:
 
     @property
     def error(self) -> float:
-        """The foretold step over the measured one, less 1."""
+        """The predicted step over the measured one, less 1."""
         return self.decision.current.seconds / self.measured - 1 if self.measured else 0.0
 
 
@@ -198,7 +198,7 @@ class ScheduleTuner(pl.Callback):
         self._chooser.prepare(candidates, nothing_known)
 
     def _decide(self, strategy: PipelineHost) -> _Order:
-        """What rank 0 decides on what all ranks have measured. Collective."""
+        """The order of rank 0, by what all ranks have measured. Collective."""
         began = time.perf_counter()
         run, control = strategy.running, strategy.control
         windows = list(run.windows)

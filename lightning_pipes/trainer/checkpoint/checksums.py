@@ -25,7 +25,7 @@ WAY_OUT = "Use an earlier checkpoint, or another copy of this one"
 
 
 class Sum(NamedTuple):
-    """What tells whether a file is still what was written: its bytes, and their CRC-32."""
+    """Bytes of a file and their CRC-32, which tell whether it is still what was written."""
 
     size: int
     crc32: int

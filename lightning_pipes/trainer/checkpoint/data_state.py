@@ -41,7 +41,7 @@ class TrainingData:
         self._waiting = list(self._loaded["loaders"]) if self._loaded is not None else []
 
     def prepared(self, loader: object) -> object:
-        """What Lightning should take for a training loader: called for one after the other, in their order.
+        """The loader that Lightning should take for a training loader: called for one after the other, in their order.
 
         Loaders that can save their own state, and what is no DataLoader, stay as they are.
         """
@@ -83,7 +83,7 @@ class TrainingData:
                 loader.begin_anew()
 
     def forget(self) -> None:
-        """What was loaded is for one run only."""
+        """Drops what was loaded, which is for one run only."""
         self._loaded, self._waiting = None, []
 
     def state(self, trainer: pl.Trainer) -> State:

@@ -45,7 +45,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 save(checkpoint, temporary)
 
     def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
-        """What the file holds, on the CPU, as torch.load reads it.
+        """The content of the file, on the CPU, as torch.load reads it.
 
         Raises:
             PipelineError: it is not what was written, or no checkpoint.
@@ -88,7 +88,7 @@ def save(thing: Any, path: Path) -> Sum:
 
 
 def load(path: Path, **options: Any) -> Any:
-    """What torch.load reads with these options, if it is what was written.
+    """The content that torch.load reads with these options, if it is what was written.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Index:
-    """What a sharded checkpoint consists of.
+    """The parts of a sharded checkpoint.
 
     Attributes:
         places: of each tensor, by its name.
@@ -71,7 +71,7 @@ class Index:
 
 
 def with_sums(sums: Mapping[str, Sum]) -> dict[str, Any]:
-    """What the index has to hold, in its `planner_data`, for `Index.read` to find the sums."""
+    """The entries that the index has to hold, in its `planner_data`, for `Index.read` to find the sums."""
     return {_SUMS: {name: tuple(found) for name, found in sums.items()}}
 
 

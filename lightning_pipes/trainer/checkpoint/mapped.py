@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.strategies import Strategy
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, load
 
 
-def load_mapped(strategy: Strategy, path: str | Path, weights_only: bool | None) -> dict[str, Any] | None:
-    """A checkpoint whose weights are read from the file when they are used; None where that is not possible."""
-    if type(strategy.checkpoint_io) not in (TorchCheckpointIO, AtomicCheckpointIO) or not os.path.isfile(path):
+def load_mapped(reader: CheckpointIO, path: str | Path, weights_only: bool | None) -> dict[str, Any] | None:
+    """A checkpoint whose weights are read from the file when they are used; None where that is not possible.
+
+    Args:
+        reader: of such files.
+    """
+    if type(reader) not in (TorchCheckpointIO, AtomicCheckpointIO) or not os.path.isfile(path):
         return None
     whole: Mapping[str, Any] = load(Path(path), map_location="cpu", mmap=True, weights_only=weights_only)
     # What outlives the loading must not: the file may be overwritten.

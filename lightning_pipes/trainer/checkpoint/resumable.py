@@ -100,7 +100,7 @@ class ResumableLoader(LoaderOfSamples):
         return own and not isinstance(self.dataset, IterableDataset)
 
     def wrapped(self, sampler: Iterable[Any]) -> Samples:
-        """What stands for the sampler, or for the batch sampler."""
+        """The stand-in for the sampler, or for the batch sampler."""
         if self._samples is None:
             in_flight = self.num_workers * (self.prefetch_factor or 0)
             self.__dict__["_samples"] = Samples(sampler, _AHEAD + in_flight)

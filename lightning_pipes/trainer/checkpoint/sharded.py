@@ -57,7 +57,7 @@ _GRACE_SECONDS = 3.0
 
 @dataclass
 class Part:
-    """What one rank adds to a checkpoint.
+    """The part that one rank adds to a checkpoint.
 
     Attributes:
         number: of the checkpoint; the same on every rank.
@@ -187,7 +187,7 @@ class _Files(FileSystem):
 
 
 def _said(position: int, part: Part, control: Control, store: Any) -> str | bytes:
-    """What another rank says of its part, when it is written."""
+    """The word of another rank on its part, when it is written."""
     key, rank = _key(part, position), control.ranks[position]
     failed_at = None
     while not store.check([key]):

@@ -1,10 +1,11 @@
-"""What there is to say of a run, gathered from all ranks of its pipeline when it ends."""
+"""Facts of a run, gathered from all ranks of its pipeline when it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from lightning_pipes.trainer.reports.report import About, Window
 
 
 def describe_run(strategy: PipelineHost, siblings: int) -> About:
-    """What this rank knows by itself of a training with so many siblings at a time, itself included."""
+    """Facts that this rank knows by itself of a training with so many siblings at a time, itself included."""
     device, plugin = strategy.root_device, strategy.precision_plugin
     threads = torch.get_num_threads()
     facts = {
@@ -46,17 +47,21 @@ def describe_run(strategy: PipelineHost, siblings: int) -> About:
 def gather_run(
     run: PipelineRun, pipeline: Control, optimizers: Sequence[Optimizer], device: torch.device, about: About
 ) -> tuple[dict[str, Any], tuple[list[tuple[Window, ...]], About] | None]:
-    """What all ranks have when a run ends, in one exchange: the state dict of the whole module, empty if its layers
-    stay spread out; and the windows of every rank of the pipeline with `about` and what only each of them knows of it,
-    None if nothing was trained."""
+    """Everything that all ranks have when a run ends, in one exchange: the state dict of the whole module, empty if its
+    layers stay spread out; and the windows of every rank of the pipeline with `about` and what only each of them knows
+    of it, None if nothing was trained."""
+    if run.cut.stays_spread:
+        run.part.go_home()  # where another run with this module looks for them
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     local = {} if run.cut.stays_spread else run.cut.local_state(outside=pipeline.position == 0)
-    facts = (tuple(run.windows), run.stage_bytes(optimizers), memory) if run.windows else None
+    facts = (tuple(run.windows), tuple(run.took), run.stage_bytes(optimizers), memory) if run.windows else None
     gathered = pipeline.all_gather((local, facts))
     state = {} if run.cut.stays_spread else run.cut.in_order([part for part, _ in gathered])
     if facts is None:
         return state, None
     ranks = [gathered[pipeline.ranks.index(rank)][1] for rank in run.global_ranks]
-    stages = {number: size for _, found, _ in ranks for number, size in found.items()}
-    about = replace(about, stages=stages, memory=tuple(m for _, _, m in ranks))
-    return state, ([windows for windows, _, _ in ranks], about)
+    windows, took, held, memories = zip(*ranks, strict=True)
+    stages = {number: size for found in held for number, size in found.items()}
+    steps = [max(step) for step in zip(*took, strict=True)]
+    about = replace(about, stages=stages, memory=memories, measured=median(steps) / 1e9 if steps else None)
+    return state, (list(windows), about)

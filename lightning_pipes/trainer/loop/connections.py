@@ -18,7 +18,7 @@ from lightning_pipes.trainer.plan.decision import Decision, Wanted
 from lightning_pipes.trainer.ranks.control import Control
 
 Idle = Callable[[Callable[[], bool]], None] | None
-"""What to do while waiting for a condition."""
+"""Does something while a condition is waited for."""
 Make = Callable[[FailureWatch, Idle], Control]
 """Makes a control."""
 
@@ -37,10 +37,10 @@ class Connections(Protocol):
         """How many share the ranks, this one included."""
 
     def connect(self, make: Make) -> Control:
-        """What all ranks tell each other, from now on."""
+        """The control through which all ranks tell each other things, from now on."""
 
     def get_ready(self, pipeline: Control) -> None:
-        """What is connected by `pipeline` on first use is connected at once, if others would have to wait then."""
+        """Connects at once what `pipeline` connects on first use, if others would have to wait then."""
 
     def waits_at(self, barrier: str | None) -> bool:
         """Whether ranks wait for each other at the barrier of that name."""
@@ -50,13 +50,13 @@ class Connections(Protocol):
         """Whether this process got SIGTERM, where the Trainer does not hear of it."""
 
     def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
-        """What a training wants, with what follows from the company that it is in."""
+        """The wishes of a training, with what follows from the company that it is in."""
 
     def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
         """The path that `find()` gives, where it is not found yet."""
 
     def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
-        """What `decide()` gives, where it is not decided yet."""
+        """The decision that `decide()` makes, where there is none yet."""
 
     def check_endless(self, schedule: str) -> None:
         """Whether a schedule will do that does not flush between batches.
@@ -66,7 +66,7 @@ class Connections(Protocol):
         """
 
     def transport(self, make: Callable[[], Transport]) -> Transport:
-        """What messages between stages travel by; made where there is none yet."""
+        """The transport of messages between stages; made where there is none yet."""
 
     @property
     def engine_watch(self) -> Watch:
@@ -74,7 +74,7 @@ class Connections(Protocol):
 
     @property
     def turns(self) -> Turns | None:
-        """What decides when the engine works; None where it has the rank for itself."""
+        """The turns that decide when the engine works; None where it has the rank for itself."""
 
     def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
         """Has `check` called when `come()`, or at once where nobody else needs the rank meanwhile.
@@ -87,7 +87,7 @@ class Connections(Protocol):
         """Returns when all that was to be checked later is right."""
 
     def agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
-        """What has the ranks of `control`, which are at the same batch, agree on stopping after it."""
+        """A function that has the ranks of `control`, which are at the same batch, agree on stopping after it."""
 
     def go_home(self) -> None:
         """The training's weights and optimizers are to be its own again."""

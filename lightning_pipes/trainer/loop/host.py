@@ -15,7 +15,7 @@ from lightning_pipes.trainer.reports.timing import Timing
 
 
 class PipelineHost(ParallelStrategy):
-    """What callbacks of ours, and the report, ask of `PipelineStrategy`, which is the only one.
+    """The strategy as callbacks of ours, and the report, see it; `PipelineStrategy` is the only one.
 
     Attributes:
         schedule: orders the batches from the next one on.
@@ -31,7 +31,7 @@ class PipelineHost(ParallelStrategy):
     @property
     @abstractmethod
     def control(self) -> Control:
-        """What all ranks tell each other."""
+        """The control through which all ranks tell each other things."""
 
     @property
     @abstractmethod
@@ -41,7 +41,7 @@ class PipelineHost(ParallelStrategy):
     @property
     @abstractmethod
     def decision(self) -> Decision:
-        """What the last run is, or was."""
+        """The decision of the last run."""
 
     @property
     @abstractmethod

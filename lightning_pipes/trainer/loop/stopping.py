@@ -55,7 +55,7 @@ class StopAgreement:
         self.settle(self._control.any(*self.flags()))
 
     def flags(self) -> tuple[bool, ...]:
-        """What this rank has to say, for `settle`."""
+        """The flags of this rank, for `settle`."""
         last = self._trainer.is_last_batch
         return self._trainer.should_stop, self._is_to_end, self._requeue is not None, last, not last
 
@@ -125,7 +125,7 @@ def as_terminated(error: SIGTERMException) -> SIGTERMException:
 
 
 def terminated() -> SIGTERMException:
-    """What Lightning raises after SIGTERM, with that status."""
+    """The error that Lightning raises after SIGTERM, with that status."""
     return as_terminated(SIGTERMException())
 
 

@@ -165,7 +165,7 @@ def _is_list(part: Any) -> bool:
 
 
 def _parts(batch: Any) -> Sequence[Any]:
-    """What a dict, sequence or dataclass holds."""
+    """The entries of a dict, sequence or dataclass."""
     if isinstance(batch, Mapping):
         return tuple(batch.values())
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):

@@ -92,7 +92,7 @@ class Interceptor:
         )
 
     def supply(self, step: Step, answer: Callable[[Any], Any], *args: Any) -> Any:
-        """What `step(*args)` returns when its call of the pipelined module gives `answer(x)`.
+        """The result of `step(*args)` when its call of the pipelined module gives `answer(x)`.
 
         Raises:
             PipelineError: the step makes no such call.

@@ -1,4 +1,4 @@
-"""What can't work, or works differently than on one process, said before training starts."""
+"""Checks before training starts, of what can't work, or works differently than on one process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks as cb
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -16,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.pipelined import INCOMPLETE, batch_statistics
 from lightning_pipes.trainer.module.proxy import Layers
-from lightning_pipes.trainer.private_lightning import spectral_norms
+from lightning_pipes.trainer.private_lightning import callbacks, spectral_norms
 
 _UNSUITABLE: dict[type[pl.Callback], str] = {
     cb.StochasticWeightAveraging: "keeps a copy of the whole module and averages it with the layers of one stage; "
@@ -29,17 +30,31 @@ _UNSUITABLE: dict[type[pl.Callback], str] = {
 }
 
 
-def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
+def check_run(module: pl.LightningModule, trainer: pl.Trainer, background: bool) -> None:
+    """Raises PipelineError for a module or callbacks that can't be used.
+
+    Args:
+        background: checkpoints are written while training goes on.
+    """
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    check_module(module, fitting)
+    if fitting:
+        check_callbacks(callbacks(trainer))
+        if background:
+            check_async(callbacks(trainer))
+
+
+def check_callbacks(found: Iterable[pl.Callback]) -> None:
     """Raises PipelineError for a callback that needs the whole module on every process."""
-    for callback in callbacks:
+    for callback in found:
         for kind, reason in _UNSUITABLE.items():
             if isinstance(callback, kind):
                 raise PipelineError(f"{type(callback).__name__} can't be used in a pipeline: it {reason}")
 
 
-def check_async(callbacks: Iterable[pl.Callback]) -> None:
+def check_async(found: Iterable[pl.Callback]) -> None:
     """Raises PipelineError for a callback that can't have checkpoints written in the background."""
-    for callback in callbacks:
+    for callback in found:
         if isinstance(callback, cb.ModelCheckpoint) and callback.save_last == "link":
             raise PipelineError(
                 "ModelCheckpoint(save_last='link') would link to a checkpoint that is not written yet; use "

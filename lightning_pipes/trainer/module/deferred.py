@@ -38,7 +38,7 @@ class _Tied:
 
 
 class DeferredWeights:
-    """What of a whole module is on `meta`, and how it gets values. Made before the module is cut.
+    """The tensors of a whole module that are on `meta`, and how they get values. Made before the module is cut.
 
     Args:
         module: the user's module, whole.

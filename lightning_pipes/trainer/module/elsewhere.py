@@ -1,17 +1,19 @@
-"""Weights of other ranks' layers as the user's hooks see them: each can be worked on by itself, and has no values."""
+"""Weights of other ranks' layers as the user's hooks see them: each can be worked on by itself, and has no values; and
+where the tensors are kept meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.private_lightning import in_grad_norm
 
 _READING = {
@@ -21,6 +23,17 @@ _READING = {
 """Methods and functions of tensors that give values."""
 
 _MOVING = ("to", "cpu", "cuda")
+
+
+class Slot(NamedTuple):
+    """Where a layer keeps a tensor: the layer's number, the table of the module in it, the name there, the tensor that
+    belongs there, and its key in the state dict."""
+
+    layer: int
+    table: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+    key: str
 
 
 class HookScope:
@@ -37,6 +50,8 @@ class HookScope:
         self.hook = ""
         self.everywhere = True
         self.device = device
+        self.copies: WeakValueDictionary[int, Elsewhere] = WeakValueDictionary()
+        """Those that code of the user's has made of stand-ins, as for a running average."""
         self.gradients: Callable[[], bool] = lambda: False
         self._thread = 0
 
@@ -127,6 +142,7 @@ class Elsewhere(torch.Tensor):
 
     def _copied(self, memo: dict[int, Any]) -> Elsewhere:
         memo[id(self)] = copy = Elsewhere.of(self, self._name, self._scope)
+        self._scope.copies[id(copy)] = copy
         copy.__dict__["is_whole"] = False
         return copy
 
@@ -153,8 +169,70 @@ class Elsewhere(torch.Tensor):
         )
 
 
+class Absent:
+    """The tensors of layers of other ranks, without memory: stand-ins are in their slots until they come back. The
+    objects stay the same, so that optimizers and the user's code find them again."""
+
+    def __init__(self, scope: HookScope) -> None:
+        self.slots: list[Slot] = []
+        self._ids: set[int] = set()
+        self._scope = scope
+
+    def check(self, layer: int) -> None:
+        """Whether a layer can come back.
+
+        Raises:
+            PlanError: code of the user's has copied it, and the values of the copy are on the rank that has the layer.
+        """
+        names = {f"self.{slot.key}" for slot in self.slots if slot.layer == layer}
+        for copy in self._scope.copies.values():
+            if copy._name in names:
+                raise PlanError(
+                    f"layer {layer} can't move here: there is a copy of {copy._name} whose values are on the rank that "
+                    "has the layer now, as of a running average of the weights, and would stay there. Leave the layer "
+                    "where it is, or let go of the copy before it moves"
+                )
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._ids
+
+    def add(self, slots: Iterable[Slot]) -> None:
+        """Those are on other ranks from now on."""
+        slots = list(slots)
+        stand_ins = {id(s.tensor): Elsewhere.of(s.tensor, f"self.{s.key}", self._scope) for s in reversed(slots)}
+        for slot in slots:
+            slot.table[slot.name] = stand_ins[id(slot.tensor)]
+        for slot in slots:
+            if not slot.tensor.is_meta:
+                slot.tensor.data = slot.tensor.data.new_empty(0)
+            slot.tensor.grad = None
+        self.slots += slots
+        self._ids.update(id(s.tensor) for s in slots)
+
+    def take_back(self, layer: int, values: Mapping[int, torch.Tensor]) -> None:
+        """The tensors of a layer have come here, with these values, by id of their stand-ins."""
+        for slot in (s for s in self.slots if s.layer == layer):
+            stand_in = slot.table[slot.name]
+            give_values(slot.tensor, values[id(stand_in)], stand_in)
+            slot.table[slot.name] = slot.tensor
+            self._ids.discard(id(slot.tensor))
+        self.slots = [s for s in self.slots if s.layer != layer]
+
+
+def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
+    """Has a tensor without memory hold these, as `like` would lie in memory."""
+    strides = like.stride() if like.shape == values.shape and 0 not in like.stride() else None
+    if strides is not None:
+        values = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
+    if tensor.is_meta:
+        made = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+    else:
+        tensor.data = values
+
+
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
-    """What a function of lists makes of the n-th entries of all, for each n: some are here, and some are not."""
+    """The results of a function of lists on the n-th entries of all, for each n: some are here, and some are not."""
     rows = [[[a[n]] if isinstance(a, (list, tuple)) else a for a in args] for n in range(len(args[0]))]
     results = [func(*row, **kwargs) for row in rows]
     return None if results[0] is None else [entry for result in results for entry in result]

@@ -70,7 +70,7 @@ def _factors() -> torch.Tensor:
 
 
 def _take_over(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, object], control: Control) -> None:
-    """What rank 0 has. Collective."""
+    """Takes over what rank 0 has. Collective."""
     expected = control.broadcast(shapes, control.ranks[0])
     different = sorted(n for n in {*shapes, *expected} if shapes.get(n) != expected.get(n))
     if any(control.any(bool(different))):

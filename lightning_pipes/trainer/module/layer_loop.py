@@ -26,7 +26,7 @@ class NotHereError(PipelineError, AttributeError):
 
 
 class Pending:
-    """What a layer will return: it, its entries, can be handed to later layers, and nothing else."""
+    """A result that a layer will return: it and its entries can be handed to later layers, and nothing else."""
 
     def __init__(self, recording: Recording, layer: int, path: Path = ()) -> None:
         self.__dict__.update(_recording=recording, _layer=layer, _path=path)
@@ -159,7 +159,7 @@ class LayerLoop:
 
     @property
     def stand_ins(self) -> list[Any] | None:
-        """What the user's step sees in place of the layers; None where no step runs."""
+        """The stand-ins that the user's step sees in place of the layers; None where no step runs."""
         return self._stand_ins if self._running() else None
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What stands where the pipelined module stood: the layers of this rank, under their old names."""
+"""The proxy that stands where the pipelined module stood: the layers of this rank, under their old names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipes.trainer.module.elsewhere import HookScope
 from lightning_pipes.trainer.module.layer_loop import LayerLoop
 
 Layers = nn.Sequential | nn.ModuleList
-"""What can be cut: called as a whole, or layer by layer in a loop of the user's code."""
+"""Modules that can be cut: called as a whole, or layer by layer in a loop of the user's code."""
 
 
 class StageProxy(nn.Module):
@@ -43,10 +43,16 @@ class StageProxy(nn.Module):
         loop = LayerLoop(name, list(full), lambda: interceptor.running, interceptor.reach)
         hidden = {"_full": full, "_call": interceptor, "_loop": loop, "_name": name, "_scope": scope}
         self.__dict__.update(hidden)  # past nn.Module, which would register the whole module
+        self.hold(local)
+        self.train(full.training)
+
+    def hold(self, local: Iterable[int]) -> None:
+        """Registers these layers, and no others."""
+        full = self.__dict__["_full"]
         names = list(full._modules)
+        self._modules.clear()
         for number in sorted(local):
             self._modules[names[number]] = full[number]
-        self.train(full.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.__dict__["_full"], nn.ModuleList):
@@ -93,7 +99,7 @@ class StageProxy(nn.Module):
         )
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
-        """What a state dict has of other ranks' layers is left out: those load it themselves."""
+        """Leaves out what a state dict has of other ranks' layers: those load it themselves."""
         elsewhere = tuple(f"{prefix}{n}." for n in self.__dict__["_full"]._modules if n not in self._modules)
         for key in [key for key in state if key.startswith(elsewhere)] if self._in_hook else ():
             del state[key]

@@ -98,7 +98,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _put_back(thing: Any, content: Any) -> None:
-    """What has not changed is not touched: other threads may be at it."""
+    """Puts back what has changed; the rest is not touched, for other threads may be at it."""
     if _is_table(thing):
         _refill(thing, content)
         return

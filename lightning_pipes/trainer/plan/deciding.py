@@ -30,8 +30,8 @@ from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, examp
 from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
-from lightning_pipes.trainer.ranks.layout import places
+from lightning_pipes.trainer.ranks.holdings import places
+from lightning_pipes.trainer.ranks.ranks import Ranks
 
 PATIENCE = 2.0
 """Seconds after which people are told what takes so long."""
@@ -43,8 +43,9 @@ TRIALS = 3
 """Cuts that are tried at most."""
 _LINK_SIZES = (2**14, 2**18, 2**21)
 _profiles: dict[tuple[Any, ...], tuple[ModelProfile, list[float]] | str] = {}
-"""What was measured, and how fast every process is, or why there was nothing to measure, by all that it depends on; the
-same in all processes. A reason is kept as text: an error would keep what was there when it was raised."""
+"""The profile that was measured, and how fast every process is, or why there was nothing to measure, by all that it
+depends on; the same in all processes. A reason is kept as text: an error would keep what was there when it was
+raised."""
 
 
 class Deciding:
@@ -52,33 +53,22 @@ class Deciding:
 
     Args:
         path: the pipelined container in the Trainer's module.
-        control: of all ranks.
-        pipeline: of those of this rank's pipeline.
         transport: how messages will travel.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        path: str,
-        grid: Grid,
-        control: Control,
-        pipeline: Control,
-        device: torch.device,
-        transport: str,
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, path: str, ranks: Ranks, transport: str) -> None:
         self._trainer = trainer
         self._path = path
-        self._grid = grid
-        self._control = control
-        self._pipeline = pipeline
-        self._device = device
+        self._ranks = ranks
+        self._grid = ranks.grid
+        self._control = ranks.control
+        self._device = ranks.device
         self._transport = transport
-        self._together = Together(control)
-        self._who = grid.pipelines[0][-1]
+        self._together = Together(ranks.control)
+        self._who = ranks.grid.pipelines[0][-1]
 
     def decide(self, wanted: Wanted, plain: Decision) -> Decision:
-        """What runs: `plain` where there is nothing to choose, or nothing to choose by, which it says then.
+        """The decision: `plain` where there is nothing to choose, or nothing to choose by, which it says then.
 
         Raises:
             PlanError: a schedule is to be chosen, and none fits.
@@ -107,7 +97,7 @@ class Deciding:
         return replace(plain, why=reason)
 
     def _measured(self, wanted: Wanted, plain: Decision) -> Decision:
-        """What runs by times.
+        """The decision by times.
 
         Raises:
             NotMeasuredError: there are none.
@@ -180,7 +170,7 @@ class Deciding:
     def _planned(
         self, wanted: Wanted, plain: Decision, profile: ModelProfile, rows: int, place: Deployment
     ) -> Decision:
-        """What runs by a profile, found by one rank.
+        """The decision by a profile, made by one rank.
 
         Raises:
             PlanError: nothing can.
@@ -205,12 +195,12 @@ class Deciding:
         place: Deployment,
         measuring: Measuring,
     ) -> Decision:
-        """What runs by a profile that was corrected by steps of the pipeline: the fastest of what was tried.
+        """The decision by a profile that was corrected by steps of the pipeline: the fastest of what was tried.
 
         A layer in a pipeline may take other times than it has alone: ranks share memory and caches, and messages take
         processor time.
         """
-        trials = Trials(measuring, self._grid, self._control, self._pipeline, self._device, self._transport)
+        trials = Trials(measuring, self._ranks, self._transport)
         tried: list[tuple[float, Decision]] = []
         said: list[str] = []
         while True:
@@ -302,7 +292,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _structure(module: nn.Module, full: nn.Module, batch: Any) -> tuple[Any, ...]:
-    """What the times of layers depend on, besides the device."""
+    """Everything that the times of layers depend on, besides the device."""
 
     def settings(part: nn.Module) -> list[tuple[str, Any]]:
         plain = (bool, int, float, str, tuple)

@@ -1,4 +1,4 @@
-"""What a run is: schedule, micro-batches, recomputation and cut, as asked for and as decided."""
+"""A run as asked for and as decided: schedule, micro-batches, recomputation and cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST_ROWS = "least_rows"
 
 @dataclass(frozen=True)
 class Decision:
-    """What runs.
+    """The decision on a run.
 
     Attributes:
         ranks: the rank of each stage.
@@ -74,7 +74,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user asked for.
+    """The wishes of the user.
 
     Attributes:
         schedule: the one named; what stands in for it where `chooses`.
@@ -90,7 +90,7 @@ class Wanted:
     chooses: bool = False
 
     def unmeasured(self, sizes: Sequence[int], ranks: int) -> Decision:
-        """What runs if nobody measures the layers; `sizes` are their parameters.
+        """The decision if nobody measures the layers; `sizes` are their parameters.
 
         Raises:
             PlanError: layers can't be cut so, or the schedule can't order it.
@@ -125,7 +125,7 @@ class Wanted:
         return max(self.microbatch_rows(rows, ranks))
 
     def measured(self, plain: Decision, profile: ModelProfile, rows: int, place: Deployment) -> Decision:
-        """What runs, by the profile of the layers, for batches of `rows` samples on these devices.
+        """The decision by the profile of the layers, for batches of `rows` samples on these devices.
 
         Args:
             plain: what would run without a profile.

@@ -140,7 +140,7 @@ class Measuring:
         return replace(_with_ends(found[0], around, entering), notes=notes)
 
     def entering(self, rows: int) -> Any:
-        """What the layers get for so many samples.
+        """The input of the layers for so many samples.
 
         Raises:
             NotMeasuredError: the user's code failed on any rank.

@@ -1,8 +1,9 @@
-"""What PipelineStrategy is told, looked at before anything starts."""
+"""The settings of PipelineStrategy, looked at before anything starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from lightning_pipes.engine.messages.transport import KINDS
 from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS
 from lightning_pipes.ir import (
     MOST_MICROBATCHES,
-    PlanError,
+    InputError,
     Policy,
     Schedule,
     check_count,
@@ -32,7 +33,7 @@ UNCHOSEN = "1f1b"
 
 
 def chosen_later(name: str) -> str:
-    """What conf/schedule/auto.yaml stands for: the name itself."""
+    """The name itself, for which conf/schedule/auto.yaml stands."""
     return name
 
 
@@ -40,24 +41,24 @@ def known_schedule(schedule: str | Schedule | Policy, settings: Mapping[str, Any
     """The schedule of that name with its settings, or the one given.
 
     Raises:
-        PlanError: there is none, or it does not take these settings.
+        InputError: there is none, or it does not take these settings.
     """
     check_type("schedule_args", settings, Mapping[str, Any])
     if isinstance(schedule, str) and schedule == AUTO:
         if settings:
-            raise PlanError(f"schedule_args={dict(settings)} belong to one schedule, and schedule='auto' chooses it")
+            raise InputError(f"schedule_args={dict(settings)} belong to one schedule, and schedule='auto' chooses it")
         return make_schedule(UNCHOSEN)
     if isinstance(schedule, str):
         return make_schedule(schedule, **settings)
     if isinstance(schedule, type) or not isinstance(schedule, (Schedule, Policy)):
-        raise PlanError(f"schedule must be the name of one, or an object as in KFKB(k=2), got {shown(schedule)}")
+        raise InputError(f"schedule must be the name of one, or an object as in KFKB(k=2), got {shown(schedule)}")
     if settings:
-        raise PlanError(f"schedule_args={settings} belong to a schedule's name; {schedule!r} has its settings already")
+        raise InputError(f"schedule_args={settings} belong to a schedule's name; {schedule!r} has its settings already")
     return schedule
 
 
 def long_enough(heartbeat_timeout: float) -> float:
-    """The seconds after which a silent process is given up; PlanError if signs of life are not that frequent."""
+    """The seconds after which a silent process is given up; InputError if signs of life are not that frequent."""
     return check_number(
         "heartbeat_timeout",
         heartbeat_timeout,
@@ -68,39 +69,39 @@ def long_enough(heartbeat_timeout: float) -> float:
 
 
 def possible_timeout(timeout: timedelta) -> timedelta:
-    """How long ranks wait for each other; PlanError if it is no time."""
+    """How long ranks wait for each other; InputError if it is no time."""
     if not isinstance(timeout, timedelta) or timeout <= timedelta():
-        raise PlanError(f"timeout must be a timedelta above 0, as in timedelta(minutes=30), got {shown(timeout)}")
+        raise InputError(f"timeout must be a timedelta above 0, as in timedelta(minutes=30), got {shown(timeout)}")
     return timeout
 
 
 def known_seed(seed: int) -> int:
-    """What random numbers start from; PlanError if it is no number of 64 bits."""
+    """The seed of random numbers; InputError if it is no number of 64 bits."""
     check_type("seed", seed, int)
     if not -(2**63) <= seed < 2**63:
-        raise PlanError(f"seed must be a whole number of 64 bits, got {shown(seed)}")
+        raise InputError(f"seed must be a whole number of 64 bits, got {shown(seed)}")
     return int(seed)
 
 
 def known_backend(backend: str | None) -> str | None:
-    """What the default process group runs on; PlanError if torch has none of that name."""
+    """The backend of the default process group; InputError if torch has none of that name."""
     check_type("process_group_backend", backend, str | None)
     for each in (backend or "").split(",") if backend is not None else ():  # as in "cpu:gloo,cuda:nccl"
         if not dist.is_backend_available(each.rpartition(":")[2] or "none"):
-            raise PlanError(
+            raise InputError(
                 f"process_group_backend: torch.distributed has no {shown(backend)} here; say 'gloo' or 'nccl'"
             )
     return backend
 
 
 def check_parts(**given: tuple[object, type]) -> None:
-    """PlanError unless each part of Lightning's is None or of its kind."""
+    """InputError unless each part of Lightning's is None or of its kind."""
     for name, (part, kind) in given.items():
         check_type(name, part, kind | None)
 
 
 def possible_microbatches(microbatches: int | None) -> int | None:
-    """The pieces of a batch; PlanError if no batch has so many."""
+    """The pieces of a batch; InputError if no batch has so many."""
     if microbatches is None:
         return None
     return check_count(
@@ -109,15 +110,15 @@ def possible_microbatches(microbatches: int | None) -> int | None:
 
 
 def known_transport(transport: str) -> str:
-    """PlanError unless there is a transport of that name."""
+    """InputError unless there is a transport of that name."""
     if not isinstance(transport, str) or transport not in KINDS:
         *others, last = map(repr, KINDS)
-        raise PlanError(f"transport: no transport is called {shown(transport)}; choose {', '.join(others)} or {last}")
+        raise InputError(f"transport: no transport is called {shown(transport)}; choose {', '.join(others)} or {last}")
     return transport
 
 
 def known_form(checkpoint: str) -> str:
-    """PlanError unless checkpoints have such a form."""
+    """InputError unless checkpoints have such a form."""
     return str(check_type("checkpoint", checkpoint, Literal["full", "sharded"]))
 
 
@@ -125,20 +126,35 @@ def known_partition(partition: str | list[int], schedule: object) -> str | list[
     """How layers are cut into stages.
 
     Raises:
-        PlanError: there is no such way, or it can't be had with the schedule.
+        InputError: there is no such way, or it can't be had with the schedule.
     """
     if isinstance(partition, str) and partition not in (AUTO, PARAMETERS):
-        raise PlanError(f"partition must be 'auto', 'parameters' or a list of layer numbers, got {partition!r}")
+        raise InputError(f"partition must be 'auto', 'parameters' or a list of layer numbers, got {partition!r}")
     if not isinstance(partition, str):
         check_type("partition", partition, Sequence[int])
         if any(a > b for a, b in pairwise([0, *partition])):
-            raise PlanError(
+            raise InputError(
                 f"partition must list the layers at which the stages 1, 2, ... begin, ascending from 0, got "
                 f"{shown(partition)}"
             )
     if isinstance(schedule, str) and schedule == AUTO and partition != AUTO:
-        raise PlanError(
+        raise InputError(
             f"schedule='auto' chooses the number of stages and where they begin, so partition={partition!r} can't be "
             "kept to; leave it out, or name a schedule"
         )
     return partition
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a strategy that were looked at and make sense; `PipelineStrategy` explains each."""
+
+    data_parallel: int
+    module: str | None
+    seed: int
+    transport: str
+    sharded: bool
+    check_loss: bool
+    timeout: timedelta
+    heartbeat_timeout: float
+    backend: str | None

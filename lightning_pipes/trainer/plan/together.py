@@ -33,7 +33,7 @@ class Together:
         self._control = control
 
     def __call__(self, work: Callable[[], T]) -> list[T]:
-        """What `work()` gives on every rank, once all are through with it.
+        """The results of `work()` on every rank, once all are through with it.
 
         Raises:
             NotMeasuredError: it raised on any rank.

@@ -21,14 +21,13 @@ from lightning_pipes.planning.fit import evaluated
 from lightning_pipes.sim import simulate
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import Measuring
-from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
-from lightning_pipes.trainer.ranks.layout import Layout
+from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.timing import Share
 
 SECONDS = 1.0
 """How long a trial takes, but for its first step, if steps are not longer."""
-STEPS = 4
+STEPS = 8
 """The most steps that count."""
 CONTRADICTION = 0.1
 """By what share a measured step may differ from what the profile says."""
@@ -36,7 +35,7 @@ CONTRADICTION = 0.1
 
 @dataclass(frozen=True)
 class Trial:
-    """What a decision came to.
+    """The outcome of a decision that was tried.
 
     Attributes:
         predicted: seconds of a step, of its layers alone, by the profile.
@@ -61,28 +60,18 @@ class Trials:
 
     Args:
         measuring: what the layers get, and where.
-        pipeline: the ranks of this rank's pipeline.
         transport: how messages will travel.
     """
 
-    def __init__(
-        self,
-        measuring: Measuring,
-        grid: Grid,
-        control: Control,
-        pipeline: Control,
-        device: torch.device,
-        transport: str,
-    ) -> None:
+    def __init__(self, measuring: Measuring, ranks: Ranks, transport: str) -> None:
         self._measuring = measuring
-        self._grid = grid
-        self._control = control
-        self._pipeline = pipeline
-        self._device = device
+        self._grid = ranks.grid
+        self._control = ranks.control
+        self._device = ranks.device
         self._transport = transport
 
     def run(self, made: Decision, pieces: int, rows: int, place: Deployment) -> Trial:
-        """What `made` comes to, for batches of so many micro-batches that all have `rows` samples.
+        """The outcome of `made`, for batches of so many micro-batches that all have `rows` samples.
 
         Raises:
             NotMeasuredError: the user's code fails for so many samples.
@@ -90,8 +79,8 @@ class Trials:
         plans = made.plans()
         plan, order = plans.for_rows(pieces * rows)
         entering = {n: self._measuring.entering(n) for n in sorted({span.rows for span in plan.spans(Kind.F, 0)})}
-        layout = Layout(self._grid, made.ranks, made.layers)
-        mine = {stage: list(range(*plan.layers[stage])) for stage in plan.stages[layout.rank]}
+        holdings = Holdings(self._grid, made.ranks, made.layers)
+        mine = {stage: list(range(*plan.layers[stage])) for stage in plan.stages[holdings.rank]}
         numbers = [n for layers in mine.values() for n in layers]
         with self._measuring.there(numbers) as layers:
             by_number = dict(zip(numbers, layers, strict=True))
@@ -104,14 +93,16 @@ class Trials:
                 )
                 for stage, inside in mine.items()
             ]
-            shares = self._steps(plan, order, stages, layout)
+            shares = self._steps(plan, order, stages, holdings)
         assert made.profile is not None
-        return self._compared(shares, _foretold(made.profile, plan, order, place), plan)
+        return self._compared(shares, _predicted(made.profile, plan, order, place), plan)
 
-    def _steps(self, plan: Plan, order: Program | Policy, stages: Sequence[Stage], layout: Layout) -> list[list[Share]]:
+    def _steps(
+        self, plan: Plan, order: Program | Policy, stages: Sequence[Stage], holdings: Holdings
+    ) -> list[list[Share]]:
         """For every rank of the job the shares of the steps that count."""
-        rank, watch = layout.rank, self._control.watch
-        transport = make_transport(plan, rank, layout.global_ranks, self._device, watch, self._transport)
+        rank, watch = holdings.rank, self._control.watch
+        transport = make_transport(plan, rank, holdings.global_ranks, self._device, watch, self._transport)
         parameters = [p for stage in stages for layer in stage.layers.values() for p in layer.parameters()]
         engine = Engine(plan, order, stages, transport, rank=rank, device=self._device, watch=watch)
         found: list[Share] = []
@@ -162,7 +153,7 @@ def _loss(out: Any) -> torch.Tensor:
     return sum(parts[1:], start=parts[0]) if parts else nn.Parameter(torch.zeros(()))
 
 
-def _foretold(
+def _predicted(
     profile: ModelProfile, plan: Plan, order: Program | Policy, place: Deployment
 ) -> tuple[float, dict[int, int]]:
     """Seconds of a step of the layers alone, and nanoseconds that each stage computes in it."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other outside the pipeline: small objects and reductions, never waiting for the dead."""
+"""The talk of ranks outside the pipeline: small objects and reductions, never waiting for the dead."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 
 class Coming(Generic[T]):
-    """What all ranks say: calling it waits and returns it, as often as it is called; after `come()` without a wait."""
+    """The answers of all ranks, which a call waits for and returns, as often as it is made; after `come()` without a
+    wait."""
 
     def __init__(self, come: Callable[[], bool], wait: Callable[[], T]) -> None:
         self.come = come
@@ -342,7 +343,7 @@ def _end(message: torch.Tensor) -> int:
 
 
 def _messages(thing: Any, seal: Seal | None) -> list[torch.Tensor]:
-    """What `Control._received` takes: one message of a known length, and the rest if that is not enough."""
+    """The tensors that `Control._received` takes: one message of a known length, and the rest if that is not enough."""
     data = _message(thing, seal)
     return [part for part in (data[:_FIRST], data[_FIRST:]) if part.numel()]
 

@@ -20,7 +20,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Cores:
-    """What one process may compute on.
+    """The cores that one process may compute on.
 
     Attributes:
         host: of the cores.

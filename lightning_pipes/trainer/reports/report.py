@@ -1,4 +1,4 @@
-"""What a run did, against what the simulator foretells for it, and what to change."""
+"""A run as measured beside what the simulator predicts for it, and what to change."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from lightning_pipes.planning.advice import Advice
 
 KEPT_WINDOWS = 10
+KEPT_STEPS = 100
+"""Batches whose time alone is kept: what a step takes should not depend on what else a machine did for a second."""
 AMONG_SIBLINGS = "measured, among siblings: idle for this one"
 
 
@@ -38,7 +40,7 @@ class Window:
 
 @dataclass(frozen=True)
 class About:
-    """What there is to say of a run besides its windows.
+    """Facts of a run besides its windows.
 
     Attributes:
         schedule: its name.
@@ -50,6 +52,7 @@ class About:
         choice: why it is this schedule, or this cut, for people; empty where nothing was chosen.
         predicted: seconds of a step up to the optimizers' part, by the profile that they were chosen by.
         siblings: how many trainings at a time shared the ranks.
+        measured: seconds of a step up to the optimizers' part, the median of the last `KEPT_STEPS`.
     """
 
     schedule: str = ""
@@ -61,6 +64,7 @@ class About:
     choice: str = ""
     predicted: float | None = None
     siblings: int = 1
+    measured: float | None = None
 
 
 class Saved(NamedTuple):
@@ -80,7 +84,8 @@ class PipelineReport:
 
     @classmethod
     def of(cls, windows: Sequence[Sequence[Window]], about: About | None = None) -> PipelineReport:
-        """The report on the windows of every pipeline rank; only batches of the most frequent plan count.
+        """The report on the windows of every pipeline rank; only batches of the most frequent plan count, among those
+        with the layers where they were at last.
 
         Raises:
             PlanError: nothing was trained.
@@ -89,6 +94,7 @@ class PipelineReport:
         rounds = list(zip(*windows, strict=True))
         if not rounds:
             raise PlanError("there is nothing to report: no batch was trained with this strategy")
+        rounds = [round_ for round_ in rounds if round_[0].plan.layers == rounds[-1][0].plan.layers]
         counts = Counter(id(round_[0].plan) for round_ in rounds)
         common = counts.most_common(1)[0][0]
         first = next(r[0] for r in rounds if id(r[0].plan) == common)
@@ -141,8 +147,8 @@ class PipelineReport:
 
     @cached_property
     def advice(self) -> Advice:
-        """What is slow, and what to change, as found by simulating changes: seconds of work, with a progress bar, for
-        hundreds of micro-batches."""
+        """Advice on what is slow, and what to change, as found by simulating changes: seconds of work, with a progress
+        bar, for hundreds of micro-batches."""
         from lightning_pipes.planning.advice import advise
         from lightning_pipes.planning.progress import progress_bar
 
@@ -172,11 +178,12 @@ class PipelineReport:
 
 
 def _choice(about: About, measured: Timeline) -> str:
-    """What was chosen and why, and whether it came true."""
+    """The choice and its reason, and whether it came true."""
     if about.predicted is None or about.siblings > 1:
         return about.choice
     predicted = f"A step up to the optimizer: {seconds_text(1e9 * about.predicted)} predicted when it was chosen, "
-    return f"{about.choice}\n{predicted}{seconds_text(measured.makespan)} measured"
+    step = measured.makespan if about.measured is None else 1e9 * about.measured
+    return f"{about.choice}\n{predicted}{seconds_text(step)} measured"
 
 
 def _between(windows: Sequence[Window]) -> float | None:

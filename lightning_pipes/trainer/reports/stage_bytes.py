@@ -1,4 +1,4 @@
-"""What each stage holds: weights and states counted, activations seen in its first micro-batch."""
+"""Bytes that each stage holds: weights and states counted, activations seen in its first micro-batch."""
 
 from __future__ import annotations
 
@@ -57,8 +57,12 @@ class SavedBytes:
 
         return watched
 
+    def forget(self) -> None:
+        """Stages have other layers now."""
+        self._seen.clear()
+
     def of_a_sample(self, number: int) -> float | None:
-        """What stage `number` keeps from forward to backward of one sample; None before it was seen."""
+        """Bytes that stage `number` keeps from forward to backward of one sample; None before it was seen."""
         seen = self._seen.get(number)
         return None if seen is None else seen.activations
 

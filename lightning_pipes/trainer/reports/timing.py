@@ -11,7 +11,7 @@ from lightning_pipes.ir import COMPUTE, Kind
 from lightning_pipes.sim.event import Event
 
 _IDLE = ("pipeline/bubble", "pipeline/efficiency")
-"""What says nothing of a rank that computes for others meanwhile."""
+"""Values that say nothing of a rank that computes for others meanwhile."""
 
 
 class Share(NamedTuple):
@@ -24,7 +24,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Share:
-        """What one rank recorded."""
+        """The share of one rank, by what it recorded."""
         first, last, stages, batches = None, 0, dict[int, int](), 1
         for _, i, start, end in events:
             if i.kind in COMPUTE:

@@ -1,4 +1,4 @@
-"""What must be agreed over all stages between backward and step: the gradient norm, and a scaler's overflow."""
+"""Agreements of all stages between backward and step: the gradient norm, and a scaler's overflow."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.private_torch import Clipping
@@ -18,7 +18,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.elsewhere import Elsewhere, HookScope
 from lightning_pipes.trainer.private_lightning import replace_unscale_gradients, unscale_gradients
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
+from lightning_pipes.trainer.ranks.holdings import Holdings
 
 
 class GradientAgreement:
@@ -27,9 +27,9 @@ class GradientAgreement:
     Clipping by value needs no agreement.
     """
 
-    def __init__(self, precision: Precision, shared: SharedParameters, control: Control, device: torch.device) -> None:
+    def __init__(self, precision: Precision, holdings: Holdings, control: Control, device: torch.device) -> None:
         self._precision = precision
-        self._shared = shared
+        self._holdings = holdings
         self._control = control
         self._device = device
         self._scaler: torch.amp.GradScaler | None = getattr(precision, "scaler", None)
@@ -51,7 +51,7 @@ class GradientAgreement:
         mine = [
             p.grad.detach()
             for p in self._precision.main_params(optimizer)
-            if p.grad is not None and self._shared.counts_here(p)
+            if p.grad is not None and self._holdings.counts_here(p)
         ]
         return total_norm(mine, 2.0, dtype, self._control)
 
@@ -88,17 +88,21 @@ class HookClipping:
     of all stages, each once, and what is here is clipped. All ranks that run the hook must call them.
 
     Args:
-        module: cut, while no hook runs.
+        parameters: gives those of this rank.
         scope: says which hook runs, and hears from here whether there are gradients.
         control: of all stages; None where these are not at one batch, so that there is no such norm.
     """
 
     def __init__(
-        self, module: pl.LightningModule, scope: HookScope, shared: SharedParameters, control: Control | None
+        self,
+        parameters: Callable[[], Sequence[nn.Parameter]],
+        scope: HookScope,
+        holdings: Holdings,
+        control: Control | None,
     ) -> None:
-        self._parameters = list(module.parameters())
+        self._parameters = parameters
         self._scope = scope
-        self._shared = shared
+        self._holdings = holdings
         self._control = control
         scope.gradients = self._have_gradients
         self._undo = [Clipping.around(Clipping.NORM, self._norm)]
@@ -111,7 +115,7 @@ class HookClipping:
 
     def _have_gradients(self) -> bool:
         """Whether there are gradients; where nothing is trained on this rank they may be."""
-        trained = [p for p in self._parameters if p.requires_grad]
+        trained = [p for p in self._parameters() if p.requires_grad]
         return not trained or any(p.grad is not None for p in trained)
 
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +134,7 @@ class HookClipping:
         found, scope = _listed(tensors), self._scope
         if not scope.here:
             return original(found, norm_type, *args, **kwargs)
-        own = {id(t): p for p in self._parameters for t in (p, p.grad) if t is not None}
+        own = {id(t): p for p in self._parameters() for t in (p, p.grad) if t is not None}
         elsewhere = [t for t in found if isinstance(t, Elsewhere)]
         others = [t for t in found if not (t.is_whole if isinstance(t, Elsewhere) else id(t) in own)]
         # What follows must come out alike on all ranks, or some wait for the others.
@@ -149,7 +153,7 @@ class HookClipping:
                 f"{scope.hook} takes a norm over the layers of all stages, which step at other times with this "
                 "schedule; clip by value, or use a schedule that flushes between batches, such as '1f1b'"
             )
-        mine = [t for t in found if not isinstance(t, Elsewhere) and self._shared.counts_here(own[id(t)])]
+        mine = [t for t in found if not isinstance(t, Elsewhere) and self._holdings.counts_here(own[id(t)])]
         dtype = reduce(torch.promote_types, (t.dtype for t in found)) if found else torch.float32
         total = total_norm(mine, float(norm_type), dtype, self._control).to(scope.device)
         return original([total], norm_type or 2.0, *args, **kwargs)  # which looks whether it is finite

@@ -1,4 +1,4 @@
-"""What hooks log about gradients: every rank has those of its own layers, and the log is about the whole module."""
+"""Logs of hooks about gradients: every rank has those of its own layers, and the log is about the whole module."""
 
 from __future__ import annotations
 

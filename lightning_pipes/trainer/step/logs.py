@@ -1,4 +1,4 @@
-"""What the user's step logs: recorded on the last stage, merged over micro-batches, replayed on every rank."""
+"""Logs of the user's step: recorded on the last stage, merged over micro-batches, replayed on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.private_lightning import metric_counts, set_metric_counts, set_metric_sync
 
 _OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
-"""What `self.log` takes after name and value."""
+"""Parameters that `self.log` takes after name and value."""
 
 
 @dataclass
@@ -65,7 +65,8 @@ class _Seen:
 
 @dataclass
 class MetricState:
-    """What the same torchmetrics object on another rank needs; lists are sent from where they had ended before."""
+    """The state that the same torchmetrics object on another rank needs; lists are sent from where they had ended
+    before."""
 
     attribute: str
     tensors: dict[str, torch.Tensor]

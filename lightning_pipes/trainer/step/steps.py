@@ -27,7 +27,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class Outcome:
-    """What the user's training step gave for one micro-batch."""
+    """The result of the user's training step for one micro-batch."""
 
     loss: torch.Tensor
     extras: dict[str, Any]
@@ -73,7 +73,7 @@ class TrainingBatch:
 
 @dataclass
 class EvaluationBatch:
-    """What the first stage captured from the user's step, for the whole batch.
+    """The input that the first stage captured from the user's step, for the whole batch.
 
     Attributes:
         whole: ids of the tensors of `x` that belong to every sample, however many entries they have.
@@ -118,17 +118,18 @@ class Steps:
 
     @property
     def context(self) -> Context:
-        """What training steps run in."""
+        """The context that training steps run in."""
         return self._precision.train_step_context
 
     def body(self, number: int) -> Body:
-        """What stage `number` runs for each micro-batch."""
+        """The function that stage `number` runs for each micro-batch."""
         return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
 
     def capture(
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]
     ) -> tuple[Any, frozenset[int]]:
-        """What `step` gives to the pipelined module for a whole batch, and which of its tensors can't be cut, by id.
+        """The input that `step` gives to the pipelined module for a whole batch, and which of its tensors can't be cut,
+        by id.
 
         A tensor that the step makes may have as many entries on axis 0 as the batch has samples by chance, a mask
         above all. Where there is a doubt, the step is asked for one sample too: what keeps its shape is no sample's.
@@ -165,7 +166,7 @@ class Steps:
         arguments: tuple[Any, ...],
         outputs: Sequence[tuple[Span, Any]],
     ) -> Any:
-        """What `step` returns for a whole batch when the pipelined module gives `outputs`."""
+        """The result of `step` for a whole batch when the pipelined module gives `outputs`."""
         spans = [span for span, _ in outputs]
         y = join([output for _, output in outputs], spans, "the output of the pipelined module")
 
@@ -180,7 +181,7 @@ class Steps:
         layers: Callable[[], Any],
         draws: Draws | None = None,
     ) -> Any:
-        """What `step` returns for a whole batch when the pipelined module gives `layers()`; `draws` sees whether its
+        """The result of `step` for a whole batch when the pipelined module gives `layers()`; `draws` sees whether its
         code around the layers draws random numbers."""
 
         def seed(layer: int) -> None:

@@ -1,4 +1,4 @@
-"""What a command is, and what commands have in common."""
+"""Commands, and what they have in common."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from importlib.resources import files
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
-from lightning_pipes.ir import PlanError, shown
+from lightning_pipes.ir import InputError, shown
 from lightning_pipes.tune.cli.command import Command
 from lightning_pipes.tune.messages import plain_errors
 from lightning_pipes.tune.schema import register
@@ -56,7 +56,7 @@ def _run(command: Command, options: argparse.Namespace) -> int:
     try:
         command.run(settings, words, options)
     except OSError as error:
-        raise PlanError(f"{shown(error.filename)}: {error.strerror}" if error.filename else str(error)) from error
+        raise InputError(f"{shown(error.filename)}: {error.strerror}" if error.filename else str(error)) from error
     return 0
 
 
@@ -69,7 +69,7 @@ def _settings(command: Command, overrides: Sequence[str]) -> DictConfig:
         try:
             return compose(command.config, overrides=told)
         except (TypeError, ValueError) as error:  # Hydra's, of a group that is given a number or a list
-            raise PlanError(f"{' '.join(told)}: a setting has a value that can't be read: {error}") from error
+            raise InputError(f"{' '.join(told)}: a setting has a value that can't be read: {error}") from error
 
 
 def _parser(command: Command) -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import InputError
 from lightning_pipes.planning.advice import Advice, advise
 from lightning_pipes.planning.progress import Progress
 from lightning_pipes.sim import save_png
@@ -19,7 +19,7 @@ def write_pictures(
     """Writes what --png and --html ask for; a line on each. Without `advice` the page has what `advise` finds.
 
     Raises:
-        PlanError: the folder of a file is not there.
+        InputError: the folder of a file is not there.
     """
     lines = []
     if options.png:
@@ -36,9 +36,9 @@ def writable(name: str) -> Path:
     """The path of a file that can be made.
 
     Raises:
-        PlanError: its folder is not there.
+        InputError: its folder is not there.
     """
     path = Path(name)
     if not path.parent.is_dir():
-        raise PlanError(f"there is no folder {path.parent} to write {path.name} into")
+        raise InputError(f"there is no folder {path.parent} to write {path.name} into")
     return path

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
-from lightning_pipes.ir import PlanError, check_count
+from lightning_pipes.ir import InputError, check_count
 from lightning_pipes.planning.advice import Advice, Change
 from lightning_pipes.planning.auto import Choice, Option, choose
 from lightning_pipes.planning.fit import evaluated
@@ -35,12 +35,12 @@ from lightning_pipes.tune.cli.sources import MOST_NUMBER, by_name, cluster_of, n
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
     profile = profile_of(cfg)
     if profile is None:
-        raise PlanError(
+        raise InputError(
             "plan needs layers: profile=FILE from lightning-pipes profile, or model=NAME by formula, as in "
             "model=GPT-2-345M device=A100-40G"
         )
     if cfg.ranks > len(profile.layers):
-        raise PlanError(f"ranks={cfg.ranks}: the model has {len(profile.layers)} layers, and each rank needs one")
+        raise InputError(f"ranks={cfg.ranks}: the model has {len(profile.layers)} layers, and each rank needs one")
     check_count("batch", cfg.batch, "; samples")
     place = Deployment.on(cluster_of(cfg, cfg.ranks * cfg.replicas), cfg.ranks, cfg.replicas)
     schedule = schedule_of(cfg)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lightning_pipes.cost import ModelProfile
 from lightning_pipes.cost.profile import per_row
-from lightning_pipes.ir import Kind, PlanError, check_count
+from lightning_pipes.ir import InputError, Kind, check_count
 from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.tune.cli.command import Command, print_json, table
@@ -22,7 +22,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     out = writable(cfg.out)
     rows = numbers(cfg.rows, "rows")
     if not rows:
-        raise PlanError("rows: name at least one number of samples to measure, as in rows=[4,8]")
+        raise InputError("rows: name at least one number of samples to measure, as in rows=[4,8]")
     check_count("repeats", cfg.repeats, "; the median counts", most=1000)
     check_count("threads", cfg.threads, most=1024)
     with progress_bar("profile") as told:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import InputError
 from lightning_pipes.planning.advice import advise
 from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim import compare
@@ -65,7 +65,7 @@ def _with_profile(record: RunRecord, path: str) -> RunRecord:
     profile = load_profile(path)
     layers = record.plan.layers
     if layers and layers[-1].stop != len(profile.layers):
-        raise PlanError(
+        raise InputError(
             f"{path} has {len(profile.layers)} layers and the run had {layers[-1].stop}; profile the model that was run"
         )
     return replace(record, profile=profile)

@@ -78,7 +78,7 @@ def _bubble(run: Timeline, batches: int | None) -> float:
 
 
 def _first_sentence(text: str) -> str:
-    """What a docstring says first, without the citation, and without what follows a colon if that is enough."""
+    """The first sentence of a docstring, without the citation, and without what follows a colon if that is enough."""
     paragraph = " ".join(text.split("\n\n")[0].split())
     sentence = re.sub(r" \([^)]*\d{4}[^)]*\)", "", paragraph).split(". ")[0].rstrip(".")
     head = sentence.split(": ")[0]

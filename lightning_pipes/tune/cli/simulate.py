@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lightning_pipes.cost import Cluster, CostModel, ModelProfile, Table
 from lightning_pipes.cost.units import as_bytes
-from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Program, Schedule, verify
+from lightning_pipes.ir import InputError, Kind, Plan, Policy, Program, Schedule, verify
 from lightning_pipes.planning.fit import evaluated, fit_layers, ordered
 from lightning_pipes.planning.partition import partition_at
 from lightning_pipes.planning.planner import Problem, planned
@@ -36,7 +36,7 @@ from lightning_pipes.tune.cli.sources import (
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
     schedule = schedule_of(cfg)
     if schedule is None:
-        raise PlanError("simulate shows one schedule, as in schedule=1f1b; lightning-pipes plan chooses one")
+        raise InputError("simulate shows one schedule, as in schedule=1f1b; lightning-pipes plan chooses one")
     cluster, profile = cluster_of(cfg, cfg.ranks), profile_of(cfg)
     order, plan, costs = _given(cfg, schedule) if profile is None else _profiled(cfg, schedule, profile, cluster)
     costs = replace(costs, links={(a, b): cluster.link(a, b) for a, b, _ in plan.links})

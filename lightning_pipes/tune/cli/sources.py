@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from lightning_pipes.cost import Cluster, Device, Link, ModelProfile
 from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds, named
 from lightning_pipes.cost.zoo import named_profile
-from lightning_pipes.ir import MOST_STAGES, PlanError, Policy, Schedule, check_count, shown
+from lightning_pipes.ir import MOST_STAGES, InputError, Policy, Schedule, check_count, shown
 
 _T = TypeVar("_T")
 MOST_NUMBER = 2**16
@@ -24,16 +24,16 @@ def profile_of(cfg: DictConfig) -> ModelProfile | None:
     """The profile in the file `profile`, or of the model named `model` by formula; None where neither is given.
 
     Raises:
-        PlanError: both are given, the file is none, or nobody knows the name.
+        InputError: both are given, the file is none, or nobody knows the name.
     """
     if cfg.profile is not None and cfg.named is not None:
-        raise PlanError(f"profile={cfg.profile} and model={cfg.named}: give one of them")
+        raise InputError(f"profile={cfg.profile} and model={cfg.named}: give one of them")
     if cfg.profile is not None:
         return load_profile(cfg.profile)
     if cfg.named is None:
         return None
     if Path(str(cfg.named)).suffix == ".json":
-        raise PlanError(f"model={cfg.named} looks like a file; say profile={cfg.named}")
+        raise InputError(f"model={cfg.named} looks like a file; say profile={cfg.named}")
     return named_profile(str(cfg.named), cfg.device, dtype=cfg.dtype, optimizer=cfg.optimizer)
 
 
@@ -47,10 +47,10 @@ def load_profile(path: str) -> ModelProfile:
     """The profile in a file.
 
     Raises:
-        PlanError: there is no such file, or it is no profile.
+        InputError: there is no such file, or it is no profile.
     """
     if not Path(path).is_file():
-        raise PlanError(f"there is no file {path}; `lightning-pipes profile out={path}` writes one")
+        raise InputError(f"there is no file {path}; `lightning-pipes profile out={path}` writes one")
     return ModelProfile.load(path)
 
 
@@ -58,7 +58,7 @@ def cluster_of(cfg: DictConfig, devices: int) -> Cluster:
     """The cluster of the settings with at least so many devices: `cluster`, or one host with equal links.
 
     Raises:
-        PlanError: it has too few devices, or links are given twice.
+        InputError: it has too few devices, or links are given twice.
     """
     check_count("devices", devices, "; change the number of ranks, or of replicas", most=MOST_STAGES)
     memory = None if cfg.memory is None else measure(cfg, "memory", as_bytes)
@@ -66,11 +66,11 @@ def cluster_of(cfg: DictConfig, devices: int) -> Cluster:
     if cfg.cluster is None:
         return Cluster((Device(memory),) * devices, inside=link)
     if link != Link():
-        raise PlanError("bandwidth and latency are for one host; with a cluster say cluster.inside.bandwidth=...")
+        raise InputError("bandwidth and latency are for one host; with a cluster say cluster.inside.bandwidth=...")
     made: Cluster = instantiate(cfg.cluster)
     if len(made.devices) < devices:
         per_host = cfg.cluster.devices_per_host
-        raise PlanError(
+        raise InputError(
             f"{devices} devices are needed and the cluster has {len(made.devices)}; "
             f"say cluster.hosts={-(-devices // per_host)}, or use fewer ranks or replicas"
         )
@@ -88,14 +88,14 @@ def numbers(value: Any, name: str, most: int = MOST_NUMBER) -> list[int]:
     """One number or a list of them; an empty list for null.
 
     Raises:
-        PlanError: something else, or one below 1 or above `most`.
+        InputError: something else, or one below 1 or above `most`.
     """
     if value is None:
         return []
     found = OmegaConf.to_container(value) if isinstance(value, ListConfig) else [value]
     assert isinstance(found, list)
     if not found or not all(type(each) is int and 1 <= each <= most for each in found):
-        raise PlanError(
+        raise InputError(
             f"{name}={shown(value)}: needs a number from 1 to {most}, or a list of them, as in {name}=[4,8]; more "
             "would take minutes"
         )
@@ -106,11 +106,11 @@ def durations(value: Any, name: str, count: int) -> list[float]:
     """Seconds of each of `count` ranks, from one time or a list of them.
 
     Raises:
-        PlanError: a list of another length, or no times.
+        InputError: a list of another length, or no times.
     """
     found: Sequence[Any] = list(value) if isinstance(value, ListConfig) else [value] * count
     if len(found) != count:
-        raise PlanError(f"{name} lists {len(found)} times for {count} ranks; give one time, or one for each rank")
+        raise InputError(f"{name} lists {len(found)} times for {count} ranks; give one time, or one for each rank")
     return [named(name, as_seconds, each) for each in found]
 
 
@@ -118,6 +118,6 @@ def measure(cfg: DictConfig, name: str, parse: Callable[[Any], _T]) -> _T:
     """The setting `name`, read by a function of `cost.units`.
 
     Raises:
-        PlanError: it can't be read; names the setting.
+        InputError: it can't be read; names the setting.
     """
     return named(name, parse, cfg[name])

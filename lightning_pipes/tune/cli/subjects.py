@@ -1,4 +1,4 @@
-"""What is profiled: layers, what enters them, and the optimizer that trains them."""
+"""The subject of a profile: layers, what enters them, and the optimizer that trains them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import lightning_pipes
 from lightning_pipes.cost import ModelProfile
 from lightning_pipes.engine.compute.profiler import Progress, profile_layers
-from lightning_pipes.ir import PlanError, shown
+from lightning_pipes.ir import InputError, shown
 from lightning_pipes.trainer.module.pipelined import find_pipelined
 
 
@@ -42,11 +42,11 @@ def of_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
     """A model of examples/models.py with data of examples/data.py, by their settings.
 
     Raises:
-        PlanError: the examples are not here, or the model can't read the data.
+        InputError: the examples are not here, or the model can't read the data.
     """
     folder = Path(lightning_pipes.__file__).resolve().parents[1] / "examples"
     if not (folder / "models.py").exists():
-        raise PlanError(
+        raise InputError(
             f"model={cfg.model.name} is a model of the examples, which are not installed here; run in a "
             "checkout of lightning_pipes, or name a function of yours: model=package.module:factory"
         )
@@ -54,7 +54,7 @@ def of_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
     train = import_module("train")
     name = cfg.model.name
     if train.READS[name] != cfg.data.name:
-        raise PlanError(f"model={name} can't read data={cfg.data.name}: say data={train.READS[name]}")
+        raise InputError(f"model={name} can't read data={cfg.data.name}: say data={train.READS[name]}")
     module = _made(train.MODELS, cfg.model)
     data = _made(train.DATA, cfg.data, batch_size=max(rows))
     data.setup("fit")
@@ -62,30 +62,30 @@ def of_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
 
 
 def of_factory(path: str, rows: Sequence[int]) -> Subject:
-    """What `package.module:factory` makes, found from the current directory too.
+    """The subject that `package.module:factory` makes, found from the current directory too.
 
     Raises:
-        PlanError: there is no such function, it fails, or it gives no layers or no example.
+        InputError: there is no such function, it fails, or it gives no layers or no example.
     """
     sys.path.insert(0, str(Path.cwd()))
     where, _, name = path.partition(":")
     try:
         factory = getattr(import_module(where), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(f"model={path}: {error}") from error
+        raise InputError(f"model={path}: {error}") from error
     if not callable(factory):
-        raise PlanError(f"model={path} is {shown(factory)}, and must be a function that makes a model")
+        raise InputError(f"model={path} is {shown(factory)}, and must be a function that makes a model")
     try:
         made = factory()
     except Exception as error:
-        raise PlanError(f"model={path} fails: {type(error).__name__}: {error}") from error
+        raise InputError(f"model={path} fails: {type(error).__name__}: {error}") from error
     module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
-        raise PlanError(f"model={path} gave a {type(module).__name__}, not a module, or a module and an example input")
+        raise InputError(f"model={path} gave a {type(module).__name__}, not a module, or a module and an example input")
     if example is None:
         example = getattr(module, "example_input_array", None)
     if example is None:
-        raise PlanError(
+        raise InputError(
             f"model={path}: nobody knows what enters {type(module).__name__}; set its example_input_array, or have the "
             "function return the module and an example input"
         )
@@ -105,13 +105,13 @@ def profiled(
     """The profile of `subject` for every number of rows. On a CPU it runs on `threads` threads.
 
     Raises:
-        PlanError: there is no such device, or no such optimizer.
+        InputError: there is no such device, or no such optimizer.
     """
     try:
         where = torch.device(device)
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
-        raise PlanError(f"device={device} can't be used here: {str(error).splitlines()[0]}") from error
+        raise InputError(f"device={device} can't be used here: {str(error).splitlines()[0]}") from error
     torch.set_num_threads(threads)
     module = subject.module.to(where).train()
     optimizer_ = _optimizer(module, optimizer)
@@ -139,11 +139,11 @@ def _subject(module: nn.Module, example: Any, what: str) -> Subject:
         layers = module.get_submodule(path)
         if isinstance(layers, nn.Sequential):
             return Subject(module, layers, example)
-        raise PlanError(
+        raise InputError(
             f"{what}: {type(module).__name__}.{path} is a {type(layers).__name__}; only layers of an nn.Sequential can "
             "be measured one by one"
         )
-    raise PlanError(f"{what} gave a {type(module).__name__}; an nn.Sequential or a LightningModule is needed")
+    raise InputError(f"{what} gave a {type(module).__name__}; an nn.Sequential or a LightningModule is needed")
 
 
 def _made(kinds: Mapping[str, Any], settings: DictConfig, **more: Any) -> Any:
@@ -165,7 +165,7 @@ class _EnteredError(Exception):
 
 
 def _entering(subject: Subject, x: Any) -> Any:
-    """What comes to the layers when `x` goes into the module."""
+    """The input of the layers when `x` goes into the module."""
     if subject.module is subject.layers:
         return x
     seen: list[Any] = []
@@ -183,7 +183,7 @@ def _entering(subject: Subject, x: Any) -> Any:
     finally:
         hook.remove()
     if len(seen) != 1:
-        raise PlanError(
+        raise InputError(
             f"forward of {type(subject.module).__name__} calls its layers with {len(seen)} arguments, not 1"
         )
     return seen[0]
@@ -194,13 +194,13 @@ def _optimizer(module: nn.Module, name: str | None) -> Optimizer:
     if name is not None:
         kind = getattr(torch.optim, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            raise PlanError(f"optimizer={name}: torch.optim has no such optimizer; say optimizer=AdamW")
+            raise InputError(f"optimizer={name}: torch.optim has no such optimizer; say optimizer=AdamW")
         return kind(module.parameters())  # type: ignore[call-arg]
     if not isinstance(module, L.LightningModule):
         return torch.optim.AdamW(module.parameters())
     found: Any = module.configure_optimizers()
     while not isinstance(found, Optimizer):
         if not found:
-            raise PlanError(f"{type(module).__name__}.configure_optimizers gave no optimizer; say optimizer=AdamW")
+            raise InputError(f"{type(module).__name__}.configure_optimizers gave no optimizer; say optimizer=AdamW")
         found = found["optimizer"] if isinstance(found, Mapping) else found[0]
     return found

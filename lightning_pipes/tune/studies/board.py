@@ -1,4 +1,4 @@
-"""What rank 0 says to the others about trials, before they exist and after.
+"""Messages of rank 0 to the others about trials, before they exist and after.
 
 It is a store of words by key, not a sequence of broadcasts: processes that Lightning starts in the middle of the first
 trial run the script from its beginning, and find what was said before they were there.
@@ -25,7 +25,7 @@ from lightning_pipes.engine.watch.launcher import Company
 from lightning_pipes.engine.watch.meeting import LOOPBACK, adopted_store, made_store, run_store, store_on_loopback
 from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, wait_for_host
 from lightning_pipes.engine.watch.trust import KNOWN, dumps, loads, part_of, seal_of, sealed, secret_for_children
-from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.ir import InputError, PipelineError
 from lightning_pipes.trainer.private_lightning import default_store
 
 ADDRESS = "LIGHTNING_PIPES_BOARD"
@@ -48,7 +48,7 @@ class Board:
         rank: of this process among all, or among those of its host where no launcher but Lightning has started it.
 
     Raises:
-        PlanError: there is no way to rank 0.
+        InputError: there is no way to rank 0.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,8 @@ class Board:
         self._store.set(key, dumps(value, self._line.seal))
 
     def hear(self, key: str, until: Callable[[], bool] = lambda: False) -> Any:
-        """What rank 0 says under `key`, or None where `until()` comes first; a sibling lets others compute meanwhile.
+        """The value that rank 0 gives under `key`, or None where `until()` comes first; a sibling lets others compute
+        meanwhile.
 
         Raises:
             RankZeroEndedError: it will not say anything.
@@ -122,7 +123,7 @@ class _Line:
             self.store = sealed(store, self.rank, one_host=True)
         else:
             if _started_by_others():
-                raise PlanError(
+                raise InputError(
                     "another launcher than Lightning or torchrun starts the processes, and they can't find rank 0 "
                     "before they train: start the script by torchrun, on SLURM by srun torchrun"
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import optuna
 
-from lightning_pipes.ir import PlanError, check_type
+from lightning_pipes.ir import InputError, check_type
 from lightning_pipes.tune.studies.trial import current_trial
 
 
@@ -19,7 +19,7 @@ class OptunaPruning(pl.Callback):
         monitor: name of the logged metric.
 
     Raises:
-        PlanError: the study has several objectives, for which Optuna can't prune, or there is no such metric.
+        InputError: the study has several objectives, for which Optuna can't prune, or there is no such metric.
     """
 
     def __init__(self, monitor: str = "val_loss") -> None:
@@ -29,7 +29,7 @@ class OptunaPruning(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         trial = current_trial()
         if trial is not None and len(trial.directions) > 1:
-            raise PlanError(
+            raise InputError(
                 f"OptunaPruning({self._monitor!r}): Optuna can't prune trials of a study with {len(trial.directions)} "
                 "objectives; take the callback out"
             )
@@ -48,7 +48,7 @@ class OptunaPruning(pl.Callback):
             return
         if self._monitor not in trainer.callback_metrics:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-            raise PlanError(f"OptunaPruning({self._monitor!r}): no such metric is logged; there is {logged}")
+            raise InputError(f"OptunaPruning({self._monitor!r}): no such metric is logged; there is {logged}")
         trial.report(float(trainer.callback_metrics[self._monitor]), self._reports)
         self._reports += 1
         if trial.should_prune():

@@ -1,4 +1,4 @@
-"""What `hydra/sweeper=optuna` does: trials become jobs, streaming where the launcher can, else in batches."""
+"""The work of `hydra/sweeper=optuna`: trials become jobs, streaming where the launcher can, else in batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
-from lightning_pipes.ir import PlanError, check_count
+from lightning_pipes.ir import InputError, check_count
 from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.studies.private_optuna import in_loop, is_told_to_stop
 from lightning_pipes.tune.studies.space import distribution, suggest
@@ -43,7 +43,7 @@ class Search:
         launcher: job_array gets the next trial when a place is free, another one in batches of its n_jobs.
 
     Raises:
-        PlanError: settings that don't go together.
+        InputError: settings that don't go together.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Search:
         if settings["n_trials"]:
             check_count("hydra.sweeper.n_trials", settings["n_trials"])
         if len(self._directions) > 1 and not settings["pruner"]["_target_"].endswith("NopPruner"):
-            raise PlanError("Optuna can't prune with several directions: set hydra/sweeper/pruner=none")
+            raise InputError("Optuna can't prune with several directions: set hydra/sweeper/pruner=none")
         if self._multirun is None and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or "LOCAL_RANK" in os.environ):
-            raise PlanError(
+            raise InputError(
                 "each of several processes would run a sweep of its own with this launcher: choose "
                 "hydra/launcher=job_array, which runs one on all"
             )
@@ -73,7 +73,7 @@ class Search:
         directory, as optimization_results.yaml.
 
         Raises:
-            PlanError: nothing to search.
+            InputError: nothing to search.
             Exception: the first failure of a job, if there are too many.
         """
         self._read(arguments)
@@ -112,7 +112,7 @@ class Search:
                 self._space[name], self._key[name] = among, key
         self._more = self._settings["custom_search_space"] and get_method(self._settings["custom_search_space"])
         if not self._space and not self._more:
-            raise PlanError(
+            raise InputError(
                 "nothing to search: write a sweep on the command line or in hydra.sweeper.params, as in "
                 "optimizer.lr=tag(log,interval(1e-4,1e-1))"
             )
@@ -238,7 +238,7 @@ class Search:
 
 
 def _outcome(returned: JobReturn) -> tuple[Any, BaseException | None]:
-    """What a job returned, or raised."""
+    """The value that a job returned, and the error that it raised."""
     try:
         return returned.return_value, None
     except Exception as error:
@@ -256,20 +256,20 @@ def _result(study: Study) -> dict[str, Any]:
 def _directions(given: Any) -> list[Any]:
     directions = [given] if isinstance(given, str) else [str(one) for one in given]
     if not directions or set(directions) - {"minimize", "maximize"}:
-        raise PlanError(f"hydra.sweeper.direction={given}: there is minimize, maximize, or a list of these")
+        raise InputError(f"hydra.sweeper.direction={given}: there is minimize, maximize, or a list of these")
     return directions
 
 
 def open_storage(given: str | None) -> str | BaseStorage | None:
-    """What Optuna takes as storage: an URL as it is, a journal file opened.
+    """The storage as Optuna takes it: an URL as it is, a journal file opened.
 
     Raises:
-        PlanError: neither.
+        InputError: neither.
     """
     if given is None or "://" in given:
         return given
     if not given.endswith((".log", ".journal")):
-        raise PlanError(
+        raise InputError(
             f"hydra.sweeper.storage={given}: give an URL, such as sqlite:///study.db, or a journal file that ends in "
             ".log"
         )

@@ -8,35 +8,35 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Overrid
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import BaseTrial, Trial
 
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import InputError
 
 
 def distribution(override: Override) -> BaseDistribution | None:
-    """What an override lets Optuna choose from; None where it is one value.
+    """The distribution from which an override lets Optuna choose; None where it is one value.
 
     `interval(1, 2)` is a float, `int(interval(1, 10))` an integer with both ends, each with `tag(log, ...)` if wanted;
     `range(1, 8, step=2)` excludes 8, as everywhere in Hydra; `choice(a, b)` and `a,b` are one of these.
 
     Raises:
-        PlanError: another sweep, an unknown tag, or a logarithm of what is not positive.
+        InputError: another sweep, an unknown tag, or a logarithm of what is not positive.
     """
     if not override.is_sweep_override():
         return None
     sweep, key = override.value(), override.get_key_element()
     tags = set(getattr(sweep, "tags", ()))
     if tags - {"log"}:
-        raise PlanError(f"{key}: unknown tag {', '.join(sorted(tags - {'log'}))}; there is log")
+        raise InputError(f"{key}: unknown tag {', '.join(sorted(tags - {'log'}))}; there is log")
     if isinstance(sweep, IntervalSweep):
         return _interval(key, sweep, "log" in tags)
     if tags:
-        raise PlanError(f"{key}: tag(log, ...) goes with interval(...) only, as in tag(log,interval(1e-4,1e-1))")
+        raise InputError(f"{key}: tag(log, ...) goes with interval(...) only, as in tag(log,interval(1e-4,1e-1))")
     if isinstance(sweep, RangeSweep) and not sweep.shuffle:
         return _range(list(override.sweep_iterator()), sweep.step)
     if isinstance(sweep, RangeSweep | ChoiceSweep):
         # Hydra's own spelling: other values would come back from "null", "1e3" or "a,b"
         pairs = zip(override.sweep_iterator(), override.sweep_string_iterator(), strict=True)
         return CategoricalDistribution([v if isinstance(v, bool | int | float) else text for v, text in pairs])
-    raise PlanError(
+    raise InputError(
         f"{key}: Optuna can't search {override.input_line!r}; there is interval, int(interval), range, choice"
     )
 
@@ -44,9 +44,9 @@ def distribution(override: Override) -> BaseDistribution | None:
 def _interval(key: str, sweep: Any, log: bool) -> BaseDistribution:
     low, high = sweep.start, sweep.end
     if log and low <= 0:
-        raise PlanError(f"{key}: a logarithmic interval starts above 0, not at {low}")
+        raise InputError(f"{key}: a logarithmic interval starts above 0, not at {low}")
     if low > high:
-        raise PlanError(f"{key}: interval({low}, {high}) is empty; give the smaller number first")
+        raise InputError(f"{key}: interval({low}, {high}) is empty; give the smaller number first")
     if isinstance(low, int) and isinstance(high, int):
         return IntDistribution(low, high, log=log)
     return FloatDistribution(float(low), float(high), log=log)

@@ -20,7 +20,7 @@ from lightning_pipes.arrays.siblings.sibling import Outcome, current_sibling
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import PipelineError, PlanError, check_count, check_number, check_type, shown
+from lightning_pipes.ir import InputError, PipelineError, check_count, check_number, check_type, shown
 from lightning_pipes.tune.studies.board import Board, RankZeroEndedError
 from lightning_pipes.tune.studies.private_optuna import (
     forget_stop,
@@ -83,12 +83,12 @@ def optimize_array(
         The study, on every rank with all trials.
 
     Raises:
-        PlanError: an argument makes no sense, or there is no way for the ranks to talk to each other before they train.
+        InputError: an argument makes no sense, or the ranks have no way to talk to each other before they train.
         StorageLostError: the storage failed; trials that had ended are in it.
         StudyFailedError: on the other ranks, what rank 0 raises.
     """
     if not isinstance(study, Study) and not callable(study):
-        raise PlanError(f"study must be a study of Optuna, or a function that makes one, got {shown(study)}")
+        raise InputError(f"study must be a study of Optuna, or a function that makes one, got {shown(study)}")
     check_type("objective", objective, Callable)
     if check_type("n_trials", n_trials, int | None):
         check_count("n_trials", n_trials, "; or None for as many as there is time for")
@@ -98,7 +98,7 @@ def optimize_array(
         check_number("timeout", timeout, "seconds from 0 on, or None", lambda x: x >= 0)
     for kind in catch if isinstance(catch, tuple) else (catch,):
         if not isinstance(kind, type) or not issubclass(kind, Exception):
-            raise PlanError(f"catch must be a type of exceptions or a tuple of some, got {shown(catch)}")
+            raise InputError(f"catch must be a type of exceptions or a tuple of some, got {shown(catch)}")
     check_type("callbacks", callbacks, Sequence[Callable])  # type: ignore[type-arg]
     return lead_or_follow(Board(), study, objective, lambda _: n_trials, array_size, timeout, catch, callbacks)
 

@@ -14,7 +14,7 @@ from optuna.study import StudyDirection
 from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
 
 from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
-from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.ir import InputError, PipelineError
 from lightning_pipes.tune.studies.board import Board
 
 _trial: ContextVar[ArrayTrial | None] = ContextVar("lightning_pipes_trial", default=None)
@@ -25,7 +25,7 @@ class StorageLostError(PipelineError):
 
 
 class ArrayTrial(BaseTrial):
-    """What an objective gets: an Optuna trial, on every rank with the values of rank 0's.
+    """The trial that an objective gets: Optuna's, on every rank with the values of rank 0's.
 
     All ranks must make the same calls, as the same code does.
 
@@ -131,7 +131,7 @@ class ArrayTrial(BaseTrial):
             self._board.say(key, heard)
         asked, answer, error = heard
         if asked != what:
-            raise PlanError(
+            raise InputError(
                 f"trial {self._number}: rank 0 calls {asked!r}, rank {self._board.rank} {what!r}; the objective must "
                 "do the same on all ranks, so it can't depend on the rank, the time, or unseeded random numbers"
             )

@@ -1,4 +1,4 @@
-"""Profiles: bytes by hand, times against a clock of our own, and a memory model that foretells the measured peak."""
+"""Profiles: bytes by hand, times against a clock of our own, and a memory model that predicts the measured peak."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ ROWS, MICROBATCHES = 16, 8
 
 
 def measured_peak(rank: int, model: str, schedule: str, recompute: bool) -> list[int]:
-    """Most bytes of tensors made during the second step, and what the profile foretells."""
+    """Most bytes of tensors made during the second step, and what the profile predicts."""
     make, shape = MODELS[model]
     layers = make()
     half = len(layers) // 2
@@ -203,9 +203,9 @@ def measured_peak(rank: int, model: str, schedule: str, recompute: bool) -> list
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_memory_model_foretells_the_measured_peak(model, schedule, recompute):
-    for measured, foretold in run_ranks(measured_peak, 2, model, schedule, recompute, timeout=60):
-        assert foretold == pytest.approx(measured, rel=0.1)
+def test_the_memory_model_predicts_the_measured_peak(model, schedule, recompute):
+    for measured, predicted in run_ranks(measured_peak, 2, model, schedule, recompute, timeout=60):
+        assert predicted == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("split", [False, True])

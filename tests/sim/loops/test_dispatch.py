@@ -12,6 +12,7 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
+from tests.sim.policies import Scripted
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,6 @@ class BackwardFirst(Policy):
         return next(
             (i for i in ready if i.kind is not Kind.F or view.in_flight[i.stage] < max(1, self.limit - i.stage)), None
         )
-
-
-@dataclass(frozen=True)
-class Scripted(Policy):
-    """A program as a policy."""
-
-    rows: tuple
-    name: ClassVar[str] = "scripted"
-
-    def pick(self, ready, view, plan):
-        row = self.rows[view.rank]
-        following = row[0] if view.last is None else row[row.index(view.last) + 1]
-        return following if following in ready else None
 
 
 @dataclass(frozen=True)
@@ -180,6 +168,18 @@ def test_a_policy_that_refuses():
     plan, costs = uniform(2, 4, f=1, b=2)
     with pytest.raises(DeadlockError, match=r"rank 0 may run F0\[0:1\], .* and scripted picks none.*rank 1 waits"):
         simulate(Scripted(((STEP(0),), (STEP(1),))), plan, costs)
+
+
+def test_what_ran_before_a_deadlock_is_drawn():
+    plan, costs = uniform(2, 2, f=1, b=2)
+    a, b = plan.spans(Kind.F, 0)
+    second = (F(1, a), B(1, a), STEP(1))  # it asks for the update before its other micro-batch
+    with pytest.raises(DeadlockError, match="so far ran") as error:
+        simulate(Scripted(((F(0, a), F(0, b), B(0, a)), second)), plan, costs)
+    assert str(error.value).splitlines()[1:] == [
+        "rank 0 | F0[0:1] F0[1:2]         B0[0:1]",
+        "rank 1 |         F1[0:1] B1[0:1]",
+    ]
 
 
 def test_a_policy_that_picks_what_is_not_ready():

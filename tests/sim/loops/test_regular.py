@@ -17,8 +17,7 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan
-from tests.ir.test_program import pipedream
-from tests.sim.loops.test_static import split
+from tests.ir.programs import pipedream, split
 
 TWO_JOBS = Plan((0, 1), (Cut.even(4, 4, 2), Cut.even(6, 3, 2)))
 
@@ -57,9 +56,9 @@ def test_the_same_in_every_respect(case, monkeypatch):
     assert quick is not None
     assert tuple(quick.instructions) == slow.instructions
     assert tuple(quick.like) == slow.like
-    assert [quick.ranks, quick.groups, quick.first, quick.before] == [slow.table.columns[n] for n in (0, 2, 3, 4)]
+    assert [quick.ranks, quick.groups, quick.first, quick.before] == [slow.ranks, slow.groups, *slow.table.lists[3:]]
     renamed = {-1: -1}  # links are numbered in another order
-    for here, there in zip(quick.links, slow.table.columns[1], strict=True):
+    for here, there in zip(quick.links, slow.table.lists.link, strict=True):
         assert renamed.setdefault(here, there) == there
     assert len(set(renamed.values())) == len(renamed)
     for here, there in renamed.items():

@@ -155,7 +155,7 @@ def test_weights_are_those_of_1f1b_to_the_bit(ranks):
             assert (r["slow"]["weights"][name] == value).all(), name
 
 
-def test_stages_hold_what_is_foretold(ranks):
+def test_stages_hold_what_is_predicted(ranks):
     for r in ranks:
         for run in r.values():
             assert len(run["held"]) == BATCHES

@@ -164,7 +164,8 @@ def test_gradients_of_other_ranks_are_not_left_out(use: Callable[[Lit], Any]):
     module(torch.ones(2, 6)).sum().backward()
     use(module)
     cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
-    clipping = HookClipping(module, cut.scope, All(), None)  # type: ignore[arg-type]
+    own = list(module.parameters())
+    clipping = HookClipping(lambda: own, cut.scope, All(), None)  # type: ignore[arg-type]
     refused = pytest.raises(PipelineError, match=r"Lit.on_hook .*(gradient of self.model|other tensors)")
     with cut.scope.running("Lit.on_hook", True):
         with refused:
@@ -191,7 +192,8 @@ def test_norms_where_stages_step_apart_and_where_no_hook_runs():
         one(torch.ones(2, 6)).sum().backward()
     whole = [p.grad for p in other.parameters() if p.grad is not None]
     cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
-    clipping = HookClipping(module, cut.scope, All(), None)  # type: ignore[arg-type]
+    own = list(module.parameters())
+    clipping = HookClipping(lambda: own, cut.scope, All(), None)  # type: ignore[arg-type]
     alone = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
     with cut.scope.running("Lit.on_hook", True):
         with pytest.raises(PipelineError, match=r"Lit.on_hook takes a norm over the layers of all stages, which step"):

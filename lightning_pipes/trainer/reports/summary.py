@@ -6,6 +6,17 @@ from collections.abc import Callable, Iterable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_pipes.trainer import private_lightning as private
+
+
+def show_module(trainer: pl.Trainer, module: pl.LightningModule) -> list[Callable[[], None]]:
+    """Has the module shown while it is whole; returns what undoes that it is not shown later."""
+    undo = [log_graphs(trainer, module)]
+    if trainer.state.fn == TrainerFn.FITTING:
+        undo.append(show_summaries(private.callbacks(trainer), trainer, module))
+    return undo
 
 
 def show_summaries(

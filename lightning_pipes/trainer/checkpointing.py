@@ -1,0 +1,191 @@
+"""The part of a strategy that saves and loads: the state of a module that is spread out, from `setup_environment`
+on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.trainer.checkpoint import checkpoints
+from lightning_pipes.trainer.checkpoint.data_state import KEY, TrainingData
+from lightning_pipes.trainer.checkpoint.files import existing, local_path
+from lightning_pipes.trainer.checkpoint.mapped import load_mapped
+from lightning_pipes.trainer.checkpoint.saving import Saver
+from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
+from lightning_pipes.trainer.checkpoint.writing import Writing
+from lightning_pipes.trainer.loop.standing import Standing
+from lightning_pipes.trainer.module.deferred import has_meta
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout
+from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.ranks.ranks import Ranks
+
+
+class Checkpointing:
+    """Checkpoints of one pipeline's ranks: in one file that the first rank gathers, or in parts.
+
+    Args:
+        sharded: in parts.
+        writing: by what, and when.
+        standing: of this rank.
+
+    Attributes:
+        data: where training is in its data.
+        container: the path of what the last run has cut; random numbers depend on which layers are counted.
+    """
+
+    def __init__(self, ranks: Ranks, sharded: bool, writing: Writing, standing: Standing) -> None:
+        self._ranks = ranks
+        self._sharded = sharded
+        self._writing = writing
+        self._standing = standing
+        self._saver = Saver(ranks.pipeline)
+        self.data = TrainingData(ranks.device, ranks.control.position == 0)
+        self.container: str | None = None
+        self._resumed: str | None = None
+        self._parts: ShardedCheckpoint | None = None
+        self._waiting: tuple[Mapping[str, Any], bool] | None = None
+
+    # ---- saving
+
+    def model_state(self, cut: CutModule) -> dict[str, Any]:
+        """The state dict of the whole module where it is written, as the form of the checkpoints has it."""
+        if self._sharded:
+            return cut.local_state(outside=self._ranks.grid.place == 0)
+        self._ranks.pipeline.connect()
+        return {} if self._ranks.grid.replica else checkpoints.gather_model(cut, self._ranks.pipeline)
+
+    def optimizer_state(self, optimizer: Optimizer, layout: OptimizerLayout) -> dict[str, Any]:
+        """The same of an optimizer."""
+        if self._sharded:
+            return layout.named_state(optimizer.state_dict())
+        self._ranks.pipeline.connect()
+        if self._ranks.grid.replica:
+            return {}
+        return checkpoints.gather_optimizer(optimizer, layout, self._ranks.pipeline)
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        trainer: pl.Trainer,
+        cut: CutModule | None,
+        training: bool,
+        storage_options: Any | None,
+    ) -> None:
+        """Writes what `model_state` and `optimizer_state` gave, and more; all ranks call it.
+
+        Args:
+            cut: what is saved; None if the module is whole.
+            training: goes on meanwhile, if it may.
+        """
+        self._add_place(checkpoint, trainer)
+        self._ranks.pipeline.connect()
+        if self._ranks.grid.replica:
+            return
+        background = self._writing.background and training
+        with self._standing.telling():
+            if self._sharded:
+                order = list(checkpoint["state_dict"]) if cut is None else cut.keys
+                self._saver.save_parts(checkpoint, order, path, background)
+            else:
+                write = partial(self._writing.io.save_checkpoint, storage_options=storage_options)
+                self._saver.save(checkpoint, path, write, background)
+
+    def save_alone(
+        self, checkpoint: dict[str, Any], path: str | Path, trainer: pl.Trainer, storage_options: Any | None
+    ) -> None:
+        """A rank that fails can't ask the others for their parts: it writes its own, to a file of its own, `path` with
+        `.rank1of2` at its end."""
+        self._add_place(checkpoint, trainer)
+        grid = self._ranks.grid
+        self._writing.io.save_checkpoint(checkpoint, f"{path}.rank{grid.rank}of{grid.size}", storage_options)
+
+    def _add_place(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
+        point("checkpoint")
+        if "optimizer_states" in checkpoint:  # not for weights alone
+            checkpoint[KEY] = self.data.state(trainer)
+            checkpoint[KEY]["module"] = self.container
+
+    def remove(self, path: str | Path) -> None:
+        """Removes a checkpoint, after those that are being written."""
+        self._saver.remove(path, self._writing.io)
+
+    def check(self) -> None:
+        """Raises PipelineError if something could not be written."""
+        self._saver.check()
+
+    def finish(self, down: bool) -> None:
+        """Waits for the checkpoints that are being written; where the ranks are `down`, a failure that came first is
+        not to be covered."""
+        if down:
+            self._saver.close()
+        else:
+            with self._standing.telling():
+                self._saver.wait()
+
+    # ---- loading
+
+    def load(
+        self,
+        path: str | Path,
+        weights_only: bool | None,
+        module: pl.LightningModule,
+        running: bool,
+        read: Callable[..., dict[str, Any]],
+    ) -> dict[str, Any]:
+        """A checkpoint, from a file that is one, or a folder.
+
+        Args:
+            running: while training, tuners go back to where they started.
+            read: reads a file as Lightning does.
+        """
+        self._parts = None
+        checkpoint: dict[str, Any] | None = None
+        local = local_path(path)
+        if local is not None:
+            path = existing(local)
+            if ShardedCheckpoint.is_at(path):
+                self._parts = ShardedCheckpoint(path, weights_only)
+                checkpoint = self._parts.checkpoint({} if running else module.state_dict())
+        if checkpoint is None and has_meta(module):
+            checkpoint = load_mapped(self._writing.io, path, weights_only)
+        if checkpoint is None:
+            checkpoint = read(path, weights_only)
+        if not running:
+            self.data.load(checkpoint)
+            self._resumed = checkpoint.get(KEY, {}).get("module")
+        return checkpoint
+
+    def resumed_container(self) -> str | None:
+        """The path of what was cut when the checkpoint was written that was loaded last; once."""
+        found, self._resumed = self._resumed, None
+        return found
+
+    def load_later(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Keeps weights for a module whose own have no values before it is cut."""
+        self._waiting = state, strict
+
+    def load_waiting(self, cut: CutModule) -> None:
+        """Loads what `load_later` kept."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            checkpoints.load_model(cut, *waiting)
+
+    def load_optimizers(
+        self,
+        optimizers: Sequence[Optimizer],
+        layouts: Sequence[OptimizerLayout],
+        states: Sequence[Mapping[str, Any]],
+        device: torch.device,
+    ) -> None:
+        """Loads what belongs to this rank, from the checkpoint that was loaded last."""
+        if self._parts is not None:
+            states = self._parts.optimizer_states([layout.names for layout in layouts])
+        checkpoints.load_optimizers(optimizers, layouts, states, device)

@@ -1,0 +1,28 @@
+"""The timelines over orders and loops are what the code draws."""
+
+import pytest
+
+from tests.packaging.timelines import ROOT, drawings
+
+SCHEDULES = sorted(ROOT.glob("strategies/*/schedule.py"))
+LOOPS = {
+    "lightning_pipes/sim/loops/kernel.py": {"fixed", "chosen"},
+    "strategies/jap/kernel.py": {"listed", "timed", "polished", "constructed", "branched"},
+    "strategies/jap/stream.py": {"advance"},
+}
+DRAWN = [drawing for path in [*SCHEDULES, *(ROOT / name for name in LOOPS)] for drawing in drawings(path)]
+
+
+@pytest.mark.parametrize("drawing", DRAWN, ids=str)
+def test_it_is_drawn_anew(drawing):
+    assert drawing.shown == drawing.anew(), f"draw it anew:\n{drawing.anew()}"
+
+
+@pytest.mark.parametrize("path", SCHEDULES, ids=[path.parent.name for path in SCHEDULES])
+def test_every_schedule_shows_its_order(path):
+    assert drawings(path)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_every_loop_has_one(name):
+    assert LOOPS[name] <= {drawing.below for drawing in drawings(ROOT / name)}

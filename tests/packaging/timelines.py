@@ -1,0 +1,99 @@
+"""The timelines that comments show: `# Drawn by `call`:` and below it what the call returns.
+
+The calls are those of this module; a comment above a schedule's order may use all names of its own module.
+"""
+
+import importlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning_pipes
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Cut, Plan, Program, Schedule, prepared
+from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.jap import Effort, Job, Stream, problem_of, solved
+from lightning_pipes.strategies.jap.costs import program_of
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.strategies.ready import Ready
+from lightning_pipes.testing.generators import uniform
+
+ROOT = Path(lightning_pipes.__file__).resolve().parent.parent
+_CALL = re.compile(r"^( *)# Drawn by `(.+)`:$")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A timeline in a comment: where it stands, the call that draws it, what it shows, and what is defined below it."""
+
+    path: Path
+    line: int
+    call: str
+    shown: str
+    below: str
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
+    def anew(self) -> str:
+        """The timeline as it is now."""
+        name = ".".join(self.path.relative_to(ROOT).with_suffix("").parts)
+        name = name if name.startswith("lightning_pipes") else f"lightning_pipes.{name}"
+        return eval(self.call, {**CALLS, **vars(importlib.import_module(name))})
+
+
+def drawings(path: Path) -> list[Drawing]:
+    """The timelines of a source file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = []
+    for at, line in enumerate(lines):
+        match = _CALL.match(line)
+        if match is None:
+            continue
+        indent, call = match.groups()
+        end = at + 1
+        while end < len(lines) and lines[end].startswith(f"{indent}#"):
+            end += 1
+        shown = "\n".join(each[len(indent) + 2 :] for each in lines[at + 1 : end])
+        below = next((each.split("(")[0].split()[-1] for each in lines[end:] if "def " in each), "")
+        found.append(Drawing(path, at + 1, call, shown, below))
+    return found
+
+
+def step(order, ranks=3, microbatches=4, f=1, b=2, link=0, batches=None, scale=2, **more):
+    """A window of equal stages in nanoseconds, each `scale` characters wide."""
+    placement = order.placement(ranks) if isinstance(order, Schedule) else tuple(range(ranks))
+    plan, costs = uniform(len(placement), microbatches, f, b, link=link, ranks=placement, **more)
+    plan = prepared(plan, order) if isinstance(order, Schedule) else plan
+    return _drawn(order.program(plan) if isinstance(order, Schedule) else order, plan, costs, batches, scale)
+
+
+def jobs(order, rows=(2, 1, 1), stages=3, batches=2, scale=2):
+    """Batches of several jobs, a nanosecond a sample forward and two backward."""
+    plan = Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows), batches=batches)
+    return _drawn(order.program(plan), plan, CostModel.uniform(stages, 1e-9, 2e-9, rows=1), None, scale)
+
+
+def iteration(method, rows=(2, 1, 1), stages=3, scale=2, orders=300):
+    """One batch of each of several jobs in the order of a solver."""
+    plan = Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows))
+    costs = CostModel.uniform(stages, 1e-9, 2e-9, rows=1)
+    best = solved(problem_of(plan, costs), method, Effort(orders))
+    return _drawn(program_of(best.order, plan), plan, costs, None, scale)
+
+
+def joining(batches=(2, 1, 1), resident=2, stages=3, scale=2):
+    """Jobs of a stream with fewer places than jobs."""
+    stream = Stream(stages, CostModel.uniform(stages, 1e-9, 2e-9, rows=1), resident)
+    for number, count in enumerate(batches):
+        stream.admit(Job(number, Cut.even(1, 1, stages), count))
+    rows = stream.advance().rows
+    return _drawn(Program(rows), stream.plan, CostModel.uniform(stages, 1e-9, 2e-9, rows=1), None, scale)
+
+
+def _drawn(order, plan, costs, batches, scale):
+    timeline = simulate(order, plan, costs, batches=batches)
+    return "\n".join(line.rstrip() for line in timeline.gantt(scale * timeline.makespan).splitlines()[1:])
+
+
+CALLS = {"step": step, "jobs": jobs, "iteration": iteration, "joining": joining, "OneFOneB": OneFOneB, "Ready": Ready}
