@@ -51,8 +51,8 @@ def _saved_names(kind: type[Any]) -> tuple[str, ...]:
 
 
 class Clipping:
-    """What torch does with lists of gradients, whatever name a user has imported it by: `clip_grad_norm_` is made of the
-    first two."""
+    """What torch does with lists of gradients, whatever name a user has imported it by: `clip_grad_norm_` is made of
+    the first two."""
 
     NORM = "_get_total_norm"
     BY_NORM = "_clip_grads_with_norm_"
