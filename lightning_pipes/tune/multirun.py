@@ -20,7 +20,7 @@ from lightning_pipes.arrays.siblings.kinship import KinshipError
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, current_sibling
 from lightning_pipes.ir import InputError, PipelineError, check_count
 from lightning_pipes.tune.own_hydra import own_hydra, own_logging
-from lightning_pipes.tune.studies.board import Board
+from lightning_pipes.tune.studies.announcements import Announcements
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Multirun:
         self._overrides: dict[int, list[str]] = {}  # of each sibling, by its index
         setup_globals()
         _check_process(config, config)
-        self.board = board = Board()
+        self.board = board = Announcements()
         if board.leads:
             board.say("sweep", (str(Path(config.hydra.sweep.dir).resolve()), str(config.hydra.job.name)))
         self._folder, self._name = board.hear("sweep")
