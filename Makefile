@@ -2,9 +2,12 @@
 #   make demo    trains a small GPT in a two-process pipeline, about a minute
 #   make test    format, types and tests
 VENV   ?= .venv
+WORKERS ?= 3
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.lightning-pipes-installed
+# Tests start many interpreters, and wait for most of the time: with compiled modules, several tests at once.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 USABLE := 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
@@ -22,10 +25,10 @@ demo: $(STAMP)
 	@$(PY) examples/train.py $(ARGS)
 
 test: lint
-	@$(PY) -m pytest -q -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-full: lint
-	@$(PY) -m pytest -q $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 lint: $(STAMP)
 	@$(PY) -m ruff format --check --quiet . || { echo "some files are not formatted; run: $(PY) -m ruff format ."; exit 1; }

@@ -107,13 +107,8 @@ class Engine:
         watch: Watch | None = None,
         turns: Turns | None = None,
     ) -> None:
-        wanted = {(number, job) for number in plan.stages[rank] for job in range(len(plan.jobs))}
-        if {(stage.number, stage.job) for stage in stages} != wanted:
-            got = sorted((stage.number, stage.job) for stage in stages)
-            raise PlanError(f"rank {rank} needs a stage for each (number, job) of {sorted(wanted)}, got {got}")
         self.events: list[Event] = []
         """Events of this rank in the window that was drained last, in nanoseconds of its monotonic clock."""
-        self._stages = list(stages)
         self._transport = transport
         self._rank = rank
         self._device = device or torch.device("cpu")
@@ -123,20 +118,23 @@ class Engine:
         self._windows = 0
         self._window: _Window | None = None
         self._batches: Counter[int] = Counter()
-        for stage in self._stages:
-            stage.seed, stage.device = seed, self._device
+        self._seed = seed
         self.plan = plan
+        self._take(plan, stages)
         self._program = self._lowered(plan, order)
 
-    def adopt(self, plan: Plan, order: Program | Policy) -> None:
-        """From the next window on, another plan with the same stages on the same ranks, or another order.
+    def adopt(self, plan: Plan, order: Program | Policy, stages: Sequence[Stage] | None = None) -> None:
+        """From the next window on, another plan with its stages on the same ranks, or another order.
+
+        Args:
+            stages: of this rank, where other layers are in them than before.
 
         Raises:
-            PlanError: a window is open, or the plan moves a stage.
+            PlanError: a window is open, or the plan moves a stage; or it changes stages, and none are given.
         """
         if self._window is not None:
             raise PlanError("a plan can be swapped between windows only; drain first")
-        for name in ("ranks", "layers", "recompute", "whole_forward"):
+        for name in ("ranks", "layers", "recompute", "whole_forward") if stages is None else ("ranks",):
             if getattr(plan, name) != getattr(self.plan, name):
                 raise PlanError(
                     f"the plan to adopt has {name} {getattr(plan, name)}, the engine was made for "
@@ -144,6 +142,8 @@ class Engine:
                 )
         if len(plan.jobs) != len(self.plan.jobs):
             raise PlanError(f"the plan to adopt has {len(plan.jobs)} jobs, the engine {len(self.plan.jobs)}")
+        if stages is not None:
+            self._take(plan, stages)
         self.plan, self._program = plan, self._lowered(plan, order)
 
     def inject(self, item: Item) -> None:
@@ -292,6 +292,15 @@ class Engine:
     def close(self) -> None:
         """Ends the transport; all ranks must call it."""
         self._transport.close()
+
+    def _take(self, plan: Plan, stages: Sequence[Stage]) -> None:
+        wanted = {(number, job) for number in plan.stages[self._rank] for job in range(len(plan.jobs))}
+        if {(stage.number, stage.job) for stage in stages} != wanted:
+            got = sorted((stage.number, stage.job) for stage in stages)
+            raise PlanError(f"rank {self._rank} needs a stage for each (number, job) of {sorted(wanted)}, got {got}")
+        self._stages = list(stages)
+        for stage in self._stages:
+            stage.seed, stage.device = self._seed, self._device
 
     def _finish(self) -> None:
         if self._turns is None:

@@ -5,14 +5,15 @@ Each is pinned by a test, so that a new version that renames or changes one is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -47,6 +48,40 @@ def saved_tensors(node: Any) -> Iterator[Any]:
 @cache
 def _saved_names(kind: type[Any]) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+class Clipping:
+    """What torch does with lists of gradients, whatever name a user has imported it by: `clip_grad_norm_` is made of the
+    first two."""
+
+    NORM = "_get_total_norm"
+    BY_NORM = "_clip_grads_with_norm_"
+    BY_VALUE = "clip_grad_value_"
+
+    @classmethod
+    def around(cls, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+        """Has `function(original, *args, **kwargs)` run instead of the function of that name; returns what undoes it,
+        in any order with others."""
+        layers = _layers(name)
+        layers.append(function)
+        return partial(layers.remove, function)
+
+
+@cache
+def _layers(name: str) -> list[Callable[..., Any]]:
+    """What runs around a function of `clip_grad`. Each has a wrapper without gradients, whose cell holds the function
+    itself, and names that were imported long ago are those of the wrapper."""
+    (cell,) = getattr(clip_grad, name).__closure__
+    original, layers = cell.cell_contents, list[Callable[..., Any]]()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        function = original
+        for layer in layers:
+            function = partial(layer, function)
+        return function(*args, **kwargs)
+
+    cell.cell_contents = run
+    return layers
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:

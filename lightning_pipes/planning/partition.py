@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from lightning_pipes.ir import PlanError, Span
+from lightning_pipes.ir import Plan, PlanError, Span
 
 
 def even_partition(weights: Sequence[float], stages: int) -> tuple[Span, ...]:
@@ -33,6 +34,26 @@ def even_partition(weights: Sequence[float], stages: int) -> tuple[Span, ...]:
     bound = lightest([loads] * stages)
     (cost,) = _bands([np.where(loads <= bound * (1 + 1e-12), loads, np.inf) ** 2])
     return _chosen([cost] * stages)
+
+
+def with_layer(plan: Plan, layer: int, rank: int) -> Plan:
+    """The plan with one layer in another stage: that of `rank` which is next to its own.
+
+    Raises:
+        PlanError: there is no such stage, because the layer is not the first or last of its own.
+    """
+    for stage, span in enumerate(plan.layers):
+        for other, at_end in ((stage - 1, layer == span.start), (stage + 1, layer == span.stop - 1)):
+            if span.start <= layer < span.stop and at_end and plan.ranks[other : other + 1] == (rank,):
+                layers = list(plan.layers)
+                down = other < stage
+                layers[stage] = Span(layer + 1, span.stop) if down else Span(span.start, layer)
+                layers[other] = Span(layers[other].start, layer + 1) if down else Span(layer, layers[other].stop)
+                return replace(plan, layers=tuple(layers))
+    raise PlanError(
+        f"layer {layer} can't go to rank {rank}: stages have layers {plan.layers} on ranks {plan.ranks}, and only the "
+        "first or last layer of one can go to its neighbour"
+    )
 
 
 def between(values: np.ndarray) -> np.ndarray:

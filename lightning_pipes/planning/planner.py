@@ -41,7 +41,12 @@ class Planner(ABC):
     """Decides how batches are cut: for a schedule, which names its planner by `planner()`, and by it for everybody.
 
     It has no memory of its own and draws no unseeded random numbers: every rank asks its own and gets the same plan.
+
+    Attributes:
+        every: training batches from one `replan` to the next; it is never asked where that is 0.
     """
+
+    every: int = 0
 
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
@@ -54,7 +59,10 @@ class Planner(ABC):
         """
 
     def replan(self, plan: Plan, seen: Problem) -> Plan | None:
-        """Another plan for the batch of `plan`, by what is known while it runs; None to go on with it."""
+        """Another plan for batches like that of `plan`, by what is known while it runs; None to go on with it.
+
+        Layers may be in other stages than in `plan`: they move before the next batch. Stages stay on their ranks.
+        """
         return None
 
 

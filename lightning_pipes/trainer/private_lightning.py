@@ -34,6 +34,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -166,6 +167,12 @@ def as_in_training_step(trainer: pl.Trainer) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name, trainer.state.stage = hook, stage
+
+
+def in_grad_norm(above: int) -> bool:
+    """Whether Lightning's `grad_norm` is what asks, so many calls above the caller. It wants values at once; those of
+    other ranks' layers are put together from what ranks log of it."""
+    return sys._getframe(above + 1).f_globals is grad_norm.__globals__
 
 
 def before_step(precision: Precision, module: pl.LightningModule, optimizer: Optimizer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import lightning.pytorch as pl
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -10,21 +12,22 @@ from torch import nn
 from lightning_pipes.engine.compute.rng import replica_seed
 from lightning_pipes.ir import Program
 from lightning_pipes.trainer.loop.connections import Connections
-from lightning_pipes.trainer.loop.run import Parts, PipelineRun
+from lightning_pipes.trainer.loop.part import Part
+from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut
 from lightning_pipes.trainer.module.hidden_state import HiddenState
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.plan.container import warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
 from lightning_pipes.trainer.plan.decision import Decision, Wanted
 from lightning_pipes.trainer.plan.settings import Settings
-from lightning_pipes.trainer.ranks.layout import Layout
+from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Ranks
-from lightning_pipes.trainer.ranks.replicas import BufferSync, Replicas
-from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters, held_once, holders
+from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.step.steps import Steps
 
 
@@ -59,56 +62,58 @@ class PipelineSetup:
 
     def lay_out(self, decision: Decision) -> None:
         """Looks at the whole module as it will be cut: who holds what."""
-        self._layout = layout = Layout(self._ranks.grid, decision.ranks, decision.layers)
+        self.holdings = holdings = Holdings(self._ranks.grid, decision.ranks, decision.layers)
+        holdings.look_at(self._module, self.path)
         self._plans = decision.plans()
         self._plan, order = self._plans.for_rows(self._plans.trial_rows)
         if self._trainer.state.fn == TrainerFn.FITTING and self._plans.microbatches > 1:
             warn_about_pieces(self.full)
         self.endless = isinstance(order, Program) and order.endless
-        self._ranks.control.watch.stages = dict(layout.stages_of_processes())
-        self._who = holders(self._module, self.path, layout.place_of_layer, range(self._ranks.grid.length))
+        self._ranks.control.watch.stages = dict(holdings.stages_of_processes())
         self._hidden = HiddenState(
             self._module,
             self.path,
-            layout.stage_of_layer,
-            layout.rank_of_layer,
+            holdings,
             self._ranks.pipeline,
             self._connections.check_later,
         )
 
     def tied(self) -> list[str]:
         """Names of parameters that several ranks train."""
-        who = self._who
+        who = self.holdings.holders
         return [n for n, p in self._module.named_parameters() if p.requires_grad and len(who.get(id(p), ())) > 1]
 
     def cut(self, seed: int, spread: bool) -> CutModule:
         """The module with the layers of this rank alone; those made on `meta` get values, which depend on `seed`.
         `spread` says whether an earlier run has left the layers of any rank spread out."""
-        local = self._layout.local
+        local = self.holdings.local
         self._interceptor = Interceptor(f"self.{self.path}", loop=isinstance(self.full, nn.ModuleList))
         if spread:
             check_same_cut(self._module, self.path, local, self._ranks.control)
         self._cut = CutModule(self._module, self.path, local, self._interceptor, self._ranks.device)
-        self._deferred.make(local, self._layout.place_of_layer, seed, self._ranks.device, self._ranks.pipeline)
+        self._deferred.make(local, self.holdings.place_of_layer, seed, self._ranks.device, self._ranks.pipeline)
         return self._cut
 
     def start(
-        self, kind: type[PipelineRun], replicas: Replicas, precision: Precision, settings: Settings
+        self,
+        kind: type[PipelineRun],
+        replicas: Replicas,
+        precision: Precision,
+        settings: Settings,
+        layouts: Sequence[OptimizerLayout],
     ) -> PipelineRun:
         """The run of the cut module, whose weights are on the device by now."""
-        module, layout, ranks = self._module, self._layout, self._ranks
-        stages = {s: [self.full[n] for n in range(*layout.layers[s])] for s in self._plan.stages[layout.rank]}
-        alone = held_once(stages.values(), self._who)
-        outside = [p for p in module.parameters() if id(p) not in alone]
+        holdings, ranks, connections = self.holdings, self._ranks, self._connections
         seed = replica_seed(settings.seed, ranks.grid.replica)
-        parts = Parts(
-            self._cut,
+        bound = connections.turns is not None
+        return kind(
+            self._trainer,
+            ranks,
+            connections,
+            Part(self._cut, holdings, self._hidden, layouts, replicas, ranks, bound),
             self._plans,
-            Steps(module, precision, self._interceptor, self._plan, layout.rank, seed, ranks.device),
-            self._hidden,
-            SharedParameters(outside, self._who, ranks.grid, ranks.control),
-            replicas.reducer(stages, alone),
-            BufferSync(module, replicas),
-            tuple(layout.global_ranks),
+            Steps(self._module, precision, self._interceptor, self._plan, holdings.rank, seed, ranks.device),
+            seed,
+            settings.transport,
+            settings.check_loss,
         )
-        return kind(self._trainer, ranks, self._connections, parts, seed, settings.transport, settings.check_loss)

@@ -53,9 +53,8 @@ from lightning_pipes.trainer.module.deferred import (
     has_meta,
 )
 from lightning_pipes.trainer.module.equal_starts import broadcast_random_state, equal_weights
-from lightning_pipes.trainer.module.optimizers import OptimizerLayout, keep_local, parameter_names, refuse_unsuitable
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.module.pipelined import CutModule, find_pipelined, layer_sizes
-from lightning_pipes.trainer.module.summary import show_module
 from lightning_pipes.trainer.plan.container import find_container
 from lightning_pipes.trainer.plan.decision import Decision, Wanted
 from lightning_pipes.trainer.plan.prediction import Prediction
@@ -80,6 +79,7 @@ from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.report import About, PipelineReport, Window
+from lightning_pipes.trainer.reports.summary import show_module
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from lightning_pipes.trainer.setup import PipelineSetup
 from lightning_pipes.trainer.step.clipping import GradientAgreement
@@ -353,18 +353,22 @@ class PipelineStrategy(PipelineHost):
         self._undo += show_module(trainer, module)
         self._cut = cut = cutting.cut(settings.seed, spread)
         checkpointing.load_waiting(cut)
-        self._layouts = [keep_local(o, w, cut.is_foreign) for o, w in zip(self.optimizers, whole, strict=True)]
+        self._layouts = [OptimizerLayout(o, w) for o, w in zip(self.optimizers, whole, strict=True)]
+        for layout in self._layouts:
+            layout.keep_local(cut.is_foreign)
         self.model_to_device()
         stops = StopAgreement(trainer, ranks.control, self._writing.at_once, lambda: links.told_to_end)
         self._undo.append(stops.remove)
         kind = StreamingRun if self._streams else PipelineRun
-        run = cutting.start(kind, made.replicas, self.precision_plugin, settings)
+        run = cutting.start(kind, made.replicas, self.precision_plugin, settings, self._layouts)
         prediction = Prediction(decision, ranks.pipeline, links.trainings == 1) if fitting else None
         self._current = _Running(run, stops, prediction)
 
         self.setup_precision_plugin()
         private.optimizers_to_device(self.optimizers, self.root_device)
-        self._undo.append(GradientAgreement(self.precision_plugin, run.shared, ranks.pipeline, self.root_device).remove)
+        self._undo.append(
+            GradientAgreement(self.precision_plugin, cutting.holdings, ranks.pipeline, self.root_device).remove
+        )
         self._undo += wrap_hooks(trainer, run, ranks.pipeline, run.agreement(stops), self._start_epoch)
         self._undo.append(metrics_gather_over(module, made.replicas.group))
         self._undo += [checkpointing.data.forget, partial(private.forget_training_data, trainer)]
@@ -513,7 +517,7 @@ class PipelineStrategy(PipelineHost):
     def _start_epoch(self) -> None:
         self._connected.checkpointing.data.epoch_starts(self._trainer)
         broadcast_random_state(self.control, self.root_device)
-        self.running.buffers.start_epoch()
+        self.running.part.buffers.start_epoch()
 
     # ---- what users and callbacks ask
 
@@ -534,19 +538,24 @@ class PipelineStrategy(PipelineHost):
     def adopt(
         self, schedule: str | Schedule | Policy, microbatches: int | None = None, plan: Plan | None = None
     ) -> None:
-        """From the next training batch on, another schedule or number of micro-batches, as a callback may find better.
+        """From the next training batch on, another schedule, number of micro-batches or plan, as a callback may find
+        better.
 
-        Collective: all ranks call it with the same arguments, at the same batch. Layers stay where they are, so what
-        is trained does not change.
+        Collective: all ranks call it with the same arguments, at the same batch. Layers stay where they are, unless the
+        plan has them in other stages: then they move before that batch, with their buffers, gradients and optimizer
+        states. What is trained does not change, but for schedules whose stages miss different numbers of updates.
 
         Args:
             schedule: the name of an installed schedule, or one of your own with its settings.
             microbatches: of a batch; by default as many as now.
             plan: how batches of its size are cut, where they are not to be cut evenly; those of other sizes still are.
+                Its `layers`, if it names them, are those of the stages from then on; `planning.partition.with_layer`
+                moves one.
 
         Raises:
-            PlanError: layers would have to move, a schedule that does not flush takes part, or nothing is trained; all
-                stays as it is.
+            PlanError: stages would be on other ranks; layers would move that share a parameter with others, or while
+                siblings share the ranks; one of the schedules flushes between batches and the other does not; or
+                nothing is trained. All stays as it is.
             PipelineError: the ranks do not agree.
         """
         run = None if self._current is None else self._current.run

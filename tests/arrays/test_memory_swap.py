@@ -10,7 +10,8 @@ import pytest
 from lightning_pipes import JobArray, MemorySwap
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
-from tests.arrays.test_array import Job, _text, assert_equal, quiet
+from tests.arrays.jobs import Job, assert_equal, told_text
+from tests.trainer.lit import quiet
 
 BIG = 1 << 30
 
@@ -25,7 +26,9 @@ def with_and_without(rank: int, jobs: list[Job], size: int, *swap: Any) -> tuple
     """What becomes of jobs with and without swapping, the statistics, and whether it was hidden."""
     quiet()
     memory = poisoned(*swap)
-    found = [[(o.index, o.value, _text(o.error)) for o in JobArray(size, memory=m).run(jobs)] for m in (memory, None)]
+    found = [
+        [(o.index, o.value, told_text(o.error)) for o in JobArray(size, memory=m).run(jobs)] for m in (memory, None)
+    ]
     return found[0], found[1], memory.statistics, memory.switching
 
 
@@ -71,7 +74,7 @@ def test_states_leave_between_forward_and_backward_that_recomputes() -> None:
 def told(rank: int, device_bytes: int, host_bytes: int | None, slots: int | None) -> list[str]:
     quiet()
     memory = MemorySwap(device_bytes, host_bytes, slots)
-    return [_text(o.error) for o in JobArray(2, memory=memory).run([Job(0, epochs=1), Job(1, epochs=1)])]
+    return [told_text(o.error) for o in JobArray(2, memory=memory).run([Job(0, epochs=1), Job(1, epochs=1)])]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,7 @@ def sized(rank: int, jobs: list[Job], rooms: list[int]) -> Any:
 
     memory.begin_turn = counted_turn  # type: ignore[method-assign]
     try:
-        seen = [(o.index, o.value, _text(o.error)) for o in array.run(jobs)]
+        seen = [(o.index, o.value, told_text(o.error)) for o in array.run(jobs)]
     except PlanError as error:
         return str(error), max(living), array.size
     return seen, max(living), array.size

@@ -6,24 +6,9 @@ import pytest
 
 from lightning_pipes.ir import STEP, B, Cut, F, Plan, Program, ProgramError, Span, even_spans, verify
 from lightning_pipes.testing.generators import tiny_plan
+from tests.ir.programs import pipedream
 
 ONE = Span(0, 1)
-
-
-def pipedream():
-    """Asynchronous 1F1B on two ranks, one micro-batch a batch: the first rank runs one batch ahead."""
-
-    def f(stage, batch):
-        return F(stage, ONE, batch=batch)
-
-    def b_step(stage, batch):
-        return B(stage, ONE, batch=batch), STEP(stage, batch=batch)
-
-    return Program(
-        head=((f(0, 0), f(0, 1)), (f(1, 0), *b_step(1, 0))),
-        cycle=((*b_step(0, 0), f(0, 2)), (f(1, 1), *b_step(1, 1))),
-        tail=((*b_step(0, 0), *b_step(0, 1)), (f(1, 1), *b_step(1, 1))),
-    )
 
 
 def test_lines_number_the_spans_of_a_kind():
@@ -97,7 +82,7 @@ def test_hash_holds_in_another_process():
     program = pipedream()
     hash(program)
     code = (
-        "import pickle, sys; from tests.ir.test_program import pipedream; "
+        "import pickle, sys; from tests.ir.programs import pipedream; "
         "p = pickle.load(sys.stdin.buffer); sys.exit(p not in {pipedream()})"
     )
     subprocess.run([sys.executable, "-c", code], input=pickle.dumps(program), check=True)

@@ -64,6 +64,13 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.arg
 
 
+def is_dictionary(node: ast.expr) -> bool:
+    """Whether it is the dictionary of an object's attributes."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "vars"
+    return isinstance(node, ast.Attribute) and node.attr == "__dict__"
+
+
 def touched(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Private names that a module imports or asks others for, with the line."""
     for node in ast.walk(tree):
@@ -74,11 +81,10 @@ def touched(tree: ast.AST) -> Iterator[tuple[int, str]]:
             names = [part for alias in node.names for part in alias.name.split(".")]
         elif isinstance(node, ast.Attribute):
             names = [node.attr]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
             names = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            inside = ast.unparse(node.value)
-            names = [node.slice.value] if inside.startswith("vars(") or inside.endswith(".__dict__") else []
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and is_dictionary(node.value):
+            names = [node.slice.value]
         yield from ((getattr(node, "lineno", 0), str(name)) for name in names if is_private(name))
 
 

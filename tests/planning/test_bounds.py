@@ -19,7 +19,7 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.testing.generators import random_costs, random_plan, uniform
-from tests.sim.loops.test_static import split
+from tests.ir.programs import split
 
 
 @dataclass(frozen=True)

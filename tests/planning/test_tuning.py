@@ -17,7 +17,7 @@ from lightning_pipes.strategies.kfkb.planner import KFKBPlanner
 from lightning_pipes.strategies.per_link import PerLink
 from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.testing.generators import uniform
-from tests.planning.test_measured import MS, step
+from tests.planning.samples import MS, step
 
 
 def given(costs, lag=0.0, unsteady=0.0, window=1):

@@ -12,8 +12,7 @@ from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan
 from tests.sim.by_events import ByEvents
 from tests.sim.links import shaped
-from tests.sim.loops.test_dispatch import Scripted
-from tests.sim.loops.test_kernel import Asked, ByRule
+from tests.sim.policies import Asked, ByRule, Scripted
 
 RATE = 1e9
 """A byte is a nanosecond."""

@@ -154,6 +154,7 @@ def is_there(pid: int) -> bool:
         return False
 
 
+@pytest.mark.alone
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
@@ -172,6 +173,7 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     assert namespaces.clean() == []
 
 
+@pytest.mark.alone
 def test_clean_kills_what_slipped_through_and_nothing_else() -> None:
     here = f"{os.getpid()} {Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
     sleepers = []

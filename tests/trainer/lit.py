@@ -206,7 +206,8 @@ class Keeper(Callback):
         self.rates: list[float] = []
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        found = {n: p.grad.clone().numpy() for n, p in module.named_parameters() if p.grad is not None}
+        here = [(n, p.grad) for n, p in module.named_parameters() if not p.is_meta]
+        found = {n: gradient.clone().numpy() for n, gradient in here if gradient is not None}
         self.gradients.append(found)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -15,7 +15,7 @@ from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.planning.advice import advise
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import Lit
-from tests.trainer.reports.test_report import fit
+from tests.trainer.reports.runs import fit
 
 
 class Sleeper(nn.Linear):

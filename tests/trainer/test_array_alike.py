@@ -18,7 +18,8 @@ from lightning_pipes.arrays.siblings.sibling_board import Board, Failure, Return
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
-from tests.arrays.test_array import Job, _text, quiet
+from tests.arrays.jobs import Job, told_text
+from tests.trainer.lit import quiet
 
 
 def fails_before_fit(rank: int, victim: int, job: Job) -> Any:
@@ -54,9 +55,9 @@ def told(rank: int, case: str) -> tuple[list[tuple[int, str]], str]:
     found: list[tuple[int, str]] = []
     try:
         size = 2 + rank if case == "other size" else 2
-        found.extend((o.index, _text(o.error)) for o in JobArray[Any](size).run(CASES[case](rank)))
+        found.extend((o.index, told_text(o.error)) for o in JobArray[Any](size).run(CASES[case](rank)))
     except PipelineError as error:
-        return found, _text(error)
+        return found, told_text(error)
     return found, ""
 
 
@@ -104,7 +105,9 @@ def test_a_job_that_is_no_function() -> None:
 def other_cuts(rank: int) -> list[str]:
     quiet()
 
-    return [_text(o.error) for o in JobArray[Any](2).run([Job(n, epochs=1, partition=(1 + n % 2,)) for n in range(3)])]
+    return [
+        told_text(o.error) for o in JobArray[Any](2).run([Job(n, epochs=1, partition=(1 + n % 2,)) for n in range(3)])
+    ]
 
 
 def test_siblings_share_one_cut() -> None:

@@ -533,7 +533,7 @@ class Adopts(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
-        self.counts.append(len(strategy._running.windows[-1].plan.jobs[0].forward[0]))
+        self.counts.append(len(strategy.running.windows[-1].plan.jobs[0].forward[0]))
         if trainer.global_step == 1:
             strategy.adopt("kfkb", 2)
         elif trainer.global_step == 2:
@@ -573,7 +573,7 @@ def test_another_schedule_from_the_next_batch_on() -> None:
         for key in ("outputs", "metrics", "weights", "rates", "steps"):
             assert differences(found[key], alone[key]) == []
         assert [n for n in counts if n > 0] == [8, 2, 3, 4, 4, 4]  # batches of 8, 8 and 6 rows
-        assert "layers would have to move" in errors[0]
+        assert "stages stay where they are" in errors[0]
         assert "does not flush" in errors[1]
         assert "when training starts" in errors[2]
         assert "no schedule is called" in errors[3]

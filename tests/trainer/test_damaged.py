@@ -22,7 +22,7 @@ from lightning_pipes.trainer.checkpoint import files
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
 from lightning_pipes.trainer.checkpoint.index import INDEX
 from lightning_pipes.trainer.checkpoint.saving import Saver
-from tests.trainer.checkpoint.test_saving import OneRank, fit
+from tests.trainer.checkpoint.runs import OneRank, fit
 
 WAY_OUT = "Use an earlier checkpoint, or another copy of this one"
 

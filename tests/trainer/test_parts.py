@@ -27,11 +27,10 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.batches import check_same, fingerprint, join, rows_of, take
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.equal_starts import checksum
-from lightning_pipes.trainer.module.optimizers import keep_local, parameter_names
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Control, close_all
-from lightning_pipes.trainer.ranks.shared_parameters import holders
 from lightning_pipes.trainer.step.hooks import HookWrappers
 from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
 from tests.trainer.lit import Lit, LitTied
@@ -220,7 +219,8 @@ def test_optimizer_keeps_groups_and_loses_foreign_parameters():
             [{"params": [p for n, p in other.named_parameters() if n.endswith(e)]} for e in ("weight", "bias")]
         )
         cut = CutModule(other, "model", local, Interceptor("self.model"))
-        layouts.append((mine, keep_local(mine, whole, cut.is_foreign)))
+        layouts.append((mine, OptimizerLayout(mine, whole)))
+        layouts[-1][1].keep_local(cut.is_foreign)
     first, layout = layouts[0]
     assert layout.local == (("model.0.0.weight",), ("model.0.0.bias",))
     assert len(first.state) == 2
@@ -232,14 +232,6 @@ def test_optimizer_keeps_groups_and_loses_foreign_parameters():
     one_process["param_groups"].pop()
     with pytest.raises(PipelineError, match="has 1 parameter groups, this one 2"):
         layout.local_state(one_process)
-
-
-def test_holders_count_a_layer_that_occurs_twice():
-    module, activation = pl.LightningModule(), nn.ReLU()
-    module.model = nn.Sequential(nn.Linear(1, 1), activation, nn.Linear(1, 1), activation, nn.Linear(1, 1))
-    module.outside = nn.Parameter(torch.ones(1))
-    who = holders(module, "model", [0, 0, 1, 1, 2], range(3))
-    assert [who[id(p)] for p in module.parameters()] == [(0, 1, 2), (0,), (0,), (1,), (1,), (2,), (2,)]
 
 
 def everything_about_control(rank: int) -> list[Any]:

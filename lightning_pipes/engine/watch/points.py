@@ -44,6 +44,8 @@ POINTS = {
     "checkpoint.write": "its file, or this rank's part, is about to be written",
     "checkpoint.part": "this rank's part is written, and the others do not know it",
     "checkpoint.put": "it is complete, and has not got its name",
+    "move": "layers are about to move, and nothing has been sent",
+    "move.arrived": "what comes to this rank has arrived, and nothing has changed",
     "sibling.turn": "a sibling of an array gets its turn",
     "sibling.meet": "it has said that it is at a place where all ranks meet",
     "sibling.pause": "it hands the baton back",

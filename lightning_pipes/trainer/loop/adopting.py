@@ -1,12 +1,13 @@
-"""Another order while training goes on, for the same layers on the same ranks."""
+"""Another plan while training goes on: another order, or layers on other ranks."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_type
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.wording import schedule_settings
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.streaming import StreamingRun
 from lightning_pipes.trainer.module.checks import warn_about_pieces
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.plan.settings import AUTO, known_schedule, possible_microbatches
@@ -20,18 +21,20 @@ def adopt(
     microbatches: int | None = None,
     plan: Plan | None = None,
 ) -> None:
-    """Has the batches after this one run by another schedule; what `PipelineStrategy.adopt` does. Collective.
+    """Has the batches after this one run by another plan; what `PipelineStrategy.adopt` does. Collective.
 
     Raises:
-        PlanError: layers would have to move, or a schedule does not flush between batches.
+        PlanError: stages would have to move, or layers that can't, or one schedule flushes between batches and the
+            other does not.
         PipelineError: the ranks want different things.
     """
-    _check_flushes(run)
     if isinstance(schedule, str) and schedule == AUTO:
         raise PlanError("schedule='auto' is chosen when training starts; adopt a schedule by its name, or an object")
     check_type("plan", plan, Plan | None)
     schedule = known_schedule(schedule, {})
     plans = run.plans.other(schedule, possible_microbatches(microbatches), plan)
+    if plan is not None and plan.layers:
+        run.part.check(plan.layers)
     mine = (schedule.name, schedule_settings(schedule), plans.microbatches, plan)
     for rank, theirs in zip(control.ranks, control.all_gather(mine), strict=True):
         if theirs != mine:
@@ -44,24 +47,16 @@ def adopt(
 
 def adopt_told(run: PipelineRun, chosen: Candidate) -> None:
     """The same for what one rank has chosen, verified, and told all ranks: nobody need ask or verify again, which would
-    hold up the next batch. Batches of the size of its plan are cut as that says.
+    hold up the next batch. Batches of the size of its plan are cut as that says; layers stay where they are.
 
     Raises:
         PlanError: see `adopt`.
     """
-    _check_flushes(run)
-    _change(run, run.plans.other(chosen.schedule, chosen.microbatches, chosen.plan, verified=chosen.plan.jobs[0].rows))
+    plan = replace(chosen.plan, layers=())
+    _change(run, run.plans.other(chosen.schedule, chosen.microbatches, plan, verified=plan.jobs[0].rows))
 
 
 def _change(run: PipelineRun, plans: Plans) -> None:
     if run.plans.microbatches == 1 < plans.microbatches:
         warn_about_pieces(run.cut.full)
     run.plans = plans
-
-
-def _check_flushes(run: PipelineRun) -> None:
-    if isinstance(run, StreamingRun):
-        raise PlanError(
-            f"{run.plans.schedule.name} never has all stages at one batch, so nothing else can be adopted; start "
-            "another run"
-        )

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.reducer import Reducer
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import Kind
+from lightning_pipes.ir import Kind, Plan, Policy, Program
 from lightning_pipes.trainer.loop.connections import Connections
+from lightning_pipes.trainer.loop.part import Part
 from lightning_pipes.trainer.loop.stopping import StopAgreement
-from lightning_pipes.trainer.module.batches import check_same, fingerprint, rows_of
+from lightning_pipes.trainer.module.batches import SampleLists, check_same, fingerprint, rows_of
 from lightning_pipes.trainer.module.checks import warn_about_small_batch
-from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
-from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Coming
 from lightning_pipes.trainer.ranks.ranks import Ranks
-from lightning_pipes.trainer.ranks.replicas import BufferSync
-from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 from lightning_pipes.trainer.reports.report import KEPT_STEPS, KEPT_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.reports.timing import Share
@@ -47,31 +41,6 @@ CHECKED_BATCHES = 2
 """Batches at the start of every epoch, and of a run, whose checksums all ranks compare."""
 
 TRAINING = "training"
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a run on one rank, once the module is cut.
-
-    Attributes:
-        cut: the module with the layers of this rank.
-        plans: how batches are cut and ordered.
-        steps: runs the user's steps.
-        hidden: watches what layers leave where others might look for it.
-        shared: the parameters that several ranks hold.
-        reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
-        buffers: keeps those of the replicas equal.
-        global_ranks: the global rank of each rank of this pipeline.
-    """
-
-    cut: CutModule
-    plans: Plans
-    steps: Steps
-    hidden: HiddenState
-    shared: SharedParameters
-    reducer: Reducer | None
-    buffers: BufferSync
-    global_ranks: tuple[int, ...]
 
 
 class PipelineRun:
@@ -87,6 +56,9 @@ class PipelineRun:
     Args:
         trainer: whose `fit`, `validate`, `test` or `predict` this is.
         connections: to the other ranks.
+        part: what of the module is on this rank.
+        plans: how batches are cut and ordered.
+        steps: runs the user's steps.
         seed: what the random streams of the layers start from.
         transport: how messages travel, as `make_transport` names it.
         check_loss: compare the loss of the first batch with those of its micro-batches.
@@ -102,16 +74,18 @@ class PipelineRun:
         trainer: pl.Trainer,
         ranks: Ranks,
         connections: Connections,
-        parts: Parts,
+        part: Part,
+        plans: Plans,
+        steps: Steps,
         seed: int,
         transport: str,
         check_loss: bool,
     ) -> None:
-        self.cut = cut = parts.cut
-        self.plans = plans = parts.plans
-        self.steps = steps = parts.steps
-        self.shared = parts.shared
-        self.global_ranks = global_ranks = parts.global_ranks
+        self.part = part
+        self.cut = cut = part.cut
+        self.plans = plans
+        self.steps = steps
+        self.global_ranks = global_ranks = tuple(part.holdings.global_ranks)
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
         self.took: deque[int] = deque(maxlen=KEPT_STEPS)
         self.replay = LogReplay(cut.module)
@@ -124,27 +98,15 @@ class PipelineRun:
         self._gradients = FreshGradients()
         self._keep_old = is_overridden("optimizer_zero_grad", cut.module)
         self._evaluated = 0
-        self._hidden = hidden = parts.hidden
+        self._hidden = part.hidden
         self._saved_bytes = SavedBytes()
-
-        self._reducer = reducer = parts.reducer
-        self.buffers = parts.buffers
-        rank = global_ranks.index(dist.get_rank())
+        self.lists = SampleLists()
+        rank = self._rank = part.holdings.rank
         plan, order = plans.for_rows(plans.trial_rows)
         self.last_rank = global_ranks[plan.ranks[-1]]
         self.first = plan.ranks[0] == rank
         self.last = plan.ranks[-1] == rank
-        self._stages = [
-            Stage(
-                number,
-                {n: TapedLayer(cut.full[n], n, hidden.layer) for n in range(*plan.layers[number])},
-                self._saved_bytes.around(number, steps.body(number)),
-                self._batch_complete,
-                recompute=bool(plan.recompute) and plan.recompute[number],
-                last_backward=None if reducer is None else reducer.last_backward,
-            )
-            for number in plan.stages[rank]
-        ]
+        self._stages = self._made_stages(plan)
         self._loss_check = None
         if check_loss and self.fitting and self.last:
             needed = partial(self._saved_bytes.of_a_sample, plan.n_stages - 1)
@@ -171,36 +133,38 @@ class PipelineRun:
 
         Gradients are summed over all who hold a parameter if they are `complete`: a step may follow.
         """
-        # 1. All ranks got the same batch, and replicas have the same buffers.
+        # 1. All ranks got the same batch.
         rows = rows_of(batch)
         batch_idx = arguments[0] if arguments else self._trainer.fit_loop.batch_idx
         self._check(batch, batch_idx, TRAINING)
-        self.buffers.before_batch()
 
-        # 2. The plan of a batch of so many samples.
+        # 2. The plan of a batch of so many samples; layers that it has on other ranks move.
         divisor = self._trainer.accumulate_grad_batches
-        data = TrainingBatch(batch, rows, arguments, divisor)
+        self.plans = self.plans.revised(rows, self._trainer.fit_loop.total_batch_idx)
         plan, order = self.plans.for_rows(rows)
         if not self.windows:
             warn_about_small_batch(rows, plan.n_stages)
-        if plan is not self.engine.plan:
-            self.engine.adopt(plan, order)
+        self._turn_to(plan, order)
+
+        # 3. Forward and backward of all micro-batches; the user's step runs on the last stage.
+        self.part.buffers.before_batch()
+        data = TrainingBatch(batch, rows, arguments, divisor, samples=self.lists.of(batch, rows))
         self._begin_loss_check(data)
         first = batch_idx % divisor == 0
         tell = self._control.prepare_broadcast(self.last_rank)
         with self._hidden.batch(training=True), self._gradients.made(optimizers, first, self._keep_old):
-            # 3. Forward and backward of all micro-batches; the user's step runs on the last stage.
             item = Item(self._trainer.fit_loop.total_batch_idx, rows, data)
             self.engine.inject(item)
-            if self._reducer is not None:
-                self._reducer.on = complete
+            reducer = self.part.reducer
+            if reducer is not None:
+                reducer.on = complete
             self.engine.drain()
 
             # 4. Gradients summed over who shares a parameter, and averaged over replicas, if a step may follow.
             if complete:
-                self.shared.sum_gradients()
-                if self._reducer is not None:
-                    self._reducer.finish()
+                self.part.shared.sum_gradients()
+                if reducer is not None:
+                    reducer.finish()
 
         # 5. What was to be checked meanwhile, and the loss, before anything steps by these gradients.
         self._connections.check()
@@ -226,6 +190,32 @@ class PipelineRun:
         """A function that has the ranks agree on stopping after a batch; they all are at the same one."""
         return self._connections.agreement(self._trainer, stops, self._control)
 
+    def _made_stages(self, plan: Plan) -> list[Stage]:
+        reducer = self.part.reducer
+        return [
+            Stage(
+                number,
+                {n: TapedLayer(layer, n, self._hidden.layer) for n, layer in self.part.layers_of(number).items()},
+                self._saved_bytes.around(number, self.steps.body(number)),
+                self._batch_complete,
+                recompute=bool(plan.recompute) and plan.recompute[number],
+                last_backward=None if reducer is None else reducer.last_backward,
+            )
+            for number in plan.stages[self._rank]
+        ]
+
+    def _turn_to(self, plan: Plan, order: Program | Policy) -> None:
+        """The next window is that of another plan; the layers that it has elsewhere move. Collective where any do."""
+        if plan is self.engine.plan:
+            return
+        if plan.layers == self.part.holdings.layers:
+            self.engine.adopt(plan, order)
+            return
+        self.part.move(plan.layers)
+        self._saved_bytes.forget()
+        self._stages = self._made_stages(plan)
+        self.engine.adopt(plan, order, self._stages)
+
     def _begin_loss_check(self, data: TrainingBatch) -> None:
         """Called before a batch; its size has the plan of the engine."""
         if self._loss_check is not None:
@@ -249,7 +239,7 @@ class PipelineRun:
         rows = rows_of(batch)
         self._check(batch, arguments[0] if arguments else 0, step.__name__)
         if not self._evaluated:
-            self.buffers.before_batch()
+            self.part.buffers.before_batch()
         item = Item(self._evaluation_number(), rows, training=False)
         data = item.data = EvaluationBatch(context)
         message = None
@@ -278,8 +268,7 @@ class PipelineRun:
 
     def close(self) -> None:
         """Ends the connections to the neighbours."""
-        if self._reducer is not None:
-            self._reducer.remove()
+        self.part.close()
         self.engine.close()
 
     def _check(self, batch: Any, batch_idx: int, what: str) -> None:

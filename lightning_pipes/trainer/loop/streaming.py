@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.watch.trust import KNOWN, seal_of
-from lightning_pipes.ir import PipelineError, Program
+from lightning_pipes.ir import PipelineError, Plan, Program
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
@@ -57,7 +57,8 @@ class StreamingRun(PipelineRun):
         self._results = Results(self._control, len(self.global_ranks))
         self._under_way: deque[StreamedBatch] = deque()
         self._in_window = 0
-        self._programs: dict[tuple[int, int], Program] = {}
+        self._programs: dict[tuple[Plan, int], Program] = {}
+        self._ordering = self.plans
         self._optimizers: Sequence[Optimizer] = ()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._latest: Any = torch.full((), torch.nan, device=self._device)
@@ -69,17 +70,18 @@ class StreamingRun(PipelineRun):
         here, on the last stage this one. Until the first one is, a loss that is not a number."""
         rows = rows_of(batch)
         self._check(batch, arguments[0] if arguments else self._trainer.fit_loop.batch_idx, TRAINING)
-        if self.engine.open and rows > self.engine.plan.jobs[0].rows:
+        plans = self.plans.revised(rows, self._trainer.fit_loop.total_batch_idx)
+        if self.engine.open and (rows > self.engine.plan.jobs[0].rows or plans is not self._ordering):
             self.drain()
         if not self.engine.open:
-            plan, order = self.plans.for_rows(rows)
-            if plan is not self.engine.plan:
-                self.engine.adopt(plan, order)
+            self.plans = self._ordering = plans
+            self._turn_to(*plans.for_rows(rows))
         if self._optimizers is not optimizers:
             self._optimizers = optimizers
             for optimizer in optimizers:
                 private.expect_late_steps(optimizer)
-        data = StreamedBatch(batch, rows, arguments, 1, settings=[_settings(o) for o in optimizers])
+        settings = [_settings(o) for o in optimizers]
+        data = StreamedBatch(batch, rows, arguments, 1, samples=self.lists.of(batch, rows), settings=settings)
         self._begin_loss_check(data)
         self._under_way.append(data)
         self._in_window += 1
@@ -101,9 +103,9 @@ class StreamingRun(PipelineRun):
             with self._own_gradients():
                 self.engine.drain()
             self._tell()
-        key = plan.jobs[0].rows, self._in_window
+        key = plan, self._in_window
         if key not in self._programs:
-            order = self.plans.for_rows(key[0])[1]
+            order = self._ordering.for_rows(plan.jobs[0].rows)[1]
             assert isinstance(order, Program)
             self._programs[key] = order.unroll(self._in_window)
         self.windows.append(Window(plan, self._programs[key], self.engine.events))

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.step.clipping import HookClipping
 from lightning_pipes.trainer.step.gradient_logs import GradientLogs
 from lightning_pipes.trainer.step.hook_view import HookView
 from lightning_pipes.trainer.step.hooks import HookWrappers
@@ -28,9 +29,12 @@ def wrap_hooks(
         start_epoch: called when an epoch has begun.
     """
     module, callbacks = run.cut.module, private.callbacks(trainer)
+    clipping = HookClipping(
+        lambda: run.part.parameters, run.cut.scope, run.part.holdings, None if run.streams else pipeline
+    )
     view = HookView(module, callbacks, run.cut.scope)  # next to the hooks: all else goes around it
     hooks = HookWrappers(module, pipeline, run.replay, run.last_rank, run.last, agree, start_epoch)
     if run.streams:  # where stages step apart, each logs for itself
-        return [hooks.remove, view.remove]
+        return [hooks.remove, view.remove, clipping.remove]
     logs = GradientLogs(module, callbacks, pipeline, run.replay, run.last_rank)
-    return [logs.remove, hooks.remove, view.remove]
+    return [logs.remove, hooks.remove, view.remove, clipping.remove]

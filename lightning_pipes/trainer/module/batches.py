@@ -9,10 +9,14 @@ from itertools import chain
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.ir import PipelineError, Span
+
+Path = tuple[int, ...]
+"""Where something is in a batch: numbers of parts."""
 
 _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
@@ -79,22 +83,67 @@ def per_sample(part: Any, rows: int, outermost: bool = False) -> bool:
     return not any(columns) and (not _is_list(part[0]) or all(map(_is_sample, part)))
 
 
-def _sample_lists(batch: Any, rows: int, outermost: bool = True) -> Iterator[int]:
+def _sample_lists(batch: Any, rows: int, known: Collection[Path] = (), path: Path = ()) -> Iterator[int]:
     """The ids of lists in a batch that have an entry for each sample.
 
-    One whose tensors may be columns or samples, for there are as many of each, is what its neighbours are.
+    One whose tensors may be columns or samples, for there are as many of each, is what its neighbours are; and samples
+    where it is one of the `known`.
     """
-    if per_sample(batch, rows, outermost):
+    if per_sample(batch, rows, outermost=not path) or path in known:
         yield id(batch)
         return
     parts = () if isinstance(batch, torch.Tensor) else _parts(batch)
     columns = any(isinstance(p, torch.Tensor) and p.ndim and p.size(0) == rows for p in parts)
     samples = not columns and any(per_sample(p, rows) for p in parts)
-    for part in parts:
+    for number, part in enumerate(parts):
         if samples and _is_list(part) and len(part) == rows and _alike(part):
             yield id(part)
         else:
-            yield from _sample_lists(part, rows, outermost=False)
+            yield from _sample_lists(part, rows, known, (*path, number))
+
+
+class SampleLists:
+    """What lists in the batches of a run hold, samples or columns: what cannot be told of one batch, an earlier one has
+    told."""
+
+    def __init__(self) -> None:
+        self._samples: dict[Path, bool] = {}
+
+    def of(self, batch: Any, rows: int) -> frozenset[Path]:
+        """The lists that have an entry for each of `rows` samples though their tensors could as well be columns, as
+        where each of eight images happens to have eight boxes. What no earlier batch has told is taken for columns, and
+        that is said."""
+        found = set()
+        for path, part, samples in _lists(batch, rows, frozenset(_sample_lists(batch, rows))) if rows > 1 else ():
+            if samples is not None:
+                self._samples[path] = samples
+            elif path not in self._samples:
+                self._samples[path] = False
+                rank_zero_warn(
+                    f"A batch of {rows} samples has a {type(part).__name__} of {rows} entries whose tensors have {rows} "
+                    "rows each: these may be columns with a row for each sample, or one entry for each sample, as boxes "
+                    "of images are. It is taken for columns, until a later batch tells. If it has an entry for each "
+                    "sample, let collate_fn make that clear: entries that are dicts with a tensor of one element, such "
+                    'as "image_id", are never columns'
+                )
+            if self._samples[path] and samples is None:
+                found.add(path)
+        return frozenset(found)
+
+
+def _lists(
+    batch: Any, rows: int, decided: Collection[int], path: Path = ()
+) -> Iterator[tuple[Path, Sequence[Any], bool | None]]:
+    """The lists within a batch that hold tensors, and whether these are samples; None where that can't be told."""
+    for number, part in enumerate(() if isinstance(batch, torch.Tensor) else _parts(batch)):
+        where = (*path, number)
+        columns = [t.size(0) == rows for t in tensors_of(part) if t.ndim] if _is_list(part) else []
+        if id(part) in decided:
+            yield where, part, True
+        elif columns and all(columns):
+            yield where, part, None if len(part) == rows and _alike(part) else False
+        else:
+            yield from _lists(part, rows, decided, where)
 
 
 def _alike(entries: Sequence[Any]) -> bool:
@@ -140,14 +189,16 @@ def copied(batch: Any) -> Any:
     return apply_to_collection(batch, torch.Tensor, torch.clone)
 
 
-def take(batch: Any, span: Span, rows: int, whole: Collection[int] = ()) -> Any:
+def take(batch: Any, span: Span, rows: int, whole: Collection[int] = (), samples: Collection[Path] = ()) -> Any:
     """The samples `span` of a batch of `rows` samples; tensors are views.
+
+    `samples` are the lists with an entry for each sample of which that can't be seen.
 
     Cut are tensors whose axis 0 has `rows` entries, except those whose id is in `whole`, and lists and tuples with an
     entry for each sample; all else is shared by every micro-batch.
     """
 
-    lists = set(_sample_lists(batch, rows))
+    lists = set(_sample_lists(batch, rows, samples))
 
     def cut(part: Any) -> Any:
         if isinstance(part, torch.Tensor):

@@ -1,16 +1,20 @@
-"""Weights of other ranks' layers as the user's hooks see them: each can be worked on by itself, and has no values."""
+"""Weights of other ranks' layers as the user's hooks see them: each can be worked on by itself, and has no values; and
+where the tensors are kept meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from threading import get_ident
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.trainer.private_lightning import in_grad_norm
 
 _READING = {
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "data_ptr", "untyped_storage", "storage"),
@@ -21,6 +25,17 @@ _READING = {
 _MOVING = ("to", "cpu", "cuda")
 
 
+class Slot(NamedTuple):
+    """Where a layer keeps a tensor: the layer's number, the table of the module in it, the name there, the tensor that
+    belongs there, and its key in the state dict."""
+
+    layer: int
+    table: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+    key: str
+
+
 class HookScope:
     """Which of the user's hooks runs, if any, for messages and for what it is to see.
 
@@ -28,22 +43,32 @@ class HookScope:
         hook: its name; empty where none runs.
         everywhere: whether all ranks run it.
         device: of this rank.
+        gradients: says whether weights have gradients now.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.hook = ""
         self.everywhere = True
         self.device = device
+        self.copies: WeakValueDictionary[int, Elsewhere] = WeakValueDictionary()
+        """Those that code of the user's has made of stand-ins, as for a running average."""
+        self.gradients: Callable[[], bool] = lambda: False
+        self._thread = 0
+
+    @property
+    def here(self) -> bool:
+        """Whether it is a hook that asks: siblings of an array have a thread each."""
+        return bool(self.hook) and self._thread == get_ident()
 
     @contextmanager
     def running(self, hook: str, everywhere: bool) -> Iterator[None]:
         """In the block that hook runs."""
-        before = self.hook, self.everywhere
-        self.hook, self.everywhere = hook, everywhere
+        before = self.hook, self.everywhere, self._thread
+        self.hook, self.everywhere, self._thread = hook, everywhere, get_ident()
         try:
             yield
         finally:
-            self.hook, self.everywhere = before
+            self.hook, self.everywhere, self._thread = before
 
 
 class Elsewhere(torch.Tensor):
@@ -57,6 +82,8 @@ class Elsewhere(torch.Tensor):
     """
 
     _name = "a weight"
+    is_whole = False
+    """Whether it is a weight or its gradient, not what was made from one."""
     _scope = HookScope(torch.device("meta"))
 
     @staticmethod
@@ -65,7 +92,15 @@ class Elsewhere(torch.Tensor):
         found = tensor.detach().to("meta").as_subclass(Elsewhere)
         if isinstance(tensor, nn.Parameter):
             found = nn.Parameter(found, tensor.requires_grad)  # type: ignore[assignment]
+        found.__dict__["is_whole"] = True
         return found._tell(name, scope)
+
+    @property
+    def gradient(self) -> Elsewhere | None:
+        """Of a weight that is trained, as `grad`."""
+        if not (self.is_whole and self.requires_grad and self._scope.gradients()) or in_grad_norm(2):
+            return None
+        return Elsewhere.of(self.detach(), f"the gradient of {self._name}", self._scope)
 
     def _tell(self, name: str, scope: HookScope) -> Elsewhere:
         self.__dict__.update(_name=name, _scope=scope)
@@ -78,8 +113,10 @@ class Elsewhere(torch.Tensor):
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere))
         if func == torch.Tensor.device.__get__:
             return first._scope.device
+        if func == torch.Tensor.grad.__get__:
+            return first.gradient
         if name in _READING:
-            first._refuse("takes the value of")
+            first.refuse("takes the value of")
         if name == "__deepcopy__":
             return first._copied(args[1])
         if name.startswith("_foreach_") and len(args[0]) > 1:
@@ -87,9 +124,9 @@ class Elsewhere(torch.Tensor):
         written = _written(name, args, kwargs)
         if written:
             if any(not isinstance(t, Elsewhere) for t in written):
-                first._refuse("writes into a tensor of this rank what it has of")
+                first.refuse("writes into a tensor of this rank what it has of")
             if not first._scope.everywhere:
-                first._refuse("changes, on one rank only,")
+                first.refuse("changes, on one rank only,")
             return args[0]
         if name in _MOVING:
             kind = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), first.dtype)
@@ -105,15 +142,18 @@ class Elsewhere(torch.Tensor):
 
     def _copied(self, memo: dict[int, Any]) -> Elsewhere:
         memo[id(self)] = copy = Elsewhere.of(self, self._name, self._scope)
+        self._scope.copies[id(copy)] = copy
+        copy.__dict__["is_whole"] = False
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("stores")
+        self.refuse("stores")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._name}, {tuple(self.shape)}, {self.dtype})"
 
-    def _refuse(self, what: str) -> NoReturn:
+    def refuse(self, what: str) -> NoReturn:
+        """Raises PipelineError, for a hook that does `what` with it."""
         scope, mark = (
             self._scope,
             "" if self._scope.everywhere else "mark it with @lightning_pipes.trainer.on_every_stage",
@@ -123,9 +163,72 @@ class Elsewhere(torch.Tensor):
             "has the layers of its stages. What is done to each weight by itself, as averaging over time, is done "
             f"where it is{mark and f', if all ranks run the hook: {mark}'}. Whole weights come from "
             "trainer.save_checkpoint(path) and trainer.strategy.lightning_module_state_dict(), whose result is on "
-            f"rank 0; all ranks must call them{mark and f', so {mark}'}. Norms of gradients come from "
-            "lightning.pytorch.utilities.grad_norm in self.log_dict. p.is_meta says what is on another rank"
+            f"rank 0; all ranks must call them{mark and f', so {mark}'}. Norms over gradients or weights come from "
+            "torch.nn.utils.get_total_norm and clip_grad_norm_, or lightning.pytorch.utilities.grad_norm in "
+            "self.log_dict. p.is_meta says what is on another rank"
         )
+
+
+class Absent:
+    """The tensors of layers of other ranks, without memory: stand-ins are in their slots until they come back. The
+    objects stay the same, so that optimizers and the user's code find them again."""
+
+    def __init__(self, scope: HookScope) -> None:
+        self.slots: list[Slot] = []
+        self._ids: set[int] = set()
+        self._scope = scope
+
+    def check(self, layer: int) -> None:
+        """Whether a layer can come back.
+
+        Raises:
+            PlanError: code of the user's has copied it, and the values of the copy are on the rank that has the layer.
+        """
+        names = {f"self.{slot.key}" for slot in self.slots if slot.layer == layer}
+        for copy in self._scope.copies.values():
+            if copy._name in names:
+                raise PlanError(
+                    f"layer {layer} can't move here: there is a copy of {copy._name} whose values are on the rank that "
+                    "has the layer now, as of a running average of the weights, and would stay there. Leave the layer "
+                    "where it is, or let go of the copy before it moves"
+                )
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._ids
+
+    def add(self, slots: Iterable[Slot]) -> None:
+        """Those are on other ranks from now on."""
+        slots = list(slots)
+        stand_ins = {id(s.tensor): Elsewhere.of(s.tensor, f"self.{s.key}", self._scope) for s in reversed(slots)}
+        for slot in slots:
+            slot.table[slot.name] = stand_ins[id(slot.tensor)]
+        for slot in slots:
+            if not slot.tensor.is_meta:
+                slot.tensor.data = slot.tensor.data.new_empty(0)
+            slot.tensor.grad = None
+        self.slots += slots
+        self._ids.update(id(s.tensor) for s in slots)
+
+    def take_back(self, layer: int, values: Mapping[int, torch.Tensor]) -> None:
+        """The tensors of a layer have come here, with these values, by id of their stand-ins."""
+        for slot in (s for s in self.slots if s.layer == layer):
+            stand_in = slot.table[slot.name]
+            give_values(slot.tensor, values[id(stand_in)], stand_in)
+            slot.table[slot.name] = slot.tensor
+            self._ids.discard(id(slot.tensor))
+        self.slots = [s for s in self.slots if s.layer != layer]
+
+
+def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
+    """Has a tensor without memory hold these, as `like` would lie in memory."""
+    strides = like.stride() if like.shape == values.shape and 0 not in like.stride() else None
+    if strides is not None:
+        values = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
+    if tensor.is_meta:
+        made = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+    else:
+        tensor.data = values
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> list[Any] | None:

@@ -23,6 +23,7 @@ from torch import nn
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.batches import fingerprint
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.holdings import Holdings
 
 _MOST = 10_000
 """Objects that are looked at for one layer; a layer from which more can be reached knows the whole program."""
@@ -75,8 +76,7 @@ class HiddenState:
     Args:
         module: the user's module, whole.
         path: the pipelined container in it.
-        stages: of each layer.
-        ranks: of each layer.
+        holdings: who has which layer.
         control: of the pipeline.
         check_later: `Connections.check_later`.
     """
@@ -85,19 +85,41 @@ class HiddenState:
         self,
         module: pl.LightningModule,
         path: str,
-        stages: Sequence[int],
-        ranks: Sequence[int],
+        holdings: Holdings,
         control: Control,
         check_later: CheckLater,
     ) -> None:
-        self._path = path
-        self._stages = tuple(stages)
-        self._ranks = tuple(ranks)
+        self._holdings = holdings
         self._control = control
         self._check_later = check_later
-        self._shared = self._find(module)
+        self._things: dict[int, tuple[str, Any]] = {}
+        self._having: dict[int, list[int]] = defaultdict(list)
+        layers = module.get_submodule(path)
+        for number, (name, layer) in enumerate(layers._modules.items()):
+            for where, thing in reachable(layer, f"self.{path}.{name}"):
+                self._things.setdefault(id(thing), (where, thing))
+                self._having[id(thing)].append(number)
+        self._outside = {id(thing) for _, thing in reachable(module, "self", skip=layers)}
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Layers have moved: others are together now, and the next batches show what they have in common."""
+        stages = self._stages
+        self._shared = [
+            _Shared(name, thing, tuple(self._having[key]), key in self._outside)
+            for key, (name, thing) in self._things.items()
+            if key in self._outside or len({stages[n] for n in self._having[key]}) > 1
+        ]
         self._seen: set[bool] = set()
         self._watching = False
+
+    @property
+    def _stages(self) -> Sequence[int]:
+        return self._holdings.stage_of_layer
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        return self._holdings.rank_of_layer
 
     @contextmanager
     def batch(self, training: bool) -> Iterator[None]:
@@ -196,21 +218,6 @@ class HiddenState:
 
     def _named(self, number: int) -> str:
         return f"layer {number} (rank {self._ranks[number]})"
-
-    def _find(self, module: pl.LightningModule) -> list[_Shared]:
-        things: dict[int, tuple[str, Any]] = {}
-        having: dict[int, list[int]] = defaultdict(list)
-        layers = module.get_submodule(self._path)
-        for number, (name, layer) in enumerate(layers._modules.items()):
-            for where, thing in reachable(layer, f"self.{self._path}.{name}"):
-                things.setdefault(id(thing), (where, thing))
-                having[id(thing)].append(number)
-        outside = {id(thing) for _, thing in reachable(module, "self", skip=layers)}
-        shared = []
-        for key, (name, thing) in things.items():
-            if key in outside or len({self._stages[n] for n in having[key]}) > 1:
-                shared.append(_Shared(name, thing, tuple(having[key]), key in outside))
-        return shared
 
 
 def _changes(shared: _Shared) -> dict[str, _Change]:

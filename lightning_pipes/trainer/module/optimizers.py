@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,16 +15,44 @@ Groups = tuple[tuple[str, ...], ...]
 """Parameter names by group, in the optimizer's order."""
 
 
-@dataclass(frozen=True)
 class OptimizerLayout:
     """Which parameters an optimizer has: on one process, and on this rank.
 
     State is written with the numbering of one process and read back with it, whatever the number of stages. Where
     configure_optimizers returns None, Lightning's stand-in for an optimizer has no groups, and an empty `state_dict`.
+
+    Args:
+        optimizer: made for the whole module.
+        whole: names of its parameters.
+
+    Attributes:
+        local: names of those that it has now.
     """
 
-    whole: Groups
-    local: Groups
+    def __init__(self, optimizer: Optimizer, whole: Groups) -> None:
+        self.optimizer = optimizer
+        self.whole = self.local = whole
+        self._parameters = [list(group["params"]) for group in optimizer.param_groups]
+        self._given_names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
+
+    def keep_local(self, foreign: Callable[[torch.Tensor], bool]) -> None:
+        """Has the optimizer step what is not on other ranks, as it is now; the states of all else are gone.
+
+        Groups stay, also when they get empty, so that schedulers and learning rates are the same on every rank.
+        """
+        local = []
+        for group, names, parameters, given in zip(
+            self.optimizer.param_groups, self.whole, self._parameters, self._given_names, strict=True
+        ):
+            here = [k for k, p in enumerate(parameters) if not foreign(p)]
+            for p in parameters:
+                if foreign(p):
+                    self.optimizer.state.pop(p, None)
+            group["params"] = [parameters[k] for k in here]
+            if given:
+                group["param_names"] = [given[k] for k in here]
+            local.append(tuple(names[k] for k in here))
+        self.local = tuple(local)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -113,24 +140,6 @@ def parameter_names(module: pl.LightningModule, optimizers: Sequence[Optimizer])
         )
         for o, optimizer in enumerate(optimizers)
     ]
-
-
-def keep_local(optimizer: Optimizer, whole: Groups, foreign: Callable[[torch.Tensor], bool]) -> OptimizerLayout:
-    """Takes the parameters of other ranks out of an optimizer that was made for the whole module.
-
-    Groups stay, also when they get empty, so that schedulers and learning rates are the same on every rank.
-    """
-    local: list[tuple[str, ...]] = []
-    for group, names in zip(optimizer.param_groups, whole, strict=True):
-        here = [k for k, p in enumerate(group["params"]) if not foreign(p)]
-        for p in group["params"]:
-            if foreign(p):
-                optimizer.state.pop(p, None)
-        group["params"] = [group["params"][k] for k in here]
-        if "param_names" in group:
-            group["param_names"] = [group["param_names"][k] for k in here]
-        local.append(tuple(names[k] for k in here))
-    return OptimizerLayout(whole, tuple(local))
 
 
 def refuse_unsuitable(optimizers: Sequence[Optimizer]) -> None:

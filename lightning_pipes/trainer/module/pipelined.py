@@ -14,7 +14,8 @@ from torch import nn
 from lightning_pipes.engine.private_torch import BatchNorm, forward_hooks, unsaved_buffers
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.elsewhere import Elsewhere, HookScope
+from lightning_pipes.trainer.module.elsewhere import Absent, HookScope, Slot
+from lightning_pipes.trainer.module.layer_state import LayerState
 from lightning_pipes.trainer.module.proxy import Layers, StageProxy
 from lightning_pipes.trainer.private_lightning import is_compiled
 
@@ -201,22 +202,39 @@ class CutModule:
         """Says which of the user's hooks runs."""
         self.proxy = StageProxy(full, self.local, interceptor, f"self.{path}", self.scope)
         self._set(self.proxy)
-        here = {id(t) for t in (*module.parameters(), *module.buffers())}
-        slots = [s for s in self._foreign_slots() if id(s[2]) not in here]
-        self._slots = [(table, name, tensor) for table, name, tensor, _ in slots]
-        self._foreign = {id(t) for _, _, t in self._slots}
         self.stays_spread = any(t.is_meta for t in (*full.parameters(), *full.buffers()))
         """Whether the module is not to be whole again."""
-        stand_ins = {id(t): Elsewhere.of(t, f"self.{key}", self.scope) for _, _, t, key in reversed(slots)}
-        for table, name, tensor in self._slots:
-            table[name] = stand_ins[id(tensor)]
-        for _, _, tensor in self._slots:
-            if not tensor.is_meta:
-                tensor.data = tensor.data.new_empty(0)
+        self._absent = Absent(self.scope)
+        self._let_go(set(range(len(full))) - {*self.local})
 
     def is_foreign(self, tensor: torch.Tensor) -> bool:
         """Whether a parameter of the whole module lives on other ranks only."""
-        return id(tensor) in self._foreign
+        return tensor in self._absent
+
+    def check_arrival(self, layer: int) -> None:
+        """Whether a layer can come here.
+
+        Raises:
+            PlanError: see `Absent.check`.
+        """
+        self._absent.check(layer)
+
+    def hold(self, local: Collection[int], arrived: Mapping[int, LayerState], device: torch.device) -> None:
+        """From now on the `local` layers live here: those that have `arrived`, on `device`, and those that stay."""
+        leaving = {*self.local} - {*local}
+        self.local = sorted(local)
+        self.proxy.hold(self.local)
+        for number, state in arrived.items():
+            layer = self.full[number]
+            values = dict(state.on(device))
+            own = dict([*layer.named_parameters(), *layer.named_buffers()])
+            self._absent.take_back(number, {id(t): values[name] for name, t in own.items()})
+            state.put(layer, device)
+        self._let_go(leaving)
+
+    def _let_go(self, layers: Collection[int]) -> None:
+        here = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
+        self._absent.add(slot for slot in self._slots_of(layers) if id(slot.tensor) not in here)
 
     @property
     def layers(self) -> dict[int, nn.Module]:
@@ -253,21 +271,20 @@ class CutModule:
         self._set(self.full)
         if state is not None and self.stays_spread:
             self.module.__dict__[SPREAD] = (self.path, tuple(self.local))
-            for table, name, tensor in self._slots:
-                table[name] = tensor if tensor.is_meta else _meta(tensor)
+            for slot in self._absent.slots:
+                slot.table[slot.name] = slot.tensor if slot.tensor.is_meta else _meta(slot.table[slot.name])
         elif state is not None:
-            for table, name, tensor in self._slots:
-                stand_in = table[name]
-                assert stand_in is not None
-                if tensor.shape != stand_in.shape:
-                    tensor.data = torch.empty(stand_in.shape, dtype=stand_in.dtype, device="cpu")
-                table[name] = tensor
+            for slot in self._absent.slots:
+                stand_in = slot.table[slot.name]
+                if slot.tensor.shape != stand_in.shape:
+                    slot.tensor.data = torch.empty(stand_in.shape, dtype=stand_in.dtype, device="cpu")
+                slot.table[slot.name] = slot.tensor
             inside = f"{self.path}."
             own = {key[len(inside) :]: value for key, value in state.items() if key.startswith(inside)}
             self.full.load_state_dict(own)
-        elif self._slots:
-            for table, name, _ in self._slots:
-                table[name] = _meta(table[name])
+        elif self._absent.slots:
+            for slot in self._absent.slots:
+                slot.table[slot.name] = _meta(slot.table[slot.name])
             self.module.__dict__[INCOMPLETE] = True
         self.full.train(training)
 
@@ -275,20 +292,20 @@ class CutModule:
         parent, _, name = self.path.rpartition(".")
         setattr(self.module.get_submodule(parent), name, part)
 
-    def _foreign_slots(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, str]]:
-        """Where the layers of other ranks keep parameters and saved buffers, and their keys in the state dict. Buffers
-        that are not saved stay: they could not be brought back."""
+    def _slots_of(self, layers: Collection[int]) -> Iterator[Slot]:
+        """Where these layers keep parameters and saved buffers. Buffers that are not saved stay: they could not be
+        brought back."""
         for number, (layer_name, layer) in enumerate(self.full._modules.items()):
-            if number in self.local:
+            if number not in layers:
                 continue
             assert layer is not None
             for key, part in layer.named_modules(prefix=f"{self.path}.{layer_name}"):
                 for name, parameter in part._parameters.items():
                     if parameter is not None:
-                        yield part._parameters, name, parameter, f"{key}.{name}"
+                        yield Slot(number, part._parameters, name, parameter, f"{key}.{name}")
                 for name, buffer in part._buffers.items():
                     if buffer is not None and name not in unsaved_buffers(part):
-                        yield part._buffers, name, buffer, f"{key}.{name}"
+                        yield Slot(number, part._buffers, name, buffer, f"{key}.{name}")
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,10 +43,16 @@ class StageProxy(nn.Module):
         loop = LayerLoop(name, list(full), lambda: interceptor.running, interceptor.reach)
         hidden = {"_full": full, "_call": interceptor, "_loop": loop, "_name": name, "_scope": scope}
         self.__dict__.update(hidden)  # past nn.Module, which would register the whole module
+        self.hold(local)
+        self.train(full.training)
+
+    def hold(self, local: Iterable[int]) -> None:
+        """Registers these layers, and no others."""
+        full = self.__dict__["_full"]
         names = list(full._modules)
+        self._modules.clear()
         for number in sorted(local):
             self._modules[names[number]] = full[number]
-        self.train(full.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.__dict__["_full"], nn.ModuleList):

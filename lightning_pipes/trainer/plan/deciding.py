@@ -30,7 +30,7 @@ from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, examp
 from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.layout import places
+from lightning_pipes.trainer.ranks.holdings import places
 from lightning_pipes.trainer.ranks.ranks import Ranks
 
 PATIENCE = 2.0

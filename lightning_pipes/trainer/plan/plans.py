@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, prepared, verify
 from lightning_pipes.planning.partition import even_partition, partition_at
-from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Problem, planned
+from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Problem, planned, planner_of
 from lightning_pipes.sim import simulate
 
 TRIED_PER_STAGE = 16
@@ -63,27 +63,30 @@ class Plans:
         given: Plan | None = None,
         verified: int | None = None,
     ) -> Plans:
-        """Plans by another schedule for the same layers on the same ranks.
+        """Plans by another schedule, for stages on the same ranks.
 
         Args:
             microbatches: by default as many as now.
             given: the plan for batches of its size, as with other spans on every stage; the schedule's planner cuts
-                those of another size. Where it names no layers, and nothing to recompute, those of the run count.
+                those of another size, with the same layers in every stage. Where it names no layers, and nothing to
+                recompute, those of the run count.
             verified: samples of the batches for which somebody has verified the order: doing so takes up to a hundred
                 times what making it does.
 
         Raises:
-            PlanError: the schedule moves stages to other ranks, does not flush between batches, or can't order it; or
-                `given` has other layers, or recomputes elsewhere.
+            PlanError: the schedule moves stages to other ranks, flushes between batches where that of the run does not
+                or the other way round, or can't order it; or `given` recomputes elsewhere.
         """
         wanted = schedule.placement(self._problem.ranks) if given is None else given.ranks
         if wanted != self._ranks:
             raise PlanError(
-                f"{schedule.name} has stages on ranks {wanted}, and the run has them on {self._ranks}: layers would "
-                "have to move, which they can't while training goes on. Choose a schedule with the same placement, or "
-                "start another run with it"
+                f"{schedule.name} has stages on ranks {wanted}, and the run has them on {self._ranks}. Layers "
+                "can move from stage to stage while training goes on, and stages stay where they are. Choose a "
+                "schedule with the same placement, or start another run with it"
             )
-        made = Plans(replace(self._problem, schedule=schedule, microbatches=microbatches or self.microbatches))
+        layers = self._problem.layers if given is None or not given.layers else given.layers
+        m = microbatches or self.microbatches
+        made = Plans(replace(self._problem, schedule=schedule, microbatches=m, layers=layers))
         made._verified = verified
         if given is not None:
             rows = given.jobs[0].rows
@@ -92,23 +95,35 @@ class Plans:
             )
         largest = verified or max(self._made, default=made.trial_rows)  # the next batch is most likely of that size
         tried = [made.for_rows(largest), *made._given.values()]
-        if any(isinstance(order, Program) and order.endless for _, order in tried):
-            raise PlanError(
-                f"{schedule.name} does not flush between batches, which can't begin in the middle of a run; start "
-                "another run with it"
-            )
+        flushes = self.schedule.flushes
+        for _, order in tried:
+            if (isinstance(order, Program) and order.endless) == flushes:
+                raise PlanError(
+                    f"{schedule.name} {'does not flush' if flushes else 'flushes'} between batches, and "
+                    f"{self.schedule.name} {'does' if flushes else 'does not'}, which can't change in the middle of a "
+                    "run; start another run with it"
+                )
         return made
 
+    def revised(self, rows: int, batch: int) -> Plans:
+        """What the schedule's planner says before training batch number `batch`, of so many samples; mostly itself.
+
+        Raises:
+            PlanError: it says what can't be run.
+        """
+        planner = planner_of(self.schedule)
+        if not planner.every or not batch or batch % planner.every:
+            return self
+        plan, _ = self.for_rows(rows)
+        found = planner.replan(plan, replace(self._problem, rows=rows, layers=plan.layers))
+        return self if found is None else self.other(self.schedule, given=found)
+
     def _kept(self, given: Plan, usual: Plan) -> Plan:
-        for name, asked, has in (
-            ("layers", given.layers, usual.layers),
-            ("recompute", given.recompute, usual.recompute),
-        ):
-            if any(asked) and asked != has:
-                raise PlanError(
-                    f"the plan has {name} {asked}, and the run {has}, which can't change while it goes on; leave "
-                    f"{name} out of the plan, or start another run with it"
-                )
+        if any(given.recompute) and given.recompute != usual.recompute:
+            raise PlanError(
+                f"the plan has recompute {given.recompute}, and the run {usual.recompute}, which can't change while it "
+                "goes on; leave recompute out of the plan, or start another run with it"
+            )
         return replace(given, layers=usual.layers, recompute=usual.recompute)
 
     def _ordered(self, plan: Plan) -> tuple[Plan, Program | Policy]:

@@ -21,7 +21,7 @@ from lightning_pipes.planning.fit import evaluated
 from lightning_pipes.sim import simulate
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import Measuring
-from lightning_pipes.trainer.ranks.layout import Layout
+from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.timing import Share
 
@@ -79,8 +79,8 @@ class Trials:
         plans = made.plans()
         plan, order = plans.for_rows(pieces * rows)
         entering = {n: self._measuring.entering(n) for n in sorted({span.rows for span in plan.spans(Kind.F, 0)})}
-        layout = Layout(self._grid, made.ranks, made.layers)
-        mine = {stage: list(range(*plan.layers[stage])) for stage in plan.stages[layout.rank]}
+        holdings = Holdings(self._grid, made.ranks, made.layers)
+        mine = {stage: list(range(*plan.layers[stage])) for stage in plan.stages[holdings.rank]}
         numbers = [n for layers in mine.values() for n in layers]
         with self._measuring.there(numbers) as layers:
             by_number = dict(zip(numbers, layers, strict=True))
@@ -93,14 +93,16 @@ class Trials:
                 )
                 for stage, inside in mine.items()
             ]
-            shares = self._steps(plan, order, stages, layout)
+            shares = self._steps(plan, order, stages, holdings)
         assert made.profile is not None
         return self._compared(shares, _predicted(made.profile, plan, order, place), plan)
 
-    def _steps(self, plan: Plan, order: Program | Policy, stages: Sequence[Stage], layout: Layout) -> list[list[Share]]:
+    def _steps(
+        self, plan: Plan, order: Program | Policy, stages: Sequence[Stage], holdings: Holdings
+    ) -> list[list[Share]]:
         """For every rank of the job the shares of the steps that count."""
-        rank, watch = layout.rank, self._control.watch
-        transport = make_transport(plan, rank, layout.global_ranks, self._device, watch, self._transport)
+        rank, watch = holdings.rank, self._control.watch
+        transport = make_transport(plan, rank, holdings.global_ranks, self._device, watch, self._transport)
         parameters = [p for stage in stages for layer in stage.layers.values() for p in layer.parameters()]
         engine = Engine(plan, order, stages, transport, rank=rank, device=self._device, watch=watch)
         found: list[Share] = []

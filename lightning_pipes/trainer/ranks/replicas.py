@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning_pipes.engine.compute.reducer import Reducer, Wait
 from lightning_pipes.trainer.private_lightning import gather_over, reduce_over
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.holdings import Holdings
 
 DATA_PARALLEL, PIPELINE = "data_parallel", "pipeline"
 """The dimensions of the mesh, in this order."""
@@ -55,13 +57,12 @@ class Replicas:
         """The tensors of all replicas, stacked; the tensor itself without replicas."""
         return tensor if self.mesh is None else gather_over(tensor, group or self.group, sync_grads)
 
-    def reducer(self, layers_of_stages: dict[int, list[nn.Module]], alone: set[int]) -> Reducer | None:
-        """Averages the gradients of parameters whose id is in `alone`: those of one stage only; None without
-        replicas."""
+    def reducer(self, layers_of_stages: Mapping[int, Iterable[nn.Module]], holdings: Holdings) -> Reducer | None:
+        """Averages the gradients of parameters that are in one stage only; None without replicas."""
         if self.mesh is None:
             return None
         parameters = {
-            stage: [p for layer in layers for p in layer.parameters() if id(p) in alone]
+            stage: [p for layer in layers for p in layer.parameters() if holdings.in_one_stage(p)]
             for stage, layers in layers_of_stages.items()
         }
         return Reducer(parameters, self._start, self.grid.replicas)
@@ -96,6 +97,14 @@ class BufferSync:
             self._watch(buffers)
         for name in sorted(self._changing & buffers.keys()):
             dist.broadcast(buffers[name], group=self._replicas.group, group_src=0)
+
+    def changing(self, prefix: str) -> list[str]:
+        """Names of buffers known to change that begin so, without that beginning."""
+        return [name.removeprefix(prefix) for name in sorted(self._changing) if name.startswith(prefix)]
+
+    def follow(self, prefix: str, names: Iterable[str]) -> None:
+        """These change too: their layer has come from a rank that has seen it."""
+        self._changing.update(f"{prefix}{name}" for name in names)
 
     def _watch(self, buffers: dict[str, torch.Tensor]) -> None:
         if not self._before:  # copies: batch_norm does not count its work in place as new versions

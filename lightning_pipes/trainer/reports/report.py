@@ -84,7 +84,8 @@ class PipelineReport:
 
     @classmethod
     def of(cls, windows: Sequence[Sequence[Window]], about: About | None = None) -> PipelineReport:
-        """The report on the windows of every pipeline rank; only batches of the most frequent plan count.
+        """The report on the windows of every pipeline rank; only batches of the most frequent plan count, among those
+        with the layers where they were at last.
 
         Raises:
             PlanError: nothing was trained.
@@ -93,6 +94,7 @@ class PipelineReport:
         rounds = list(zip(*windows, strict=True))
         if not rounds:
             raise PlanError("there is nothing to report: no batch was trained with this strategy")
+        rounds = [round_ for round_ in rounds if round_[0].plan.layers == rounds[-1][0].plan.layers]
         counts = Counter(id(round_[0].plan) for round_ in rounds)
         common = counts.most_common(1)[0][0]
         first = next(r[0] for r in rounds if id(r[0].plan) == common)

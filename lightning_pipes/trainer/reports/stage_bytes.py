@@ -57,6 +57,10 @@ class SavedBytes:
 
         return watched
 
+    def forget(self) -> None:
+        """Stages have other layers now."""
+        self._seen.clear()
+
     def of_a_sample(self, number: int) -> float | None:
         """Bytes that stage `number` keeps from forward to backward of one sample; None before it was seen."""
         seen = self._seen.get(number)

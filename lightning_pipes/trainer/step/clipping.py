@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pipes.engine.private_torch import Clipping
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.elsewhere import Elsewhere, HookScope
 from lightning_pipes.trainer.private_lightning import replace_unscale_gradients, unscale_gradients
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
+from lightning_pipes.trainer.ranks.holdings import Holdings
 
 
 class GradientAgreement:
@@ -20,9 +27,9 @@ class GradientAgreement:
     Clipping by value needs no agreement.
     """
 
-    def __init__(self, precision: Precision, shared: SharedParameters, control: Control, device: torch.device) -> None:
+    def __init__(self, precision: Precision, holdings: Holdings, control: Control, device: torch.device) -> None:
         self._precision = precision
-        self._shared = shared
+        self._holdings = holdings
         self._control = control
         self._device = device
         self._scaler: torch.amp.GradScaler | None = getattr(precision, "scaler", None)
@@ -41,17 +48,12 @@ class GradientAgreement:
         """The 2-norm of the gradients of all stages; each shared parameter counts once."""
         grads = [p.grad for p in self._precision.main_params(optimizer) if p.grad is not None]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-        total = torch.zeros(1, dtype=torch.float64)
         mine = [
             p.grad.detach()
             for p in self._precision.main_params(optimizer)
-            if p.grad is not None and self._shared.counts_here(p)
+            if p.grad is not None and self._holdings.counts_here(p)
         ]
-        if mine:
-            norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in mine])
-            total[0] = norms.double().square().sum().item()
-        self._control.all_reduce(total)
-        return total.sqrt()[0].to(dtype)
+        return total_norm(mine, 2.0, dtype, self._control)
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         norm = self.total_norm(optimizer).to(self._device)
@@ -65,3 +67,97 @@ class GradientAgreement:
             agreed = self._control.all_reduce(overflow.cpu(), dist.ReduceOp.MAX)
             overflow.copy_(agreed)
         return found
+
+
+def total_norm(mine: Sequence[torch.Tensor], p: float, dtype: torch.dtype, control: Control) -> torch.Tensor:
+    """The p-norm of the p-norms of what all ranks have, in that precision; on the CPU."""
+    norms = torch.stack([torch.linalg.vector_norm(t, p, dtype=dtype) for t in mine]) if mine else torch.zeros(0)
+    norms = norms.cpu().double()
+    if math.isinf(p):
+        bound = torch.cat([norms, norms.new_tensor([0.0 if p > 0 else math.inf])])
+        total = (bound.max() if p > 0 else bound.min()).reshape(1)
+        control.all_reduce(total, dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN)
+        return total[0].to(dtype)
+    total = (norms.pow(p) if p else (norms != 0).double()).sum().reshape(1)
+    control.all_reduce(total)
+    return (total.pow(1 / p) if p else total)[0].to(dtype)
+
+
+class HookClipping:
+    """While a hook of the user's runs, torch's `get_total_norm` and `clip_grad_norm_` count the weights and gradients
+    of all stages, each once, and what is here is clipped. All ranks that run the hook must call them.
+
+    Args:
+        parameters: gives those of this rank.
+        scope: says which hook runs, and hears from here whether there are gradients.
+        control: of all stages; None where these are not at one batch, so that there is no such norm.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Sequence[nn.Parameter]],
+        scope: HookScope,
+        holdings: Holdings,
+        control: Control | None,
+    ) -> None:
+        self._parameters = parameters
+        self._scope = scope
+        self._holdings = holdings
+        self._control = control
+        scope.gradients = self._have_gradients
+        self._undo = [Clipping.around(Clipping.NORM, self._norm)]
+        self._undo += [Clipping.around(name, self._clip) for name in (Clipping.BY_NORM, Clipping.BY_VALUE)]
+
+    def remove(self) -> None:
+        """Torch is as before."""
+        for undo in self._undo:
+            undo()
+
+    def _have_gradients(self) -> bool:
+        """Whether there are gradients; where nothing is trained on this rank they may be."""
+        trained = [p for p in self._parameters() if p.requires_grad]
+        return not trained or any(p.grad is not None for p in trained)
+
+    def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        # With foreach=True torch refuses the device of what is elsewhere.
+        here = [p for p in _listed(parameters) if not (self._scope.here and isinstance(p, Elsewhere))]
+        return original(here, *args, **kwargs)
+
+    def _norm(
+        self,
+        original: Callable[..., torch.Tensor],
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        found, scope = _listed(tensors), self._scope
+        if not scope.here:
+            return original(found, norm_type, *args, **kwargs)
+        own = {id(t): p for p in self._parameters() for t in (p, p.grad) if t is not None}
+        elsewhere = [t for t in found if isinstance(t, Elsewhere)]
+        others = [t for t in found if not (t.is_whole if isinstance(t, Elsewhere) else id(t) in own)]
+        # What follows must come out alike on all ranks, or some wait for the others.
+        if others and len(others) < len(found):
+            raise PipelineError(
+                f"{scope.hook} takes one norm over weights or gradients of the module and over other tensors; every "
+                "process has the layers of its stages, and which of them have the others can't be told: take a norm "
+                "of each kind. What was computed from a weight is no weight any more"
+            )
+        if elsewhere and (others or not scope.everywhere):
+            elsewhere[0].refuse("takes a norm of")
+        if others or not scope.everywhere:
+            return original(found, norm_type, *args, **kwargs)
+        if self._control is None:
+            raise PipelineError(
+                f"{scope.hook} takes a norm over the layers of all stages, which step at other times with this "
+                "schedule; clip by value, or use a schedule that flushes between batches, such as '1f1b'"
+            )
+        mine = [t for t in found if not isinstance(t, Elsewhere) and self._holdings.counts_here(own[id(t)])]
+        dtype = reduce(torch.promote_types, (t.dtype for t in found)) if found else torch.float32
+        total = total_norm(mine, float(norm_type), dtype, self._control).to(scope.device)
+        return original([total], norm_type or 2.0, *args, **kwargs)  # which looks whether it is finite
+
+
+def _listed(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)

@@ -76,4 +76,5 @@ class HookView:
 
 
 def _hooks(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("on_") and callable(getattr(kind, name))]
+    hooks = [name for name in dir(kind) if name.startswith("on_") and callable(getattr(kind, name))]
+    return [*hooks, "configure_gradient_clipping"] if kind is pl.LightningModule else hooks

@@ -119,7 +119,7 @@ class LossCheck:
             with self._evaluating(kept.inside):
                 whole, drew = loss(copied(kept.batch), x, kept.rows)
                 for span in order:
-                    batch = copied(take(kept.batch, span, kept.rows))
+                    batch = copied(take(kept.batch, span, kept.rows, samples=item.data.samples))
                     part, drew_too = loss(batch, kept.parts[span], span.rows)
                     parts[span], drew = part.item(), drew or drew_too
             if drew:

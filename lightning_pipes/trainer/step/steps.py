@@ -17,7 +17,7 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, Draws, forked_rng, seed_all, stream_seed
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
-from lightning_pipes.trainer.module.batches import copied, join, take, tensors_of
+from lightning_pipes.trainer.module.batches import Path, copied, join, take, tensors_of
 from lightning_pipes.trainer.module.capture import Interceptor, named_step
 from lightning_pipes.trainer.step.kept import Kept
 from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
@@ -42,6 +42,7 @@ class TrainingBatch:
         arguments: of training_step after the batch.
         divisor: by how much the loss is divided: the batches of one optimizer step.
         kept: what the last stage keeps of its micro-batches, if it does.
+        samples: lists with an entry for each sample of which this batch does not tell.
     """
 
     batch: Any
@@ -50,6 +51,11 @@ class TrainingBatch:
     divisor: int
     outcomes: dict[Span, StepResult] = field(default_factory=dict)
     kept: Kept | None = None
+    samples: frozenset[Path] = frozenset()
+
+    def part(self, span: Span) -> Any:
+        """Those samples of the batch."""
+        return take(self.batch, span, self.rows, samples=self.samples)
 
     def result(self) -> tuple[Any, list[LogCall]]:
         """The whole batch's loss, in a dict where the user's step gives one, and its log calls."""
@@ -205,7 +211,7 @@ class Steps:
         last_run = stage.recomputing if stage.recompute else not self._both_ends
         with self._precision.train_step_context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
-            part = take(data.batch, span, data.rows)
+            part = data.part(span)
             with recorded(self._module):  # the last stage logs
                 x = self._interceptor.capture(
                     named_step(self._module, "training_step"), part if last_run else copied(part), *data.arguments
@@ -235,7 +241,7 @@ class Steps:
 
         with self._precision.train_step_context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
-            part = take(data.batch, span, data.rows)
+            part = data.part(span)
             if self._recomputes_first:
                 part = copied(part)
             with recorded(self._module) as logged:

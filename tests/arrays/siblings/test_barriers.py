@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.testing.ranks import run_ranks
-from tests.arrays.test_array import LAST, Net, quiet
+from tests.arrays.jobs import LAST, Net
+from tests.trainer.lit import quiet
 
 HOOKS = {
     "prepare_data": "setup",

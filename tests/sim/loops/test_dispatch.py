@@ -12,6 +12,7 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
+from tests.sim.policies import Scripted
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,6 @@ class BackwardFirst(Policy):
         return next(
             (i for i in ready if i.kind is not Kind.F or view.in_flight[i.stage] < max(1, self.limit - i.stage)), None
         )
-
-
-@dataclass(frozen=True)
-class Scripted(Policy):
-    """A program as a policy."""
-
-    rows: tuple
-    name: ClassVar[str] = "scripted"
-
-    def pick(self, ready, view, plan):
-        row = self.rows[view.rank]
-        following = row[0] if view.last is None else row[row.index(view.last) + 1]
-        return following if following in ready else None
 
 
 @dataclass(frozen=True)

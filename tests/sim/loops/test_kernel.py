@@ -1,13 +1,12 @@
 """The kernel, as Python and compiled, beside two simulators that share nothing with it."""
 
 import random
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from lightning_pipes.ir import Cut, DeadlockError, F, Kind, Plan, PlanError, Policy, Rule, RulePolicy, Span, verify
+from lightning_pipes.ir import Cut, DeadlockError, F, Kind, Plan, PlanError, RulePolicy, Span, verify
 from lightning_pipes.sim import makespan, makespans, priced, simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
@@ -18,30 +17,7 @@ from lightning_pipes.testing.generators import random_costs, random_plan, tiny_p
 from tests.sim.by_events import ByEvents, StuckError
 from tests.sim.links import shaped
 from tests.sim.longest_path import starts
-
-
-@dataclass(frozen=True)
-class ByRule(RulePolicy):
-    """A rule as a policy, which the kernel runs."""
-
-    limits: tuple = ()
-    alternate: bool = True
-    name: ClassVar[str] = "by_rule"
-
-    def rule(self, plan):
-        limits = self.limits[:1] * plan.n_stages if len(self.limits) == 1 else self.limits
-        return Rule(limits, self.alternate)
-
-
-@dataclass(frozen=True)
-class Asked(Policy):
-    """The same policy without its rule: it has to be asked."""
-
-    policy: ByRule
-    name: ClassVar[str] = "asked"
-
-    def pick(self, ready, view, plan):
-        return self.policy.pick(ready, view, plan)
+from tests.sim.policies import Asked, ByRule
 
 
 class TestByRule(ScheduleConformance):

@@ -17,8 +17,7 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan
-from tests.ir.test_program import pipedream
-from tests.sim.loops.test_static import split
+from tests.ir.programs import pipedream, split
 
 TWO_JOBS = Plan((0, 1), (Cut.even(4, 4, 2), Cut.even(6, 3, 2)))
 

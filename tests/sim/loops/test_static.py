@@ -26,20 +26,10 @@ from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
-from tests.ir.test_program import pipedream
+from tests.ir.programs import pipedream, split
 from tests.sim.longest_path import starts
 
 ONE = Span(0, 1)
-
-
-def split(program):
-    """The same order with B as I, and all W before STEP."""
-    rows = []
-    for row in program.head:
-        early = [i._replace(kind=Kind.I) if i.kind is Kind.B else i for i in row if i.kind is not Kind.STEP]
-        late = [i._replace(kind=Kind.W) for i in row if i.kind is Kind.B]
-        rows.append((*early, *late, *(i for i in row if i.kind is Kind.STEP)))
-    return Program(tuple(rows))
 
 
 def check(program, plan, costs, blocking=False):

@@ -22,7 +22,7 @@ from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from tests.trainer.lit import Lit
-from tests.trainer.reports.test_report import fit
+from tests.trainer.reports.runs import fit
 
 NAMES = {f"pipeline/{name}" for name in ("step_ms", "bubble", "efficiency", "slowest_stage", "slowest_ratio")}
 

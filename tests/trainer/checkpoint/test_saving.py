@@ -11,12 +11,10 @@ from tempfile import TemporaryDirectory
 from threading import Event, Timer
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
-from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError, PlanError
@@ -25,7 +23,8 @@ from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
 from lightning_pipes.trainer.checkpoint.saving import Saver, snapshot
 from lightning_pipes.trainer.module.checks import check_async
-from tests.trainer.lit import Keeper, Lit, data, differences, plain_values, quiet
+from tests.trainer.checkpoint.runs import OneRank, fit
+from tests.trainer.lit import differences
 
 SOON = 12.0
 """Seconds from the start of the processes, of which starting takes one or two."""
@@ -47,33 +46,6 @@ class Trouble(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.how == "killed while writing":
             os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fit(
-    folder: Path, strategy: dict[str, Any], trouble: list[Callback], resume: Path | None = None, **more: Any
-) -> dict[str, Any]:
-    quiet()
-    pl.seed_everything(3, verbose=False)
-    module = Lit(dropout=0.2).double()
-    keeper = Keeper()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipelineStrategy(microbatches=2, **strategy),
-        precision="64-true",
-        max_epochs=3,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            keeper,
-            *trouble,
-            *more.pop("callbacks", [ModelCheckpoint(folder, "{step}", every_n_train_steps=2)]),
-        ],
-        **more,
-    )
-    trainer.fit(module, DataLoader(data(), 8, shuffle=True), ckpt_path=resume, weights_only=False)
-    return {"outputs": keeper.outputs, "weights": plain_values(dict(module.state_dict()))}
 
 
 def troubled(rank: int, folder: str, strategy: dict[str, Any], in_trouble: int, how: str) -> None:
@@ -161,18 +133,6 @@ def test_the_parts_of_a_failing_run_replace_nothing(strategy, tmp_path):
     assert all("a bad day" in outcome.error and outcome.seconds < patience(SOON) for outcome in outcomes)
     parts = {f"{name}.ckpt.rank{rank}of2" for name in ("step=4", "last-step=4") for rank in (0, 1)}
     assert set(os.listdir(tmp_path)) == {"step=3.ckpt", "last-step=3.ckpt", *parts}
-
-
-class OneRank:
-    """Stands for the control of a pipeline of one rank."""
-
-    size, position, ranks = 1, 0, (0,)
-
-    def gather(self, thing: Any, to: int) -> list[Any]:
-        return [thing]
-
-    def broadcast(self, thing: Any, source: int) -> Any:
-        return thing
 
 
 class Slow(AtomicCheckpointIO):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.module.batches import join, rows_of, take
+from lightning_pipes.trainer.module.batches import SampleLists, join, rows_of, take
 from tests.trainer import lit
 from tests.trainer.lit import Case, Lit, differences, train_cases
 
@@ -106,6 +107,41 @@ def test_lists_of_samples_are_joined():
     assert same(join(pair, spans, "it"), tuple(map(torch.cat, zip(*pair, strict=True))))
 
 
+SQUARE = (t(3, 2), [t(3, 4), t(3, 4) + 1, t(3, 4) + 2])
+"""Three images with three boxes each, or three columns of three samples."""
+SQUARE_DICTS = ({"x": t(3, 2)}, [{"boxes": t(3, 4), "labels": t(3)}] * 3)
+
+
+@pytest.mark.parametrize("batch", [SQUARE, SQUARE_DICTS])
+def test_what_one_batch_does_not_tell_an_earlier_one_does(batch):
+    images, boxes = batch
+    entry, lists = boxes[0], SampleLists()
+
+    def taken(batch: Any, rows: int) -> tuple[int, int]:
+        """Entries of the list in the last micro-batch of one sample, and their rows."""
+        (_, part) = take(batch, Span(rows - 1, rows), rows, samples=lists.of(batch, rows))
+        return len(part), len(part[0] if isinstance(part[0], torch.Tensor) else part[0]["boxes"])
+
+    def of(rows: int) -> Any:
+        return pytree.tree_map(lambda x: torch.cat([x, x])[:rows], entry)
+
+    other_images = pytree.tree_map(lambda x: torch.cat([x, x])[:4], images)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert taken((images, [of(2), of(3), of(1)]), 3) == (1, 1)
+        assert taken(batch, 3) == (1, 3)
+        assert taken((other_images, [of(4)] * 3), 4) == (3, 1)  # columns
+        assert taken(batch, 3) == (3, 1)
+    lists = SampleLists()
+    with pytest.warns(UserWarning, match=r"3 samples has a list of 3 entries whose tensors have 3 rows each.*image_id"):
+        assert taken(batch, 3) == (3, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert taken(batch, 3) == (3, 1)
+        assert taken((images, [of(2), of(3), of(1)]), 3) == (1, 1)
+        assert taken(batch, 3) == (1, 3)
+
+
 class Targets(Dataset[Any]):
     """Samples with as many boxes as they happen to have, and a name."""
 
@@ -159,21 +195,51 @@ class LitListIn(LitTargets):
         return self.model([row.repeat(1 + int(row[0] > 0), 1) for row in x])
 
 
+class LitBoxes(Lit):
+    """Images of one size with boxes of their own; in the second batch as many each as there are images."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        xs, boxes, labels = batch
+        assert len(xs) == len(boxes)
+        losses = F.cross_entropy(self(xs), labels, reduction="none")
+        return torch.stack([loss * (1 + b.square().mean()) for loss, b in zip(losses, boxes, strict=True)]).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), batch_size=5)
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+def boxed(samples: list[Any]) -> Any:
+    xs = torch.stack([x for x, *_ in samples])
+    square = samples[0][2] == "8"
+    boxes = [x[None].repeat(len(samples), 1) if square else target["boxes"] for x, target, _ in samples]
+    return xs, boxes, torch.stack([target["label"] for _, target, _ in samples])
+
+
 def collated(samples: list[Any]) -> Any:
     return tuple(zip(*samples, strict=True))
 
 
 def train_targets(rank: int, cases: list[Case], ranks: int, folder: str) -> list[dict[str, Any]]:
+    def of(case: Case) -> Any:
+        return boxed if case.module is LitBoxes else collated
+
     lit.loaders = lambda case: {  # type: ignore[assignment]
-        "train_dataloaders": DataLoader(Targets(lit.ROWS), batch_size=8, collate_fn=collated),
-        "val_dataloaders": DataLoader(Targets(13), batch_size=5, collate_fn=collated),
+        "train_dataloaders": DataLoader(Targets(lit.ROWS), batch_size=8, collate_fn=of(case)),
+        "val_dataloaders": DataLoader(Targets(13), batch_size=5, collate_fn=of(case)),
     }
     return train_cases(rank, cases, ranks, folder)
 
 
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (1, "interleaved")])
 def test_training_on_targets_is_that_of_one_process(ranks, schedule):
-    cases = [Case(kind, strategy={"schedule": schedule, "microbatches": 3}) for kind in (LitTargets, LitListIn)]
+    kinds = (LitTargets, LitListIn, LitBoxes)
+    cases = [Case(kind, strategy={"schedule": schedule, "microbatches": 3}) for kind in kinds]
     plain = run_ranks(train_targets, 1, [case.plain() for case in cases], 1, mkdtemp(), timeout=180)[0]
     for found in run_ranks(train_targets, ranks, cases, ranks, mkdtemp(), timeout=180):
         for mine, one in zip(found, plain, strict=True):

@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipes.engine import FailureWatch
+from lightning_pipes.ir import Span
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.loop.connections import OwnConnections
 from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.holdings import Holdings
 
 
 class Doing(nn.Linear):
@@ -113,11 +116,12 @@ def found_on(rank: int) -> dict[str, str]:
     dist.init_process_group("gloo")
     watch = FailureWatch(None, rank)
     control = Control((0, 1), watch, timedelta(seconds=20))
+    holdings = Holdings(Grid(1, 2, rank), (0, 1), (Span(0, 1), Span(1, 2)))
     found = {}
     for name, (make, training, step) in CASES.items():
         torch.manual_seed(0)
         module = make()
-        hidden = HiddenState(module, "model", [0, 1], [1, 0], control, OwnConnections(watch).check_later)
+        hidden = HiddenState(module, "model", holdings, control, OwnConnections(watch).check_later)
         number = 1 - rank
         found[name] = ""
         with warnings.catch_warnings(record=True) as warned:

@@ -9,50 +9,13 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing import interpreters
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.ranks import threads
 from lightning_pipes.trainer.ranks.threads import Cores, share
-
-
-class LitThreads(pl.LightningModule):
-    """Notes with how many threads its layers run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        self.noted: set[int] = set()
-        for layer in self.model:
-            layer.register_forward_hook(lambda *_: self.noted.add(torch.get_num_threads()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.model(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def noted(devices: int) -> set[int]:
-    module = LitThreads()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=PipelineStrategy(partition="parameters"),
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=4))
-    return module.noted
+from tests.trainer.ranks.noting import noted
 
 
 def fitted(rank: int, given: str | None) -> set[int]:
@@ -76,7 +39,7 @@ def test_what_is_asked_for_stays() -> None:
 SCRIPT = """
     import os, sys
     os.sched_getaffinity = lambda _: set(range(6))
-    from tests.trainer.ranks.test_threads import noted
+    from tests.trainer.ranks.noting import noted
     for _ in range(2):  # the launcher leaves OMP_NUM_THREADS behind in the first
         os.write(1, f"{noted(2)} ".encode())  # in one piece: both ranks write here
 """

@@ -10,19 +10,18 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_pipes import JobArray, PipelineStrategy, TimelineLogger
 from lightning_pipes.cost import CostModel
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.reports.report import AMONG_SIBLINGS
-from tests.trainer.lit import Lit, data, quiet
+from tests.trainer.lit import Lit
+from tests.trainer.reports.runs import fit
 
 
 class Slow(nn.Linear):
@@ -45,22 +44,6 @@ class LitUneven(Lit):
     def __init__(self) -> None:
         super().__init__(layers=1, optimizer="adamw")
         self.model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-
-
-def fit(module: pl.LightningModule, strategy: PipelineStrategy, ranks: int, **options: Any) -> pl.Trainer:
-    quiet()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        precision="64-true",
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"logger": False, "max_epochs": 2, **options},
-    )
-    trainer.fit(module, DataLoader(data(), batch_size=8))
-    return trainer
 
 
 def measured(rank: int, folder: str) -> dict[str, Any]:

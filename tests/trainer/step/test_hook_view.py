@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
@@ -22,6 +23,7 @@ from lightning_pipes.trainer import on_every_stage
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.elsewhere import Elsewhere
 from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.step.clipping import HookClipping
 from lightning_pipes.trainer.step.hook_view import HookView
 from tests.trainer.lit import Case, Lit, LitOutside, differences, plain_values, train_cases
 
@@ -138,6 +140,72 @@ def test_what_needs_the_values_of_all_layers_is_refused(use: Callable[[Lit], Any
         use(module)
 
 
+def hand_written_norm(module: Lit) -> Any:
+    total = 0.0
+    for p in module.parameters():
+        if p.grad is not None:
+            total += p.grad.data.norm(2).item() ** 2
+    return total**0.5
+
+
+def finite(module: Lit) -> Any:
+    return all(torch.isfinite(p.grad).all() for p in module.parameters() if p.grad is not None)
+
+
+def clipped_by_hand(module: Lit) -> Any:
+    grads = [p.grad.detach() for p in module.parameters() if p.grad is not None]
+    nn.utils.get_total_norm(grads)
+    torch._foreach_mul_(grads, 1 / torch.stack([g.norm() for g in grads]).norm())
+
+
+@pytest.mark.parametrize("use", [hand_written_norm, finite, clipped_by_hand])
+def test_gradients_of_other_ranks_are_not_left_out(use: Callable[[Lit], Any]):
+    module = Lit()
+    module(torch.ones(2, 6)).sum().backward()
+    use(module)
+    cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
+    own = list(module.parameters())
+    clipping = HookClipping(lambda: own, cut.scope, All(), None)  # type: ignore[arg-type]
+    refused = pytest.raises(PipelineError, match=r"Lit.on_hook .*(gradient of self.model|other tensors)")
+    with cut.scope.running("Lit.on_hook", True):
+        with refused:
+            use(module)
+        assert [n for n, p in module.named_parameters() if p.grad is not None] == [
+            n for n, _ in Lit().named_parameters()
+        ]
+        module.zero_grad(set_to_none=False)
+        module.zero_grad()
+        assert all(p.grad is None for p in module.parameters())
+    clipping.remove()
+
+
+class All:
+    """This rank answers for all that it has."""
+
+    def counts_here(self, parameter: torch.Tensor) -> bool:
+        return True
+
+
+def test_norms_where_stages_step_apart_and_where_no_hook_runs():
+    module, other = Lit(), Lit()
+    for one in (module, other):
+        one(torch.ones(2, 6)).sum().backward()
+    whole = [p.grad for p in other.parameters() if p.grad is not None]
+    cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
+    own = list(module.parameters())
+    clipping = HookClipping(lambda: own, cut.scope, All(), None)  # type: ignore[arg-type]
+    alone = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    with cut.scope.running("Lit.on_hook", True):
+        with pytest.raises(PipelineError, match=r"Lit.on_hook takes a norm over the layers of all stages, which step"):
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        assert nn.utils.clip_grad_norm_(other.parameters(), 1.0) > alone  # of something else
+        with pytest.raises(PipelineError, match="one norm over weights or gradients of the module and over other"):
+            nn.utils.get_total_norm([*whole, *module.parameters()])
+    with cut.scope.running("Lit.on_train_epoch_end", False), pytest.raises(PipelineError, match="on_every_stage"):
+        nn.utils.get_total_norm(module.parameters())
+    clipping.remove()
+
+
 def clip(module: Lit) -> None:
     for p in module.parameters():
         p.data.clamp_(-1, 1)
@@ -243,6 +311,30 @@ class LitWhole(Lit):
             torch.save(state, Path(self.trainer.loggers[0].root_dir) / "state.pt")
 
 
+class LitClips(LitOutside):
+    """Clips in hooks by all that torch has for it; logs what it is given."""
+
+    def on_after_backward(self) -> None:
+        for p, foreach in ((2.0, None), (2, True), (1, False), (float("inf"), True), (3, False)):
+            self.log(f"norm {p} {foreach}", clip_grad_norm_(self.parameters(), 0.9, p, True, foreach))
+        of_none = [p.grad for p in self.parameters() if p.grad is not None and p.ndim > 2]
+        self.log("of none", nn.utils.get_total_norm(of_none))
+        self.log("of one", clip_grad_norm_(self.model[0][0].weight, 0.05))
+        self.log("of some", clip_grad_norm_([*self.inlet.parameters(), *self.model[8].parameters()], 0.3))
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.log("weights", nn.utils.get_total_norm(self.parameters()))
+        self.log("once more", clip_grad_norm_(self.parameters(), 0.1))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_value_(self.parameters(), 0.03)
+        nn.utils.clip_grad_value_(self.parameters(), 0.02, foreach=True)
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        if float(norm) > 0.08:
+            nn.utils.clip_grads_with_norm_(self.parameters(), 0.08, norm)
+
+
 class SavesState(Callback):
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         if trainer.is_global_zero:
@@ -250,7 +342,8 @@ class SavesState(Callback):
 
 
 def test_hooks_do_what_they_do_on_one_process():
-    cases = [Case(kind, strategy={"microbatches": 2}, trainer={"max_epochs": 2}) for kind in (LitAverages, LitWhole)]
+    kinds = (LitAverages, LitWhole, LitClips)
+    cases = [Case(kind, strategy={"microbatches": 2}, trainer={"max_epochs": 2}) for kind in kinds]
     folder, other = Path(mkdtemp()), Path(mkdtemp())
     (plain,) = run_ranks(train_cases, 1, [case.plain() for case in cases], 1, str(other), timeout=180)
     for found in run_ranks(train_cases, 2, cases, 2, str(folder), timeout=180):

@@ -1,0 +1,151 @@
+"""Who holds which layer. This object knows; all others ask it, and are told when layers have moved."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_pipes.ir import PlanError, Span
+from lightning_pipes.trainer.ranks.grid import Grid
+
+OUTSIDE = -1
+"""In place of a layer's number: what is not inside the pipelined module, which all ranks hold."""
+Holders = dict[int, tuple[int, ...]]
+"""By id of a parameter the places in a pipeline where it is held, ascending; in the order of the whole module."""
+
+
+class Move(NamedTuple):
+    """A layer that goes from one global rank to another."""
+
+    layer: int
+    source: int
+    target: int
+
+
+class Holdings:
+    """The stages of a pipeline on its processes, and the layers of each; its last stage is on the first process.
+
+    A *rank* is one of the pipeline in the order of the plan, a *place* one in the order of the global ranks.
+
+    Args:
+        ranks: the rank of each stage.
+        layers: the layers of each stage.
+
+    Attributes:
+        places: the place of each rank.
+        stage_of_layer, place_of_layer: by number of the layer.
+    """
+
+    def __init__(self, grid: Grid, ranks: Sequence[int], layers: Sequence[Span]) -> None:
+        self.grid = grid
+        self.ranks = tuple(ranks)
+        self.places = places(self.ranks, grid.length)
+        self.settle(layers)
+        self._parts_of: dict[int, frozenset[int]] = {}
+        """By id of a parameter the layers that it occurs in, and `OUTSIDE`; in the order of the whole module."""
+        self._names: dict[int, str] = {}
+
+    def look_at(self, module: pl.LightningModule, path: str) -> None:
+        """Learns which parameters are in which layers, from a module that is whole; `path` is that of the layers."""
+        layer_of = {name: number for number, name in enumerate(module.get_submodule(path)._modules)}
+        found: dict[int, set[int]] = defaultdict(set)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            inside = name.startswith(f"{path}.")
+            found[id(parameter)].add(layer_of[name[len(path) + 1 :].partition(".")[0]] if inside else OUTSIDE)
+            self._names.setdefault(id(parameter), name)
+        self._parts_of = {key: frozenset(parts) for key, parts in found.items()}
+
+    def settle(self, layers: Sequence[Span]) -> None:
+        """The stages have these layers now, which whoever holds them has seen to."""
+        self.layers = tuple(layers)
+        self.stage_of_layer = [s for s, span in enumerate(self.layers) for _ in range(span.rows)]
+        self.place_of_layer = [self.places[self.ranks[s]] for s in self.stage_of_layer]
+
+    def moves(self, layers: Sequence[Span]) -> list[Move]:
+        """The layers that go to other processes for the stages to have `layers`.
+
+        Raises:
+            PlanError: these are not the layers that there are, or a parameter that several of them have would be on
+                other processes than before, and not with all of them on one.
+        """
+        ends = [0, *(span.stop for span in self.layers)]
+        if [span.start for span in layers] != [0, *(span.stop for span in layers)][:-1] or layers[-1].stop != ends[-1]:
+            raise PlanError(
+                f"the stages of the run have layers {self.layers} and can't have {tuple(layers)}: every layer has to "
+                "be in one stage, in order"
+            )
+        after = Holdings(self.grid, self.ranks, layers)
+        after._parts_of = self._parts_of
+        who = after.holders
+        for key, places in self.holders.items():
+            if who[key] != places and len(self._parts_of[key]) > 1 and max(len(who[key]), len(places)) > 1:
+                parts = " and ".join("the code around" if n == OUTSIDE else str(n) for n in sorted(self._parts_of[key]))
+                raise PlanError(
+                    f"{self._names[key]} is shared by layers {parts}, which would be held by ranks {who[key]} of the "
+                    f"pipeline instead of {places}: layers that share a parameter move together from one rank to one "
+                    "other, or stay"
+                )
+        where = enumerate(zip(self.place_of_layer, after.place_of_layer, strict=True))
+        return [Move(n, *(self.grid.pipeline[place] for place in pair)) for n, pair in where if pair[0] != pair[1]]
+
+    @property
+    def rank(self) -> int:
+        """That of this process."""
+        return self.places.index(self.grid.place)
+
+    @property
+    def stages(self) -> list[int]:
+        """Those of this process."""
+        return [s for s, r in enumerate(self.ranks) if r == self.rank]
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The global rank of each rank of this pipeline."""
+        return [self.grid.pipeline[place] for place in self.places]
+
+    @property
+    def rank_of_layer(self) -> list[int]:
+        """The global rank, by number of the layer."""
+        return [self.grid.pipeline[place] for place in self.place_of_layer]
+
+    @property
+    def local(self) -> list[int]:
+        """Numbers of the layers that live on this process."""
+        return [n for n, place in enumerate(self.place_of_layer) if place == self.grid.place]
+
+    def stages_of_processes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Every global rank with its stages."""
+        for pipeline in self.grid.pipelines:
+            for rank, place in enumerate(self.places):
+                yield pipeline[place], tuple(s for s, r in enumerate(self.ranks) if r == rank)
+
+    @property
+    def holders(self) -> Holders:
+        """Who holds each parameter: all places what is outside of the pipelined module, that of its layer what is in
+        one, and several what occurs several times."""
+        where = {OUTSIDE: range(self.grid.length), **{n: (place,) for n, place in enumerate(self.place_of_layer)}}
+        return {
+            key: tuple(sorted({place for part in parts for place in where[part]}))
+            for key, parts in self._parts_of.items()
+        }
+
+    def counts_here(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank is the one of the holders that answers for the parameter in a sum over the pipeline."""
+        parts, where = self._parts_of.get(id(parameter), ()), self.place_of_layer
+        return (
+            min((0 if part == OUTSIDE else where[part] for part in parts), default=self.grid.place) == self.grid.place
+        )
+
+    def in_one_stage(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter occurs in one stage only, so that one backward completes its gradient."""
+        parts, stages = self._parts_of.get(id(parameter), frozenset()), self.stage_of_layer
+        return OUTSIDE not in parts and len({stages[part] for part in parts}) == 1
+
+
+def places(ranks: Sequence[int], length: int) -> list[int]:
+    """The place of each of `length` ranks, for stages on `ranks`."""
+    return [(ranks[-1] - r) % length for r in range(length)]

@@ -1,0 +1,163 @@
+"""Siblings with settings of their own, some of which do harm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
+
+LAST = 0
+"""The global rank of the last stage."""
+
+
+class Net(pl.LightningModule):
+    def __init__(self, lr: float, width: int = 6) -> None:
+        super().__init__()
+        self.lr = lr
+        self.harmful = False
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.Dropout(0.3), nn.Tanh()) for _ in range(6)]
+        self.layers = nn.Sequential(*blocks, nn.Linear(width, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        noise = torch.rand(()) + np.random.rand()
+        out = self.layers(x)
+        if self.harmful:  # on the last stage only: the others do not come this far
+            raise ValueError(f"loss of shape {tuple(out.shape)}")
+        loss = nn.functional.mse_loss(out, y) * noise
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self.layers(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sibling's settings."""
+
+    number: int
+    folder: str = ""
+    epochs: int = 2
+    batch: int = 8
+    harm: str = ""
+    width: int = 6
+    clip: float | None = None
+    patience: int | None = None
+    schedule: str = "jap"
+    recompute: bool = False
+    microbatches: int = 2
+    partition: tuple[int, ...] = ()
+
+    def __call__(self) -> Any:
+        warnings.filterwarnings("ignore")
+        pl.seed_everything(self.number, verbose=False)
+        g = torch.Generator().manual_seed(7)
+        x = torch.randn(40, self.width, generator=g)
+        held_out = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 16)
+        batch, shuffle = self.batch, self.harm not in UNEQUAL
+        if not shuffle and int(os.environ.get("RANK", "0")) == LAST:
+            x = x[:24] if self.harm == "fewer batches" else x + (self.harm == "other samples")
+            batch += 3 * (self.harm == "other rows")
+        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch, shuffle=shuffle)
+        module = Net(0.01 * (1 + self.number), self.width)
+        seen = Seen(self.harm)
+        callbacks: list[Callback] = [seen]
+        if self.folder:
+            folder = f"{self.folder}/{self.number}"
+            callbacks.append(ModelCheckpoint(folder, "best", "val_loss", enable_version_counter=False))
+        if self.patience is not None:
+            callbacks.append(EarlyStopping("val_loss", patience=self.patience, min_delta=1e9))
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=int(os.environ.get("WORLD_SIZE", "1")),
+            strategy=PipelineStrategy(
+                self.schedule,
+                microbatches=self.microbatches,
+                seed=self.number,
+                recompute=self.recompute,
+                partition=list(self.partition) or "auto",
+            ),
+            max_epochs=self.epochs,
+            callbacks=callbacks,
+            gradient_clip_val=self.clip,
+            logger=False,
+            enable_checkpointing=bool(self.folder),
+            enable_model_summary=False,
+        )
+        trainer.fit(module, loader, held_out)
+        if self.harm == "after fit" and trainer.global_rank == LAST:
+            raise ValueError("after fit")
+        weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+        return seen.losses, float(trainer.callback_metrics["val_loss"]), trainer.global_step, weights
+
+
+class Seen(Callback):
+    """Keeps losses; does harm in the third batch."""
+
+    def __init__(self, harm: str) -> None:
+        self.losses: list[float] = []
+        self.harm = harm
+        self.exceptions: list[BaseException] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if len(self.losses) == 2:
+            if self.harm == "everywhere" or (self.harm == "one rank" and trainer.global_rank == LAST):
+                raise ValueError(self.harm)
+            if self.harm == "loss":
+                module.harmful = True
+            if self.harm == "rank dies" and trainer.global_rank == LAST:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.harm == "Ctrl-C" and trainer.global_rank == LAST:
+                signal.raise_signal(signal.SIGINT)
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.harm == "before its step" and trainer.global_rank == LAST:
+            raise ValueError(self.harm)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if len(self.losses) == 3 and self.harm == "hook on one rank" and trainer.global_rank == LAST:
+            raise ValueError(self.harm)
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        EXCEPTIONS.append(type(exception).__name__)
+
+
+EXCEPTIONS: list[str] = []
+"""What siblings of this process were told at their ends."""
+
+
+def told_text(error: BaseException | None) -> str:
+    cause = error and error.__cause__
+    told = f" <- {type(cause).__name__}: {cause}" if isinstance(cause, SiblingFailure) else ""
+    return "" if error is None else f"{type(error).__name__}: {error}{told}"
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    assert a[:3] == b[:3]
+    assert all(torch.equal(a[3][name], b[3][name]) for name in b[3])
+
+
+UNEQUAL = {
+    "other samples": "training, batch 0: the ranks of one pipeline loaded different batches",
+    "other rows": "training, batch 0: the ranks of one pipeline loaded different batches",
+    "fewer batches": "the training data of some ranks end with batch 2",
+}

@@ -1,0 +1,38 @@
+"""Several workers share the tests; one that is marked `alone` has the machine to itself meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+GATE = Path(__file__)
+ROOM = GATE.with_name("__init__.py")
+"""Files whose locks the workers share. Who wants the room for itself waits in the gate until it is empty, and those who
+come later wait behind it: otherwise there would always be somebody in it."""
+
+
+@contextmanager
+def locked(path: Path, shared: bool = False) -> Iterator[None]:
+    """A lock on a file while the context is open; it ends with its process, too."""
+    from fcntl import LOCK_EX, LOCK_SH, LOCK_UN, flock
+
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        flock(descriptor, LOCK_SH if shared else LOCK_EX)
+        yield
+    finally:
+        flock(descriptor, LOCK_UN)  # also where a process that was forked meanwhile has it open
+        os.close(descriptor)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with ExitStack() as room:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            with locked(GATE):
+                room.enter_context(locked(ROOM, shared=item.get_closest_marker("alone") is None))
+        return (yield)

@@ -1,0 +1,25 @@
+"""Samples of steps, on timelines that the simulator makes."""
+
+from lightning_pipes.ir import Kind
+from lightning_pipes.planning.measured import StepSample
+from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.kfkb import KFKB
+from lightning_pipes.testing.generators import uniform
+
+MS = 1_000_000
+
+
+def step(schedule=KFKB(1), m=6, at=0, shift=None, **times):  # noqa: B008 - frozen
+    """Samples of three ranks: each has its computations, and the transfers that it received, as an engine records
+    them. `shift[rank]` is what the clock of a rank is ahead by when it stamps what it sends."""
+    given = {"f": 20 * MS, "b": 40 * MS, "link": 10 * MS, **times}
+    plan, costs = uniform(3, m, **given)
+    timeline = simulate(schedule.program(plan), plan, costs)
+    by_rank = [[], [], []]
+    for e in timeline.events:
+        receiver = timeline.target(e) if e.instruction.kind in (Kind.SF, Kind.SB) else e.rank
+        start = e.start + at
+        if receiver != e.rank and shift:
+            start = min(start + shift.get(e.rank, 0), e.end + at)  # as the engine does
+        by_rank[receiver].append(e._replace(start=start, end=e.end + at))
+    return [StepSample.of(events, plan, since=at) for events in by_rank], plan, costs

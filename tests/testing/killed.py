@@ -1,0 +1,25 @@
+"""Two ranks, one of which is killed, as a script: what is left behind is said when it ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from typing import Any
+
+from lightning_pipes.testing import ranks
+
+KEPT: list[Any] = []
+
+
+def with_lock(rank: int) -> None:
+    """Makes what a progress bar makes, and does not free it; one rank is killed."""
+    KEPT.append(multiprocessing.RLock())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    ranks.PRELOAD.remove("lightning.pytorch")  # it takes seconds to import
+    outcomes = ranks.watch_ranks(with_lock, 2, timeout=60)
+    assert [o.exitcode for o in outcomes] == [0, -signal.SIGKILL], outcomes

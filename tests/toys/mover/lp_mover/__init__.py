@@ -1,0 +1,59 @@
+"""A system of its own in one folder: a layer goes to the neighbour every few batches, while training goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from lightning_pipes.ir import Plan, Program, Schedule
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.partition import with_layer
+from lightning_pipes.planning.planner import EvenPlanner, Problem
+
+
+@dataclass(frozen=True)
+class Mover(Schedule):
+    """1F1B; every `every` batches the pipeline is drained and, if it `moves`, a layer goes from the stage with most
+    layers to the one before or after it."""
+
+    every: int = 10
+    moves: bool = True
+    name: ClassVar[str] = "mover"
+    like: ClassVar[str] = "1f1b"
+
+    def planner(self) -> object:
+        return MovingPlanner(self.every, self.moves)
+
+    def program(self, plan: Plan) -> Program:
+        order: Schedule = make_schedule(self.like)
+        return order.program(plan)
+
+
+@dataclass(frozen=True)
+class StashingMover(Mover):
+    """PipeDream-2BW, which stashes weights, and the same moves. Every stage misses the same updates, so a layer is
+    trained alike on any of them; in PipeDream a layer that moves misses more of them, or fewer."""
+
+    name: ClassVar[str] = "stashing_mover"
+    like: ClassVar[str] = "pipedream_2bw"
+    flushes: ClassVar[bool] = False
+
+    def versions(self, plan: Plan) -> tuple[int, ...]:
+        return tuple(make_schedule(self.like).versions(plan))
+
+
+@dataclass(frozen=True)
+class MovingPlanner(EvenPlanner):
+    """Even micro-batches, and never the same layers for long."""
+
+    every: int = 10
+    moves: bool = True
+
+    def replan(self, plan: Plan, seen: Problem) -> Plan | None:
+        if not self.moves:
+            return replace(plan)
+        sizes = [span.rows for span in plan.layers]
+        largest = max(range(len(sizes)), key=lambda stage: sizes[stage])
+        down = largest + 1 == len(sizes)
+        layer = plan.layers[largest].start if down else plan.layers[largest].stop - 1
+        return with_layer(plan, layer, plan.ranks[largest + (-1 if down else 1)])

@@ -1,0 +1,110 @@
+"""A replanner that moves a layer to the neighbour every ten batches, installed by its entry point."""
+
+from __future__ import annotations
+
+from functools import cache
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+from lightning.pytorch import Callback
+
+from lightning_pipes.testing.ranks import run_ranks
+from tests.toys.install import install
+from tests.trainer.lit import Case, LitOutside, differences, train
+
+BATCHES = 24
+"""Three an epoch; layers move before batches 10 and 20, counted from 0."""
+NINE = [(0, 4), (4, 9)], [(0, 5), (5, 9)], [(0, 4), (4, 9)]
+"""Where nine layers are before, between and after."""
+
+
+class LitFrozen(LitOutside):
+    """Trains its layers only: schedules that do not flush refuse parameters that all ranks train."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for part in (self.inlet, self.outlet, self.unused):
+            part.requires_grad_(False)
+
+
+class Sees(Callback):
+    """Keeps who has which layers after every batch, and saves checkpoints before and after the first move."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.layers: list[Any] = []
+        self.consistent: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        holdings, layers = trainer.strategy.running.part.holdings, module.model._modules
+        self.layers.append([tuple(span) for span in holdings.layers])
+        here = [n for n, p in module.named_parameters() if n.startswith("model.") and not p.is_meta]
+        names = {id(p): n for n, p in module.named_parameters()}
+        (group,) = ([p for g in o.param_groups for p in g["params"]] for o in trainer.optimizers)
+        stepped = [names[id(p)] for p in group if names[id(p)].startswith("model.")]
+        self.consistent.append(
+            sorted(here) == sorted(stepped)
+            and {int(n.split(".")[1]) for n in here} <= {*holdings.local}
+            and list(layers) == [str(n) for n in holdings.local]
+        )
+        if trainer.global_step in (10, 11):
+            trainer.save_checkpoint(f"{self.folder}/{trainer.global_step}.ckpt")
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.trainer = trainer
+
+
+def runs(rank: int, schedule: str, folder: str) -> list[tuple[Any, ...]]:
+    """One that moves, one that drains and moves nothing, and two that resume the first right before and after."""
+    install("mover")
+    found = []
+    for moves, resume in ((True, None), (False, None), (True, 10), (True, 11)):
+        sees = Sees(f"{folder}/{moves}{resume}")
+        form = "sharded" if moves and resume is None else "full"
+        strategy = {
+            "schedule": schedule,
+            "partition": "parameters",
+            "checkpoint": form,
+            "schedule_args": {"moves": moves},
+        }
+        options = {"max_steps": BATCHES, "max_epochs": -1, "limit_val_batches": 0, "callbacks": [sees]}
+        if schedule == "mover":
+            options["gradient_clip_val"] = 0.4
+        case = Case(
+            LitFrozen, {"dropout": 0.2}, strategy, options, resume=resume and f"{folder}/TrueNone/{resume}.ckpt"
+        )
+        out = train(case, 2, sees.folder)
+        for output in out["outputs"][:1]:  # not known yet where stages step apart
+            output["loss"] = np.nan_to_num(output["loss"])
+        report = sees.trainer.strategy.report
+        about = [tuple(span) for span in report.record.plan.layers], report.measured.makespan > 0
+        found.append((out, sees.layers, all(sees.consistent), about))
+    return found
+
+
+@cache
+def results(schedule: str) -> list[list[tuple[Any, ...]]]:
+    return run_ranks(runs, 2, schedule, mkdtemp(), timeout=120)
+
+
+@pytest.mark.parametrize("schedule", ["mover", "stashing_mover"])
+def test_everything_is_as_in_a_run_that_drains_and_moves_nothing(schedule: str) -> None:
+    for (moved, layers, consistent, about), (stayed, same, *_), *_ in results(schedule):
+        assert [layers[n] for n in (0, 9, 10, 19, 20, 23)] == [p for p in NINE for _ in (0, 1)]
+        assert (same, consistent, about) == ([NINE[0]] * BATCHES, True, (NINE[2], True))
+        for key in ("outputs", "metrics", "weights", "rates", "steps"):
+            assert differences(moved[key], stayed[key], tolerance=0) == []
+        assert differences(moved.get("rows"), stayed.get("rows"), tolerance=0) == []
+
+
+@pytest.mark.parametrize("schedule", ["mover", "stashing_mover"])
+def test_training_goes_on_from_right_before_and_right_after_a_move(schedule: str) -> None:
+    for (moved, *_), _, (before, layers, *_), (after, *_) in results(schedule):
+        assert [layers[n] for n in (0, 9, 10)] == [NINE[1], NINE[1], NINE[0]]
+        for found in (before, after):
+            assert differences(found["weights"], moved["weights"], tolerance=0) == []
+            later = found["outputs"][1:]
+            assert len(later) >= BATCHES - 12
+            assert differences(later, moved["outputs"][-len(later) :], tolerance=0) == []

@@ -1,0 +1,46 @@
+"""A run that notes how many threads its layers have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipes import PipelineStrategy
+
+
+class LitThreads(pl.LightningModule):
+    """Notes with how many threads its layers run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.noted: set[int] = set()
+        for layer in self.model:
+            layer.register_forward_hook(lambda *_: self.noted.add(torch.get_num_threads()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def noted(devices: int) -> set[int]:
+    """With how many threads this rank's layers ran."""
+    module = LitThreads()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=PipelineStrategy(partition="parameters"),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=4))
+    return module.noted
