@@ -40,7 +40,7 @@ class RankZeroEndedError(PipelineError):
     """Rank 0, which says what is tried next, has ended or can't be reached."""
 
 
-class Board:
+class Announcements:
     """Words of rank 0 for one purpose. Ranks that make equally many have the same.
 
     Attributes:
