@@ -142,7 +142,8 @@ def test_who_dies_is_named_and_nobody_hangs(how: str) -> None:
         assert o.seconds < 35, o
         assert PeerFailure.__name__ in o.error
         assert "rank 1" in o.error.split(PeerFailure.__name__)[-1]
-    assert any("while waiting for parcel 'layer' from rank 1" in o.error for o in alive)
+    # Who was never there may be missed before anybody comes to wait.
+    assert how == "unconnected" or any("while waiting for parcel 'layer' from rank 1" in o.error for o in alive)
 
 
 def fails_by_itself(rank: int) -> None:
