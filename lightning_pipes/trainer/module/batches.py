@@ -103,8 +103,8 @@ def _sample_lists(batch: Any, rows: int, known: Collection[Path] = (), path: Pat
 
 
 class SampleLists:
-    """What lists in the batches of a run hold, samples or columns: what cannot be told of one batch, an earlier one has
-    told."""
+    """The content of lists in the batches of a run, samples or columns: what cannot be told of one batch, an earlier
+    one has told."""
 
     def __init__(self) -> None:
         self._samples: dict[Path, bool] = {}
