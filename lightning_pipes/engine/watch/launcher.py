@@ -228,7 +228,7 @@ def _launcher() -> int:
 
 
 def _in_environment(pid: int, name: str) -> str | None:
-    """The environment that a process has found; None where that is nothing, or is not to be known."""
+    """The value of a variable in the environment of a process; None where there is none, or is not to be known."""
     with suppress(OSError):
         pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
         return next((pair.partition("=")[2] for pair in pairs if pair.startswith(f"{name}=")), None)

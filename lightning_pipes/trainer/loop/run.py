@@ -59,7 +59,7 @@ class Training(ABC):
 
     @abstractmethod
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
-        """What has the ranks agree on stopping after a batch."""
+        """A function that has the ranks agree on stopping after a batch."""
 
     @abstractmethod
     def batch_complete(self, stage: Stage, item: Item) -> None:
