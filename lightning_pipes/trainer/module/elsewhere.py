@@ -113,7 +113,7 @@ class Elsewhere(torch.Tensor):
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere))
         if func == torch.Tensor.device.__get__:
             return first._scope.device
-        if func == torch.Tensor.grad.__get__:
+        if func == torch.Tensor.grad.__get__:  # type: ignore[union-attr]
             return first.gradient
         if name in _READING:
             first.refuse("takes the value of")

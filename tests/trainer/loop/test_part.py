@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,8 +21,12 @@ from lightning_pipes.engine.watch.points import Fault
 from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.trainer.loop.part import Part
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.replicas import BufferSync
 from tests.trainer.lit import (
     WIDTH,
     Case,
@@ -214,6 +219,22 @@ def test_layers_that_share_a_weight_stay_together() -> None:
         assert "model.0.weight is shared by layers 0 and 4" in tied
         assert "every layer has to be in one stage" in gap
         assert "every layer has to be in one stage" in twice
+
+
+def test_layers_of_siblings_stay_where_their_memory_is() -> None:
+    part = object.__new__(Part)
+    part.holdings, part._bound = Holdings(Grid(1, 2, 0), (0, 1), (Span(0, 3), Span(3, 5))), True
+    part.check(part.holdings.layers)
+    with pytest.raises(PlanError, match="siblings of a job array share the ranks"):
+        part.check((Span(0, 2), Span(2, 5)))
+
+
+def test_a_layer_takes_along_which_of_its_buffers_change() -> None:
+    module = LitRich()
+    buffers = BufferSync(module, SimpleNamespace(mesh=None))  # type: ignore[arg-type]
+    buffers.follow("model.1.", ["count", "norm.running_mean"])
+    assert buffers.changing("model.1.") == ["count", "norm.running_mean"]
+    assert buffers.changing("model.2.") == []
 
 
 def test_a_copy_of_weights_elsewhere_keeps_their_layer_there() -> None:
