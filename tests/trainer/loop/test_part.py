@@ -192,6 +192,55 @@ def test_a_module_that_nobody_has_whole_goes_home_when_training_ends() -> None:
         assert differences(moved, stayed, tolerance=0) == []
 
 
+class LitFrozen(LitOutside):
+    """Trains its layers only: schedules that do not flush refuse parameters that all ranks train."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for part in (self.inlet, self.outlet, self.unused):
+            part.requires_grad_(False)
+
+
+class Adopts(Callback):
+    """After the fourth of six batches another cut, or the same; and what can't begin there."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.error = ""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        strategy = trainer.strategy
+        if trainer.global_step == 4:
+            try:
+                strategy.adopt("1f1b")
+            except PlanError as error:
+                self.error = str(error)
+            layers = (Span(0, self.start), Span(self.start, 9))
+            strategy.adopt("pipedream_2bw", plan=replace(strategy.running.engine.plan, layers=layers))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.held = trainer.strategy.running.part.holdings.local
+
+
+def streaming(rank: int, folder: str) -> list[Any]:
+    found = []
+    for start in (4, 7):
+        adopts = Adopts(start)
+        strategy = {"schedule": "pipedream_2bw", "partition": [4]}
+        options = {"max_epochs": 2, "limit_val_batches": 0, "callbacks": [adopts]}
+        out = train(Case(LitFrozen, strategy=strategy, trainer=options), 2, f"{folder}/{start}")
+        found.append((out["weights"], out["metrics"], adopts.error, adopts.held))
+    return found
+
+
+def test_where_batches_overlap_they_are_finished_first() -> None:
+    for rank, (stayed, moved) in enumerate(run_ranks(streaming, 2, mkdtemp(), timeout=60)):
+        assert differences(moved[:2], stayed[:2], tolerance=0) == []
+        assert "1f1b flushes between batches, and pipedream_2bw does not" in moved[2]
+        first, second = ([0, 1, 2, 3], [4, 5, 6, 7, 8]), ([0, 1, 2, 3, 4, 5, 6], [7, 8])
+        assert (stayed[3], moved[3]) == (first[1 - rank], second[1 - rank])
+
+
 class Refused(Callback):
     """Asks for what can't be, and keeps why."""
 
