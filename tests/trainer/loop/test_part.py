@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,8 +21,12 @@ from lightning_pipes.engine.watch.points import Fault
 from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.trainer.loop.part import Part
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.replicas import BufferSync
 from tests.trainer.lit import (
     WIDTH,
     Case,
@@ -187,6 +192,55 @@ def test_a_module_that_nobody_has_whole_goes_home_when_training_ends() -> None:
         assert differences(moved, stayed, tolerance=0) == []
 
 
+class LitFrozen(LitOutside):
+    """Trains its layers only: schedules that do not flush refuse parameters that all ranks train."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for part in (self.inlet, self.outlet, self.unused):
+            part.requires_grad_(False)
+
+
+class Adopts(Callback):
+    """After the fourth of six batches another cut, or the same; and what can't begin there."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.error = ""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        strategy = trainer.strategy
+        if trainer.global_step == 4:
+            try:
+                strategy.adopt("1f1b")
+            except PlanError as error:
+                self.error = str(error)
+            layers = (Span(0, self.start), Span(self.start, 9))
+            strategy.adopt("pipedream_2bw", plan=replace(strategy.running.engine.plan, layers=layers))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.held = trainer.strategy.running.part.holdings.local
+
+
+def streaming(rank: int, folder: str) -> list[Any]:
+    found = []
+    for start in (4, 7):
+        adopts = Adopts(start)
+        strategy = {"schedule": "pipedream_2bw", "partition": [4]}
+        options = {"max_epochs": 2, "limit_val_batches": 0, "callbacks": [adopts]}
+        out = train(Case(LitFrozen, strategy=strategy, trainer=options), 2, f"{folder}/{start}")
+        found.append((out["weights"], out["metrics"], adopts.error, adopts.held))
+    return found
+
+
+def test_where_batches_overlap_they_are_finished_first() -> None:
+    for rank, (stayed, moved) in enumerate(run_ranks(streaming, 2, mkdtemp(), timeout=60)):
+        assert differences(moved[:2], stayed[:2], tolerance=0) == []
+        assert "1f1b flushes between batches, and pipedream_2bw does not" in moved[2]
+        first, second = ([0, 1, 2, 3], [4, 5, 6, 7, 8]), ([0, 1, 2, 3, 4, 5, 6], [7, 8])
+        assert (stayed[3], moved[3]) == (first[1 - rank], second[1 - rank])
+
+
 class Refused(Callback):
     """Asks for what can't be, and keeps why."""
 
@@ -214,6 +268,22 @@ def test_layers_that_share_a_weight_stay_together() -> None:
         assert "model.0.weight is shared by layers 0 and 4" in tied
         assert "every layer has to be in one stage" in gap
         assert "every layer has to be in one stage" in twice
+
+
+def test_layers_of_siblings_stay_where_their_memory_is() -> None:
+    part = object.__new__(Part)
+    part.holdings, part._bound = Holdings(Grid(1, 2, 0), (0, 1), (Span(0, 3), Span(3, 5))), True
+    part.check(part.holdings.layers)
+    with pytest.raises(PlanError, match="siblings of a job array share the ranks"):
+        part.check((Span(0, 2), Span(2, 5)))
+
+
+def test_a_layer_takes_along_which_of_its_buffers_change() -> None:
+    module = LitRich()
+    buffers = BufferSync(module, SimpleNamespace(mesh=None))  # type: ignore[arg-type]
+    buffers.follow("model.1.", ["count", "norm.running_mean"])
+    assert buffers.changing("model.1.") == ["count", "norm.running_mean"]
+    assert buffers.changing("model.2.") == []
 
 
 def test_a_copy_of_weights_elsewhere_keeps_their_layer_there() -> None:
