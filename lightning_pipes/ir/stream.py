@@ -19,7 +19,7 @@ from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.span import Span
 
 Waits = Mapping[Instruction, tuple[Instruction, ...]]
-"""What instructions wait for besides their data."""
+"""Other instructions that one waits for, besides its data."""
 
 
 @dataclass(frozen=True)

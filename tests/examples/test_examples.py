@@ -12,7 +12,8 @@ import lightning as L
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.launch.example import ROOT, STARTUP
+
 SLOW = pytest.mark.slow
 SHORT = {
     "gpt": ["model.width=16", "model.blocks=2", "data.context=16", "data.windows=24", "data.batch_size=8"],
@@ -28,6 +29,7 @@ SHORT = {
 
 def run(script: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    env["PYTHONPATH"] = str(STARTUP)
     command = [sys.executable, str(ROOT / "examples" / script), *arguments]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
 

@@ -19,6 +19,7 @@ import torch
 
 from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.interpreters import processes
+from lightning_pipes.testing.patience import patience
 from tests.launch.example import EPOCHS, SCRIPT, SETTINGS, environment, wait_until
 
 Start = Callable[[int, list[str], dict[str, str], Path], "subprocess.Popen[str]"]
@@ -69,7 +70,7 @@ def torchrun(
         (pid,) = [pid for pid, ours in processes(token).items() if ours.get("RANK") == str(kill)]
         os.kill(pid, signal.SIGKILL)
     with ThreadPoolExecutor(hosts) as pool:
-        said = list(pool.map(lambda agent: agent.communicate(timeout=120)[0], agents))
+        said = list(pool.map(lambda agent: agent.communicate(timeout=patience(120))[0], agents))
     assert [agent.returncode for agent in agents] == [0] * hosts, "\n".join(said)
     assert not processes(token), "processes were left behind"
     (directory,) = {path.parent.parent for path in folder.glob("outputs/**/last.ckpt")}

@@ -49,6 +49,7 @@ def assert_speed(competition: Competition, bandwidth: float) -> None:
     raise AssertionError(f"{found:.3g} bytes a second come through of {bandwidth:.3g}")
 
 
+@pytest.mark.alone
 class TestShaping:
     def test_speeds_change_while_messages_are_on_their_way(self, lab: NetLab) -> None:
         with lab.compete(0, 1, flows=2) as traffic:
@@ -112,6 +113,7 @@ def measured(rank: int) -> tuple[str, dict[tuple[int, int], Link]]:
     return type(transport).__name__, links
 
 
+@pytest.mark.alone
 def test_ranks_find_the_links_as_they_were_set(lab: NetLab) -> None:
     lab.shape(8e6)
     lab.shape(2e6, [(1, 2)])

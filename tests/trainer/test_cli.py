@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_pipes.testing.ranks import run_ranks
+from tests.launch.example import STARTUP
 from tests.trainer.lit import differences, plain_values, quiet
 
 APP = Path(__file__).parent / "cli_app.py"
@@ -120,6 +121,7 @@ def test_a_script_with_lightnings_launcher(tmp_path: Path, expected: Any) -> Non
         main([*COMMON, *given, "--trainer.devices=2", "--print_config"])
     (tmp_path / "printed.yaml").write_text(config.getvalue())
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
+    env["PYTHONPATH"] = str(STARTUP)
     command = [sys.executable, str(APP), "fit", "--config=printed.yaml"]
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

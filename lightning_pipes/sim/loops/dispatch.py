@@ -118,7 +118,7 @@ class _Asking:
 
 
 class _Seen:
-    """What a rank's policy sees of an endless window: the batches under way, and how far the layers are."""
+    """An endless window as a rank's policy sees it: the batches under way, and how far the layers are."""
 
     def __init__(self, queues: Queues, rank: int, uses: Sequence[Use], depth: int) -> None:
         plan = queues.plan

@@ -59,7 +59,7 @@ class Training(ABC):
 
     @abstractmethod
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
-        """What has the ranks agree on stopping after a batch."""
+        """A function that has the ranks agree on stopping after a batch."""
 
     @abstractmethod
     def batch_complete(self, stage: Stage, item: Item) -> None:
@@ -255,8 +255,8 @@ class PipelineRun:
 
     def close(self) -> None:
         """Ends the connections to the neighbours."""
-        self.part.close()
         self.engine.close()
+        self.part.close()
 
     def check(self, batch: Any, batch_idx: int, what: str) -> None:
         """Compares the first batches of all ranks, and what their optimizers are told.

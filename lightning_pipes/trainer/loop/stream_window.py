@@ -1,4 +1,4 @@
-"""What is kept of batches that overlap, from one flush to the next, for the report."""
+"""Events kept of batches that overlap, from one flush to the next, for the report."""
 
 from __future__ import annotations
 

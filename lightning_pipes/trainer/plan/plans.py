@@ -106,7 +106,7 @@ class Plans:
         return made
 
     def revised(self, rows: int, batch: int) -> Plans:
-        """What the schedule's planner says before training batch number `batch`, of so many samples; mostly itself.
+        """The answer of the schedule's planner before training batch number `batch`, of so many samples; mostly itself.
 
         Raises:
             PlanError: it says what can't be run.

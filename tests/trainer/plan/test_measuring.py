@@ -238,6 +238,7 @@ def test_all_ranks_measure_at_once() -> None:
     assert beside > 0.5 * len(first)
 
 
+@pytest.mark.alone
 def test_a_profile_that_a_trial_contradicts_is_corrected() -> None:
     """By the profile the second stage begins at layer 1."""
     for _, cut, decision in run_ranks(slow, 2, True, timeout=120):

@@ -15,6 +15,7 @@ from lightning_pipes.testing import interpreters
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.ranks import threads
 from lightning_pipes.trainer.ranks.threads import Cores, share
+from tests.launch.example import ROOT, STARTUP
 from tests.trainer.ranks.noting import noted
 
 
@@ -50,7 +51,7 @@ def test_ranks_that_lightning_starts(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(SCRIPT) + "os.write(1, f\"{os.environ.get('OMP_NUM_THREADS')} \".encode())\n")
     clean = interpreters.environment("threads", tmp_path)  # other tests' Trainers leave LOCAL_RANK behind in ours
     given = {key: value for key, value in clean.items() if key != "OMP_NUM_THREADS"}
-    given["PYTHONPATH"] = str(Path(__file__).parents[3])
+    given["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{ROOT}"
     done = subprocess.run([sys.executable, str(script)], env=given, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["None"] * 2 + ["{3}"] * 4

@@ -134,6 +134,7 @@ def among_siblings(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.alone
 def test_a_sibling_does_not_take_time_for_others_for_idle_time(tmp_path):
     """Four of them keep the ranks busy, as the array's timeline has it; each alone seems to leave them idle."""
     for rank in run_ranks(among_siblings, 2, str(tmp_path), timeout=90):
