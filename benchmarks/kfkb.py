@@ -31,7 +31,7 @@ from lightning_pipes.ir import Kind, Plan, Policy, Program, Rule, RulePolicy, Sc
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
-from lightning_pipes.planning.tuning import Chooser, Decision
+from lightning_pipes.planning.tuning import Chooser, Verdict
 from lightning_pipes.sim import makespan
 from lightning_pipes.testing.netlab import NetLab, why_not
 
@@ -257,7 +257,7 @@ class Adaptive:
     """A run that the tuner's code follows, over a trace."""
 
     steps: float
-    decisions: list[Decision]
+    decisions: list[Verdict]
 
     @property
     def changes(self) -> int:
@@ -269,7 +269,7 @@ def adaptive(case: Situation, links: Mapping[Direction, Trace], until: int, limi
     """Begins as 1F1B, and decides as `ScheduleTuner` does."""
     source, plan = tuning_planner(make_schedule("kfkb", k="auto")), case.plan
     base = case.costs(0.0)
-    averages, chooser, decisions = Averages(), Chooser(), list[Decision]()
+    averages, chooser, decisions = Averages(), Chooser(), list[Verdict]()
     running = Candidate(make_schedule("kfkb", k=1), plan, (4, 3, 2, 1))
     recent: list[list[StepSample]] = []
     at, steps, count, next_ = 0, 0.0, 0, FIRST

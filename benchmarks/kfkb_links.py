@@ -25,7 +25,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
-from lightning_pipes.planning.tuning import Chooser, Decision
+from lightning_pipes.planning.tuning import Chooser, Verdict
 from lightning_pipes.sim import makespan
 from lightning_pipes.testing.emulated import Emulated, Emulation, sleeping, steady
 from lightning_pipes.testing.netlab import BURST, GOODPUT, NetLab
@@ -89,7 +89,7 @@ class Seen:
 
     spans: dict[str, list[tuple[int, int]]]
     samples: dict[str, list[StepSample]]
-    decision: Decision | None
+    decision: Verdict | None
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Measured:
         return there | {(b, a): costs.time(Kind.SB, b, 1) for a, b in edges}
 
     @property
-    def decision(self) -> Decision:
+    def decision(self) -> Verdict:
         """What the tuner chose, on what it saw of the first schedule."""
         assert self.by_rank[0].decision is not None
         return self.by_rank[0].decision
@@ -233,7 +233,7 @@ def rank_main(rank: int, trial: Trial) -> Seen:
     return Seen(dict(spans), dict(samples), decision if rank == 0 else None)
 
 
-def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[Decision, dict[str, Schedule | Policy]]:
+def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[Verdict, dict[str, Schedule | Policy]]:
     """What rank 0 chooses, and by name the best of each kind of schedule as predicted; an activation is a byte."""
     every: list[Any] = [None] * trial.stages
     dist.all_gather_object(every, mine)
@@ -250,7 +250,7 @@ def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[Decisio
         told = [(Chooser().decide(candidates, current, found, base), rivals)]
     dist.broadcast_object_list(told)
     decision, best = told[0]
-    assert isinstance(decision, Decision)
+    assert isinstance(decision, Verdict)
     return decision, best
 
 

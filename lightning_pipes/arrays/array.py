@@ -204,7 +204,7 @@ class JobArray(Generic[T]):
         """Writes down what was computed for a batch of sibling number `index`."""
         self._record.add(index, engine)
 
-    def take_home(self, index: int) -> None:
+    def release(self, index: int) -> None:
         """Its weights and optimizers are its own again, and lie in no memory that siblings share."""
         self.memory.leave(index)
 
@@ -378,7 +378,7 @@ class JobArray(Generic[T]):
         if self._living and watch is not None and watch.error is None:
             watch.fail(error)
         for sibling in self._living.values():
-            self.take_home(sibling.index)
+            self.release(sibling.index)
         cancelled = error
         if not isinstance(error, ArrayCancelledError):
             cancelled = ArrayCancelledError(f"the array has ended: {type(error).__name__} {error}".rstrip())

@@ -34,6 +34,8 @@ from lightning_pipes.ir import (
     Policy,
     Program,
     Span,
+    Use,
+    check_stream,
     lower,
 )
 from lightning_pipes.sim.event import Event
@@ -91,7 +93,7 @@ class Engine:
         turns: whose engine this is, where several share the rank; it decides when a window is worked on.
 
     Raises:
-        PlanError: `stages` are not those that the plan gives to this rank.
+        PlanError: `stages` are not those that the plan gives to this rank, or an endless policy can't order it.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class Engine:
         """Adds one batch to the window; nothing runs yet.
 
         Raises:
-            PlanError: the batch has more samples than the plan cuts.
+            PlanError: the batch has more samples than the plan cuts, or uses layers that its stages do not have.
         """
         if self._watch is not None:
             self._watch.check()
@@ -161,10 +163,13 @@ class Engine:
                 f"a batch of {item.rows} samples was injected, the plan cuts 1 to {most}; "
                 "adopt a plan for the larger batch"
             )
+        for stage in self._stages:
+            if item.use is not None:
+                stage.check_use(item.use)
         batch = self._batches[item.job]
-        self._batches[item.job] += 1
+        window.order.add((item.job, batch), item.rows, item.use or self._whole)
         window.executor.add(item, batch)
-        window.order.add((item.job, batch), item.rows)
+        self._batches[item.job] += 1
 
     def progress(self, wait: bool = True) -> bool:
         """Runs what can be run for the batches injected so far; says whether anything was.
@@ -299,6 +304,8 @@ class Engine:
             got = sorted((stage.number, stage.job) for stage in stages)
             raise PlanError(f"rank {self._rank} needs a stage for each (number, job) of {sorted(wanted)}, got {got}")
         self._stages = list(stages)
+        here = {stage.number: frozenset(map(str, stage.layers)) for stage in self._stages}
+        self._whole = Use(tuple(here.get(s, frozenset()) for s in range(plan.n_stages)))
         for stage in self._stages:
             stage.seed, stage.device = self._seed, self._device
 
@@ -349,7 +356,11 @@ class Engine:
 
     def _lowered(self, plan: Plan, order: Program | Policy) -> Program | Policy:
         self._give_versions(plan)
-        return lower(order, plan) if isinstance(order, Program) else order
+        if isinstance(order, Program):
+            return lower(order, plan)
+        if order.endless:
+            check_stream(order, plan)
+        return order
 
     def _give_versions(self, plan: Plan) -> None:
         for stage in self._stages:

@@ -51,8 +51,8 @@ def _saved_names(kind: type[Any]) -> tuple[str, ...]:
 
 
 class Clipping:
-    """What torch does with lists of gradients, whatever name a user has imported it by: `clip_grad_norm_` is made of the
-    first two."""
+    """The functions of torch on lists of gradients, whatever name a user has imported it by: `clip_grad_norm_` is made
+    of the first two."""
 
     NORM = "_get_total_norm"
     BY_NORM = "_clip_grads_with_norm_"
@@ -69,7 +69,7 @@ class Clipping:
 
 @cache
 def _layers(name: str) -> list[Callable[..., Any]]:
-    """What runs around a function of `clip_grad`. Each has a wrapper without gradients, whose cell holds the function
+    """The wrapper around a function of `clip_grad`. Each has a wrapper without gradients, whose cell holds the function
     itself, and names that were imported long ago are those of the wrapper."""
     (cell,) = getattr(clip_grad, name).__closure__
     original, layers = cell.cell_contents, list[Callable[..., Any]]()

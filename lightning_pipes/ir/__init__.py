@@ -34,10 +34,12 @@ from lightning_pipes.ir.schedule import (
     check_one_batch,
     check_one_stage_a_rank,
     check_placement,
+    check_stream,
     prepared,
     ready_key,
 )
 from lightning_pipes.ir.span import Span, even_spans
+from lightning_pipes.ir.stream import Ledger, Stepped, Use, Waits, unrolled
 from lightning_pipes.ir.verify import Facts, verify
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "InputError",
     "Instruction",
     "Kind",
+    "Ledger",
     "Pass",
     "PipelineError",
     "Plan",
@@ -70,8 +73,11 @@ __all__ = [
     "RulePolicy",
     "Schedule",
     "Span",
+    "Stepped",
     "Traits",
+    "Use",
     "W",
+    "Waits",
     "alike",
     "check_count",
     "check_fields",
@@ -79,6 +85,7 @@ __all__ = [
     "check_one_batch",
     "check_one_stage_a_rank",
     "check_placement",
+    "check_stream",
     "check_type",
     "deadlock",
     "grid",
@@ -95,6 +102,7 @@ __all__ = [
     "send_of",
     "shown",
     "sorts",
+    "unrolled",
     "verify",
     "window",
 ]

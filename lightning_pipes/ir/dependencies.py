@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from lightning_pipes.ir.instruction import Instruction, Kind, send_of
 from lightning_pipes.ir.plan import Plan
+from lightning_pipes.ir.stream import Waits
 
 
 def needs(i: Instruction, plan: Plan) -> list[Instruction]:
@@ -56,20 +58,23 @@ class DependencyTracker:
     """Which of the added instructions are ready, as others complete.
 
     Needs that were never added count as unmet until `complete` names them, so that a rank can track its own
-    instructions and be told of arrivals.
+    instructions and be told of arrivals. Batches that are over can be forgotten, where nothing needs them any more.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._waiting: dict[Instruction, int] = {}
         self._dependents: dict[Instruction, list[Instruction]] = {}
-        self._done: set[Instruction] = set()
+        self._done: defaultdict[tuple[int, int], set[Instruction]] = defaultdict(set)  # by job and batch
 
-    def add(self, instructions: Iterable[Instruction]) -> list[Instruction]:
-        """Those of `instructions` that are ready already."""
+    def add(self, instructions: Iterable[Instruction], waits: Waits | None = None) -> list[Instruction]:
+        """Those of `instructions` that are ready already; `waits` are what some need besides."""
         ready = []
         for i in instructions:
-            unmet = [n for n in needs(i, self.plan) if n not in self._done]
+            wanted = needs(i, self.plan)
+            if waits:
+                wanted += waits.get(i, ())
+            unmet = [n for n in wanted if not self._is_done(n)]
             for n in unmet:
                 self._dependents.setdefault(n, []).append(i)
             if unmet:
@@ -80,7 +85,7 @@ class DependencyTracker:
 
     def complete(self, i: Instruction) -> list[Instruction]:
         """Those that are ready now that `i` has ended."""
-        self._done.add(i)
+        self._done[i.job, i.batch].add(i)
         ready = []
         for dependent in self._dependents.pop(i, ()):
             self._waiting[dependent] -= 1
@@ -90,8 +95,15 @@ class DependencyTracker:
         return ready
 
     def missing(self, i: Instruction) -> list[Instruction]:
-        """The instructions that `i` still waits for."""
-        return [n for n in needs(i, self.plan) if n not in self._done]
+        """The instructions that `i` still waits for, by the plan."""
+        return [n for n in needs(i, self.plan) if not self._is_done(n)]
+
+    def forget(self, job: int, batch: int) -> None:
+        """All of the batch has ended, and what is added from now on needs nothing of it."""
+        self._done.pop((job, batch), None)
+
+    def _is_done(self, i: Instruction) -> bool:
+        return i in self._done.get((i.job, i.batch), ())
 
     @property
     def waiting(self) -> list[Instruction]:

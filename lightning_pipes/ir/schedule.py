@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from lightning_pipes.ir.checks import check_count
 from lightning_pipes.ir.errors import PlanError
 from lightning_pipes.ir.instruction import Instruction, Kind
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program
+from lightning_pipes.ir.stream import Stepped, Use
 
 
 class Traits:
@@ -20,7 +22,7 @@ class Traits:
     Attributes:
         name: under which people choose it.
         splits_backward: whether backward runs as I and W.
-        flushes: whether all stages end a batch before the next one begins; where they do not its program is endless.
+        flushes: whether all stages end a batch before the next one begins; where they do not its window is endless.
     """
 
     name: ClassVar[str]
@@ -74,11 +76,15 @@ class RankView:
         rank: the rank.
         last: what it ran last, None at the start.
         in_flight: samples between F and B, by stage; stages of other ranks are absent.
+        uses: in an endless window the layers that the batches under way use, by batch.
+        versions: in an endless window how far the layers of this rank are, by name; absent until first stepped.
     """
 
     rank: int
     last: Instruction | None
     in_flight: dict[int, int]
+    uses: Mapping[int, Use] = field(default_factory=dict)
+    versions: Mapping[str, Stepped] = field(default_factory=dict)
 
 
 class Policy(Traits, ABC):
@@ -86,7 +92,21 @@ class Policy(Traits, ABC):
 
     Frozen and without memory of its own, so that simulator and executor ask the same question and get the same
     answer.
+
+    Where it does not flush, batches come without end. Each says which layers it uses, see `Use`, or else uses all of
+    them; a forward is ready when all that its batch uses on the stage is as the batches before it leave it. So whatever
+    is picked when, the weights are those of one batch after another.
     """
+
+    @property
+    def depth(self) -> int:
+        """Batches from the oldest under way to the newest, on a rank; counts where it does not flush."""
+        return 1
+
+    @property
+    def endless(self) -> bool:
+        """Whether batches can be added without end."""
+        return not self.flushes
 
     @abstractmethod
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
@@ -142,6 +162,29 @@ def check_one_stage_a_rank(plan: Plan, name: str) -> None:
     for stage in range(plan.n_stages):
         if plan.spans(Kind.B, stage) != plan.spans(Kind.F, stage):
             raise PlanError(f"{name} needs the same spans forward and backward; stage {stage} has others")
+
+
+def check_stream(policy: Policy, plan: Plan) -> None:
+    """Refuse a plan for an endless window of a policy.
+
+    Raises:
+        PlanError: it has several jobs, weight versions, an order of its own, or less room than batches under way may
+            take.
+    """
+    check_count(f"depth of {policy.name}", policy.depth)
+    needed = policy.depth * plan.jobs[0].rows
+    for what, wrong, way_out in (
+        ("one job", len(plan.jobs) > 1, f"it has {len(plan.jobs)}; give each a window of its own"),
+        ("one version of the weights", max(plan.versions) > 1, f"versions are {plan.versions}; leave them out"),
+        ("no order of its own in `after`", bool(plan.after), "batches say which layers they use; leave it out"),
+        (
+            f"limits of at least {needed} samples, for {policy.depth} batches of {plan.jobs[0].rows}",
+            min(plan.limits, default=needed) < needed,
+            f"a batch could wait for one that it keeps out: limits are {plan.limits}; raise them, or lower depth",
+        ),
+    ):
+        if wrong:
+            raise PlanError(f"{policy.name} runs batches without end and needs a plan with {what}: {way_out}")
 
 
 def prepared(plan: Plan, schedule: Schedule | Policy) -> Plan:

@@ -71,7 +71,7 @@ def fit_layers(
             "a schedule with full backwards"
         )
     order, held = ordered(schedule, plan)
-    if isinstance(order, Program) and order.endless:
+    if order.endless:
         raise PlanError(f"{schedule.name} does not flush between batches, so there is no step to plan; choose another")
     loads = stage_seconds(profile, plan, place.pipeline)
     edges = edge_seconds(profile, plan, place.pipeline)

@@ -72,7 +72,7 @@ class Ranked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Decision:
+class Verdict:
     """The decision on what runs from the next step on.
 
     Attributes:
@@ -127,7 +127,7 @@ class Chooser:
         current: Candidate,
         measured: Averages,
         base: CostModel | None = None,
-    ) -> Decision:
+    ) -> Verdict:
         """The decision on what was measured.
 
         What runs is left at once if it is not among the candidates. Of those that are as fast, the one that holds least
@@ -175,7 +175,7 @@ class Chooser:
         chosen = best if worth_it or better_order or listed is None else now
         if chosen is not now:
             self._verify(chosen.candidate)
-        return Decision(tuple(_sorted(every)), now, chosen, regime, measured.unsteadiness)
+        return Verdict(tuple(_sorted(every)), now, chosen, regime, measured.unsteadiness)
 
     def prepare(self, candidates: Iterable[Candidate], costs: CostModel) -> None:
         """Does for candidates that are known before anything is measured what their first decision would have to: sets

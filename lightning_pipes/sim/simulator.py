@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import repeat
 
 import numpy as np
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import InputError, Instruction, Plan, Policy, Program
+from lightning_pipes.ir import InputError, Instruction, Plan, Policy, Program, Use, check_stream, unrolled
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.loops.dispatch import dispatch
 from lightning_pipes.sim.loops.memory import Bytes, Limit, peaks
@@ -23,7 +24,7 @@ def simulate(
     plan: Plan,
     costs: Costs,
     *,
-    batches: int | None = None,
+    batches: int | Sequence[Use] | None = None,
     memory_limit: Limit = None,
     blocking_sends: bool = False,
 ) -> Timeline:
@@ -36,16 +37,26 @@ def simulate(
     Args:
         order: a program, run in exactly its order and lowered first if it has no transfers yet; or a policy, asked in
             virtual time, and offered what the plan's limits allow.
-        batches: batches per job; by default the plan's own for a policy, three more than the head begins for an
-            endless program. A finite program has its own number.
+        batches: batches per job; by default the plan's own for a policy that flushes, three more than are under way at
+            once for an endless order. For an endless policy also what each of them uses; else they use all layers. A
+            finite program has its own number.
         memory_limit: bytes of every rank, or of each. What would not fit waits.
         blocking_sends: whether a rank waits for its sends.
 
     Raises:
         DeadlockError: ranks wait for each other, for memory, or for a policy that picks nothing; names who and what.
         InputError: the costs do not know some stage, or the weights alone exceed the limit.
+        PlanError: an endless policy can't order the plan.
         TypeError: neither a program nor a policy.
     """
+    if isinstance(order, Policy) and order.endless:
+        check_stream(order, plan)
+        asked = order.depth + 3 if batches is None else batches
+        uses = [Use.whole(plan)] * asked if isinstance(asked, int) else list(asked)
+        plan = unrolled(plan, uses, order.depth)
+        return _by_policy(order, plan, plan.batches, costs, memory_limit, blocking_sends, uses)
+    if not (batches is None or isinstance(batches, int)):
+        raise InputError("only batches of an endless policy say which layers they use; give their number")
     if isinstance(order, Program):
         program = order.unroll(order.head_batches + 3 if batches is None else batches) if order.endless else order
         fixed = compiled(program, plan)
@@ -53,9 +64,7 @@ def simulate(
         return _timeline(fixed, timed, peaks(fixed, plan, costs, memory_limit))
     if not isinstance(order, Policy):
         raise TypeError(f"simulate takes a Program or a Policy, got {order!r}; a schedule's is schedule.program(plan)")
-    queues = opened(plan, batches or plan.batches)
-    ran = dispatch(order, queues, costs, Bytes.of(queues, plan, costs, memory_limit), blocking_sends)
-    return _timeline(queues, ran.timed, tuple(map(int, ran.held.peak)), order.name)
+    return _by_policy(order, plan, batches or plan.batches, costs, memory_limit, blocking_sends)
 
 
 def makespan(order: Program | Policy, plan: Plan, costs: Costs, *, blocking_sends: bool = False) -> int:
@@ -117,6 +126,21 @@ def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, block
 def priced(program: Program, plan: Plan) -> tuple[Instruction, ...]:
     """One instruction for each group of those that cost the same: equal kind, stage, job, batch and rows."""
     return compiled(program, plan).like
+
+
+def _by_policy(
+    policy: Policy,
+    plan: Plan,
+    batches: int,
+    costs: Costs,
+    memory_limit: Limit,
+    blocking_sends: bool,
+    uses: Sequence[Use] = (),
+) -> Timeline:
+    queues = opened(plan, batches)
+    memory = Bytes.of(queues, plan, costs, memory_limit)
+    ran = dispatch(policy, queues, costs, memory, blocking_sends, uses)
+    return _timeline(queues, ran.timed, tuple(map(int, ran.held.peak)), policy.name)
 
 
 def _timeline(operations: Operations, timed: Timed, peak: tuple[int, ...], name: str = "") -> Timeline:

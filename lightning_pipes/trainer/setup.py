@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins import Precision
@@ -10,10 +10,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_pipes.engine.compute.rng import replica_seed
-from lightning_pipes.ir import Program
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.part import Part
-from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.loop.run import PipelineRun, Training
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut
@@ -68,7 +67,7 @@ class PipelineSetup:
         self._plan, order = self._plans.for_rows(self._plans.trial_rows)
         if self._trainer.state.fn == TrainerFn.FITTING and self._plans.microbatches > 1:
             warn_about_pieces(self.full)
-        self.endless = isinstance(order, Program) and order.endless
+        self.endless = order.endless
         self._ranks.control.watch.stages = dict(holdings.stages_of_processes())
         self._hidden = HiddenState(
             self._module,
@@ -96,17 +95,17 @@ class PipelineSetup:
 
     def start(
         self,
-        kind: type[PipelineRun],
+        training: Callable[[PipelineRun], Training],
         replicas: Replicas,
         precision: Precision,
         settings: Settings,
         layouts: Sequence[OptimizerLayout],
     ) -> PipelineRun:
-        """The run of the cut module, whose weights are on the device by now."""
+        """The run of the cut module, whose weights are on the device by now; it trains by what `training` makes."""
         holdings, ranks, connections = self.holdings, self._ranks, self._connections
         seed = replica_seed(settings.seed, ranks.grid.replica)
         bound = connections.turns is not None
-        return kind(
+        return PipelineRun(
             self._trainer,
             ranks,
             connections,
@@ -116,4 +115,5 @@ class PipelineSetup:
             seed,
             settings.transport,
             settings.check_loss,
+            training,
         )

@@ -39,12 +39,13 @@ from lightning_pipes.trainer.ignoring import ignore_warnings
 from lightning_pipes.trainer.loop.about import describe_run, gather_run
 from lightning_pipes.trainer.loop.adopting import adopt
 from lightning_pipes.trainer.loop.connections import Connections, connections
+from lightning_pipes.trainer.loop.flushing import Flushing
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.joining import Joining
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.standing import Standing
 from lightning_pipes.trainer.loop.stopping import StopAgreement, as_terminated
-from lightning_pipes.trainer.loop.streaming import StreamingRun, check_streaming
+from lightning_pipes.trainer.loop.streaming import Streaming, check_streaming
 from lightning_pipes.trainer.loop.wrapping import wrap_hooks
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.checks import check_run
@@ -359,8 +360,8 @@ class PipelineStrategy(PipelineHost):
         self.model_to_device()
         stops = StopAgreement(trainer, ranks.control, self._writing.at_once, lambda: links.told_to_end)
         self._undo.append(stops.remove)
-        kind = StreamingRun if self._streams else PipelineRun
-        run = cutting.start(kind, made.replicas, self.precision_plugin, settings, self._layouts)
+        training = Streaming if self._streams else Flushing
+        run = cutting.start(training, made.replicas, self.precision_plugin, settings, self._layouts)
         prediction = Prediction(decision, ranks.pipeline, links.trainings == 1) if fitting else None
         self._current = _Running(run, stops, prediction)
 

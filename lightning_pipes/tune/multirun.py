@@ -16,11 +16,11 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_pipes.arrays.array import JobArray
-from lightning_pipes.arrays.siblings.kinship import KinshipError
+from lightning_pipes.arrays.siblings.compatibility import CompatibilityError
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, current_sibling
 from lightning_pipes.ir import InputError, PipelineError, check_count
 from lightning_pipes.tune.own_hydra import own_hydra, own_logging
-from lightning_pipes.tune.studies.board import Board
+from lightning_pipes.tune.studies.announcements import Announcements
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Multirun:
         self._overrides: dict[int, list[str]] = {}  # of each sibling, by its index
         setup_globals()
         _check_process(config, config)
-        self.board = board = Board()
+        self.board = board = Announcements()
         if board.leads:
             board.say("sweep", (str(Path(config.hydra.sweep.dir).resolve()), str(config.hydra.job.name)))
         self._folder, self._name = board.hear("sweep")
@@ -137,11 +137,11 @@ class Multirun:
     def _run(self, number: int, config: DictConfig) -> Any:
         try:
             return self._task(config)
-        except KinshipError as error:
+        except CompatibilityError as error:
             sibling = current_sibling()
             assert sibling is not None
             own, first = self._overrides[sibling.index], self._overrides[error.first]
-            told = KinshipError(f"{error}. {_difference(own, first)}", error.first)
+            told = CompatibilityError(f"{error}. {_difference(own, first)}", error.first)
             self._tell(number, told)
             raise told from error
         except BaseException as error:

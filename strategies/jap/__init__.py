@@ -1,7 +1,7 @@
 """ArrayPipe: the jobs of an array share one pipeline.
 
-`Stream` is the order of blocks without rounds, which an engine runs; `ArrayProblem` and `solved` are the paper's
-iteration and everything that orders it.
+`Stream` is an array without rounds in virtual time, for predictions and as the schedule "jap"; `ArrayProblem` and
+`solved` are the paper's iteration and everything that orders it. What trains siblings is `lightning_pipes.arrays`.
 """
 
 from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of

@@ -58,10 +58,10 @@ def needed(blocks, notes, k):
 # rank 1 |....a---b-c-........a=======b===c===........| bubble 45.5%
 # rank 2 |........a---a=======b-b===c-c===............| bubble 45.5%
 #         - forward  = backward  . idle
-def listed(blocks, urgency, notes, k, window, limit, starts):
+def listed(blocks, urgency, notes, k, patience, limit, starts):
     """When the jobs `notes.active[:k]` end, NEVER if that is after `limit`; fills `starts`.
 
-    Whenever a stage is free, it takes the most urgent of its blocks that are ready within `window`; so it may wait for
+    Whenever a stage is free, it takes the most urgent of its blocks that are ready within `patience`, and may wait for
     a better one.
     """
     jobs, n, busy, lag, tail = blocks
@@ -87,7 +87,7 @@ def listed(blocks, urgency, notes, k, window, limit, starts):
                 t = soon[x]
                 s = x
         base = 2 * jobs * s
-        until = t + window
+        until = t + patience
         best = NEVER
         at = 0
         for c in range(base, base + count[s]):
@@ -223,8 +223,9 @@ def moved(places, a, to):
 
 
 def annealed(blocks, chance, begin, end, mean, now, before, best, urgency, notes, starts):
-    """Evaluations `begin` to `end` of `chance.total`: changes the places, the window and what goes first of the `Style`
-    `now`, and keeps what is best; `before` has room for the places before a change. `mean` is the longest window."""
+    """Evaluations `begin` to `end` of `chance.total`: changes the places, the patience and what goes first of the
+    `Style` `now`, and keeps what is best; `before` has room for the places before a change, `mean` is the longest
+    patience."""
     jobs = blocks.jobs
     target, luck, heat, total, rng = chance
     there, back, style = now
@@ -239,7 +240,7 @@ def annealed(blocks, chance, begin, end, mean, now, before, best, urgency, notes
         if best_style[2] <= target:
             return
         rule = style[0]
-        window = style[1]
+        patience = style[1]
         for j in range(jobs):
             there_old[j] = there[j]
             back_old[j] = back[j]
@@ -257,16 +258,16 @@ def annealed(blocks, chance, begin, end, mean, now, before, best, urgency, notes
         if 93 <= r < 96:
             rule = draw(rng, 3)
         if r >= 96:
-            window = 0 if draw(rng, 10) < 4 else draw(rng, mean)
+            patience = 0 if draw(rng, 10) < 4 else draw(rng, mean)
         for j in range(jobs):
             first[j] = 2 * there[j] + 1 + (4 * jobs if rule == 0 else 0)
             second[j] = 2 * back[j] + (4 * jobs if rule == 1 else 0)
         warm = style[2] // heat * (total - e) // total
         slack = warm * luck[draw(rng, len(luck))] // SCALE
-        v = listed(blocks, urgency, notes, jobs, window, style[2] + slack, starts)
+        v = listed(blocks, urgency, notes, jobs, patience, style[2] + slack, starts)
         if v <= style[2] + slack:
             style[0] = rule
-            style[1] = window
+            style[1] = patience
             style[2] = v
             if v < best_style[2]:
                 for j in range(jobs):

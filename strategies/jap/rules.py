@@ -53,12 +53,12 @@ def by_rule(problem: ArrayProblem, rule: str) -> Solution:
     return Solution(problem, starts, problem.makespan(starts), lower_bound(problem), rule)
 
 
-def listed(problem: ArrayProblem, there: Array, back: Array, style: int, window: int, by: Kernel) -> Array:
+def listed(problem: ArrayProblem, there: Array, back: Array, style: int, patience: int, by: Kernel) -> Array:
     """Starts by block number, from places of forwards and backwards; see `kernel.listed`."""
     n, j = problem.blocks, problem.jobs
     urgency = Urgency(*map(by.copy, numbers(there, back, style)))
     starts = by.fill(n)
-    by.run.listed(problem.read(by), urgency, notes(problem, by), j, window, NEVER, starts)
+    by.run.listed(problem.read(by), urgency, notes(problem, by), j, patience, NEVER, starts)
     return np.array(starts, np.int64)
 
 

@@ -5,7 +5,9 @@ stage that is free takes the first block that has arrived, and a job that leaves
 What arrives first is decided in virtual time, by the costs that all ranks agreed on, never by a clock: so every rank
 computes all rows by itself, and all get the same.
 
-What an engine does with it, on every rank alike:
+Job arrays (`lightning_pipes.arrays`) take what arrives first, too, but by the clock: each rank knows when a batch of
+theirs has come, and no costs need be agreed on. A `Stream` says what that comes to before anything runs, and is the
+order of the schedule "jap". Where all ranks shall run an order that is known in advance, each does this alike:
 
     stream = Stream(stages, costs, resident)              # costs: equal numbers on all ranks
     stream.admit(Job(0, cut, batches=100, more=True))     # in one order on all ranks; waits if all places are taken
@@ -128,8 +130,8 @@ class Stream:
         stages: stages of the pipeline, one a rank.
         costs: what blocks and messages take. Of links only that counts: their bandwidth and latency.
         resident: jobs that may run at once; others wait until one leaves.
-        backward_first: whether a stage that has both takes a backward before a forward; if not, what arrived first.
-            Which is better depends on how equal the stages are: see `tuning`.
+        backward_first: whether a stage that has both takes a backward before a forward, the rule of 1F1B, for
+            comparison; if not, what arrived first, as job arrays do. The page has a table of both.
 
     Raises:
         InputError: no stages or no place.

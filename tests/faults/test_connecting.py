@@ -151,15 +151,16 @@ def test_a_failure_is_told_without_a_new_thread():
 
 
 class TooSmall(Quiet):
-    """Finds no room on stage 0 for more than 8 rows."""
+    """Finds no room on one stage for more than 8 rows."""
 
-    def __init__(self, batch_size: int = 2) -> None:
+    def __init__(self, rank: int, batch_size: int = 2) -> None:
         super().__init__(os.devnull)
+        self.rank = rank
         self.batch_size = batch_size
-        self.layers[0].register_forward_pre_hook(self._need)
+        self.layers[0 if rank == 1 else 5].register_forward_pre_hook(self._need)
 
     def _need(self, module: Any, arguments: tuple[torch.Tensor]) -> None:
-        if self.trainer.global_rank == 1 and self.batch_size > 8:
+        if self.trainer.global_rank == self.rank and self.batch_size > 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -169,7 +170,7 @@ class TooSmall(Quiet):
         return loader(64, self.batch_size)
 
 
-def find_batch_size(rank: int, folder: str) -> str:
+def find_batch_size(rank: int, folder: str, full: int) -> str:
     quiet()
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -182,15 +183,16 @@ def find_batch_size(rank: int, folder: str) -> str:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(TooSmall())
+    trainer.fit(TooSmall(full))
     return "through"
 
 
-def test_a_batch_size_that_is_too_large_ends_all_ranks(tmp_path):
-    outcomes = watch_ranks(find_batch_size, 2, str(tmp_path), timeout=60)
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_batch_size_that_is_too_large_ends_all_ranks(full, tmp_path):
+    outcomes = watch_ranks(find_batch_size, 2, str(tmp_path), full, timeout=60)
     for o in outcomes:
         assert "If BatchSizeFinder has found a batch size that is too large, the one before it fits" in o.error
-    assert "OutOfMemoryError" in outcomes[1].error
+    assert "OutOfMemoryError" in outcomes[full].error
     assert abs(outcomes[0].seconds - outcomes[1].seconds) < SOON
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipes import PipelineStrategy
 
 HEARTBEAT_TIMEOUT = 5.0
+STOPS = "LIGHTNING_PIPES_TEST_STOPS"
+"""The environment variable with when a rank stops itself, and which: "started1" before it meets the others, "training1"
+while rank 0 waits for it in a collective call of gloo."""
 
 
 class Net(pl.LightningModule):
@@ -30,10 +34,16 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def stop_at(place: str) -> None:
+    if os.environ.get(STOPS) == place:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 class Says(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 3:
             Path(f"training{trainer.global_rank}").write_text(str(os.getpid()))
+            stop_at(f"training{trainer.global_rank}")
 
 
 def main() -> None:
@@ -42,6 +52,7 @@ def main() -> None:
     started = Path(f"started{rank}")
     started.with_suffix(".new").write_text(str(os.getpid()))
     started.with_suffix(".new").rename(started)
+    stop_at(f"started{rank}")
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,

@@ -6,6 +6,7 @@ Processes end as users' do, with all that Python does then.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import torch
 from lightning_pipes.engine.watch import launcher
 from lightning_pipes.testing.interpreters import processes
 from tests.launch.example import environment
-from tests.launch.fit import HEARTBEAT_TIMEOUT
+from tests.launch.fit import HEARTBEAT_TIMEOUT, STOPS
 
 SCRIPT = str(Path(__file__).with_name("fit.py"))
 START = 300.0
@@ -67,9 +68,10 @@ class Script:
 
 
 @contextmanager
-def script(folder: Path, *launcher: str) -> Iterator[Script]:
+def script(folder: Path, *launcher: str, stops: str = "") -> Iterator[Script]:
+    """It trains until all is over; `stops` is for STOPS."""
     token = secrets.token_hex(8)
-    env = {**os.environ, **environment(token)}
+    env = {**os.environ, **environment(token), STOPS: stops}
     with open(folder / "said", "w") as said:
         command = [sys.executable, *launcher, SCRIPT, "1000000"]
         started = subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=said, text=True)
@@ -85,12 +87,21 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 
 
 def test_who_raises_ends_though_a_stopped_rank_owes_it_an_answer(tmp_path):
-    with script(tmp_path) as run:
+    with script(tmp_path, stops="training1") as run:
         run.send(signal.SIGSTOP, 1, "training")
         status, said = run.end(but=1)
     assert status == 1
     assert f"rank 1 (stage 0) was declared dead by rank 0: no sign of life for {HEARTBEAT_TIMEOUT:.0f} s" in said
     assert "Traceback" in said
+
+
+def test_who_is_stopped_before_ranks_have_met_is_not_waited_for(tmp_path):
+    """Nobody knows a sign of life of it, but the system knows that it is stopped."""
+    with script(tmp_path, stops="started1") as run:
+        run.send(signal.SIGSTOP, 1, "started")
+        status, said = run.end(but=1)
+    assert status == 1
+    assert re.search(r"RankStoppedError: local rank 1, process \d+, has been stopped for \d+ s, before all ranks", said)
 
 
 @pytest.mark.slow  # tests/faults/test_errors.py has the same of ranks

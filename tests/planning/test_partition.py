@@ -5,8 +5,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from lightning_pipes.ir import PlanError, Span
-from lightning_pipes.planning.partition import even_partition, partition_at
+from lightning_pipes.ir import Plan, PlanError, Span
+from lightning_pipes.planning.partition import even_partition, partition_at, with_layer
 
 
 def brute_force(weights: list[int], stages: int) -> tuple[int, int]:
@@ -53,3 +53,14 @@ def test_cut_points():
 def test_bad_cut_points(cuts, message):
     with pytest.raises(PlanError, match=message):
         partition_at(cuts, 7, 3)
+
+
+def test_a_layer_goes_to_the_stage_next_to_its_own():
+    plan = Plan.even(3, 2, layers=(Span(0, 2), Span(2, 3), Span(3, 6)))
+    assert with_layer(plan, 1, 1).layers == (Span(0, 1), Span(1, 3), Span(3, 6))
+    assert with_layer(plan, 2, 0).layers == (Span(0, 3), Span(3, 3), Span(3, 6))
+    assert with_layer(plan, 2, 2).layers == (Span(0, 2), Span(2, 2), Span(2, 6))
+    assert with_layer(plan, 3, 1).layers == (Span(0, 2), Span(2, 4), Span(4, 6))
+    for layer, rank in ((0, 1), (4, 1), (5, 1), (0, 2), (1, 0), (6, 2), (5, 3)):
+        with pytest.raises(PlanError, match=f"layer {layer} can't go to rank {rank}"):
+            with_layer(plan, layer, rank)

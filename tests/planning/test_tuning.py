@@ -9,7 +9,7 @@ import pytest
 from lightning_pipes.ir import Kind, PlanError, Program, ProgramError, Schedule
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.measured import Averages
-from lightning_pipes.planning.tuning import Chooser, Decision, Regime, regime_of
+from lightning_pipes.planning.tuning import Chooser, Regime, Verdict, regime_of
 from lightning_pipes.sim import load_kernel, simulate
 from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.kfkb import KFKB
@@ -195,7 +195,7 @@ def test_nothing_to_choose_from_and_no_hysteresis():
 
 def test_equal_input_equal_decision():
     _, costs, found = case(link=33 * MS)
-    decisions: list[Decision] = [Chooser().decide(found, found[2], given(costs, unsteady=0.1)) for _ in range(2)]
+    decisions: list[Verdict] = [Chooser().decide(found, found[2], given(costs, unsteady=0.1)) for _ in range(2)]
     assert decisions[0] == decisions[1]
 
 

@@ -71,7 +71,7 @@ def runs(rank: int, schedule: str, folder: str) -> list[tuple[Any, ...]]:
         }
         options = {"max_steps": BATCHES, "max_epochs": -1, "limit_val_batches": 0, "callbacks": [sees]}
         if schedule == "mover":
-            options["gradient_clip_val"] = 0.4
+            options |= {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
         case = Case(
             LitFrozen, {"dropout": 0.2}, strategy, options, resume=resume and f"{folder}/TrueNone/{resume}.ckpt"
         )

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_pipes.arrays.siblings.agreement import SiblingAgreement
 from lightning_pipes.arrays.siblings.barriers import has_purpose
-from lightning_pipes.arrays.siblings.kinship import decide_alike, microbatches_among, same_container
+from lightning_pipes.arrays.siblings.compatibility import decide_alike, microbatches_among, same_container
 from lightning_pipes.arrays.siblings.sibling import Sibling, SiblingWatch, wait_in_turn
 from lightning_pipes.engine.engine import Turns, Watch
 from lightning_pipes.engine.messages.mailbox import Transport
@@ -97,7 +97,7 @@ class SiblingConnections:
         return SiblingAgreement(trainer, stops, control, self.sibling).agree
 
     def go_home(self) -> None:
-        self.sibling.array.take_home(self.sibling.index)
+        self.sibling.array.release(self.sibling.index)
 
     def leave(self, control: Control | None, down: bool) -> None:
         if control is not None and not down:

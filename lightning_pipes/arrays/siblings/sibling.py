@@ -76,7 +76,7 @@ class Host(Protocol):
     def keep(self, index: int, engine: Engine) -> None:
         """Writes down what was computed for a batch of sibling number `index`."""
 
-    def take_home(self, index: int) -> None:
+    def release(self, index: int) -> None:
         """Its weights and optimizers are its own again, and lie in no memory that siblings share."""
 
     def microbatches(self, stages: int) -> int:
@@ -223,7 +223,7 @@ class Sibling(Generic[T]):
             self.outcome = Outcome(self.index, error=error)
             self._checks.clear()
         finally:
-            self.array.take_home(self.index)
+            self.array.release(self.index)
             _current.reset(token)
 
     # ---- called by its array

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_pipes.ir import Use
+
 
 @dataclass(eq=False)
 class Item:
@@ -16,6 +18,7 @@ class Item:
         data: whatever the bodies of this rank's stages need; the engine does not look at it.
         job: the sibling it belongs to.
         training: forward and backward, or forward only without gradients.
+        use: the layers that it uses, and those of them that it steps; None means all.
     """
 
     number: int
@@ -23,3 +26,4 @@ class Item:
     data: Any = None
     job: int = 0
     training: bool = True
+    use: Use | None = None

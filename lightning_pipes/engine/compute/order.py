@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
@@ -15,11 +16,13 @@ from lightning_pipes.ir import (
     DependencyTracker,
     Instruction,
     Kind,
+    Ledger,
     Plan,
     Policy,
     Program,
     ProgramError,
     RankView,
+    Use,
     offered,
     ready_key,
     send_of,
@@ -34,8 +37,8 @@ Item = tuple[int, int]
 class Order(Protocol):
     """Decides for one rank and one window."""
 
-    def add(self, item: Item, rows: int) -> None:
-        """One more batch may be worked on."""
+    def add(self, item: Item, rows: int, use: Use) -> None:
+        """One more batch may be worked on, which uses these layers."""
 
     def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
         """The instruction to run now; None if nothing can be run yet. `number` is the window's."""
@@ -79,7 +82,7 @@ class StaticOrder:
         for turn in count():
             yield from shifted(self._program.cycle[self._rank], turn)
 
-    def add(self, item: Item, rows: int) -> None:
+    def add(self, item: Item, rows: int, use: Use) -> None:
         self._batches[item[0]] += 1
         self._rows[item] = rows
 
@@ -132,25 +135,36 @@ class StaticOrder:
 
 
 class ReadyOrder:
-    """The choice of a policy among the instructions whose needs are met; messages are taken and sent at once."""
+    """The choice of a policy among the instructions whose needs are met; messages are taken and sent at once.
+
+    In an endless window what batches wait for comes with them, by the layers that they use, and they are forgotten when
+    they are over.
+    """
 
     def __init__(self, policy: Policy, plan: Plan, rank: int) -> None:
+        if policy.endless:
+            plan = replace(plan, shared_weights=False)
         self._policy, self._plan, self._rank = policy, plan, rank
         self._tracker = DependencyTracker(plan)
+        self._ledger = Ledger(plan, plan.stages[rank])
         self._transfers: deque[Instruction] = deque()
         self._ready: list[Instruction] = []
         self._unchecked: list[Instruction] = []  # receives whose message may have come before they were added
         self._rows: dict[Item, int] = {}
-        self._left = 0
+        self._left: dict[Item, int] = {}  # instructions of the batches under way, the oldest batch first
+        self._newest = -1
+        self._closed = False
         self._receives = 0  # those not run yet
         self._in_flight: dict[int, int] = dict.fromkeys(plan.stages[rank], 0)
         self._last: Instruction | None = None
 
-    def add(self, item: Item, rows: int) -> None:
+    def add(self, item: Item, rows: int, use: Use) -> None:
         self._rows[item] = rows
         mine = window(self._plan, self._rank, *item)
-        self._left += len(mine)
-        self._sort(self._tracker.add(mine))
+        self._left[item] = len(mine)
+        self._newest = item[1]
+        waits = self._ledger.enter(self._newest, use) if self._policy.endless else None
+        self._sort(self._tracker.add(mine, waits))
         receives = [i for i in mine if i.kind in RECEIVES]
         self._unchecked += receives
         self._receives += len(receives)
@@ -170,7 +184,9 @@ class ReadyOrder:
         allowed = offered(self._ready, self._fits)
         if not allowed:
             return None
-        picked = self._policy.pick(allowed, RankView(self._rank, self._last, dict(self._in_flight)), self._plan)
+        ledger = self._ledger
+        view = RankView(self._rank, self._last, dict(self._in_flight), ledger.uses, ledger.versions)
+        picked = self._policy.pick(allowed, view, self._plan)
         if picked is not None:
             if picked not in allowed:
                 raise ProgramError(
@@ -187,14 +203,27 @@ class ReadyOrder:
         return self._in_flight[i.stage] + rows <= self._plan.limits[i.stage]
 
     def done(self, i: Instruction) -> None:
-        self._left -= 1
+        item = i.job, i.batch
         self._receives -= i.kind in RECEIVES
-        rows = i.span.clip(self._rows[i.job, i.batch]).rows
+        rows = i.span.clip(self._rows[item]).rows
         if i.kind is Kind.F:
             self._in_flight[i.stage] += rows
         elif i.kind is Kind.B or i.kind is Kind.W:
             self._in_flight[i.stage] -= rows
+        elif i.kind is Kind.STEP and self._policy.endless:
+            self._ledger.done(i)
         self._sort(self._tracker.complete(i))
+        self._left[item] -= 1
+        if not self._left[item]:
+            self._end(item)
+
+    def _end(self, item: Item) -> None:
+        """All of the batch has run here."""
+        del self._left[item]
+        if self._policy.endless:
+            del self._rows[item]
+            self._ledger.leave(item[1])
+            self._tracker.forget(*item)
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
         if not self._receives:
@@ -210,11 +239,14 @@ class ReadyOrder:
         return f"any of {self._receives} messages to stage {stages}"
 
     def close(self) -> None:
-        pass
+        self._closed = True
 
     @property
     def satisfied(self) -> bool:
-        return not self._left
+        if self._closed or not self._policy.endless:
+            return not self._left
+        oldest = next((batch for _, batch in self._left), self._newest + 1)
+        return self._newest + 1 - oldest < self._policy.depth
 
     def _arrived(self, keys: list[Key], number: int) -> None:
         for window_number, i in keys:

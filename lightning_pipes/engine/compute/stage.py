@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.in_parts import InParts
 from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.parts import Parts
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.engine.compute.weights import Version, WeightVersions
-from lightning_pipes.ir import Span
+from lightning_pipes.ir import Span, Use
 
 Body = Callable[["Stage", Item, Span, Any], Any]
 """Computes what a stage sends on: body(stage, item, span, received)."""
@@ -50,6 +51,7 @@ class Stage:
         job: the sibling whose layers these are.
         last_backward: makes what is entered, with the stage's number, around the backward that completes the
             gradients of a batch.
+        named: the layers under whose names batches say what they use, where `layers` are wrapped around those.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class Stage:
         recompute: bool = False,
         job: int = 0,
         last_backward: Callable[[int], AbstractContextManager[None]] | None = None,
+        named: Mapping[int, nn.Module] | None = None,
     ) -> None:
         self.number = number
         self.layers = dict(layers)
+        self._parts = Parts(number, self.layers if named is None else named)
         self.body = body
         self.step = step
         self.job = job
@@ -74,6 +78,7 @@ class Stage:
         """Whether the body runs for the second time on the same samples."""
         self.weights = WeightVersions(self.layers, most=1)
         self._version: Version | None = None
+        self._only_read: frozenset[int] = frozenset()  # ids of parameters that the batch does not step
         self._recompute = recompute
         self._in_parts: InParts | None = None
         self._said_inseparable = False
@@ -103,6 +108,7 @@ class Stage:
             PlanError: what runs in parts could give something else than in one piece.
         """
         self._version, self.recomputing = version, again
+        self._only_read = self._parts.only_read(item.use)
         self._in_parts = InParts(self.number, span, self.device) if in_parts else None
         try:
             out = self.body(self, item, span, received)
@@ -111,6 +117,20 @@ class Stage:
             return out
         finally:
             self._version, self._in_parts, self.recomputing = None, None, False
+
+    def check_use(self, use: Use) -> None:
+        """Refuses a batch that uses layers which are not here.
+
+        Raises:
+            PlanError: it does.
+        """
+        self._parts.check(use)
+
+    def stepped(self, item: Item) -> list[nn.Parameter]:
+        """The parameters of the layers that `item` steps here."""
+        if item.use is None:
+            return [p for layer in self.layers.values() for p in layer.parameters()]
+        return self._parts.parameters(item.use.stepped(self.number))
 
     def run_layers(self, item: Item, span: Span, x: Any) -> Any:
         """`x` through the layers; each layer draws from its own random stream."""
@@ -142,7 +162,7 @@ class Stage:
         return x
 
     def _run_layer(self, number: int, layer: nn.Module, x: Any) -> Any:
-        if self._version is None and not self.recomputing:
+        if self._version is None and not self.recomputing and not self._only_read:
             return layer(x)
         return functional_call(layer, self._tensors(number, layer), (x,))
 
@@ -171,6 +191,10 @@ class Stage:
         tensors: dict[str, torch.Tensor] = {}
         if self._version is not None:
             tensors.update(self._version.parameters[number])
+        if self._only_read:
+            for name, p in layer.named_parameters():
+                if id(p) in self._only_read:
+                    tensors[name] = tensors.get(name, p).detach()
         if self.recomputing:  # running statistics have seen this micro-batch already
             tensors.update({name: b.clone() for name, b in layer.named_buffers()})
         return tensors

@@ -60,7 +60,7 @@ class Pace:
             self.size = max(LEAST, min(MOST, fitting, 2 * size))
 
 
-class Layout:
+class Packing:
     """Parts that lie one behind the other, by their sizes in bytes."""
 
     def __init__(self, sizes: Sequence[int]) -> None:

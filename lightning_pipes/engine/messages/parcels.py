@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.messages.channel import RECEIVER, SENDER
-from lightning_pipes.engine.messages.parcel_chunks import MOST, Layout, Line, Pace
+from lightning_pipes.engine.messages.parcel_chunks import MOST, Line, Pace, Packing
 from lightning_pipes.engine.messages.parcel_format import content_of, described, packed
 from lightning_pipes.engine.messages.socket_queues import SocketQueues
 from lightning_pipes.engine.messages.transport import IDLE
@@ -311,7 +311,7 @@ class _Leaving:
 
     def __init__(self, handle: Handle, key: Key, description: bytes, tensors: Sequence[torch.Tensor]) -> None:
         self.handle, self.description, self._tensors = handle, description, tensors
-        self._layout = Layout([len(description), *(t.nbytes for t in tensors)])
+        self._layout = Packing([len(description), *(t.nbytes for t in tensors)])
         self.size = len(description) + sum(t.nbytes for t in tensors)
         self._part, self._bytes = 0, torch.frombuffer(bytearray(description), dtype=torch.uint8)
         self._ready: Any = None
@@ -425,7 +425,7 @@ class _Arriving:
         self._skeleton: Any = None
         self._tensors: list[torch.Tensor] = []
         self._parts: list[torch.Tensor] = [self._description]
-        self._layout = Layout([description])
+        self._layout = Packing([description])
 
     def put(self, start: int, stop: int, data: torch.Tensor) -> None:
         """Those bytes have come; they come in order."""
@@ -451,7 +451,7 @@ class _Arriving:
             raise PipelineError("received a parcel of another size than it says: do all ranks run the same version?")
         self._tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in found]
         self._parts += [t.reshape(-1).view(torch.uint8) if t.numel() else t for t in self._tensors]
-        self._layout = Layout([self._description.numel(), *sizes])
+        self._layout = Packing([self._description.numel(), *sizes])
 
 
 class _Incoming:

@@ -13,7 +13,7 @@ ALIGNMENT = 512
 """Bytes; where the allocators of torch start tensors, too, so that kernels choose the same code."""
 
 
-class _Place(NamedTuple):
+class _Slice(NamedTuple):
     offset: int
     nbytes: int
     dtype: torch.dtype
@@ -22,26 +22,26 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class SlabLayout:
     """Where each tensor lies in a slab.
 
     Attributes:
         nbytes: of the slab.
     """
 
-    places: dict[str, _Place]
+    places: dict[str, _Slice]
     nbytes: int
 
     @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    def of(tensors: Mapping[str, torch.Tensor]) -> SlabLayout:
         """One tensor after the other; strides are kept where a tensor has no holes."""
         places, offset = {}, 0
         for name, tensor in tensors.items():
             nbytes = tensor.numel() * tensor.element_size()
             stride = torch.empty_like(tensor, device="meta").stride()
-            places[name] = _Place(offset, nbytes, tensor.dtype, tuple(tensor.shape), stride)
+            places[name] = _Slice(offset, nbytes, tensor.dtype, tuple(tensor.shape), stride)
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return Layout(places, offset)
+        return SlabLayout(places, offset)
 
     def views(self, slab: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors in a slab. They share its version counter, so that autograd notices when it is overwritten."""

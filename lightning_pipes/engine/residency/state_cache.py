@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lightning_pipes.engine.residency.copier import SlabCopier
-from lightning_pipes.engine.residency.slab import Layout, host_slab
+from lightning_pipes.engine.residency.slab import SlabLayout, host_slab
 from lightning_pipes.ir import PlanError
 from lightning_pipes.sim.residency import Residency, Statistics
 
@@ -57,7 +57,7 @@ class _State:
         on_device: its tensors in each slab on the device where it has been; views take longer to make than to bind.
     """
 
-    layout: Layout
+    layout: SlabLayout
     host: torch.Tensor
     on_host: Tensors
     slot: _Slot | None = None
@@ -126,7 +126,7 @@ class StateCache(Generic[Key]):
         Raises:
             PlanError: it does not fit into the device's or the host's budget.
         """
-        layout = Layout.of(tensors)
+        layout = SlabLayout.of(tensors)
         if self._host_budget is not None and self.host_bytes + layout.nbytes > self._host_budget:
             raise PlanError(
                 f"state {key} has {layout.nbytes} bytes; {len(self._states)} states have {self.host_bytes} of the "

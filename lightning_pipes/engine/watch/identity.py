@@ -81,6 +81,12 @@ class Process(NamedTuple):
         return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this PID name space does nothing until it gets SIGCONT; unknown elsewhere than on Linux."""
+    state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return state[:1] == ["T"]  # a debugger's are "t"
+
+
 @cache
 def _process(pid: int) -> Process:
     return Process.of(pid)

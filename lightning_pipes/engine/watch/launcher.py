@@ -7,17 +7,24 @@ is itself a rank ends when one that it has started dies, and waits for the other
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+import psutil
+
 from lightning_pipes.engine.watch import ending
+from lightning_pipes.engine.watch.heartbeat import Silence
+from lightning_pipes.engine.watch.identity import is_stopped
 from lightning_pipes.ir import PipelineError
 
 _log = logging.getLogger(__name__)
@@ -32,6 +39,7 @@ about to end with an error that says more."""
 _PATIENCE_SECONDS = 4.0
 """How long a process that has failed waits in its end for those that it has started."""
 _LOOK_SECONDS = 0.3
+_COMPANY_SECONDS = 1.0
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _born = os.getpid(), os.getppid()
 """This process when it came here first, and its parent; a fork of it has another."""
@@ -39,6 +47,10 @@ _born = os.getpid(), os.getppid()
 
 class LauncherEndedError(PipelineError):
     """The process that has started this one has ended."""
+
+
+class RankStoppedError(PipelineError):
+    """A rank that was started with this one does nothing."""
 
 
 class _Launcher:
@@ -148,6 +160,57 @@ def check_launcher() -> None:
         raise LauncherEndedError(f"process {_above.pid}, which has started this one, has ended")
 
 
+class Company:
+    """Looks after those of this host before ranks have met, when nobody has given a sign of life yet: who is slow then
+    may have much to load, and who is stopped can be seen.
+
+    Args:
+        patience: seconds that one may be stopped.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._silences: defaultdict[int, Silence] = defaultdict(partial(Silence, 2 * _COMPANY_SECONDS))
+        self._moves = itertools.count(1)
+        self._next = 0.0
+
+    def check(self) -> None:
+        """Looks now and then; called as often as one likes.
+
+        Raises:
+            LauncherEndedError: the launcher has ended.
+            RankStoppedError: a rank that it has started is stopped.
+        """
+        check_launcher()
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _COMPANY_SECONDS
+        for rank, pid in _company():
+            moved = 0 if is_stopped(pid) else next(self._moves)
+            seconds = self._silences[pid].seconds(moved, now)
+            if seconds > self._patience:
+                raise RankStoppedError(
+                    f"local rank {rank}, process {pid}, has been stopped for {seconds:.0f} s, before all ranks have "
+                    f"met. Let it go on (kill -CONT {pid}) and start again; heartbeat_timeout says how long is waited"
+                )
+
+
+def _company() -> Iterator[tuple[str, int]]:
+    """The other processes that the same launcher has started as ranks, with their local ranks; itself, if it is one."""
+    for rank, process in _below.processes.items():
+        yield str(rank), process.pid
+    if not _above.pid or _above.gone:
+        return
+    if os.environ.get(LAUNCHER) == str(_above.pid):
+        yield "0", _above.pid
+    with suppress(psutil.Error):
+        for child in psutil.Process(_above.pid).children():
+            local = _in_environment(child.pid, "LOCAL_RANK")
+            if child.pid != os.getpid() and local:
+                yield local, child.pid
+
+
 def how_it_ended(code: int) -> str:
     """The meaning of an exit status, in words."""
     return f"was ended by signal {-code}" if code < 0 else f"has ended with exit status {code}"
@@ -159,15 +222,17 @@ def _launcher() -> int:
         pid = int(os.environ[LAUNCHER])
         return pid if os.getppid() == pid or not Path(f"/proc/{pid}").exists() else 0
     parent = _born[1] if _born[0] == os.getpid() else os.getppid()
-    if _TORCHRUN in os.environ and not _has_in_environment(parent, _TORCHRUN):
+    if _TORCHRUN in os.environ and _in_environment(parent, _TORCHRUN) is None:
         return parent
     return 0
 
 
-def _has_in_environment(pid: int, name: str) -> bool:
+def _in_environment(pid: int, name: str) -> str | None:
+    """The value of a variable in the environment of a process; None where there is none, or is not to be known."""
     with suppress(OSError):
-        return f"\0{name}=".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    return False
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        return next((pair.partition("=")[2] for pair in pairs if pair.startswith(f"{name}=")), None)
+    return None
 
 
 def _end(why: str) -> None:

@@ -5,6 +5,7 @@ Transfers are not asked about: a send starts when its message is complete, a rec
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -15,10 +16,13 @@ from lightning_pipes.ir import (
     RECEIVES,
     DeadlockError,
     Instruction,
+    Kind,
+    Ledger,
     Policy,
     ProgramError,
     RankView,
     RulePolicy,
+    Use,
     grid,
     needs,
     offered,
@@ -28,11 +32,16 @@ from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.queues import Queues, Run, choose
 
 
-def dispatch(policy: Policy, queues: Queues, costs: Costs, memory: Bytes, blocking_sends: bool) -> Run:
+def dispatch(
+    policy: Policy, queues: Queues, costs: Costs, memory: Bytes, blocking_sends: bool, uses: Sequence[Use] = ()
+) -> Run:
     """The order that `policy` makes of `queues`, as `sim.loops.window.opened` gives them; what would exceed the plan's
     limits or the memory is not offered.
 
     A policy that is a rule is not asked: the kernel runs it.
+
+    Args:
+        uses: what the batches of an endless window use, which the policy sees.
 
     Raises:
         DeadlockError: something is left, and nothing is on its way.
@@ -45,7 +54,7 @@ def dispatch(policy: Policy, queues: Queues, costs: Costs, memory: Bytes, blocki
         run = choose(queues, prices, memory, room=room, alternate=rule.alternate, blocking_sends=blocking_sends)
     else:
         room = _room(queues, plan.limits)
-        picker = partial(_Asking, policy, queues, memory, room)
+        picker = partial(_Asking, policy, queues, memory, room, uses)
         run = choose(queues, prices, memory, room=room, picker=picker, blocking_sends=blocking_sends)
     if run.left:
         raise DeadlockError(_stuck(policy, queues, run, memory))
@@ -63,12 +72,17 @@ def _room(queues: Queues, *limits: Sequence[int]) -> list[int]:
 class _Asking:
     """Asks a policy in place of the kernel's rule."""
 
-    def __init__(self, policy: Policy, queues: Queues, memory: Bytes, room: Sequence[int], run: Run) -> None:
+    def __init__(
+        self, policy: Policy, queues: Queues, memory: Bytes, room: Sequence[int], uses: Sequence[Use], run: Run
+    ) -> None:
         self._policy, self._queues, self._memory, self._room, self._run = policy, queues, memory, room, run
         self._last: list[Instruction | None] = [None] * queues.plan.n_ranks
+        self._seen = [_Seen(queues, rank, uses, policy.depth) for rank in range(queues.plan.n_ranks)]
 
     def __call__(self, rank: int, forward: int, other: int, nothing: int, alternate: bool, after_forward: bool) -> int:
-        run, instructions = self._run, self._queues.instructions
+        run, instructions, last = self._run, self._queues.instructions, self._last[rank]
+        if last is not None:  # the rank is free, so what it ran last has ended
+            self._seen[rank].end(last)
         number = {instructions[i]: i for i in sorted(self._ready(rank))}
         choice = offered(number, lambda i: self._fits(rank, number[i]))
         if not choice:
@@ -77,7 +91,9 @@ class _Asking:
         in_flight = {
             stage: self._room[forwards[stage]] - run.ready.room[forwards[stage]] for stage in plan.stages[rank]
         }
-        picked = self._policy.pick(choice, RankView(rank, self._last[rank], in_flight), plan)
+        ledger = self._seen[rank].ledger
+        view = RankView(rank, self._last[rank], in_flight, ledger.uses, ledger.versions)
+        picked = self._policy.pick(choice, view, plan)
         if picked is None:
             return nothing
         if picked not in choice:
@@ -99,6 +115,38 @@ class _Asking:
         return self._queues.rows[i] <= room and (
             taken <= 0 or self._run.held.now[rank] + taken <= self._memory.may[rank]
         )
+
+
+class _Seen:
+    """An endless window as a rank's policy sees it: the batches under way, and how far the layers are."""
+
+    def __init__(self, queues: Queues, rank: int, uses: Sequence[Use], depth: int) -> None:
+        plan = queues.plan
+        self.ledger = Ledger(plan, plan.stages[rank])
+        self._uses, self._depth = uses, depth
+        mine = (i for i, r in zip(queues.instructions, queues.ranks, strict=True) if r == rank and i.kind in COMPUTE)
+        self._left = Counter(i.batch for i in mine) if uses else Counter()
+        self._ended: Instruction | None = None
+        self._newest = -1
+        self._enter()
+
+    def end(self, i: Instruction) -> None:
+        """The rank has run `i`, and maybe nothing since it said so before."""
+        if not self._uses or i == self._ended:
+            return
+        self._ended = i
+        if i.kind is Kind.STEP:
+            self.ledger.done(i)
+        self._left[i.batch] -= 1
+        if not self._left[i.batch]:
+            self.ledger.leave(i.batch)
+            self._enter()
+
+    def _enter(self) -> None:
+        oldest = min(self.ledger.uses, default=self._newest + 1)
+        for batch in range(self._newest + 1, min(oldest + self._depth, len(self._uses))):
+            self.ledger.enter(batch, self._uses[batch])
+            self._newest = batch
 
 
 def _stuck(policy: Policy, queues: Queues, run: Run, memory: Bytes) -> str:

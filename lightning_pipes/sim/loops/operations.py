@@ -14,7 +14,7 @@ from lightning_pipes.cost import Costs
 from lightning_pipes.ir import SENDS, Alike, Instruction, Kind, Plan, PlanError, alike
 from lightning_pipes.sim.loops.kernel import LONG_AGO, PLENTY
 from lightning_pipes.sim.loops.machine import Machine
-from lightning_pipes.sim.loops.tables import PriceList, Table, Wires, Work
+from lightning_pipes.sim.loops.tables import Graph, PriceList, Table, Wires
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Operations:
     instructions: tuple[Instruction, ...]
     like: tuple[Instruction, ...]
     pairs: tuple[tuple[int, int], ...]
-    table: Table[Work]
+    table: Table[Graph]
 
     @cached_property
     def ranks(self) -> list[int]:

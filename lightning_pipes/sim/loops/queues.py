@@ -11,7 +11,7 @@ from lightning_pipes.sim.loops.kernel import PLENTY
 from lightning_pipes.sim.loops.machine import PYTHON, bound, machine
 from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, joined
-from lightning_pipes.sim.loops.tables import Beginning, Held, Ran, Ready, Standing, Table
+from lightning_pipes.sim.loops.tables import Beginning, Held, Queued, Ran, Status, Table
 
 EFFORT = 8
 """The time that an operation costs the kernel where it is chosen, over what it costs in a fixed order."""
@@ -40,7 +40,7 @@ class Queues(Operations):
     in_order: bool
 
     @cached_property
-    def standing(self) -> Table[Standing]:
+    def standing(self) -> Table[Queued]:
         """Where each operation stands, and the queues."""
         queue = [0] * len(self.instructions)
         for q, members in enumerate(self.members):
@@ -50,7 +50,7 @@ class Queues(Operations):
         for q in self.forwards.values():
             forward[q] = 1
         queues = [sum(r < rank for r in self.owner) for rank in range(self.plan.n_ranks + 1)]
-        return Table(Standing(queue, self.pool, self.rows, queues, forward, joined(self.members)[1]))
+        return Table(Queued(queue, self.pool, self.rows, queues, forward, joined(self.members)[1]))
 
     @cached_property
     def beginning(self) -> Table[Beginning]:
@@ -71,7 +71,7 @@ class Run:
     """
 
     timed: Timed
-    ready: Ready
+    ready: Status
     held: Held
     left: int
 
@@ -101,7 +101,7 @@ def choose(
     by = machine(EFFORT * n) if picker is None else PYTHON
     may_take = by.copy(room or [PLENTY] * len(queues.members))
     waiting, low, count = map(by.copy, by.read(queues.beginning))
-    ready = Ready(waiting, low, count, may_take)
+    ready = Status(waiting, low, count, may_take)
     ran, turn = Ran(by.fill(n), by.fill(n)), by.fill(n)
     run = Run(Timed(*ran, turn), ready, Held(by.copy(memory.held), by.copy(memory.held)), n)
     chosen = by.chosen if picker is None else bound(kernel.chosen, pick=picker(run))

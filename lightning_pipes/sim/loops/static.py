@@ -19,7 +19,7 @@ from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.operations import Numbering, Operations, Prices, Timed, joined
 from lightning_pipes.sim.loops.queues import Queues, choose
 from lightning_pipes.sim.loops.regular import numbered
-from lightning_pipes.sim.loops.tables import Array, Ran, Table, Wires, Work
+from lightning_pipes.sim.loops.tables import Array, Graph, Ran, Table, Wires
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Compiled(Operations):
             self.instructions,
             self.like,
             self.pairs,
-            Table(Work(rank, link, group, *joined(after))),
+            Table(Graph(rank, link, group, *joined(after))),
             waiting=[len(those) for those in waits],
             members=rows,
             owner=list(range(self.plan.n_ranks)),
@@ -81,7 +81,7 @@ def compiled(program: Program, plan: Plan) -> Compiled:
     """
     quick = numbered(program, plan)
     if quick is not None:
-        table = Table(Work(quick.ranks, quick.links, quick.groups, quick.first, quick.before))
+        table = Table(Graph(quick.ranks, quick.links, quick.groups, quick.first, quick.before))
         return Compiled(plan, tuple(quick.instructions), tuple(quick.like), tuple(quick.pairs), table)
     lowered = lower(program, plan)
     number: dict[Instruction, int] = {}  # position in `kept`; of a receive, that of its send
@@ -129,7 +129,7 @@ def compiled(program: Program, plan: Plan) -> Compiled:
     stuck = {rank: row[at[rank]] for rank, row in enumerate(lowered.head) if at[rank] < len(row)}
     if stuck:
         raise deadlock(number, stuck, plan)
-    table = Table(Work(ranks, links, groups, *joined(before)))
+    table = Table(Graph(ranks, links, groups, *joined(before)))
     return Compiled(plan, tuple(kept), tuple(numbering.like), numbering.pairs, table)
 
 

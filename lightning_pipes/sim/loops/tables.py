@@ -20,7 +20,7 @@ Numbers = Any
 """A list of whole numbers, or an int64 array."""
 
 
-class Work(NamedTuple):
+class Graph(NamedTuple):
     """The operations: who runs them, what they cost as, and what each is joined with.
 
     Attributes:
@@ -83,7 +83,7 @@ class Ran(NamedTuple):
     ends: Numbers
 
 
-class Standing(NamedTuple):
+class Queued(NamedTuple):
     """Where computations queue. A queue holds those of one rank, kind and stage.
 
     Attributes:
@@ -116,7 +116,7 @@ class Beginning(NamedTuple):
     count: Numbers
 
 
-class Ready(NamedTuple):
+class Status(NamedTuple):
     """The queues meanwhile: a `Beginning` that goes on.
 
     Attributes:
@@ -154,7 +154,7 @@ class Held(NamedTuple):
     peak: Numbers
 
 
-Fields = TypeVar("Fields", Work, PriceList, Standing, Beginning, Needed)
+Fields = TypeVar("Fields", Graph, PriceList, Queued, Beginning, Needed)
 
 
 @dataclass(frozen=True, eq=False)

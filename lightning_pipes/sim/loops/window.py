@@ -7,7 +7,7 @@ from functools import lru_cache
 from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, needs, ready_key, send_of, window
 from lightning_pipes.sim.loops.operations import Numbering, joined
 from lightning_pipes.sim.loops.queues import Queues
-from lightning_pipes.sim.loops.tables import Table, Work
+from lightning_pipes.sim.loops.tables import Graph, Table
 
 _QUEUES = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2, Kind.STEP: 3}
 """The queue of a stage in which each kind waits; B and I never meet."""
@@ -58,7 +58,7 @@ def opened(plan: Plan, batches: int) -> Queues:
         tuple(instructions),
         tuple(numbering.like),
         numbering.pairs,
-        Table(Work(ranks, links, groups, *joined(after))),
+        Table(Graph(ranks, links, groups, *joined(after))),
         waiting=waiting,
         members=members,
         owner=[rank for rank, stages in enumerate(plan.stages) for _ in range(4 * len(stages))],

@@ -29,7 +29,7 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
-from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, Decision
+from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, Verdict
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.adopting import adopt_told
@@ -89,7 +89,7 @@ class Tuned:
     """
 
     batch: int
-    decision: Decision
+    decision: Verdict
     measured: float
     seconds: float
 

@@ -50,11 +50,11 @@ def gather_run(
     """Everything that all ranks have when a run ends, in one exchange: the state dict of the whole module, empty if its
     layers stay spread out; and the windows of every rank of the pipeline with `about` and what only each of them knows
     of it, None if nothing was trained."""
-    if run.cut.stays_spread:
-        run.part.go_home()  # where another run with this module looks for them
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    local = {} if run.cut.stays_spread else run.cut.local_state(outside=pipeline.position == 0)
     facts = (tuple(run.windows), tuple(run.took), run.stage_bytes(optimizers), memory) if run.windows else None
+    if run.cut.stays_spread:
+        run.part.go_home()
+    local = {} if run.cut.stays_spread else run.cut.local_state(outside=pipeline.position == 0)
     gathered = pipeline.all_gather((local, facts))
     state = {} if run.cut.stays_spread else run.cut.in_order([part for part, _ in gathered])
     if facts is None:

@@ -14,7 +14,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_pipes.engine.watch.ending import has_given_up, hurry, never_destroy
 from lightning_pipes.engine.watch.failure import FailureWatch
-from lightning_pipes.engine.watch.launcher import check_launcher, dead_ranks
+from lightning_pipes.engine.watch.launcher import Company, dead_ranks
 from lightning_pipes.engine.watch.meeting import adopted_store, kept, lone_store, made_store, run_store
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.engine.watch.rendezvous import store_host
@@ -48,7 +48,7 @@ class Joining:
         os.environ["MASTER_ADDR"] = self.environment.main_address
         os.environ["MASTER_PORT"] = str(self.environment.main_port)
         if self.size > 1:
-            run_store(self.rank, self.size, self.here, self.timeout, check_launcher)
+            run_store(self.rank, self.size, self.here, self.timeout, Company(self.heartbeat_timeout).check)
 
     def watch(self) -> FailureWatch:
         """Sees failures of other ranks, in the store that they have."""
@@ -59,7 +59,7 @@ class Joining:
 
     def make_process_group(self, watch: FailureWatch, device: torch.device, backend: str | None) -> None:
         """Makes the default one, once all ranks have come."""
-        watch.meet(self.timeout.total_seconds(), check_launcher, dead_ranks)
+        watch.meet(self.timeout.total_seconds(), Company(self.heartbeat_timeout).check, dead_ranks)
         point("process_group")
         atexit.register(_leave)
         watch.call(

@@ -90,16 +90,17 @@ class Part:
         moves = self.holdings.moves(layers)
         me = dist.get_rank()
         optimizers = [layout.optimizer for layout in self._layouts]
-        leaving = [m for m in moves if m.source == me]
         coming = [m for m in moves if m.target == me]
         point("move")
         for m in coming:
             self.cut.check_arrival(m.layer)
+        parcels = self._parcels = self._parcels or self._made_parcels()
         sent = [
-            self._post.send(m.target, m.layer, self._packed(LayerState.of(self.cut.full[m.layer], optimizers), m.layer))
-            for m in leaving
+            parcels.send(m.target, m.layer, self._packed(LayerState.of(self.cut.full[m.layer], optimizers), m.layer))
+            for m in moves
+            if m.source == me
         ]
-        expected = {m.layer: self._post.expect(m.source, m.layer) for m in coming}
+        expected = {m.layer: parcels.expect(m.source, m.layer) for m in coming}
         arrived = {layer: handle.content for layer, handle in expected.items()}
         for handle in sent:
             handle.wait()
@@ -117,7 +118,7 @@ class Part:
         self._connect_gradients()
 
     def go_home(self) -> None:
-        """The layers go back to where they were when the run began."""
+        """The layers go back to where they were when the run began, and the next one looks for them."""
         if self.holdings.layers != self._began:
             self.move(self._began)
 
@@ -127,12 +128,9 @@ class Part:
         if self._parcels is not None:
             self._parcels.close()
 
-    @property
-    def _post(self) -> Parcels:
-        if self._parcels is None:
-            pipeline = self.holdings.grid.pipeline
-            self._parcels = Parcels(dist.get_rank(), pipeline, self._control.watch)
-        return self._parcels
+    def _made_parcels(self) -> Parcels:
+        """On every rank at the first move, whichever ranks that is between."""
+        return Parcels(dist.get_rank(), self.holdings.grid.pipeline, self._control.watch)
 
     def _packed(self, state: LayerState, layer: int) -> tuple[dict[str, object], list[str]]:
         return vars(state), self.buffers.changing(self._prefix(layer))

@@ -21,17 +21,19 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.watch.trust import KNOWN, seal_of
-from lightning_pipes.ir import PipelineError, Plan, Program
+from lightning_pipes.ir import PipelineError, Policy, Use
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun
+from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun, Training
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
+from lightning_pipes.trainer.loop.stream_window import StreamWindow
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.packing import Packed, unpacked
-from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.step.steps import TrainingBatch
+from lightning_pipes.trainer.step.uses import check_layers, use_of
 
 Settings = list[dict[str, Any]]
 """Learning rate and all else that an optimizer's groups are told, by group."""
@@ -41,94 +43,108 @@ _POLL_SECONDS = 0.0005
 
 @dataclass
 class StreamedBatch(TrainingBatch):
-    """A batch with the settings that the optimizers had when it came: schedulers go on meanwhile."""
+    """A batch with the settings that the optimizers had when it came: schedulers go on meanwhile.
+
+    Attributes:
+        message: on the last stage what it has told the others of the batch.
+        stepped: how many stages of this rank have.
+    """
 
     settings: list[Settings] = field(default_factory=list)
-    stepped: bool = False
+    message: Any = None
+    stepped: int = 0
 
 
-class StreamingRun(PipelineRun):
-    """A `PipelineRun` for a schedule whose program is endless."""
+class Streaming(Training):
+    """Of a schedule that does not flush."""
 
     streams = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._results = Results(self._control, len(self.global_ranks))
+    def __init__(self, run: PipelineRun) -> None:
+        check_layers(run.cut.module, run.cut.full)
+        self._run = run
+        schedule = run.plans.schedule
+        depth = schedule.depth if isinstance(schedule, Policy) else 0
+        self._apart = max(len(run.global_ranks), depth)
+        self._results = Results(run.control, self._apart)
         self._under_way: deque[StreamedBatch] = deque()
-        self._in_window = 0
-        self._programs: dict[tuple[Plan, int], Program] = {}
-        self._ordering = self.plans
+        self._unsaid: deque[StreamedBatch] = deque()  # those that the last stage has not told of
+        self._window = StreamWindow()
+        self._ordering = run.plans
         self._optimizers: Sequence[Optimizer] = ()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._latest: Any = torch.full((), torch.nan, device=self._device)
+        self._latest: Any = torch.full((), torch.nan, device=run.device)
 
-    def train(
-        self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool = True
-    ) -> Any:
+    def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
         """Starts one batch and does what can be done; returns what the user's step gave for the latest batch known
-        here, on the last stage this one. Until the first one is, a loss that is not a number."""
+        here, on the last stage this one where it is through. Until the first one is, a loss that is not a number."""
+        run, engine, fit_loop = self._run, self._run.engine, self._run.trainer.fit_loop
         rows = rows_of(batch)
-        self._check(batch, arguments[0] if arguments else self._trainer.fit_loop.batch_idx, TRAINING)
-        plans = self.plans.revised(rows, self._trainer.fit_loop.total_batch_idx)
-        if self.engine.open and (rows > self.engine.plan.jobs[0].rows or plans is not self._ordering):
+        run.check(batch, arguments[0] if arguments else fit_loop.batch_idx, TRAINING)
+        plans = run.plans.revised(rows, fit_loop.total_batch_idx)
+        if engine.open and (rows > engine.plan.jobs[0].rows or plans is not self._ordering):
             self.drain()
-        if not self.engine.open:
-            self.plans = self._ordering = plans
-            self._turn_to(*plans.for_rows(rows))
+        if not engine.open:
+            run.plans = self._ordering = plans
+            run.turn_to(*plans.for_rows(rows))
         if self._optimizers is not optimizers:
             self._optimizers = optimizers
             for optimizer in optimizers:
                 private.expect_late_steps(optimizer)
         settings = [_settings(o) for o in optimizers]
-        data = StreamedBatch(batch, rows, arguments, 1, samples=self.lists.of(batch, rows), settings=settings)
-        self._begin_loss_check(data)
+        data = StreamedBatch(batch, rows, arguments, 1, samples=run.lists.of(batch, rows), settings=settings)
+        run.begin_loss_check(data)
         self._under_way.append(data)
-        self._in_window += 1
-        with self._hidden.batch(training=True), self._own_gradients():
-            self.engine.inject(Item(self._trainer.fit_loop.total_batch_idx, rows, data))
-            self.engine.progress()
+        if run.last:
+            self._unsaid.append(data)
+        use = use_of(run.cut.module, run.cut.full, batch, engine.plan)
+        with run.hidden.batch(training=True), self._own_gradients():
+            engine.inject(Item(fit_loop.total_batch_idx, rows, data, use=use))
+            self._window.add(use or Use.whole(engine.plan))
+            engine.progress()
         self._tell()
-        self._evaluated = 0
-        if private.pauses_after_this_batch(self._trainer):
+        if private.pauses_after_this_batch(run.trainer):
             self.drain()
         return self._latest
 
     def drain(self) -> None:
-        """Finishes all batches; every rank calls it after the same one."""
-        if not self.engine.open:
+        run, engine = self._run, self._run.engine
+        if not engine.open:
             return
-        plan = self.engine.plan
-        with private.as_in_training_step(self._trainer), torch.enable_grad():
+        with private.as_in_training_step(run.trainer), torch.enable_grad():
             with self._own_gradients():
-                self.engine.drain()
+                engine.drain()
             self._tell()
-        key = plan, self._in_window
-        if key not in self._programs:
-            order = self._ordering.for_rows(plan.jobs[0].rows)[1]
-            assert isinstance(order, Program)
-            self._programs[key] = order.unroll(self._in_window)
-        self.windows.append(Window(plan, self._programs[key], self.engine.events))
-        self._in_window = 0
+        run.windows.append(self._window.ended(engine, self._ordering))
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
-        late = LateAgreement(
-            self._trainer, stops, self._control, len(self.global_ranks), lambda: not self.engine.open, self.drain
-        )
+        run = self._run
+        late = LateAgreement(run.trainer, stops, run.control, self._apart, lambda: not run.engine.open, self.drain)
         return late.agree
 
-    def _batch_complete(self, item: Item) -> None:
-        """Steps this stage's optimizers, as they were told when the batch came."""
-        data = item.data
-        self._check_loss(item)
+    def batch_complete(self, stage: Stage, item: Item) -> None:
+        """Steps what the batch steps on this stage, as the optimizers were told when it came."""
+        run, data = self._run, item.data
+        run.check_loss(item)
+        mine = {id(p) for p in stage.stepped(item)}
+        layers = (p for each in run.stages.values() for layer in each.layers.values() for p in layer.parameters())
+        others = [(p, p.grad) for p in layers if p.grad is not None and id(p) not in mine]
+        for p, _ in others:
+            p.grad = None
         for optimizer, settings in zip(self._optimizers, data.settings, strict=True):
             now = _settings(optimizer)
             _apply(optimizer, settings)
-            private.before_step(self._trainer.precision_plugin, self._module, optimizer)
+            private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
             optimizer.step()
             _apply(optimizer, now)
             optimizer.zero_grad()
-        data.stepped = True
+        for p, gradient in others:
+            p.grad = gradient
+        data.stepped += 1
+        self._say()
+
+    def give_back_gradients(self) -> None:
+        pass
 
     @contextmanager
     def _own_gradients(self) -> Iterator[None]:
@@ -141,18 +157,28 @@ class StreamingRun(PipelineRun):
         for p, _ in self._kept:
             p.grad = None
 
+    def _say(self) -> None:
+        """The last stage tells the others of the batches that it knows, as soon as it does: they wait for it where they
+        have stepped, while it may wait for what they compute."""
+        while self._unsaid and self._all_losses(self._unsaid[0]):
+            data = self._unsaid.popleft()
+            out, logged = data.result()
+            data.message = (out, self._run.replay.pack(logged))
+            self._results.tell(data.message)
+
     def _tell(self) -> None:
-        """Logs the batches whose results are known by now; the last stage tells the others."""
-        while self._under_way and (self._all_losses(self._under_way[0]) if self.last else self._under_way[0].stepped):
-            data = self._under_way.popleft()
-            message = None
-            if self.last:
-                out, logged = data.result()
-                message = (out, self.replay.pack(logged))
-            out, logged = self._results.exchange(message)
-            with self._trainer.precision_plugin.train_step_context():
-                self.replay.replay(logged)
-            self._latest = move_data_to_device(out, self._device)
+        """Logs the batches whose results are known by now."""
+        run = self._run
+        self._say()
+        while self._under_way and self._is_known(self._under_way[0]):
+            message = self._under_way.popleft().message
+            out, logged = self._results.hear() if message is None else message
+            with run.trainer.precision_plugin.train_step_context():
+                run.replay.replay(logged)
+            self._latest = move_data_to_device(out, run.device)
+
+    def _is_known(self, data: StreamedBatch) -> bool:
+        return data.message is not None if self._run.last else data.stepped == len(self._run.stages)
 
     @staticmethod
     def _all_losses(data: StreamedBatch) -> bool:
@@ -173,26 +199,30 @@ class Results:
         self._store = control.watch.store() if control.size > 1 else None
         self._seal = KNOWN if seal_of(self._store) else None  # the store vouches for what is in it
         self._apart = apart
-        self._batch = 0
+        self._told = self._heard = 0
 
-    def exchange(self, message: Any) -> Any:
-        """The `message` of the last stage for the next batch; the others give None.
+    def tell(self, message: Any) -> None:
+        """The last stage's `message` of the next batch."""
+        key, old = str(self._told), self._told - self._apart - 1
+        self._told += 1
+        if self._store is None:
+            return
+        packed = Packed(message, self._seal)
+        data = torch.empty(packed.size, dtype=torch.uint8)
+        packed.write(data)
+        self._store.set(key, data.numpy().tobytes())
+        if old >= 0:
+            self._store.delete_key(str(old))  # all have read it: what they sent since needed its gradient
+
+    def hear(self) -> Any:
+        """The message of the next batch, on other ranks than that of the last stage.
 
         Raises:
             PeerFailure: another rank failed.
         """
-        key, old = str(self._batch), str(self._batch - self._apart - 1)
-        self._batch += 1
-        if self._store is None:
-            return message
-        if message is not None:
-            packed = Packed(message, self._seal)
-            data = torch.empty(packed.size, dtype=torch.uint8)
-            packed.write(data)
-            self._store.set(key, data.numpy().tobytes())
-            if not old.startswith("-"):
-                self._store.delete_key(old)  # all have read it: what they sent since needed its gradient
-            return message
+        key = str(self._heard)
+        self._heard += 1
+        assert self._store is not None, "all stages are on one rank, which has told itself"
         while not self._store.check([key]):
             self._watch.check()
             time.sleep(_POLL_SECONDS)

@@ -103,8 +103,8 @@ def _sample_lists(batch: Any, rows: int, known: Collection[Path] = (), path: Pat
 
 
 class SampleLists:
-    """What lists in the batches of a run hold, samples or columns: what cannot be told of one batch, an earlier one has
-    told."""
+    """The content of lists in the batches of a run, samples or columns: what cannot be told of one batch, an earlier
+    one has told."""
 
     def __init__(self) -> None:
         self._samples: dict[Path, bool] = {}
@@ -120,11 +120,11 @@ class SampleLists:
             elif path not in self._samples:
                 self._samples[path] = False
                 rank_zero_warn(
-                    f"A batch of {rows} samples has a {type(part).__name__} of {rows} entries whose tensors have {rows} "
-                    "rows each: these may be columns with a row for each sample, or one entry for each sample, as boxes "
-                    "of images are. It is taken for columns, until a later batch tells. If it has an entry for each "
-                    "sample, let collate_fn make that clear: entries that are dicts with a tensor of one element, such "
-                    'as "image_id", are never columns'
+                    f"A batch of {rows} samples has a {type(part).__name__} of {rows} entries whose tensors have "
+                    f"{rows} rows each: these may be columns with a row for each sample, or one entry for each sample, "
+                    "as boxes of images are. It is taken for columns, until a later batch tells. If it has an entry "
+                    "for each sample, let collate_fn make that clear: entries that are dicts with a tensor of one "
+                    'element, such as "image_id", are never columns'
                 )
             if self._samples[path] and samples is None:
                 found.add(path)

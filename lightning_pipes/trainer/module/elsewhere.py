@@ -113,7 +113,7 @@ class Elsewhere(torch.Tensor):
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere))
         if func == torch.Tensor.device.__get__:
             return first._scope.device
-        if func == torch.Tensor.grad.__get__:
+        if func == torch.Tensor.grad.__get__:  # type: ignore[union-attr]
             return first.gradient
         if name in _READING:
             first.refuse("takes the value of")
@@ -222,7 +222,7 @@ class Absent:
 def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
     """Has a tensor without memory hold these, as `like` would lie in memory."""
     strides = like.stride() if like.shape == values.shape and 0 not in like.stride() else None
-    if strides is not None:
+    if strides is not None and strides != values.stride():
         values = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
     if tensor.is_meta:
         made = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values

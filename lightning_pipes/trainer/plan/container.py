@@ -151,12 +151,16 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
         )
     if inside >= MOST:
         return
-    others = [other for other, _ in containers(module) if other != path]
-    such = f", such as {' or '.join(map(repr, others[:3]))}" if others else ""
+    own = work_size(module.get_submodule(path))
+    others = {other: size for other, size in containers(module) if other != path}
+    larger = [other for other, size in others.items() if size > own and profile is None]  # of time that says little
+    such = f", such as {' or '.join(map(repr, larger[:3]))}" if larger else ""
+    chained = "".join(f", *self.{other}" for other in [*others][:3])
     rank_zero_warn(
         f"Only {inside:.0%} of {of} is in the layers of self.{path}. The other {1 - inside:.0%} is not cut into "
         "stages: it stays with the first and the last one, for which all wait. Name a container with more of it by "
         f"PipelineStrategy(module=...){such}, or put all that runs one after the other into one nn.Sequential"
+        + (f", as nn.Sequential(*self.{path}{chained}, ...) where these follow one another" if others else "")
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pipes.cost import Deployment, ModelProfile
-from lightning_pipes.ir import Policy, Program, Schedule, Span
+from lightning_pipes.ir import Policy, Schedule, Span
 from lightning_pipes.planning.auto import Choice, choose, numbers_to_try
 from lightning_pipes.planning.balance import balanced
 from lightning_pipes.planning.fit import evaluated, ordered
@@ -54,7 +54,7 @@ class Decision:
         """Whether batches follow each other without a flush."""
         plans = self.plans()
         _, order = plans.for_rows(plans.trial_rows)
-        return isinstance(order, Program) and order.endless
+        return order.endless
 
     def plans(self) -> Plans:
         """The plans of its batches."""

@@ -97,7 +97,7 @@ class Plans:
         tried = [made.for_rows(largest), *made._given.values()]
         flushes = self.schedule.flushes
         for _, order in tried:
-            if (isinstance(order, Program) and order.endless) == flushes:
+            if order.endless == flushes:
                 raise PlanError(
                     f"{schedule.name} {'does not flush' if flushes else 'flushes'} between batches, and "
                     f"{self.schedule.name} {'does' if flushes else 'does not'}, which can't change in the middle of a "
@@ -106,7 +106,7 @@ class Plans:
         return made
 
     def revised(self, rows: int, batch: int) -> Plans:
-        """What the schedule's planner says before training batch number `batch`, of so many samples; mostly itself.
+        """The answer of the schedule's planner before training batch number `batch`, of so many samples; mostly itself.
 
         Raises:
             PlanError: it says what can't be run.

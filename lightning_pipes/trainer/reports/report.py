@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_pipes.cost import CostModel, ModelProfile
-from lightning_pipes.ir import Plan, PlanError, Policy, Program
+from lightning_pipes.ir import Plan, PlanError, Policy, Program, Use
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.shown.record import FILE, RunRecord
@@ -31,11 +31,16 @@ AMONG_SIBLINGS = "measured, among siblings: idle for this one"
 
 @dataclass(frozen=True)
 class Window:
-    """One batch's way through one rank: what was ordered, and when it ran on the rank's monotonic clock."""
+    """One batch's way through one rank: what was ordered, and when it ran on the rank's monotonic clock.
+
+    Attributes:
+        uses: the layers of each of its batches, where an endless policy ordered several.
+    """
 
     plan: Plan
     order: Program | Policy
     events: Sequence[Event]
+    uses: tuple[Use, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class PipelineReport:
         ]
         timelines.sort(key=lambda t: t.makespan)
         costs = with_bytes(CostModel.measured(timelines), about.stages)
-        predicted = replace(simulate(first.order, first.plan, costs), name="predicted")
+        predicted = replace(simulate(first.order, first.plan, costs, batches=first.uses), name="predicted")
         measured = timelines[len(timelines) // 2]
         record = RunRecord(
             predicted,

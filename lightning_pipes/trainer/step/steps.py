@@ -26,7 +26,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
-class Outcome:
+class StepResult:
     """The result of the user's training step for one micro-batch."""
 
     loss: torch.Tensor
@@ -49,7 +49,7 @@ class TrainingBatch:
     rows: int
     arguments: tuple[Any, ...]
     divisor: int
-    outcomes: dict[Span, Outcome] = field(default_factory=dict)
+    outcomes: dict[Span, StepResult] = field(default_factory=dict)
     kept: Kept | None = None
     samples: frozenset[Path] = frozenset()
 
@@ -247,7 +247,7 @@ class Steps:
             with recorded(self._module) as logged:
                 out = self._interceptor.supply(named_step(self._module, "training_step"), answer, part, *data.arguments)
         loss, extras = loss_of(out)
-        data.outcomes[span] = Outcome(loss.detach(), extras, logged)
+        data.outcomes[span] = StepResult(loss.detach(), extras, logged)
         scaled = loss * (span.rows / item.rows / data.divisor)
         scaler = getattr(self._precision, "scaler", None)
         return scaled if scaler is None else scaler.scale(scaled)

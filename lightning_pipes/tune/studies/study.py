@@ -21,7 +21,7 @@ from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.ir import InputError, PipelineError, check_count, check_number, check_type, shown
-from lightning_pipes.tune.studies.board import Board, RankZeroEndedError
+from lightning_pipes.tune.studies.announcements import Announcements, RankZeroEndedError
 from lightning_pipes.tune.studies.private_optuna import (
     forget_stop,
     in_loop,
@@ -100,11 +100,11 @@ def optimize_array(
         if not isinstance(kind, type) or not issubclass(kind, Exception):
             raise InputError(f"catch must be a type of exceptions or a tuple of some, got {shown(catch)}")
     check_type("callbacks", callbacks, Sequence[Callable])  # type: ignore[type-arg]
-    return lead_or_follow(Board(), study, objective, lambda _: n_trials, array_size, timeout, catch, callbacks)
+    return lead_or_follow(Announcements(), study, objective, lambda _: n_trials, array_size, timeout, catch, callbacks)
 
 
 def lead_or_follow(
-    board: Board,
+    board: Announcements,
     study: Study | Callable[[], Study],
     objective: Objective,
     budget: Callable[[Study], int | None],
@@ -140,7 +140,7 @@ class _Leader:
 
     def __init__(
         self,
-        board: Board,
+        board: Announcements,
         objective: Objective,
         timeout: float | None,
         catch: type[Exception] | tuple[type[Exception], ...],
@@ -249,7 +249,7 @@ class _Follower:
 
     patience = 60.0
 
-    def __init__(self, board: Board, objective: Objective) -> None:
+    def __init__(self, board: Announcements, objective: Objective) -> None:
         self._board = board
         self._objective = objective
         self._over = False

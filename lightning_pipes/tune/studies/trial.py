@@ -15,7 +15,7 @@ from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
 
 from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
 from lightning_pipes.ir import InputError, PipelineError
-from lightning_pipes.tune.studies.board import Board
+from lightning_pipes.tune.studies.announcements import Announcements
 
 _trial: ContextVar[ArrayTrial | None] = ContextVar("lightning_pipes_trial", default=None)
 
@@ -35,7 +35,7 @@ class ArrayTrial(BaseTrial):
     """
 
     def __init__(
-        self, number: int, directions: Sequence[StudyDirection], board: Board, ended: str, trial: Trial | None
+        self, number: int, directions: Sequence[StudyDirection], board: Announcements, ended: str, trial: Trial | None
     ) -> None:
         self.directions = list(directions)
         self._number = number

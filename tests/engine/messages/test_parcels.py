@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipes.engine import Engine, FailureWatch, Item, PeerFailure
-from lightning_pipes.engine.messages.parcel_chunks import LEAST, MOST, SECONDS, Layout, Line, Pace
+from lightning_pipes.engine.messages.parcel_chunks import LEAST, MOST, SECONDS, Line, Pace, Packing
 from lightning_pipes.engine.messages.parcel_format import content_of, described, packed
 from lightning_pipes.engine.messages.parcels import PATIENCE, Handle, Parcels
 from lightning_pipes.engine.messages.socket_queues import SocketQueues, _connections, _waiting
@@ -318,7 +318,7 @@ def test_a_layout_names_every_byte(seed: int) -> None:
     rng = random.Random(seed)
     sizes = [rng.choice([0, 0, 1, 2, 9]) for _ in range(12)]
     whole = [(part, at) for part, size in enumerate(sizes) for at in range(size)]
-    layout = Layout(sizes)
+    layout = Packing(sizes)
     start = 0
     while start < len(whole):
         stop = min(len(whole), start + rng.randint(1, 7))

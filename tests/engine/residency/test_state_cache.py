@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_pipes.engine.residency.binding import Binding
 from lightning_pipes.engine.residency.copier import SlabCopier, ThreadCopier, Way
-from lightning_pipes.engine.residency.slab import ALIGNMENT, Layout
+from lightning_pipes.engine.residency.slab import ALIGNMENT, SlabLayout
 from lightning_pipes.engine.residency.state_cache import StateCache
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.sim.residency import VirtualCopier
@@ -161,7 +161,7 @@ def test_bit_for_bit(slots: int, bandwidth: float | None) -> None:
 def test_all_hits_where_states_move_within_a_block() -> None:
     """E2 with room to spare: a lease takes 1 ms, a state 0.1 ms each way. Without prefetching every one waits."""
     jobs = [begun(number) for number in range(4)]
-    size = Layout.of(Binding(jobs[0].model, [jobs[0].optimizer], CPU).tensors()).nbytes
+    size = SlabLayout.of(Binding(jobs[0].model, [jobs[0].optimizer], CPU).tensors()).nbytes
     copier = Virtual(size / 1e-4)
     copier.link.now = 0
     found = swapped(jobs, copier, slots=2, rounds=5).statistics
@@ -175,7 +175,7 @@ def test_all_hits_where_states_move_within_a_block() -> None:
 
 def test_stalls_where_the_link_is_too_slow() -> None:
     jobs = [begun(number) for number in range(4)]
-    size = Layout.of(Binding(jobs[0].model, [jobs[0].optimizer], CPU).tensors()).nbytes
+    size = SlabLayout.of(Binding(jobs[0].model, [jobs[0].optimizer], CPU).tensors()).nbytes
     found = swapped(jobs, Virtual(size / 3e-3), slots=2, rounds=5).statistics
     assert found.late > 10
     assert found.stall_ns > 10 * MILLI
@@ -185,7 +185,7 @@ def test_a_slab_that_is_taken_too_early_is_noticed() -> None:
     """Autograd sees that what a forward has read was overwritten, and a graph keeps its parameters where they are."""
     job = begun(0)
     binding = Binding(job.model, [job.optimizer], CPU)
-    layout = Layout.of(binding.tensors())
+    layout = SlabLayout.of(binding.tensors())
     slab = torch.empty(layout.nbytes, dtype=torch.uint8)
     with torch.no_grad():
         for name, view in layout.views(slab).items():
@@ -278,7 +278,7 @@ def test_what_cannot_be_moved_is_refused(change: Any, says: str) -> None:
 def test_layout() -> None:
     images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     tensors = {"a": torch.arange(3), "images": images, "none": torch.empty(0, 2), "one": torch.tensor(True)}
-    layout = Layout.of(tensors)
+    layout = SlabLayout.of(tensors)
     assert layout.nbytes == 3 * ALIGNMENT
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     for name, tensor in tensors.items():

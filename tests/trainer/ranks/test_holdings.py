@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 
-from lightning_pipes.ir import Span
+from lightning_pipes.ir import PlanError, Span
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.holdings import Holdings
 
@@ -45,3 +46,28 @@ def test_a_parameter_is_held_where_its_layers_are():
         *("model.1.weight", "model.2.weight", "model.2.bias")
     ]
     assert [name for name, p in named.items() if not holdings.in_one_stage(p)] == ["outside", "model.1.weight"]
+
+
+def spans(*ends: int) -> tuple[Span, ...]:
+    return tuple(Span(a, b) for a, b in pairwise((0, *ends)))
+
+
+def test_layers_that_move_are_named_with_where_they_go():
+    _, holdings = made(0, 1, 3, 1)
+    assert holdings.moves(spans(1, 4, 5)) == []
+    assert holdings.moves(spans(4, 4, 5)) == [(1, 1, 2), (2, 1, 2), (3, 1, 2)]  # the shared ones together
+    assert holdings.moves(spans(0, 5, 5)) == [(0, 2, 1), (4, 0, 1)]
+    holdings.settle(spans(4, 4, 5))
+    assert holdings.local == [4]
+    assert holdings.moves(spans(1, 4, 5)) == [(1, 2, 1), (2, 2, 1), (3, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    "layers", [spans(2, 4, 5), spans(1, 3, 5), spans(1, 4, 6), (Span(0, 5), Span(0, 5), Span(5, 5))]
+)
+def test_what_can_not_be_is_refused(layers: tuple[Span, ...]):
+    _, holdings = made(0, 1, 3, 1)
+    with pytest.raises(
+        PlanError, match=r"model.1.weight is shared by layers 1 and 3|every layer has to be in one stage"
+    ):
+        holdings.moves(layers)

@@ -29,7 +29,7 @@ from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
 from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from lightning_pipes.tune.studies.board import Board
+from lightning_pipes.tune.studies.announcements import Announcements
 from lightning_pipes.tune.studies.study import OWNER, RETRY, StudyFailedError, _Follower
 from lightning_pipes.tune.studies.trial import StorageLostError, current_trial
 from tests.launch.example import ROOT, environment
@@ -520,7 +520,7 @@ def test_every_launcher_gives_the_same_trials(launcher: list[str], tmp_path: Pat
 
 
 def test_a_board_of_one_process() -> None:
-    board = Board()
+    board = Announcements()
     board.say("key", [1])
     assert (board.leads, board.hear("key"), board.hear("other", until=lambda: True)) == (True, [1], None)
     assert issubclass(StudyFailedError, Exception)

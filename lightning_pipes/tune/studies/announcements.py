@@ -20,7 +20,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_pipes.arrays.siblings.sibling import current_sibling
 from lightning_pipes.engine.watch import plain
-from lightning_pipes.engine.watch.launcher import check_launcher
+from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT
+from lightning_pipes.engine.watch.launcher import Company
 from lightning_pipes.engine.watch.meeting import LOOPBACK, adopted_store, made_store, run_store, store_on_loopback
 from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, wait_for_host
 from lightning_pipes.engine.watch.trust import KNOWN, dumps, loads, part_of, seal_of, sealed, secret_for_children
@@ -39,7 +40,7 @@ class RankZeroEndedError(PipelineError):
     """Rank 0, which says what is tried next, has ended or can't be reached."""
 
 
-class Board:
+class Announcements:
     """Words of rank 0 for one purpose. Ranks that make equally many have the same.
 
     Attributes:
@@ -107,16 +108,17 @@ class _Line:
     def __init__(self) -> None:
         self.boards = 0
         self.hosted = False
+        company = Company(HEARTBEAT_TIMEOUT)
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, size = dist.get_rank(), dist.get_world_size()
             self.store = made_store() or adopted_store(default_store(), self.rank, size, 1)
         elif launcher_hosts_store():
             self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            self.store = run_store(self.rank, size, size, _TIMEOUT, check_launcher)
+            self.store = run_store(self.rank, size, size, _TIMEOUT, company.check)
         elif ADDRESS in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
             self.rank = int(os.environ["LOCAL_RANK"])
             port = int(os.environ[ADDRESS])
-            wait_for_host(LOOPBACK, port, _TIMEOUT, check_launcher)  # which may be gone by now
+            wait_for_host(LOOPBACK, port, _TIMEOUT, company.check)  # which may be gone by now
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=_TIMEOUT)
             self.store = sealed(store, self.rank, one_host=True)
         else:

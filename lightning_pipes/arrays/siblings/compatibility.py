@@ -15,7 +15,7 @@ Structure = dict[str, tuple[tuple[int, ...], str]]
 """Shape and type of every parameter, by name."""
 
 
-class KinshipError(PlanError):
+class CompatibilityError(PlanError):
     """A sibling can't share the pipeline of the others.
 
     Attributes:
@@ -50,7 +50,7 @@ def decide_alike(
     """The decision for a sibling: the first one's cut, with the sibling's own schedule and micro-batches.
 
     Raises:
-        KinshipError: its parameters, its stages or the cut that it asks for are not those of the first.
+        CompatibilityError: its parameters, its stages or the cut that it asks for are not those of the first.
     """
     own: Structure = {n: (tuple(p.shape), str(p.dtype)) for n, p in module.named_parameters()}
     facts = sibling.array.shared.facts
@@ -63,20 +63,20 @@ def decide_alike(
         return decision
     different = _difference(structure, own, first)
     if different:
-        raise KinshipError(
+        raise CompatibilityError(
             f"sibling {sibling.index} of the array {different}; siblings share one pipeline, so they must have the "
             "same layers and may differ in everything else. Run it in an array of its own",
             first,
         )
     if plain.ranks != decision.ranks:
-        raise KinshipError(
+        raise CompatibilityError(
             f"sibling {sibling.index} of the array has stages on ranks {plain.ranks} with schedule "
             f"{plain.schedule.name!r}, sibling {first} on {decision.ranks}; give them the same schedule",
             first,
         )
     if plain.layers != asked.layers:
         cuts = [[span.start for span in each.layers[1:]] for each in (plain, asked)]
-        raise KinshipError(
+        raise CompatibilityError(
             f"sibling {sibling.index} of the array asks for stages that begin at the layers {cuts[0]}, sibling {first} "
             f"at {cuts[1]}; siblings share one cut, so give them the same partition",
             first,

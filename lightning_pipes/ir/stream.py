@@ -1,0 +1,217 @@
+"""Batches that use different layers: who waits for whom, so that each finds and leaves its layers as if they ran one
+after another.
+
+    batch   0: layers 0 3      stage 0  F0     F1      B1  B0  STEP0 F2     two batches that share nothing overlap,
+            1: layers 1 4      stage 1      F0 B0 STEP0 F1 B1 STEP1     F2  the third waits for the layers that it
+            2: layers 0 4                                                   shares with them, stage by stage
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.instruction import STEP, F, Instruction, Kind
+from lightning_pipes.ir.plan import Plan
+from lightning_pipes.ir.span import Span
+
+Waits = Mapping[Instruction, tuple[Instruction, ...]]
+"""Other instructions that one waits for, besides its data."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """The layers that a batch uses, by name: "5" is the model's layer number 5, "5.2" the part of it called 2.
+
+    Attributes:
+        layers: those of each stage.
+        steps: those of them that the batch steps; None means all. The others are read as they are, get no gradients
+            from it, and must not change in its forward; several batches may do so at once.
+
+    Raises:
+        PlanError: it steps what it does not use.
+    """
+
+    layers: tuple[frozenset[str], ...]
+    steps: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in sorted(self.steps or ()):
+            if not any(name in names for names in self.layers):
+                raise PlanError(f"a batch steps {name!r} and does not use it; it uses {_listed(self.layers)}")
+
+    @classmethod
+    def of(cls, names: Iterable[str], layers: Sequence[Span], steps: Iterable[str] | None = None) -> Use:
+        """Those layers, each on the stage that has its number; `layers` are those of the stages, as a plan has them.
+
+        Raises:
+            PlanError: no stage has one of them.
+        """
+        stages: list[set[str]] = [set() for _ in layers]
+        for name in names:
+            number = name.partition(".")[0]
+            found = [s for s, (a, b) in enumerate(layers) if number.isdecimal() and a <= int(number) < b]
+            if not found:
+                last = max((b for _, b in layers), default=0) - 1
+                raise PlanError(f"a batch uses a layer that is not there: no layer {name!r}, they are '0' to '{last}'")
+            stages[found[0]].add(name)
+        return cls(tuple(map(frozenset, stages)), None if steps is None else frozenset(steps))
+
+    @classmethod
+    def whole(cls, plan: Plan) -> Use:
+        """All layers; of a plan that does not say which they are, one a stage."""
+        layers = plan.layers or [Span(s, s + 1) for s in range(plan.n_stages)]
+        return cls(tuple(frozenset(map(str, range(*span))) for span in layers))
+
+    def stepped(self, stage: int) -> frozenset[str]:
+        """Those that are stepped on `stage`."""
+        return self.layers[stage] if self.steps is None else self.layers[stage] & self.steps
+
+
+class Stepped(NamedTuple):
+    """How far a layer is.
+
+    Attributes:
+        times: it was stepped.
+        batch: that has stepped it last.
+    """
+
+    times: int
+    batch: int
+
+
+@dataclass
+class _Layer:
+    """Who comes before the next batch that uses a layer: STEPs that may not have run yet."""
+
+    rank: int
+    stage: int
+    batch: int
+    stepper: Instruction | None = None
+    readers: set[Instruction] = field(default_factory=set)  # since then
+
+
+class Ledger:
+    """The layers as the batches of a window use them, in the order in which these enter.
+
+    A layer that was used on one rank can't be used on another, where it would be another copy.
+
+    Args:
+        stages: those whose instructions are asked about.
+
+    Attributes:
+        uses: those of the batches under way, by batch.
+        versions: of each layer that was stepped so far.
+    """
+
+    def __init__(self, plan: Plan, stages: Iterable[int]) -> None:
+        self.uses: dict[int, Use] = {}
+        self.versions: dict[str, Stepped] = {}
+        self._plan = plan
+        self._stages = tuple(stages)
+        self._layers: dict[str, _Layer] = {}
+        self._parts: dict[str, set[str]] = defaultdict(set)  # of each name, those that begin with it
+        self._pending: set[Instruction] = set()
+
+    def enter(self, batch: int, use: Use) -> Waits:
+        """Batch number `batch`, the next one, uses these layers: what its instructions wait for.
+
+        Raises:
+            PlanError: a layer is on another rank than for a batch before, or `use` is for other stages.
+        """
+        plan = self._plan
+        if len(use.layers) != plan.n_stages:
+            raise PlanError(
+                f"batch {batch} says which layers it uses for {len(use.layers)} stages, the plan has {plan.n_stages}"
+            )
+        before_stage: dict[int, tuple[set[Instruction], set[Instruction]]] = {}
+        for stage, names in enumerate(use.layers):
+            reads, writes = before_stage[stage] = set(), set()
+            stepped = use.stepped(stage)
+            for name in names:
+                for layer in self._overlapping(name):
+                    if layer.rank != plan.ranks[stage]:
+                        raise PlanError(
+                            f"batch {batch} uses layer {name!r} on stage {stage}, and batch {layer.batch} on stage "
+                            f"{layer.stage}, which is on another rank with another copy of it; keep a layer on one rank"
+                        )
+                    if layer.stepper is not None:
+                        reads.add(layer.stepper)
+                    if name in stepped:
+                        writes |= layer.readers
+        self.uses[batch] = use
+        self._note(batch, use)
+        waits: dict[Instruction, tuple[Instruction, ...]] = {}
+        for stage in self._stages:
+            first, then = (tuple(sorted(found & self._pending)) for found in before_stage[stage])
+            if first:
+                waits |= dict.fromkeys((F(stage, span, batch=batch) for span in plan.spans(Kind.F, stage)), first)
+            if then:
+                waits[STEP(stage, batch=batch)] = then
+        self._pending |= {STEP(stage, batch=batch) for stage in self._stages}
+        return waits
+
+    def done(self, step: Instruction) -> None:
+        """`step` has run."""
+        self._pending.discard(step)
+        for name in self.uses[step.batch].stepped(step.stage):
+            times = self.versions[name].times if name in self.versions else 0
+            self.versions[name] = Stepped(times + 1, step.batch)
+
+    def leave(self, batch: int) -> None:
+        """All of the batch has run."""
+        del self.uses[batch]
+
+    def _overlapping(self, name: str) -> list[_Layer]:
+        """The layer of this name, those that it is a part of, and its own parts."""
+        names = {name, *_above(name), *self._parts.get(name, ())}
+        return [self._layers[other] for other in names if other in self._layers]
+
+    def _note(self, batch: int, use: Use) -> None:
+        for stage, names in enumerate(use.layers):
+            step, stepped = STEP(stage, batch=batch), use.stepped(stage)
+            for name in names:
+                layer = self._layers.get(name)
+                if layer is None:
+                    layer = self._layers[name] = _Layer(self._plan.ranks[stage], stage, batch)
+                    for above in _above(name):
+                        self._parts[above].add(name)
+                layer.stage, layer.batch = stage, batch
+                layer.readers &= self._pending
+                if name in stepped:
+                    layer.stepper = step
+                    layer.readers = set()
+                else:
+                    layer.readers.add(step)
+
+
+def unrolled(plan: Plan, uses: Sequence[Use], depth: int) -> Plan:
+    """`plan` with the first batches of an endless window, which use those layers, as a finite one: to simulate, verify
+    and draw. On each rank batch n + depth waits until batch n and all before it have run.
+
+    Raises:
+        PlanError: see `Ledger.enter`.
+    """
+    ledger = Ledger(plan, range(plan.n_stages))
+    after: dict[Instruction, tuple[Instruction, ...]] = {}
+    for batch, use in enumerate(uses):
+        after |= ledger.enter(batch, use)
+        left = range(max(0, batch - 2 * depth + 1), batch - depth + 1)  # those before left when the last of these came
+        for stage, rank in enumerate(plan.ranks):
+            over = tuple(STEP(s, batch=n) for n in left for s in plan.stages[rank])
+            for span in plan.spans(Kind.F, stage) if over else ():
+                i = F(stage, span, batch=batch)
+                after[i] = tuple(dict.fromkeys((*over, *after.get(i, ()))))
+    return replace(plan, batches=max(1, len(uses)), shared_weights=False, after=after)
+
+
+def _above(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def _listed(layers: Iterable[frozenset[str]]) -> str:
+    return ", ".join(sorted(name for names in layers for name in names)) or "none"

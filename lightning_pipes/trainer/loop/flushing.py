@@ -1,0 +1,94 @@
+"""One batch after another: all stages end it before the next one begins, and Lightning steps the optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun, Training
+from lightning_pipes.trainer.loop.stopping import StopAgreement
+from lightning_pipes.trainer.module.batches import rows_of
+from lightning_pipes.trainer.module.checks import warn_about_small_batch
+from lightning_pipes.trainer.reports.report import Window
+from lightning_pipes.trainer.reports.timing import Share
+from lightning_pipes.trainer.step.gradients import FreshGradients
+from lightning_pipes.trainer.step.steps import TrainingBatch
+
+
+class Flushing(Training):
+    """Of a schedule that flushes."""
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run = run
+        self._gradients = FreshGradients()
+        self._keep_old = is_overridden("optimizer_zero_grad", run.cut.module)
+
+    def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
+        run, trainer = self._run, self._run.trainer
+
+        # 1. All ranks got the same batch.
+        rows = rows_of(batch)
+        batch_idx = arguments[0] if arguments else trainer.fit_loop.batch_idx
+        run.check(batch, batch_idx, TRAINING)
+
+        # 2. The plan of a batch of so many samples; layers that it has on other ranks move.
+        divisor = trainer.accumulate_grad_batches
+        run.plans = run.plans.revised(rows, trainer.fit_loop.total_batch_idx)
+        plan, order = run.plans.for_rows(rows)
+        if not run.windows:
+            warn_about_small_batch(rows, plan.n_stages)
+        run.turn_to(plan, order)
+
+        # 3. Forward and backward of all micro-batches; the user's step runs on the last stage.
+        run.part.buffers.before_batch()
+        data = TrainingBatch(batch, rows, arguments, divisor, samples=run.lists.of(batch, rows))
+        run.begin_loss_check(data)
+        first = batch_idx % divisor == 0
+        tell = run.control.prepare_broadcast(run.last_rank)
+        with run.hidden.batch(training=True), self._gradients.made(optimizers, first, self._keep_old):
+            item = Item(trainer.fit_loop.total_batch_idx, rows, data)
+            run.engine.inject(item)
+            reducer = run.part.reducer
+            if reducer is not None:
+                reducer.on = complete
+            run.engine.drain()
+
+            # 4. Gradients summed over who shares a parameter, and averaged over replicas, if a step may follow.
+            if complete:
+                run.part.shared.sum_gradients()
+                if reducer is not None:
+                    reducer.finish()
+
+        # 5. What was to be checked meanwhile, and the loss, before anything steps by these gradients.
+        run.connections.check()
+        run.check_loss(item)
+        run.windows.append(Window(plan, order, run.engine.events))
+        run.took.append(Share.of(run.engine.events).took)
+
+        # 6. The last stage tells all ranks what the step gave and logged; every rank logs it.
+        message = None
+        if run.last:
+            out, logged = data.result()
+            message = (out, run.replay.pack(logged))
+        out, logged = tell(message)
+        with trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type
+            run.replay.replay(logged)
+        return move_data_to_device(out, run.device)
+
+    def drain(self) -> None:
+        pass
+
+    def agreement(self, stops: StopAgreement) -> Callable[[], None]:
+        return self._run.connections.agreement(self._run.trainer, stops, self._run.control)
+
+    def batch_complete(self, stage: Stage, item: Item) -> None:
+        """Lightning steps when the gradients of all stages are complete."""
+
+    def give_back_gradients(self) -> None:
+        self._gradients.give_back()

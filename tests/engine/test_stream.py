@@ -1,0 +1,364 @@
+"""Batches without end that use different layers, ordered by a policy: the weights of one batch after another, bit by
+bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipes.engine import Engine, Item, PeerFailure, Stage
+from lightning_pipes.engine.compute.rng import seed_all, stream_seed
+from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, Policy, RankView, Schedule, Span, Use, prepared
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.testing.loopback import Loopback
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from tests.engine.pipes import ROWS, WIDTH, assert_close, connect, squared_error, weights
+
+BATCHES = 24
+DEPTH = 8
+WHOLE = ("0", "1", "2", "3", "5", "6", "7")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As on the ranks: sums on two threads are others in their last bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Jumbled(Policy):
+    """Any of what is ready, by lot; samples of a batch in their order."""
+
+    seed: int = 0
+    depth: int = 6
+    name: ClassVar[str] = "jumbled"
+    flushes: ClassVar[bool] = False
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction:
+        first = {(i.kind, i.batch, i.stage): i for i in reversed(ready)}
+        return min(first.values(), key=lambda i: zlib.crc32(f"{self.seed} {i}".encode()))
+
+
+class Optional(nn.Module):
+    """A layer that only batches go through which have chosen it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.name = str(number)
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.2), nn.Tanh())
+
+    def forward(self, given: Any) -> Any:
+        x, chosen = given
+        return (self.net(x) if self.name in chosen else x), chosen
+
+
+class Either(nn.Module):
+    """One of two."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.names = [f"{number}.nets.{n}" for n in range(2)]
+        self.nets = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, given: Any) -> Any:
+        x, chosen = given
+        for name, net in zip(self.names, self.nets, strict=True):
+            if name in chosen:
+                return net(x).tanh(), chosen
+        return given
+
+
+def model() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Either(n) if n == 4 else Optional(n) for n in range(DEPTH)]
+
+
+def chosen(number: int) -> tuple[str, ...]:
+    rng = random.Random(number)
+    return (*(n for n in WHOLE if rng.random() < 0.4), f"4.nets.{rng.randrange(2)}")
+
+
+def stepped(number: int) -> tuple[str, ...] | None:
+    """Every third batch leaves some of its layers as they are."""
+    return chosen(number)[::2] if number % 3 == 2 else None
+
+
+def batch(number: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def rows_of(number: int) -> int:
+    return 5 if number % 5 == 4 else ROWS
+
+
+def parts_of(layers: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Parameter]:
+    return [p for name in names for p in nn.ModuleList(layers).get_submodule(name).parameters()]
+
+
+@cache
+def one_after_another(batches: int, spans: tuple[Span, ...]) -> dict[str, torch.Tensor]:
+    """No pipeline: a batch goes through its layers, and those that it steps are stepped, each by an Adam of its own
+    time."""
+    layers = model()
+    optimizer = torch.optim.Adam(nn.ModuleList(layers).parameters(), lr=0.02, weight_decay=0.1)
+    for number in range(batches):
+        rows = rows_of(number)
+        x, target = batch(number, rows)
+        for span in spans:
+            part = span.clip(rows)
+            if not part.rows:
+                continue
+            out = x[part.start : part.stop], chosen(number)
+            for n, layer in enumerate(layers):
+                seed_all(stream_seed(0, 0, n, number, part), torch.device("cpu"))
+                out = layer(out)
+            loss = squared_error(out[0], target[part.start : part.stop]) * part.rows / rows
+            if loss.requires_grad:
+                loss.backward()
+        names = stepped(number)
+        mine = {id(p) for p in parts_of(layers, chosen(number) if names is None else names)}
+        for p in nn.ModuleList(layers).parameters():
+            if id(p) not in mine:
+                p.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(layers)
+
+
+def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+    x, target = item.data
+    out = stage.run_layers(
+        item, span, (x[span.start : span.stop], chosen(item.number)) if received is None else received
+    )
+    if stage.number < stage.last:  # type: ignore[attr-defined]
+        return out
+    return squared_error(out[0], target[span.start : span.stop]) * span.rows / item.rows
+
+
+def stages_of(plan: Plan, rank: int, layers: Sequence[nn.Module], body: Any = body) -> list[Stage]:
+    made = []
+    for number in plan.stages[rank]:
+        mine = {n: layers[n] for n in range(*plan.layers[number])}
+        optimizer = torch.optim.Adam(
+            nn.ModuleDict({str(n): m for n, m in mine.items()}).parameters(), 0.02, weight_decay=0.1
+        )
+        stage = Stage(number, mine, body, recompute=bool(plan.recompute) and plan.recompute[number])
+        stage.last = plan.n_stages - 1  # type: ignore[attr-defined]
+        stage.step = lambda item, stage=stage, optimizer=optimizer: step(stage, item, optimizer)  # type: ignore[misc]
+        made.append(stage)
+    return made
+
+
+def step(stage: Stage, item: Item, optimizer: torch.optim.Optimizer) -> None:
+    mine = {id(p) for p in stage.stepped(item)}
+    others = {p: p.grad for g in optimizer.param_groups for p in g["params"] if id(p) not in mine}
+    for p in others:
+        p.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    for p, gradient in others.items():
+        p.grad = gradient
+
+
+def planned(stages: int, microbatches: int, ranks: Sequence[int] | None = None, recompute: bool = False) -> Plan:
+    cuts = [s * DEPTH // stages for s in range(stages + 1)]
+    layers = [Span(a, b) for a, b in pairwise(cuts)]
+    return Plan.even(stages, microbatches, ROWS, ranks, layers, [recompute] * stages)
+
+
+def item(number: int, plan: Plan) -> Item:
+    rows = rows_of(number)
+    use = Use.of(chosen(number), plan.layers, stepped(number))
+    return Item(number, rows, batch(number, rows), use=use)
+
+
+def overlaps(events: Sequence[Any]) -> int:
+    """How often a batch began on a stage before one ahead of it had stepped there."""
+    begun = {
+        (e.instruction.stage, e.instruction.batch): e.start for e in reversed(events) if e.instruction.kind is Kind.F
+    }
+    over = {(e.instruction.stage, e.instruction.batch): e.end for e in events if e.instruction.kind is Kind.STEP}
+    return sum(start < over[stage, n] for (stage, b), start in begun.items() for n in range(b))
+
+
+PLANS = {
+    "1 stage": planned(1, 2),
+    "2 stages": planned(2, 2),
+    "whole batches": planned(2, 1),
+    "4 stages": planned(4, 2),
+    "2 stages a rank": planned(4, 2, ranks=(0, 1, 0, 1)),
+    "recomputed": planned(4, 2, recompute=True),
+    "split backward": replace(planned(4, 2), split_backward=True),
+}
+
+
+@pytest.mark.parametrize("what", PLANS)
+def test_weights_are_those_of_one_after_another(what: str) -> None:
+    plan, layers = PLANS[what], model()
+    pipe = Loopback(plan, Jumbled(len(what)), lambda r: stages_of(plan, r, layers))
+    for number in range(BATCHES):
+        pipe.inject(lambda n=number: item(n, plan))  # type: ignore[misc]
+        if number % 6 == 5:
+            pipe.progress()
+    pipe.drain()
+    assert_close(weights(layers), one_after_another(BATCHES, plan.spans(Kind.F, 0)), exact=True)
+    assert overlaps([e for engine in pipe.engines for e in engine.events]) >= 5
+
+
+def test_batches_that_do_not_say_what_they_use_use_all() -> None:
+    plan, layers, alone = planned(2, 2), model(), model()
+    pipe = Loopback(plan, Jumbled(), lambda r: stages_of(plan, r, layers))
+    for number in range(4):
+        pipe.inject(lambda n=number: replace(item(n, plan), use=None))  # type: ignore[misc]
+    pipe.drain()
+    assert overlaps([e for engine in pipe.engines for e in engine.events]) == 0
+    single = planned(1, 2)
+    pipe = Loopback(single, make_program("gpipe", single), lambda r: stages_of(single, r, alone))
+    for number in range(4):
+        pipe.inject(lambda n=number: replace(item(n, single), use=None))  # type: ignore[misc]
+        pipe.drain()
+    assert_close(weights(layers), weights(alone), exact=True)
+
+
+def make_program(name: str, plan: Plan) -> Any:
+    schedule = make_schedule(name)
+    assert isinstance(schedule, Schedule)
+    return schedule.program(plan)
+
+
+def test_a_program_steps_what_batches_step() -> None:
+    """On one stage PipeDream is one batch after another, whatever batches use."""
+    schedule = make_schedule("pipedream")
+    assert isinstance(schedule, Schedule)
+    plan, layers = prepared(planned(1, 2), schedule), model()
+    pipe = Loopback(plan, schedule.program(plan), lambda r: stages_of(plan, r, layers))
+    for number in range(9):
+        pipe.inject(lambda n=number: item(n, plan))  # type: ignore[misc]
+        pipe.progress()
+    pipe.drain()
+    assert_close(weights(layers), one_after_another(9, plan.spans(Kind.F, 0)), exact=True)
+
+
+@dataclass(frozen=True)
+class Looking(Jumbled):
+    """Notes what it sees."""
+
+    seen: ClassVar[list[RankView]] = []
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction:
+        self.seen.append(replace(view, uses=dict(view.uses), versions=dict(view.versions)))
+        return ready[0]
+
+
+def test_the_policy_sees_versions_and_uses() -> None:
+    plan, layers = planned(1, 2), model()
+    Looking.seen.clear()
+    pipe = Loopback(plan, Looking(), lambda r: stages_of(plan, r, layers))
+    for number in range(6):
+        pipe.inject(lambda n=number: item(n, plan))  # type: ignore[misc]
+    pipe.drain()
+    first, last = Looking.seen[0], Looking.seen[-1]
+    assert (list(first.uses), first.versions) == (list(range(6)), {})
+    assert first.uses[3] == Use.of(chosen(3), plan.layers)
+    assert list(last.uses) == [5]
+    for name, (times, by) in last.versions.items():
+        users = [n for n in range(5) if name in (stepped(n) or (chosen(n) if stepped(n) is None else ()))]
+        assert (times, by) == (len(users), users[-1])
+    assert last.versions
+
+
+def test_depth_is_what_may_be_under_way() -> None:
+    plan, layers = planned(2, 2), model()
+    pipe = Loopback(plan, Jumbled(depth=3), lambda r: stages_of(plan, r, layers))
+    engine = pipe.engines[1]  # gets nothing as long as the first stage does not run
+    for number in range(3):
+        assert engine.satisfied
+        engine.inject(item(number, plan))
+    assert not engine.satisfied
+
+
+def test_nothing_is_kept_of_batches_that_are_over() -> None:
+    plan, layers = planned(2, 2), model()
+    pipe = Loopback(plan, Jumbled(), lambda r: stages_of(plan, r, layers))
+    sizes = []
+    for number in range(60):
+        pipe.inject(lambda n=number: item(n, plan))  # type: ignore[misc]
+        pipe.progress()
+        if number in (19, 59):
+            order = pipe.engines[0]._window.order  # type: ignore[union-attr]
+            kept = [*vars(order).values(), *vars(order._tracker).values(), *vars(order._ledger).values()]  # type: ignore[attr-defined]
+            sizes.append(sum(len(each) for each in kept if isinstance(each, (dict, list, set))))
+    assert sizes[1] == sizes[0]
+
+
+@pytest.mark.parametrize("name", ["8", "0.other", "7"])
+def test_refuses_layers_that_are_not_here(name: str) -> None:
+    plan, layers = planned(2, 2), model()
+    pipe = Loopback(plan, Jumbled(), lambda r: stages_of(plan, r, layers))
+    use = Use((frozenset({name}), frozenset()))
+    with pytest.raises(PlanError, match=f"layer '{name}' on stage 0.*layers are 0, 1, 2, 3"):
+        pipe.inject(lambda: replace(item(0, plan), use=use))
+
+
+def test_refuses_a_plan_that_it_can_not_order() -> None:
+    plan, layers = replace(planned(2, 2), versions=(2, 1)), model()
+    with pytest.raises(PlanError, match="one version"):
+        Loopback(plan, Jumbled(), lambda r: stages_of(plan, r, layers))
+
+
+# On processes -----------------------------------------------------------------------------------------------------
+
+
+def on_a_process(rank: int, stages: int, victim: int | None) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    plan, layers = planned(stages, 2), model()
+
+    def killed(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        if rank == victim and item.number == 13:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return body(stage, item, span, received)
+
+    watch, transport = connect(rank, plan)
+    stages_here = stages_of(plan, rank, layers, killed)
+    engine = Engine(plan, Jumbled(rank), stages_here, transport, rank=rank, watch=watch)
+    try:
+        for number in range(BATCHES):
+            engine.inject(item(number, plan))
+            engine.progress()
+        engine.drain()
+    finally:
+        engine.close()
+        watch.close()
+    mine = [str(n) for n in range(*plan.layers[rank])]
+    return {n: w for n, w in weights(layers).items() if n.split(".")[0] in mine}
+
+
+def test_on_processes() -> None:
+    parts = run_ranks(on_a_process, 4, 4, None)
+    wanted = one_after_another(BATCHES, planned(4, 2).spans(Kind.F, 0))
+    got = {n: w for part in parts for n, w in part.items()}
+    assert_close({n: got[n] for n in wanted}, wanted, exact=True)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_all(victim: int) -> None:
+    outcomes = watch_ranks(on_a_process, 3, 3, victim, timeout=30)
+    assert "exit code -9" in outcomes[victim].error
+    for rank in {0, 1, 2} - {victim}:
+        assert PeerFailure.__name__ in outcomes[rank].error
+        assert f"rank {victim}" in outcomes[rank].error

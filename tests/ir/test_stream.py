@@ -1,0 +1,183 @@
+"""Batches that use different layers: any order that the waits allow reads and writes what one after another would."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+
+from lightning_pipes.ir import (
+    STEP,
+    DependencyTracker,
+    F,
+    Instruction,
+    Kind,
+    Ledger,
+    Plan,
+    PlanError,
+    Policy,
+    RankView,
+    Span,
+    Stepped,
+    Use,
+    check_stream,
+    ready_key,
+    unrolled,
+    verify,
+    window,
+)
+from lightning_pipes.ir.program import Program
+
+LAYERS = (Span(0, 3), Span(3, 5), Span(5, 8))
+PLAN = Plan.even(3, 2, layers=LAYERS)
+PARTS = ["0", "1", "2.0", "2.1", "3", "4.0.a", "4.0", "4", "5", "6", "7"]
+
+
+@dataclass(frozen=True)
+class Four(Policy):
+    """Four batches under way at once."""
+
+    depth: int = 4
+    name: ClassVar[str] = "four"
+    flushes: ClassVar[bool] = False
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction:
+        return ready[0]
+
+
+def drawn(rng: random.Random) -> Use:
+    names = [name for name in PARTS if rng.random() < 0.4]
+    steps = None if rng.random() < 0.5 else [name for name in names if rng.random() < 0.6]
+    return Use.of(names, LAYERS, steps)
+
+
+def leaves(names: frozenset[str]) -> Iterator[str]:
+    """The parts that a name stands for which have none of their own."""
+    for name in names:
+        yield from {"2": ["2.0", "2.1"], "4": ["4.0.a", "4.1"], "4.0": ["4.0.a"]}.get(name, [name])
+
+
+def in_any_order(plan: Plan, rng: random.Random) -> list[Instruction]:
+    """All instructions, each as soon as chance takes it."""
+    tracker = DependencyTracker(plan)
+    ready = []
+    for rank in range(plan.n_ranks):
+        for batch in range(plan.batches):
+            ready += tracker.add(window(plan, rank, 0, batch))
+    order = []
+    while ready:
+        i = ready.pop(rng.randrange(len(ready)))
+        order.append(i)
+        ready += tracker.complete(i)
+    assert not tracker.waiting
+    return order
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_order_reads_what_one_after_another_would(seed: int) -> None:
+    rng = random.Random(seed)
+    uses = [drawn(rng) for _ in range(9)]
+    order = in_any_order(unrolled(PLAN, uses, depth=9), rng)
+    wanted: dict[tuple[int, str], int] = {}  # (batch, part): who stepped it last before
+    last: dict[str, int] = {}
+    for batch, use in enumerate(uses):
+        for stage in range(3):
+            wanted |= {(batch, part): last.get(part, -1) for part in leaves(use.layers[stage])}
+        for stage in range(3):
+            last |= dict.fromkeys(leaves(use.stepped(stage)), batch)
+    now: dict[str, int] = {}
+    for i in order:
+        if i.kind in (Kind.F, Kind.B):  # what a forward reads stays as it is until its last backward
+            for part in leaves(uses[i.batch].layers[i.stage]):
+                assert now.get(part, -1) == wanted[i.batch, part], (str(i), part)
+        elif i.kind is Kind.STEP:
+            now |= dict.fromkeys(leaves(uses[i.batch].stepped(i.stage)), i.batch)
+    assert now == last
+
+
+def test_what_is_not_shared_does_not_wait() -> None:
+    ledger = Ledger(PLAN, [0])
+    assert ledger.enter(0, Use.of(["0", "3"], LAYERS)) == {}
+    assert ledger.enter(1, Use.of(["1", "3"], LAYERS)) == {}  # stage 1 is another rank's
+    waits = ledger.enter(2, Use.of(["0", "1"], LAYERS))
+    assert waits == {F(0, span, batch=2): (STEP(0, batch=0), STEP(0, batch=1)) for span in PLAN.spans(Kind.F, 0)}
+
+
+def test_readers_do_not_wait_for_each_other_and_a_step_waits_for_them() -> None:
+    ledger = Ledger(PLAN, [0])
+    for batch in (0, 1):
+        assert ledger.enter(batch, Use.of(["0"], LAYERS, steps=[])) == {}
+    assert ledger.enter(2, Use.of(["0"], LAYERS)) == {STEP(0, batch=2): (STEP(0, batch=0), STEP(0, batch=1))}
+    ledger.done(STEP(0, batch=0))
+    assert ledger.enter(3, Use.of(["0"], LAYERS)).keys() == {F(0, span, batch=3) for span in PLAN.spans(Kind.F, 0)}
+
+
+def test_versions_say_how_often_and_by_whom() -> None:
+    ledger = Ledger(PLAN, [0])
+    ledger.enter(0, Use.of(["0", "1", "3"], LAYERS))
+    ledger.enter(1, Use.of(["0", "1", "2.0"], LAYERS, steps=["0"]))
+    assert ledger.versions == {}
+    ledger.done(STEP(0, batch=0))
+    assert ledger.versions == {"0": Stepped(1, 0), "1": Stepped(1, 0)}
+    ledger.done(STEP(0, batch=1))
+    assert ledger.versions == {"0": Stepped(2, 1), "1": Stepped(1, 0)}
+    assert list(ledger.uses) == [0, 1]
+    ledger.leave(0)
+    assert list(ledger.uses) == [1]
+    assert ledger.enter(2, Use.of(["0", "1"], LAYERS)) == {}  # all that it waits for is over
+
+
+def test_depth_holds_back_batches() -> None:
+    plan = unrolled(PLAN, [Use.of([str(n)], LAYERS) for n in range(6)], depth=2)
+    tracker = DependencyTracker(plan)
+    for batch in range(6):
+        tracker.add(window(plan, 0, 0, batch))
+    first = PLAN.spans(Kind.F, 0)[0]
+    assert tracker.missing(F(0, first, batch=1)) == []
+    assert tracker.missing(F(0, first, batch=3)) == [STEP(0, batch=0), STEP(0, batch=1)]
+
+
+def test_one_after_another_by_hand_is_a_correct_order() -> None:
+    plan = unrolled(replace(PLAN, ranks=(0, 0, 0)), [Use.of(["0", "5"], LAYERS)] * 3, depth=2)
+    row = []
+    for batch in range(3):
+        forwards = [i for i in window(plan, 0, 0, batch) if i.kind is Kind.F]
+        backwards = [i for i in window(plan, 0, 0, batch) if i.kind is Kind.B]
+        steps = [i for i in window(plan, 0, 0, batch) if i.kind is Kind.STEP]
+        row += [*forwards, *sorted(backwards, key=lambda i: -i.stage), *steps]
+    verify(Program((tuple(row),)), plan)
+
+
+WRONG = {
+    "no layer '9'": lambda: Use.of(["9"], LAYERS),
+    "no layer 'head'": lambda: Use.of(["head"], LAYERS),
+    "steps '1' and does not use it": lambda: Use.of(["0"], LAYERS, steps=["1"]),
+    "batch 1 uses layer '0' on stage 1, and batch 0 on stage 0": lambda: unrolled(
+        PLAN, [Use((frozenset({"0"}), frozenset(), frozenset())), Use((frozenset(), frozenset({"0"}), frozenset()))], 4
+    ),
+    "for 2 stages, the plan has 3": lambda: Ledger(PLAN, [0]).enter(0, Use((frozenset(), frozenset()))),
+    "one job": lambda: check_stream(Four(), replace(PLAN, jobs=PLAN.jobs * 2)),
+    "versions": lambda: check_stream(Four(), replace(PLAN, versions=(2, 1, 1))),
+    "limits": lambda: check_stream(Four(), replace(PLAN, limits=(7, 8, 8))),
+    "after": lambda: check_stream(Four(), replace(PLAN, after={STEP(0): (STEP(1),)})),
+    "depth of four must be at least 1": lambda: check_stream(Four(0), PLAN),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_refuses(what: str) -> None:
+    with pytest.raises(PlanError, match=what):
+        WRONG[what]()
+
+
+def test_limits_with_room_for_all_under_way_do() -> None:
+    check_stream(Four(), replace(PLAN, limits=(8, 8, 8)))
+
+
+def test_ready_key_takes_backwards_first_and_the_lowest_batch() -> None:
+    a, b = PLAN.spans(Kind.F, 0)
+    ready = [F(0, b, batch=1), F(0, a, batch=2), STEP(0, batch=3), F(0, a, batch=1)]
+    assert sorted(ready, key=ready_key) == [ready[2], ready[3], ready[0], ready[1]]

@@ -1,0 +1,108 @@
+"""An endless policy in virtual time: batches that share no layers overlap, those that share one do not."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Plan, PlanError, Policy, Span, Stepped, Use, unrolled, verify
+from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.gpipe import GPipe
+from lightning_pipes.strategies.ready import Ready
+from lightning_pipes.testing.generators import random_costs
+from tests.sim.by_events import ByEvents
+
+LAYERS = (Span(0, 4), Span(4, 8))
+PLAN = Plan.even(2, 1, layers=LAYERS)
+COSTS = CostModel.uniform(2, 1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class First(Policy):
+    """Whatever comes first in `ready`."""
+
+    depth: int = 4
+    name: ClassVar[str] = "first"
+    flushes: ClassVar[bool] = False
+
+    def pick(self, ready, view, plan):
+        return ready[0]
+
+
+@dataclass(frozen=True)
+class Noting(First):
+    """Keeps what rank 0 saw: batches under way, and versions."""
+
+    seen: ClassVar[list] = []
+
+    def pick(self, ready, view, plan):
+        if view.rank == 0:
+            self.seen.append((list(view.uses), dict(view.versions)))
+        return ready[0]
+
+
+def use(*names: str) -> Use:
+    return Use.of(names, LAYERS)
+
+
+def seconds(uses: list[Use], depth: int = 4) -> float:
+    return simulate(First(depth), PLAN, COSTS, batches=uses).makespan / 1e9
+
+
+def test_what_shares_a_layer_waits_for_its_step_there():
+    """Alone a batch takes 1 + 1 + 2 + 2 seconds."""
+    assert seconds([use("0", "4")]) == 6
+    assert seconds([use("0", "4")] * 3) == 18  # all of it shared: one after another
+    assert seconds([use("0", "4"), use("1", "5")]) == 9  # stage 1: F B of one, then of the other; F0 in between
+    assert seconds([use("0", "4"), use("1", "4")]) == 9  # only there, where it is over in time
+    assert seconds([use("0", "4"), use("0", "5")]) == 12
+
+
+def test_depth():
+    """Stage 1 is the slowest: 3 seconds a batch, as long as enough of them are under way."""
+    uses = [use(str(n % 4), str(4 + n % 4)) for n in range(4)]
+    assert seconds(uses, depth=1) == 24
+    assert seconds(uses, depth=2) < 24
+    assert seconds(uses, depth=4) == 1 + 4 * 3 + 2
+
+
+def test_by_number_all_layers_are_used():
+    run = simulate(First(), PLAN, COSTS, batches=3)
+    assert run.makespan == 18e9
+    assert simulate(First(2), PLAN, COSTS).plan.batches == 2 + 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_as_by_events_and_verified(seed):
+    """The run that a plain simulator of the same plan gives; what it ran is a correct program of that plan."""
+    rng = random.Random(seed)
+    plan = replace(Plan.even(3, 2, layers=(Span(0, 2), Span(2, 4), Span(4, 6))), split_backward=seed % 2 == 1)
+    uses = [
+        Use.of([n for n in "012345" if rng.random() < 0.4], plan.layers, None if rng.random() < 0.7 else [])
+        for _ in range(7)
+    ]
+    costs = random_costs(plan, seed)
+    run = simulate(First(3), plan, costs, batches=uses)
+    assert run.plan == unrolled(plan, uses, 3)
+    assert sorted(run.events) == sorted(ByEvents(First(3), run.plan, costs, 7).run())
+    verify(run.program(), run.plan)
+
+
+def test_the_policy_sees_versions_and_uses():
+    Noting.seen.clear()
+    simulate(Noting(2), PLAN, COSTS, batches=[use("0", "4"), use("1", "5"), use("0", "1")])
+    assert Noting.seen[0] == ([0, 1], {})
+    assert Noting.seen[-1] == ([2], {"0": Stepped(1, 0), "1": Stepped(1, 1)})
+    assert ([1, 2], {"0": Stepped(1, 0)}) in Noting.seen
+
+
+def test_only_endless_policies_are_told_layers():
+    for order in (GPipe().program(PLAN), Ready()):
+        with pytest.raises(PlanError, match="only batches of an endless policy"):
+            simulate(order, PLAN, COSTS, batches=[use("0")])
+    with pytest.raises(PlanError, match="versions"):
+        simulate(First(), replace(PLAN, versions=(2, 2)), COSTS)
