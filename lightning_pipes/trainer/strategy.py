@@ -56,6 +56,7 @@ from lightning_pipes.trainer.module.deferred import (
 from lightning_pipes.trainer.module.equal_starts import broadcast_random_state, equal_weights
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.module.pipelined import CutModule, find_pipelined, layer_sizes
+from lightning_pipes.trainer.plan.alike import check_alike, said
 from lightning_pipes.trainer.plan.container import find_container
 from lightning_pipes.trainer.plan.decision import Decision, Wanted
 from lightning_pipes.trainer.plan.prediction import Prediction
@@ -337,6 +338,7 @@ class PipelineStrategy(PipelineHost):
             ignore_warnings(".*sync_dist=True.*")
         self.model = self.precision_plugin.convert_module(self.model)
         check_run(module, trainer, self._writing.background)
+        check_alike(said(self._wanted, settings), ranks.control)
         spread = equal_weights(module, ranks.control)
         private.forget_optimizers(self)
         whole = self._make_optimizers(module) if fitting else ()

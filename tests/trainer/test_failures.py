@@ -58,7 +58,8 @@ def bad_inputs(rank: int, cases: list[tuple[type[Lit], dict[str, Any]]], ranks: 
     messages = []
     for module, strategy in cases:
         try:
-            fit(rank, module, ranks, strategy, {})
+            own = {name: value(rank) if callable(value) else value for name, value in strategy.items()}
+            fit(rank, module, ranks, own, {})
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error}")
         else:
@@ -179,6 +180,14 @@ class CalledInHook(Lit):
         self.model(torch.zeros(1))
 
 
+def more_on_rank_1(rank: int) -> int:
+    return 4 + rank
+
+
+def other_on_rank_1(rank: int) -> str:
+    return ["gpipe", "1f1b"][rank]
+
+
 BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 5}}, "9 layers can't fill 10 stages"),
     (Sharded, {}, "model.0.0.weight is a DTensor"),
@@ -202,6 +211,8 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (TwoArguments, {}, "with 2 positional arguments"),
     (ForeignWeights, {}, "weights of layers that live on another rank"),
     (OtherModule, {}, "built different modules"),
+    (Lit, {"microbatches": more_on_rank_1}, "PipelineStrategy has other arguments on rank 1: microbatches=5, rank 0 4"),
+    (Lit, {"schedule": other_on_rank_1}, "on rank 1: schedule=1f1b, rank 0 gpipe"),
     (OtherBatches, {}, "loaded different batches (checksums rank 0:"),
     (FewerBatches, {}, "the training data of some ranks end with batch 1"),
     (CalledInHook, {}, "was called outside of training_step"),

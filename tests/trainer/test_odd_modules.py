@@ -75,7 +75,29 @@ class LitDense(Lit):
         self.model.insert(4, Dense())
 
 
-@pytest.mark.parametrize("module", [LitPartial, LitLogsAtOnce, LitDense])
+class Peak(nn.Module):
+    """Divides by the largest that it was trained with, which no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("peak", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x / (1 + self.peak)
+        self.peak.copy_(torch.maximum(self.peak, x.detach().abs().max()))
+        return x
+
+
+class LitUnsaved(Lit):
+    """Validates with what training has left in buffers that are not saved, of the first layer and of the last."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model = nn.Sequential(Peak(), *self.model, Peak())
+
+
+@pytest.mark.parametrize("module", [LitPartial, LitLogsAtOnce, LitDense, LitUnsaved])
 def test_as_on_one_process(module, tmp_path):
     plain = train(Case(module, evaluate=True), 1, tmp_path / "plain")
     strategy = {"microbatches": 3, "module": "model"}

@@ -256,11 +256,29 @@ class CutModule:
             if key.startswith(self.layer_prefixes) or (outside and not key.startswith(inside))
         }
 
+    def unsaved(self, layers: Collection[int]) -> dict[str, torch.Tensor]:
+        """The buffers of these layers that are in no state dict, by name."""
+        return {
+            f"{key}.{name}": buffer
+            for number, (layer_name, layer) in enumerate(self.full._modules.items())
+            if number in layers and layer is not None
+            for key, part in layer.named_modules(prefix=f"{self.path}.{layer_name}")
+            for name, buffer in part._buffers.items()
+            if buffer is not None and name in unsaved_buffers(part)
+        }
+
     def in_order(self, parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:
         """The whole state dict from all ranks' parts, with the keys in the order of the whole module."""
         merged = {key: value for part in parts for key, value in part.items()}
         ordered = {key: merged.pop(key) for key in self.keys if key in merged}
         return {**ordered, **merged}
+
+    def take_unsaved(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Gives layers of other ranks the buffers that `unsaved` gave there."""
+        for name, buffer in buffers.items():
+            owner, _, own_name = name.rpartition(".")
+            part = self.full.get_submodule(owner[len(self.path) + 1 :])
+            part._buffers[own_name] = buffer.to("cpu")
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Puts the whole module back; `state` is its state dict, None says that the run has failed.

@@ -1,0 +1,43 @@
+"""All ranks have made the strategy from the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_pipes.ir import InputError
+from lightning_pipes.planning.wording import schedule_settings
+from lightning_pipes.trainer.plan.decision import Wanted
+from lightning_pipes.trainer.plan.settings import Settings
+from lightning_pipes.trainer.ranks.control import Control
+
+
+def said(wanted: Wanted, settings: Settings) -> dict[str, str]:
+    """The arguments that have to be the same on all ranks, by name."""
+    args = schedule_settings(wanted.schedule)
+    return {
+        "schedule": "auto" if wanted.chooses else wanted.schedule.name,
+        "schedule_args": repr({name: args[name] for name in sorted(args)}),
+        **{name: repr(getattr(wanted, name)) for name in ("microbatches", "recompute", "partition")},
+        **{name: repr(getattr(settings, name)) for name in ("module", "seed", "transport", "sharded", "check_loss")},
+    }
+
+
+def check_alike(arguments: Mapping[str, str], control: Control) -> None:
+    """Compares what all ranks were told. Collective.
+
+    Raises:
+        InputError: one was told something else than rank 0, and ranks would wait for different things.
+    """
+    found = control.all_gather(dict(arguments))
+    for rank, other in zip(control.ranks, found, strict=True):
+        different = [
+            f"{name}={other[name]}, rank {control.ranks[0]} {value}"
+            for name, value in found[0].items()
+            if other[name] != value
+        ]
+        if different:
+            raise InputError(
+                f"PipelineStrategy has other arguments on rank {rank}: {'; '.join(different)}. Every process has to "
+                "make it from the same ones: look for what differs between processes, as environment variables and "
+                "files do"
+            )
