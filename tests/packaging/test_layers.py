@@ -1,4 +1,4 @@
-"""Imports point down STYLE's table, and what must stay light does."""
+"""Imports point down the table of docs/architecture.md, and what must stay light does."""
 
 from __future__ import annotations
 
