@@ -6,7 +6,7 @@ random instant from launch to exit, or at one of the places that lightning_pipes
 
 An end is clean if every other process has ended within ten seconds of when it can know (of a kill at once, of a stop
 or a cut link after heartbeat_timeout, before hosts are connected after timeout), by itself and with an error, if
-the rank is named in what they say, if no process and nothing in /dev/shm and TMPDIR is left, and if who was stopped
+the rank is named in what they say (but where it had taken leave of them), if no process and nothing in /dev/shm and TMPDIR is left, and if who was stopped
 ends within ten seconds of being continued. Then the same is started again; its weights in the end have to equal those
 of an undisturbed run, bit for bit.
 
@@ -121,6 +121,11 @@ class Case:
         """Whether ranks may not be connected yet."""
         first = self.nth == 1 and self.point in ("process_group.made", "sibling.turn", "trial")
         return self.phase == "launch" or self.after == "imported" or first
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody waits for the victim any more: it has told the others that it ends."""
+        return self.point in ("watch.closed", "exit")
 
     @property
     def told(self) -> bool:
@@ -364,8 +369,7 @@ class Run:
         if not self.case.told:
             known += self.timeout if self.case.early else HEARTBEAT
         alone = not self.others()
-        restarted = self.case.restarts and not self.complete
-        limit = known + (LONG if restarted else self.soon)
+        limit = known + (LONG if self.case.restarts else self.soon)
         while left := self.others():
             if time.monotonic() > limit:
                 there = ", ".join(f"rank {rank_of(env)}" for pid, env in processes(self.token).items() if pid in left)
@@ -402,7 +406,8 @@ class Run:
         aborted = [name for name, text in texts.items() if "Fatal Python error" in text or "terminate called" in text]
         if aborted:
             wrong.append(f"{', '.join(aborted)} ended by an abort")
-        if not self.complete and any(texts.values()) and not self.named("\n".join(texts.values())):
+        waited = not self.complete and not self.case.over
+        if waited and any(texts.values()) and not self.named("\n".join(texts.values())):
             wrong.append("nobody names the rank")
         if left := left_in(self.temporary):
             wrong.append(f"left in TMPDIR: {', '.join(sorted(left))}")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lightning_pipes import PipelineStrategy
@@ -45,16 +45,16 @@ CASES = {
 }
 
 
-def alive(pid: int) -> bool:
+def alive(process: psutil.Process) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return True
 
 
-def pids(directory: Path, ranks: list[int]) -> list[int]:
-    return [int((directory / f"pid{rank}").read_text()) for rank in ranks]
+def processes(directory: Path, ranks: Iterable[int]) -> list[psutil.Process]:
+    """Those of these ranks; others that get their numbers later are not taken for them."""
+    return [psutil.Process(int((directory / f"pid{rank}").read_text())) for rank in ranks]
 
 
 def go_on(case: Case, directory: Path) -> None:
@@ -62,13 +62,14 @@ def go_on(case: Case, directory: Path) -> None:
     until = time.monotonic() + patience(DEADLINE)
     while not all((directory / f"harmed{rank}").exists() for rank in case.stopped) and time.monotonic() < until:
         time.sleep(0.05)
-    others = pids(directory, [r for r in range(case.ranks) if r not in case.stopped])
+    stopped = processes(directory, case.stopped)
+    others = processes(directory, [r for r in range(case.ranks) if r not in case.stopped])
     if case.seconds is not None:
         time.sleep(case.seconds)
     while any(map(alive, others)) and time.monotonic() < until:
         time.sleep(0.05)
-    for pid in pids(directory, list(case.stopped)):
-        os.kill(pid, signal.SIGCONT)
+    for process in stopped:
+        process.resume()
 
 
 def run(case: Case, directory: Path) -> list[Outcome]:

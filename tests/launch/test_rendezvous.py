@@ -110,6 +110,16 @@ def test_who_comes_after_the_launcher_has_died_says_so(environment):
             launcher_store(SOON)
 
 
+def test_a_launcher_that_is_stopped_is_not_waited_for_without_end(environment):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()  # the kernel takes connections for a process that is stopped
+        environment.setenv("MASTER_ADDR", "127.0.0.1")
+        environment.setenv("MASTER_PORT", str(silent.getsockname()[1]))
+        with pytest.raises(TimeoutError, match="the launcher has not answered within 1 s"):
+            launcher_store(timedelta(seconds=1))
+
+
 def test_who_was_alive_and_has_ended_is_not_waited_for(monkeypatch):
     """And the dead of an earlier attempt, whom nobody has seen alive, are not taken for those of this one."""
     alive = {"own": True, "old": False}

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent import futures
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -55,10 +57,29 @@ def wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[
 
 
 def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None) -> TCPStore:
-    """A connection to the launcher's store."""
+    """A connection to the launcher's store.
+
+    Raises:
+        TimeoutError: there is none, or the launcher does not answer, as one does that is stopped.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    until = time.monotonic() + timeout.total_seconds()
     wait_for_host(address, port, timeout, check)
-    return TCPStore(address, port, is_master=False, timeout=timeout)
+    made: futures.Future[TCPStore] = futures.Future()
+
+    def connect() -> None:  # a store's client waits for the first answer without end, whatever its timeout
+        try:
+            made.set_result(TCPStore(address, port, is_master=False, timeout=timeout))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=connect, name="lightning_pipes store", daemon=True).start()
+    while not futures.wait([made], _LOOK_SECONDS).done:
+        check()
+        if time.monotonic() > until:
+            seconds = timeout.total_seconds()
+            raise TimeoutError(f"the launcher has not answered within {seconds:.0f} s: it hosts the store of this run")
+    return made.result()
 
 
 def own_store(rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None) -> PrefixStore | None:
