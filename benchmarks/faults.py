@@ -7,8 +7,8 @@ random instant from launch to exit, or at one of the places that lightning_pipes
 An end is clean if every other process has ended within ten seconds of when it can know (of a kill at once, of a stop
 or a cut link after heartbeat_timeout, before hosts are connected after timeout), by itself and with an error, if
 the rank is named in what they say, unless it had told them that it ends, if no process and nothing in /dev/shm and
-TMPDIR is left, and if who was stopped ends within ten seconds of being continued. Then the same is started again; its weights in the end have to equal those
-of an undisturbed run, bit for bit.
+TMPDIR is left, and if who was stopped ends within ten seconds of being continued. Then the same is started again; its
+weights in the end have to equal those of an undisturbed run, bit for bit.
 
     python benchmarks/faults.py [--quick] [--json] [--faults N] [--seed N] [--only N] [--at-once N] [--soon SECONDS]
 """
