@@ -64,7 +64,10 @@ LONG = 240.0
 PHASES = ("launch", "connecting", "training", "saving", "hand-over", "end")
 QUICK = 8
 ACTS = ("kill", "stop", "cut")
-CAUSES = r"has ended|was ended|declared dead|not answered|did not come|not come|can't be reached|its process gone"
+CAUSES = (
+    r"has ended|was ended|declared dead|been stopped|not answered|did not come|not come|can't be reached|"
+    r"its process gone"
+)
 
 
 @dataclass(frozen=True)

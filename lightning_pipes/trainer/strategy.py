@@ -189,7 +189,7 @@ class PipelineStrategy(PipelineHost):
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.num_nodes = 1
-        heed_launcher()
+        heed_launcher(long_enough(heartbeat_timeout))
         self.schedule = known_schedule(schedule, {} if schedule_args is None else schedule_args)
         self._wanted = Wanted(
             self.schedule,

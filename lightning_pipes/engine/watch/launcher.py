@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from lightning_pipes.engine.watch import ending
+from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT
 from lightning_pipes.engine.watch.heartbeat import Silence
 from lightning_pipes.engine.watch.identity import is_stopped
 from lightning_pipes.ir import PipelineError
@@ -59,6 +60,7 @@ class _Launcher:
     def __init__(self) -> None:
         self.pid = 0
         self.gone = False
+        self.patience = HEARTBEAT_TIMEOUT
 
     def heed(self) -> None:
         if self.pid or not (pid := _launcher()):
@@ -134,8 +136,13 @@ class _Launched:
 _above, _below = _Launcher(), _Launched()
 
 
-def heed_launcher() -> None:
-    """From now on this process ends when its launcher does, if that is Lightning's or torchrun's."""
+def heed_launcher(patience: float) -> None:
+    """From now on this process ends when its launcher does, if that is Lightning's or torchrun's.
+
+    Args:
+        patience: seconds that others may be stopped.
+    """
+    _above.patience = patience
     _above.heed()
 
 
@@ -162,14 +169,10 @@ def check_launcher() -> None:
 
 class Company:
     """Looks after those of this host before ranks have met, when nobody has given a sign of life yet: who is slow then
-    may have much to load, and who is stopped can be seen.
-
-    Args:
-        patience: seconds that one may be stopped.
+    may have much to load, and who is stopped can be seen. `heed_launcher` was told how long one may be.
     """
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
+    def __init__(self) -> None:
         self._silences: defaultdict[int, Silence] = defaultdict(partial(Silence, 2 * _COMPANY_SECONDS))
         self._moves = itertools.count(1)
         self._next = 0.0
@@ -189,10 +192,10 @@ class Company:
         for rank, pid in _company():
             moved = 0 if is_stopped(pid) else next(self._moves)
             seconds = self._silences[pid].seconds(moved, now)
-            if seconds > self._patience:
+            if seconds > _above.patience:
                 raise RankStoppedError(
-                    f"local rank {rank}, process {pid}, has been stopped for {seconds:.0f} s, before all ranks have "
-                    f"met. Let it go on (kill -CONT {pid}) and start again; heartbeat_timeout says how long is waited"
+                    f"local rank {rank}, process {pid}, has been stopped for {seconds:.0f} s, and others wait for "
+                    f"it. Let it go on (kill -CONT {pid}) and start again; heartbeat_timeout says how long is waited"
                 )
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent import futures
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from lightning_pipes.engine.watch.asking import Asking
 from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.engine.watch.points import point
 
@@ -65,21 +65,15 @@ def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     until = time.monotonic() + timeout.total_seconds()
     wait_for_host(address, port, timeout, check)
-    made: futures.Future[TCPStore] = futures.Future()
 
-    def connect() -> None:  # a store's client waits for the first answer without end, whatever its timeout
-        try:
-            made.set_result(TCPStore(address, port, is_master=False, timeout=timeout))
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=connect, name="lightning_pipes store", daemon=True).start()
-    while not futures.wait([made], _LOOK_SECONDS).done:
+    def look() -> None:
         check()
         if time.monotonic() > until:
             seconds = timeout.total_seconds()
             raise TimeoutError(f"the launcher has not answered within {seconds:.0f} s: it hosts the store of this run")
-    return made.result()
+
+    # A store's client waits for its first answer without end, whatever its timeout.
+    return Asking()(partial(TCPStore, address, port, is_master=False, timeout=timeout), look)
 
 
 def own_store(rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None) -> PrefixStore | None:

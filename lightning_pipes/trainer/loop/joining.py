@@ -48,7 +48,7 @@ class Joining:
         os.environ["MASTER_ADDR"] = self.environment.main_address
         os.environ["MASTER_PORT"] = str(self.environment.main_port)
         if self.size > 1:
-            run_store(self.rank, self.size, self.here, self.timeout, Company(self.heartbeat_timeout).check)
+            run_store(self.rank, self.size, self.here, self.timeout, Company().check)
 
     def watch(self) -> FailureWatch:
         """Sees failures of other ranks, in the store that they have."""
@@ -59,7 +59,7 @@ class Joining:
 
     def make_process_group(self, watch: FailureWatch, device: torch.device, backend: str | None) -> None:
         """Makes the default one, once all ranks have come."""
-        watch.meet(self.timeout.total_seconds(), Company(self.heartbeat_timeout).check, dead_ranks)
+        watch.meet(self.timeout.total_seconds(), Company().check, dead_ranks)
         point("process_group")
         atexit.register(_leave)
         watch.call(

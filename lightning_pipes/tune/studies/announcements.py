@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_pipes.arrays.siblings.sibling import current_sibling
 from lightning_pipes.engine.watch import plain
-from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT
+from lightning_pipes.engine.watch.asking import Asking
 from lightning_pipes.engine.watch.launcher import Company
 from lightning_pipes.engine.watch.meeting import LOOPBACK, adopted_store, made_store, run_store, store_on_loopback
 from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, wait_for_host
@@ -78,28 +78,33 @@ class Announcements:
             sibling.wait_until(ready)
         while not ready():
             time.sleep(_LOOK_SECONDS)
-        return loads(self._store.get(key), self._line.seal) if self.said(key) else None
+        return loads(self._ask(partial(self._store.get, key)), self._line.seal) if self.said(key) else None
 
     def said(self, key: str) -> bool:
         """Whether there is a word under `key`.
 
         Raises:
             RankZeroEndedError: nobody can tell.
+            RankStoppedError: nobody can tell, as rank 0 is stopped.
         """
         try:
-            return bool(self._store.check([key]))
+            return bool(self._ask(partial(self._store.check, [key])))
         except RuntimeError as error:
             raise RankZeroEndedError(f"rank 0, which holds the study or sweep, has ended ({error})") from error
 
     def leave(self) -> None:
         """Called by all when they have heard all: rank 0 stays for them where it hosts the store."""
         if not self.leads:
-            self._store.set(f"left/{self.rank}", "")
+            self._ask(partial(self._store.set, f"left/{self.rank}", ""))
         elif self._line.hosted:
             others = range(1, dist.get_world_size() if dist.is_initialized() else 1)
             until = time.monotonic() + _LEAVE_SECONDS
             while not all(self.said(f"left/{rank}") for rank in others) and time.monotonic() < until:
                 time.sleep(_LOOK_SECONDS)
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """What a call of the store returns, which it would never do where rank 0 is stopped."""
+        return call() if self._line.hosted else self._line.asking(call, self._line.company.check)
 
 
 class _Line:
@@ -108,7 +113,8 @@ class _Line:
     def __init__(self) -> None:
         self.boards = 0
         self.hosted = False
-        company = Company(HEARTBEAT_TIMEOUT)
+        self.asking = Asking()
+        self.company = company = Company()
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, size = dist.get_rank(), dist.get_world_size()
             self.store = made_store() or adopted_store(default_store(), self.rank, size, 1)

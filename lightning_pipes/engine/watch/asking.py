@@ -1,0 +1,44 @@
+"""Calls that may never return, as those of torch's store to a process that is stopped."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_LOOK_SECONDS = 0.1
+
+
+class Asking:
+    """Makes calls one after the other, in a thread that the end of the process does not wait for."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, call: Callable[[], T], meanwhile: Callable[[], object]) -> T:
+        """What `call` returns or raises; or what `meanwhile` raises, which is called again and again until then, and
+        after which nothing more can be asked."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._make, name="lightning_pipes asking", daemon=True)
+            self._thread.start()
+        made: Future[T] = Future()
+        self._calls.put((call, made))
+        while True:
+            try:
+                return made.result(_LOOK_SECONDS)
+            except TimeoutError:
+                if made.done():
+                    raise
+            meanwhile()
+
+    def _make(self) -> None:
+        while True:
+            call, made = self._calls.get()
+            try:
+                made.set_result(call())
+            except BaseException as error:
+                made.set_exception(error)
