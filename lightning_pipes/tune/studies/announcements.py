@@ -89,6 +89,8 @@ class Announcements:
         """
         try:
             return bool(self._ask(partial(self._store.check, [key])))
+        except PipelineError:
+            raise
         except RuntimeError as error:
             raise RankZeroEndedError(f"rank 0, which holds the study or sweep, has ended ({error})") from error
 
