@@ -421,7 +421,7 @@ class Run:
         rank = self.case.victim
         patterns = [rf"(?<!\[)rank [\d, ]*\b{rank}\b.*({CAUSES})", rf"({CAUSES}).*rank [\d, ]*\b{rank}\b"]
         if rank == LAUNCHER:
-            patterns = ["the launcher, which hosts the store", "the launcher has ended"]
+            patterns = ["the launcher, which hosts the store", "the launcher has (ended|not answered)"]
         if rank == LAUNCHER or (rank == 0 and self.case.launcher == "lightning"):
             patterns.append("which has started this one, has ended")
         if self.case.launcher == "torchrun":  # says so itself, and ends the others before they can
