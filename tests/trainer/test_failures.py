@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import warnings
+from dataclasses import dataclass
 from functools import partial
 from tempfile import mkdtemp
 from typing import Any
@@ -58,7 +59,9 @@ def bad_inputs(rank: int, cases: list[tuple[type[Lit], dict[str, Any]]], ranks: 
     messages = []
     for module, strategy in cases:
         try:
-            own = {name: value(rank) if callable(value) else value for name, value in strategy.items()}
+            own = {
+                name: value.values[rank] if isinstance(value, EachRank) else value for name, value in strategy.items()
+            }
             fit(rank, module, ranks, own, {})
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error}")
@@ -180,12 +183,11 @@ class CalledInHook(Lit):
         self.model(torch.zeros(1))
 
 
-def more_on_rank_1(rank: int) -> int:
-    return 4 + rank
+@dataclass(frozen=True)
+class EachRank:
+    """An argument that is not the same on all ranks."""
 
-
-def other_on_rank_1(rank: int) -> str:
-    return ["gpipe", "1f1b"][rank]
+    values: tuple[Any, ...]
 
 
 BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
@@ -211,8 +213,12 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (TwoArguments, {}, "with 2 positional arguments"),
     (ForeignWeights, {}, "weights of layers that live on another rank"),
     (OtherModule, {}, "built different modules"),
-    (Lit, {"microbatches": more_on_rank_1}, "PipelineStrategy has other arguments on rank 1: microbatches=5, rank 0 4"),
-    (Lit, {"schedule": other_on_rank_1}, "on rank 1: schedule=1f1b, rank 0 gpipe"),
+    (
+        Lit,
+        {"microbatches": EachRank((4, 5))},
+        "PipelineStrategy has other arguments on rank 1: microbatches=5, rank 0 4",
+    ),
+    (Lit, {"schedule": EachRank(("gpipe", "1f1b"))}, "on rank 1: schedule=1f1b, rank 0 gpipe"),
     (OtherBatches, {}, "loaded different batches (checksums rank 0:"),
     (FewerBatches, {}, "the training data of some ranks end with batch 1"),
     (CalledInHook, {}, "was called outside of training_step"),
