@@ -122,7 +122,7 @@ class Case:
     @property
     def early(self) -> bool:
         """Whether ranks may not be connected yet."""
-        first = self.nth == 1 and self.point in ("process_group.made", "sibling.turn", "trial")
+        first = self.nth == 1 and self.point in ("watch.made", "process_group.made", "sibling.turn", "trial")
         return self.phase == "launch" or self.after == "imported" or first
 
     @property
@@ -365,16 +365,22 @@ class Run:
             found -= {victim, self.roots[0].pid} if waits else {victim}
         return found
 
+    def all_imported(self) -> float:
+        """When the last process could begin to look after the others: it had to be loaded first."""
+        marks = [self.job.mark("imported", rank) for rank in range(self.case.ranks) if rank != self.case.victim]
+        times = [mark.stat().st_mtime for mark in marks if mark.exists()]
+        latest = max(times, default=0.0) if len(times) == len(marks) else time.time()
+        return time.monotonic() - (time.time() - latest)
+
     def watch(self, at: float) -> tuple[list[str], float]:
         """What is not as it should be in how the processes end, and in how many seconds they did."""
         wrong = []
-        known = at
-        if not self.case.told:
-            known += self.timeout if self.case.early else HEARTBEAT
+        later = 0.0 if self.case.told else self.timeout if self.case.early else HEARTBEAT
+        known = at + later
         alone = not self.others()
-        limit = known + (LONG if self.case.restarts else self.soon)
         while left := self.others():
-            if time.monotonic() > limit:
+            known = max(known, self.all_imported() + later)
+            if time.monotonic() > min(known + (LONG if self.case.restarts else self.soon), at + LONG):
                 there = ", ".join(f"rank {rank_of(env)}" for pid, env in processes(self.token).items() if pid in left)
                 wrong.append(f"{there} still there {self.soon:.0f} s after they could know")
                 break
