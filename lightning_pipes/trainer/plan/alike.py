@@ -39,5 +39,5 @@ def check_alike(arguments: Mapping[str, str], control: Control) -> None:
             raise InputError(
                 f"PipelineStrategy has other arguments on rank {rank}: {'; '.join(different)}. Every process has to "
                 "make it from the same ones: look for what differs between processes, as environment variables and "
-                "files do"
+                "files do, and give a job array its jobs in one order"
             )

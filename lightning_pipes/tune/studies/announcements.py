@@ -105,7 +105,7 @@ class Announcements:
                 time.sleep(_LOOK_SECONDS)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
-        """What a call of the store returns, which it would never do where rank 0 is stopped."""
+        """The result of a call of the store, which would never return where rank 0 is stopped."""
         return call() if self._line.hosted else self._line.asking(call, self._line.company.check)
 
 
