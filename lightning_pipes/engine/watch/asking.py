@@ -13,11 +13,18 @@ _LOOK_SECONDS = 0.1
 
 
 class Asking:
-    """Makes calls one after the other, in a thread that the end of the process does not wait for."""
+    """Makes calls one after the other, in a thread that the end of the process does not wait for. In a `with` block it
+    ends with the last call."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Asking:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._calls.put(None)
 
     def __call__(self, call: Callable[[], T], meanwhile: Callable[[], object]) -> T:
         """The outcome of `call`, also if it raises; or what `meanwhile` raises, called again and again until then, and
@@ -36,8 +43,8 @@ class Asking:
             meanwhile()
 
     def _make(self) -> None:
-        while True:
-            call, made = self._calls.get()
+        while (asked := self._calls.get()) is not None:
+            call, made = asked
             try:
                 made.set_result(call())
             except BaseException as error:

@@ -15,8 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -24,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_pipes.engine.watch import ending
+from lightning_pipes.engine.watch.asking import Asking
 from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS, Silence, heart_of
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.engine.watch.trust import Seal, part_of, printable, seal_of
@@ -190,32 +189,23 @@ class FailureWatch:
         """
         if self._store is None:
             return fn()
-        found: Future[T] = Future()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
-        def run() -> None:
-            try:
-                if device is not None:
-                    torch.cuda.set_device(device)
-                found.set_result(fn())
-            except BaseException as error:
-                found.set_exception(error)
+        def run() -> T:
+            if device is not None:
+                torch.cuda.set_device(device)
+            return fn()
 
-        threading.Thread(target=run, name="lightning_pipes connecting", daemon=True).start()
         before, self.doing = self.doing, self.doing or "connections to other ranks"
-        while True:
-            try:
-                result = found.result(POLL_SECONDS)
-                self.doing = before
-                return result
-            except NotYet as error:
-                self.check()
-                if found.done() and found.exception() is error:
-                    raise
-            except RuntimeError as error:
-                if not isinstance(error, PipelineError):
-                    self.learn_reason()
-                raise
+        try:
+            with Asking() as asking:
+                result = asking(run, self.check)
+        except RuntimeError as error:
+            if not isinstance(error, PipelineError):
+                self.learn_reason()
+            raise
+        self.doing = before
+        return result
 
     def missing(self) -> list[int]:
         """The ranks that have not come to the store yet."""

@@ -73,7 +73,8 @@ def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None)
             raise TimeoutError(f"the launcher has not answered within {seconds:.0f} s: it hosts the store of this run")
 
     # A store's client waits for its first answer without end, whatever its timeout.
-    return Asking()(partial(TCPStore, address, port, is_master=False, timeout=timeout), look)
+    with Asking() as asking:
+        return asking(partial(TCPStore, address, port, is_master=False, timeout=timeout), look)
 
 
 def own_store(rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None) -> PrefixStore | None:
