@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -189,7 +189,6 @@ class PipelineStrategy(PipelineHost):
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.num_nodes = 1
-        heed_launcher(long_enough(heartbeat_timeout))
         self.schedule = known_schedule(schedule, {} if schedule_args is None else schedule_args)
         self._wanted = Wanted(
             self.schedule,
@@ -209,6 +208,7 @@ class PipelineStrategy(PipelineHost):
             long_enough(heartbeat_timeout),
             known_backend(process_group_backend),
         )
+        heed_launcher(self._settings.heartbeat_timeout)
         self._writing = Writing(check_type("async_checkpoint", async_checkpoint, bool))
         self.checkpoint_io = checkpoint_io
         self._standing = Standing()
@@ -220,7 +220,6 @@ class PipelineStrategy(PipelineHost):
         self._spread: CutModule | None = None
         """The last run's, if its layers stay where they are: they were made on meta."""
         self._current: _Running | None = None
-        self._streams = False
         self._accumulating = False
         self._undo: list[Callable[[], None]] = []
         self._decision: Decision | None = None
@@ -349,8 +348,8 @@ class PipelineStrategy(PipelineHost):
         if fitting:
             with_tuner(trainer, self.schedule)
         cutting.lay_out(decision)
-        self._streams = fitting and cutting.endless
-        if self._streams:
+        training = Streaming if fitting and cutting.endless else Flushing
+        if training.streams:
             links.check_endless(self.schedule.name)
             check_streaming(trainer, self.schedule.name, ranks.grid, cutting.tied())
         self._undo += show_module(trainer, module)
@@ -362,7 +361,6 @@ class PipelineStrategy(PipelineHost):
         self.model_to_device()
         stops = StopAgreement(trainer, ranks.control, self._writing.at_once, lambda: links.told_to_end)
         self._undo.append(stops.remove)
-        training = Streaming if self._streams else Flushing
         run = cutting.start(training, made.replicas, self.precision_plugin, settings, self._layouts)
         prediction = Prediction(decision, ranks.pipeline, links.trainings == 1) if fitting else None
         self._current = _Running(run, stops, prediction)
@@ -499,7 +497,7 @@ class PipelineStrategy(PipelineHost):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         with self._standing.telling():
-            if self._streams:
+            if self.running.streams:
                 return closure()  # every stage steps by itself when a batch's gradients are complete
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
@@ -607,10 +605,6 @@ class PipelineStrategy(PipelineHost):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
         self._writing.io = io
-
-    def writing_at_once(self) -> AbstractContextManager[None]:
-        """Checkpoints in the block are written when saving them returns, also with async_checkpoint."""
-        return self._writing.at_once()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module, cut = self._module, self._cut or self._spread

@@ -55,11 +55,10 @@ def gather_run(
     if run.cut.stays_spread:
         run.part.go_home()
     local = {} if run.cut.stays_spread else run.cut.local_state(outside=pipeline.position == 0)
-    mine = run.part.holdings.local
-    gathered = pipeline.all_gather((local, run.cut.unsaved(mine), facts))
+    unsaved = run.cut.unsaved(run.part.holdings.local)
+    gathered = pipeline.all_gather((local, unsaved, facts))
     state = {} if run.cut.stays_spread else run.cut.in_order([part for part, _, _ in gathered])
-    own = run.cut.unsaved(mine).keys()
-    run.cut.take_unsaved({k: v for _, buffers, _ in gathered for k, v in buffers.items() if k not in own})
+    run.cut.take_unsaved({k: v for _, buffers, _ in gathered for k, v in buffers.items() if k not in unsaved})
     if facts is None:
         return state, None
     ranks = [gathered[pipeline.ranks.index(rank)][2] for rank in run.global_ranks]

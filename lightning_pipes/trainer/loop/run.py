@@ -73,10 +73,6 @@ class Training(ABC):
 class PipelineRun:
     """Takes batches through the pipeline, from `setup` to `teardown` of the strategy.
 
-    Attributes:
-        windows: the last batches.
-        took: nanoseconds of the last batches on this rank.
-
     Collective: all ranks make one, and the same calls of it, in the same order.
 
     Args:
@@ -89,6 +85,10 @@ class PipelineRun:
         transport: how messages travel, as `make_transport` names it.
         check_loss: compare the loss of the first batch with those of its micro-batches.
         training: makes what trains, when all else is made.
+
+    Attributes:
+        windows: the last batches.
+        took: nanoseconds of the last batches on this rank.
 
     Raises:
         PlanError: the transport can't be had here.

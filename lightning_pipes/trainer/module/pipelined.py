@@ -260,9 +260,7 @@ class CutModule:
         """The buffers of these layers that are in no state dict, by name."""
         return {
             f"{key}.{name}": buffer
-            for number, (layer_name, layer) in enumerate(self.full._modules.items())
-            if number in layers and layer is not None
-            for key, part in layer.named_modules(prefix=f"{self.path}.{layer_name}")
+            for _, key, part in self._modules_of(layers)
             for name, buffer in part._buffers.items()
             if buffer is not None and name in unsaved_buffers(part)
         }
@@ -311,19 +309,23 @@ class CutModule:
         setattr(self.module.get_submodule(parent), name, part)
 
     def _slots_of(self, layers: Collection[int]) -> Iterator[Slot]:
-        """Where these layers keep parameters and saved buffers. Buffers that are not saved stay: they could not be
-        brought back."""
+        """Where these layers keep parameters and saved buffers. Buffers that are not saved stay: `take_unsaved`
+        brings back their values."""
+        for number, key, part in self._modules_of(layers):
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    yield Slot(number, part._parameters, name, parameter, f"{key}.{name}")
+            for name, buffer in part._buffers.items():
+                if buffer is not None and name not in unsaved_buffers(part):
+                    yield Slot(number, part._buffers, name, buffer, f"{key}.{name}")
+
+    def _modules_of(self, layers: Collection[int]) -> Iterator[tuple[int, str, nn.Module]]:
+        """All modules of these layers: the layer's number, and the name in the whole module."""
         for number, (layer_name, layer) in enumerate(self.full._modules.items()):
-            if number not in layers:
-                continue
-            assert layer is not None
-            for key, part in layer.named_modules(prefix=f"{self.path}.{layer_name}"):
-                for name, parameter in part._parameters.items():
-                    if parameter is not None:
-                        yield Slot(number, part._parameters, name, parameter, f"{key}.{name}")
-                for name, buffer in part._buffers.items():
-                    if buffer is not None and name not in unsaved_buffers(part):
-                        yield Slot(number, part._buffers, name, buffer, f"{key}.{name}")
+            if number in layers:
+                assert layer is not None
+                for key, part in layer.named_modules(prefix=f"{self.path}.{layer_name}"):
+                    yield number, key, part
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
