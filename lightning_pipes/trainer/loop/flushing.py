@@ -15,7 +15,7 @@ from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun, Training
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.module.checks import warn_about_small_batch
-from lightning_pipes.trainer.reports.report import Window
+from lightning_pipes.trainer.reports.report import KEPT_STEPS, Window
 from lightning_pipes.trainer.reports.timing import Share
 from lightning_pipes.trainer.step.gradients import FreshGradients
 from lightning_pipes.trainer.step.steps import TrainingBatch
@@ -69,7 +69,8 @@ class Flushing(Training):
         run.connections.check()
         run.check_loss(item)
         run.windows.append(Window(plan, order, run.engine.events))
-        run.took.append(Share.of(run.engine.events).took)
+        if len(run.took) < KEPT_STEPS:
+            run.took.append(Share.of(run.engine.events).took)
 
         # 6. The last stage tells all ranks what the step gave and logged; every rank logs it.
         message = None

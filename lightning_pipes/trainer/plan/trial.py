@@ -25,9 +25,9 @@ from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.timing import Share
 
-SECONDS = 1.0
+SECONDS = 2.0
 """How long a trial takes, but for its first step, if steps are not longer."""
-STEPS = 8
+STEPS = 16
 """The most steps that count."""
 CONTRADICTION = 0.1
 """By what share a measured step may differ from what the profile says."""
