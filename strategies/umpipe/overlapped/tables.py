@@ -2,7 +2,7 @@
 
 Every field is a list of whole numbers, or for compiled code an int64 array; a letter says by what it is listed: p is a
 process, i a stage, r what runs one chunk at a time. Processes of both directions are one chain of 2 K, as samples pass
-them: p from 0 to K - 1 forward, from K to 2 K - 1 backward. Stage i computes the chunks of p = 2 i and of 2 K - 1 - 2 i.
+them: p from 0 to K - 1 forward, from K to 2 K - 1 backward. Stage i computes the chunks of p = 2 i and 2 K - 1 - 2 i.
 """
 
 from __future__ import annotations
