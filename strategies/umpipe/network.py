@@ -76,8 +76,8 @@ class Network:
     def of_counts(cls, rows: int, counts: Sequence[int], forward: Times, backward: Times) -> Network:
         """The network whose options are numbers of micro-batches: column i of the tables is for `counts[i]` of them.
 
-        A micro-batch has ceil(P / p) samples; the paper's E3 takes p itself for a size. Where several counts come to the same size, each process and
-        direction keeps the cheapest: all of them compute the same chunks.
+        A micro-batch has ceil(P / p) samples; the paper's E3 takes p itself for a size. Where several counts come to
+        the same size, each process and direction keeps the cheapest: all of them compute the same chunks.
 
         Raises:
             InputError: a count that is none, or larger than the batch; what `Network` refuses.

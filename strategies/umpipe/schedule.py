@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from lightning_pipes.cost.units import as_bytes
 from lightning_pipes.ir import (
     STEP,
     B,
@@ -22,6 +23,11 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.strategies.umpipe.planner import Counts, UnequalPlanner
 
+WIDEST = 16
+"""Micro-batches for each rank from which on more are hardly ever of use."""
+LARGEST = 2048
+"""Micro-batches on all ranks, of the largest plan that a search over schedules has cut unequally."""
+
 
 @dataclass(frozen=True)
 class Unequal(Traits):
@@ -35,7 +41,7 @@ class Unequal(Traits):
         backward: the same for backwards; as forward where it is empty.
         forward_links: messages on each link to the next stage; as the stage before it computes where it is empty.
         backward_links: messages on each link back.
-        counts: what the planner chooses from: powers of two, or all numbers, which takes longer and rarely gains 2 %.
+        counts: the numbers that the planner chooses from: few (1, 2, 3, 4, 6, 8, 12, ...), powers of two, or all.
 
     Raises:
         InputError: a number below 1; backward or links without forward.
@@ -45,7 +51,7 @@ class Unequal(Traits):
     backward: tuple[int, ...] = ()
     forward_links: tuple[int, ...] = ()
     backward_links: tuple[int, ...] = ()
-    counts: Literal["powers", "all"] = "powers"
+    counts: Literal["few", "powers", "all"] = "few"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -77,8 +83,13 @@ class UMPipe(Unequal, Schedule):
 
     name: ClassVar[str] = "umpipe"
 
+    @classmethod
+    def variants(cls, n_ranks: int, microbatches: int) -> list[UMPipe]:
+        """None: `um1f1b` does the same with overlapped directions."""
+        return []
+
     def planner(self) -> UnequalPlanner:
-        return UnequalPlanner(self.given, overlapped=False, every_count=self.counts == "all")
+        return UnequalPlanner(self.given, False, self.counts)
 
     # Drawn by `unequal("umpipe")`:
     def program(self, plan: Plan) -> Program:
@@ -96,14 +107,31 @@ class UM1F1B(Unequal, RulePolicy):
     """Backwards as soon as they are ready, else forwards, each stage with micro-batches of its own: the paper's
     UMPipeDream (section V-E) with one update a batch.
 
-    A stage holds at most as many samples as its plan allows, which the planner makes of `memory_limit`; by default
-    all of a batch.
+    A stage holds as many samples between F and B as fit into its device's memory, and into `memory_limit`; without a
+    limit up to the whole batch.
+
+    Attributes:
+        memory_limit: bytes that every rank may hold, such as "16GiB".
     """
 
+    memory_limit: int | str | None = None
     name: ClassVar[str] = "um1f1b"
 
+    @classmethod
+    def variants(cls, n_ranks: int, microbatches: int) -> list[UM1F1B]:
+        """One, where its planner has enough numbers of micro-batches to choose from; of large plans none, for a search
+        among their cuts takes minutes."""
+        enough = WIDEST * n_ranks // 2 <= microbatches < WIDEST * n_ranks
+        return [cls()] if enough and n_ranks * microbatches <= LARGEST else []
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.memory_limit is not None:
+            as_bytes(self.memory_limit)
+
     def planner(self) -> UnequalPlanner:
-        return UnequalPlanner(self.given, overlapped=True, every_count=self.counts == "all")
+        limit = None if self.memory_limit is None else as_bytes(self.memory_limit)
+        return UnequalPlanner(self.given, True, self.counts, limit)
 
     # Drawn by `unequal("um1f1b")`:
     def rule(self, plan: Plan) -> Rule:

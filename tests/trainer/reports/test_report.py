@@ -173,7 +173,8 @@ def test_nothing_to_report():
 
 
 @pytest.mark.parametrize(
-    ("measured", "said"), [(2.0, "1 s predicted when it was chosen, 2 s measured, 4 s at last"), (4.1, "4.1 s measured")]
+    ("measured", "said"),
+    [(2.0, "1 s predicted when it was chosen, 2 s measured, 4 s at last"), (4.1, "4.1 s measured")],
 )
 def test_whether_a_choice_came_true(measured, said):
     """The first steps show it; the last ones are named where they take another time."""
