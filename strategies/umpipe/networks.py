@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,24 +74,24 @@ def realistic(
 ) -> Tables:
     """Networks whose chunk of s samples takes overhead + work * max(s, saturation), as devices do.
 
-    A whole batch is 1000 of work for a mean stage forward, and twice that backward. A launch costs 8; below a
-    saturation of P / 32 samples a device is not faster. A link's batch is `communication` of a mean stage's forward,
-    its latency is 3 and it has no saturation.
+    A whole batch is 1000 of work for a typical stage forward, and twice that backward. A launch costs 20; a device
+    takes as long for fewer than P / 128 samples as for these. A link's batch is `communication` of a typical stage's
+    forward, its latency is 5 and it has no saturation.
 
     Args:
         spread: standard deviation of the logarithm of each process's work.
         communication: a link's work as a share of a stage's.
     """
     counts = _checked(stages, rows, counts)
-    check_number("spread", spread)
-    check_number("communication", communication)
+    for name, number in {"spread": spread, "communication": communication}.items():
+        check_number(name, number, "a finite number of 0 or more", lambda x: 0 <= x < math.inf)
     rng = np.random.default_rng(seed)
     sizes = np.array([-(-rows // p) for p in counts])
     compute = np.arange(2 * stages - 1) % 2 == 0
     scale = np.exp(spread * rng.standard_normal((2, 2 * stages - 1)))
     share = np.where(compute, 1.0, communication)
-    fixed = np.where(compute, 8, 3)[:, None]
-    samples = np.where(compute[:, None], np.maximum(sizes, rows / 32), sizes)
+    fixed = np.where(compute, 20, 5)[:, None]
+    samples = np.where(compute[:, None], np.maximum(sizes, rows / 128), sizes)
 
     def times(work: Times) -> Times:
         return np.asarray(np.rint(fixed + 1000 * work[:, None] * samples / rows), np.int64)

@@ -18,10 +18,14 @@ from lightning_pipes.strategies.umpipe.search.solved import Solved
 
 BEAMS = (4, 32, 256, 2048)
 """Labels that are kept of a process; a search that had to drop none has proven its result."""
+SHARPENED = 1
+"""The number of the beam after which suffixes are found."""
 ROOM = 8
 """Labels that are made before those that promise least are dropped, for each that is kept."""
 STARTS = 4
 """Of coordinate descent, at the best equal partitions."""
+SUFFIXES = 16
+"""Of a process, merged until no more are left, where small beams have not proven their result."""
 ELIMINATIONS = 6
 """Rounds at most; each makes bounds tighter, which eliminates more."""
 
@@ -39,7 +43,7 @@ def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0) -> So
         seconds: after which it stops between two processes. None: when the largest of `BEAMS` is done.
         gap: a share of the lower bound by which the result may be worse than the optimum.
     """
-    check_number("gap", gap)
+    check_number("gap", gap, "a share of 0 or more", lambda x: 0 <= x < math.inf)
     found = []
     parts = chains(network)
     begin = time.perf_counter()
@@ -47,9 +51,7 @@ def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0) -> So
         end = math.inf if seconds is None else begin + seconds * (number + 1) / len(parts)
         found.append(_Search(chain, gap, end).run())
     forward, backward = (tuple(int(q) for q in each.genes) for each in found)
-    return Solved(
-        Scheme(forward, backward), sum(each.value for each in found), sum(each.lower_bound for each in found)
-    )
+    return Solved(Scheme(forward, backward), sum(each.value for each in found), sum(each.lower_bound for each in found))
 
 
 @dataclass
@@ -66,6 +68,9 @@ class _Search:
     Attributes:
         genes, value: the best so far.
         lower_bound: what no scheme goes below.
+        allowed: (process, option) that may be part of a scheme that goes below the limit.
+        heads, rests: (process, sample) see `labels.bounded`.
+        suffixes: of each process, before it, see `sharpen`; empty until then.
     """
 
     def __init__(self, chain: Chain, gap: float, end: float) -> None:
@@ -74,6 +79,7 @@ class _Search:
         self.run_ = loops(10 * processes * chain.options * rows)
         self.allowed = np.ones((processes, chain.options), np.bool_)
         self.heads, self.rests = np.zeros((2, processes + 1, rows + 1), np.int64)
+        self.suffixes: list[Times] = []
         self.lower_bound = 0
         ends = ended(chain, chain.equal)
         starts = [chain.equal[q] for q in np.argsort(ends, kind="stable")[:STARTS]] + [local(chain)[0]]
@@ -92,12 +98,14 @@ class _Search:
     def run(self) -> _Search:
         """Itself, with what was found."""
         self.eliminate()
-        for beam in BEAMS:
+        for turn, beam in enumerate(BEAMS):
             if self.done or time.perf_counter() > self.end:
                 break
             self.extend(beam)
             if not self.done:
                 self.eliminate()
+            if not self.done and turn == SHARPENED:
+                self.sharpen()
         return self
 
     def eliminate(self) -> None:
@@ -106,12 +114,47 @@ class _Search:
         for _ in range(ELIMINATIONS):
             before = int(self.allowed.sum())
             low = self.run_.bounded(
-                chain.rows, chain.sizes, chain.times, self.allowed, self.limit, self.heads, self.rests,
+                chain.rows,
+                chain.sizes,
+                chain.times,
+                self.allowed,
+                self.limit,
+                self.heads,
+                self.rests,
                 np.zeros(chain.rows + 1, np.int64),
             )
             self.lower_bound = max(self.lower_bound, int(low))
             if self.done or int(self.allowed.sum()) > 0.9 * before:
                 break
+
+    def sharpen(self) -> None:
+        """Finds suffixes of which each rest of a scheme is at least as long as one: the least of groups of them, as in
+        a relaxed decision diagram. They bound labels more tightly than the least of all, and raise the lower bound.
+
+        Those are grouped whose first sample takes longer than their last by about as much.
+        """
+        chain = self.chain
+        rests = np.zeros((1, chain.rows + 1), np.int64)
+        found = [rests]
+        for k in range(chain.processes - 1, -1, -1):
+            if time.perf_counter() > self.end:
+                return
+            options = np.flatnonzero(self.allowed[k])
+            made = np.zeros((len(options) * len(rests) + 1, chain.rows + 1), np.int64)
+            notes = np.zeros((2, len(made)), np.int64)
+            count = self.run_.lengthened(
+                chain.rows, chain.sizes, chain.times[k], options, self.limit, self.heads[k], rests, made, notes
+            )
+            if not count:
+                self.lower_bound = self.limit
+                return
+            kept = np.zeros(count, np.int64)
+            kept = kept[: self.run_.undominated(made[:count], np.argsort(notes[0, :count], kind="stable"), kept)]
+            groups = np.array_split(kept[np.argsort(notes[1, kept], kind="stable")], min(SUFFIXES, len(kept)))
+            rests = np.stack([made[group].min(axis=0) for group in groups])
+            found.append(rests)
+        self.suffixes = found[::-1]
+        self.lower_bound = max(self.lower_bound, min(int(rests[:, 1].min()), self.limit))
 
     def extend(self, beam: int) -> None:
         """Extends labels from the first process to the last, at most `beam` of each."""
@@ -156,13 +199,26 @@ class _Search:
         room = min(room, len(labels) * len(options))
         made = np.zeros((room, len(marks)), np.int64)
         notes = np.zeros((4, room), np.int64)
+        rests = self.suffixes[k + 1] if self.suffixes else self.rests[k + 1 : k + 2]
+        rests = np.ascontiguousarray(rests[:, marks])
         first = count = 0
         dropped = limit
         parts: list[tuple[Times, Times]] = []
         while first < len(labels):
             count, first = self.run_.grown(
-                chain.rows, chain.sizes, chain.times[k], options, limit, self.rests[k + 1], place, marks, labels,
-                first, made, notes,
+                chain.rows,
+                chain.sizes,
+                chain.times[k],
+                options,
+                limit,
+                self.rests[k + 1],
+                rests,
+                place,
+                marks,
+                labels,
+                first,
+                made,
+                notes,
             )
             parts.append((made[:count].copy(), notes[:, :count].copy()))
             if first < len(labels) or len(parts) > 1:

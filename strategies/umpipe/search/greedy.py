@@ -37,7 +37,9 @@ def global_greedy(network: Cuts, start: Scheme | None = None, rounds: int = ROUN
     It starts at the best equal scheme by default. No bound.
     """
     schemes = start or gpipe(network).scheme
-    return _of([descended(chain, np.array(genes), rounds) for chain, genes in zip(chains(network), schemes, strict=True)])
+    return _of(
+        [descended(chain, np.array(genes), rounds) for chain, genes in zip(chains(network), schemes, strict=True)]
+    )
 
 
 def local(chain: Chain) -> tuple[Times, int]:

@@ -55,12 +55,35 @@ def bounded(rows, sizes, times, allowed, limit, heads, rests, left):
     return low
 
 
-def grown(rows, sizes, times, options, limit, rest, place, marks, labels, first, made, notes):
+def lengthened(rows, sizes, times, options, limit, ready, rests, made, notes):
+    """The number of suffixes `made`: what it takes at least from each sample on before a process, one for each of its
+    `options` and of the `rests` after it, unless it cannot go below `limit` as samples are `ready`.
+
+    The rows of `notes` come to the sum of each, and by how much its first sample takes longer than its last.
+    """
+    count = 0
+    for q in options:
+        for w in range(len(rests)):
+            lasting(rows, sizes[q], times[q], rests[w], made[count])
+            bound = 0
+            total = 0
+            for j in range(1, rows + 1):
+                bound = max(bound, ready[j] + made[count, j])
+                total += made[count, j]
+            if bound < limit:
+                notes[0, count] = total
+                notes[1, count] = made[count, 1] - made[count, rows]
+                count += 1
+    return count
+
+
+def grown(rows, sizes, times, options, limit, rest, rests, place, marks, labels, first, made, notes):
     """The number of labels `made`, and of the first label that was not extended: each of `labels` from number `first`
     on by each of the `options` of the next process, unless it cannot go below `limit`; stops where there may not be
     room for one more label's.
 
-    `place[j]` is the number of the mark j of `labels`, `marks` are those of `made`; the rows of `notes` come to the
+    `place[j]` is the number of the mark j of `labels`, `marks` are those of `made`. What follows takes at least `rest`
+    from each sample on, and at least one of the rows of `rests` from each mark on. The rows of `notes` come to the
     parent, the option, the bound, and the sum of the times of each.
     """
     count = 0
@@ -85,6 +108,16 @@ def grown(rows, sizes, times, options, limit, rest, place, marks, labels, first,
                     total += t
                     mark += 1
                 begin = end
+            if bound < limit:
+                least = limit
+                for w in range(len(rests)):
+                    longest = bound
+                    for mark in range(len(marks)):
+                        longest = max(longest, made[count, mark] + rests[w, mark])
+                        if longest >= least:
+                            break
+                    least = min(least, longest)
+                bound = least
             if bound < limit:
                 notes[0, count] = at
                 notes[1, count] = q

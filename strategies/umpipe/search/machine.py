@@ -17,6 +17,7 @@ FUNCTIONS = (
     kernel.local,
     kernel.descended,
     labels.bounded,
+    labels.lengthened,
     labels.grown,
     labels.undominated,
 )
