@@ -26,7 +26,7 @@ def gpipe(network: Cuts) -> Solved:
 def local_greedy(network: Cuts) -> Solved:
     """The paper's LG (A5): each process in order takes the option with which the batch leaves it soonest.
 
-    The first process takes what it ends soonest with alone, often the whole batch, and all others wait for it. No bound.
+    The first process takes what it ends soonest with alone, often the whole batch, and others wait for it. No bound.
     """
     return _of([local(chain) for chain in chains(network)])
 
