@@ -47,42 +47,64 @@ def two_level(chain: Chain, people: Times, xp: ModuleType = np, device: Any = No
     sample of chunk l comes. So there is a loop over processes only. (A4 divides by the number of micro-batches; it
     must divide by their size, and cut the last one off at the batch's end.)
 
-    The running maximum is taken by doubling, which numpy's maximum does eight numbers at a time. What is added to
-    all samples of an individual, f a process, is added at the end; 32 bits are enough for most networks.
+    The running maximum is taken by doubling over all individuals in a row, several numbers at a time; each of them is
+    `apart` later than the one before, further than times can be from each other. What is added to all samples of an
+    individual, f a process, is added at the end. 32 bits are enough for most networks.
     """
-    worst = int((chain.times * (chain.counts + 1)).max(axis=1).sum())
-    dtype = xp.int32 if worst < 2**31 else xp.int64
+    count = len(people)
+    apart = 2 * int((chain.times * (chain.counts + 1)).max(axis=1).sum()) + 1
+    dtype = xp.int32 if apart * (count + 1) < 2**31 else xp.int64
     sample = np.arange(chain.rows)
     number = sample // chain.sizes[:, None] + 1  # of the chunk of each sample, for each option
     last = np.minimum(number * chain.sizes[:, None], chain.rows) - 1
-    number, last, times, genes = _moved(xp, device, number, last, chain.times, people)
+    number, last, times, genes = _moved(xp, device, number, last, chain.times, people.T)
     number, times = _as(number, dtype), _as(times, dtype)
-    begins = _arange(xp, device, len(people))[:, None] * chain.rows
-    ready = _zeros(xp, device, (len(people), chain.rows), dtype)
-    spare = _zeros(xp, device, (len(people), chain.rows), dtype)
-    common = _zeros(xp, device, len(people), dtype)
-    for k in range(chain.processes):
-        options = genes[:, k]
-        shift = (number * times[k][:, None])[options]
-        where = last[options]
+    begins = _arange(xp, device, count)[:, None] * chain.rows
+    late = _as(_arange(xp, device, count) * apart, dtype)
+    ready = _zeros(xp, device, (count, chain.rows), dtype) + late[:, None]
+    spare = xp.zeros_like(ready).reshape(-1)
+    room, shift, scaled = xp.zeros_like(ready), xp.zeros_like(ready), xp.zeros_like(number)
+    where = xp.zeros_like(begins + last[:1])
+    common = _zeros(xp, device, count, dtype)
+    for time, options in zip(times, genes, strict=True):
+        xp.multiply(number, time[:, None], out=scaled)
+        _rows(xp, scaled, options, shift)
+        _rows(xp, last, options, where)
         where += begins
-        ready = ready.reshape(-1)[where]
-        ready -= shift
-        ready, spare = _running_max(xp, ready, spare)
+        _picked(xp, ready, where, room)
+        room -= shift
+        flat, spare = _running_max(xp, room.reshape(-1), spare, chain.rows)
+        room, ready = ready, flat.reshape(count, chain.rows)
         ready += shift
-        common += times[k][options]
-    return ready[:, -1] + common
+        common += time[options]
+    return ready[:, -1] + common - late
 
 
-def _running_max(xp: ModuleType, values: Any, spare: Any) -> tuple[Any, Any]:
-    """The greatest of each row's values so far, and room for as many."""
+def _running_max(xp: ModuleType, values: Any, spare: Any, reach: int) -> tuple[Any, Any]:
+    """The greatest of each value and of as many before it as make `reach` or more, and room for as many."""
     distance = 1
-    while distance < values.shape[1]:
-        spare[:, :distance] = values[:, :distance]
-        xp.maximum(values[:, distance:], values[:, :-distance], out=spare[:, distance:])
+    while distance < reach:
+        spare[:distance] = values[:distance]
+        xp.maximum(values[distance:], values[:-distance], out=spare[distance:])
         values, spare = spare, values
         distance *= 2
     return values, spare
+
+
+def _rows(xp: ModuleType, table: Any, options: Any, out: Any) -> None:
+    """Fills `out` with rows of `table`; new arrays of this size would cost as much as what is computed."""
+    if xp is np:
+        table.take(options, axis=0, out=out, mode="clip")
+    else:
+        xp.index_select(table, 0, options, out=out)
+
+
+def _picked(xp: ModuleType, values: Any, where: Any, out: Any) -> None:
+    """Fills `out` with the values at flat places."""
+    if xp is np:
+        values.take(where, out=out, mode="clip")
+    else:
+        xp.take(values, where, out=out)
 
 
 def _moved(xp: ModuleType, device: Any, *arrays: Times) -> tuple[Any, ...]:
