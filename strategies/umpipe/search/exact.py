@@ -35,7 +35,7 @@ def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0) -> So
 
     Forward and backward do not wait for each other but at the barrier, so they are searched one after the other. A
     label is when samples leave a process; one that is nowhere later than another makes it useless, as nothing that
-    comes next is sooner for coming later. Bounds and elimination are `labels.bounded`'s.
+    comes next is sooner for coming later. Bounds and elimination are `kernel.bounded`'s.
 
     Starts at the best equal partitions and coordinate descent from there, so it is never worse than GPipe's.
 
@@ -69,7 +69,7 @@ class _Search:
         genes, value: the best so far.
         lower_bound: what no scheme goes below.
         allowed: (process, option) that may be part of a scheme that goes below the limit.
-        heads, rests: (process, sample) see `labels.bounded`.
+        heads, rests: (process, sample) see `kernel.bounded`.
         suffixes: of each process, before it, see `sharpen`; empty until then.
     """
 
