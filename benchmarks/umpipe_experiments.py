@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from lightning_pipes.strategies.umpipe.search.genetic import Evaluator, in_loops
 from lightning_pipes.strategies.umpipe.search.vectorised import one_level, two_level
 
 T = TypeVar("T")
+STARTS: tuple[Literal["random"], Literal["equal"]] = ("random", "equal")
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def mean_history(runs: Sequence[Evolved]) -> list[float]:
     return [float(x) for x in np.mean([run.history for run in runs], axis=0)]
 
 
-def _two_or_one(quick: bool, start: str, title: str, paper: dict[tuple[int, int], tuple[str, ...]]) -> Report:
+def _two_or_one(quick: bool, start: str, title: str, paper: Mapping[tuple[int, int], tuple[str, ...]]) -> Report:
     """TiDGAP and TiGAP from one kind of start."""
     rows, panels = [], []
     for (stages, batch), printed in paper.items():
@@ -192,7 +193,7 @@ def _generations_of(network: Network | Tables, evaluator: Evaluator, population:
 
 
 def f6(quick: bool) -> Report:
-    """The paper's figures 6 and 7: how long evaluators take."""
+    """The paper's figures 6 and 7: how long evaluators take, and a whole run."""
     torch.set_num_threads(1)
     lines, panels = [], []
     batches = (16, 512) if quick else (16, 64, 128, 256, 384, 512)
@@ -207,11 +208,11 @@ def f6(quick: bool) -> Report:
     for stages in (10, 20):
         curves: dict[str, list[float]] = {name: [] for name in evaluators}
         for batch in batches:
-            network = simulated(stages, batch).network
+            small = simulated(stages, batch).network
             for name, evaluator in evaluators.items():
                 curves[name].append(
                     _generations_of(
-                        network, evaluator, 100, 1 if evaluator is one_level else 2 if evaluator is in_loops else 12
+                        small, evaluator, 100, 1 if evaluator is one_level else 2 if evaluator is in_loops else 12
                     )
                 )
         loops = curves["loops over samples (DGAP)"]
@@ -232,14 +233,15 @@ def f6(quick: bool) -> Report:
     curve = []
     for population in sizes:
         cells = []
-        for start in ("random", "equal"):
-            settings = Genetic(population=population, start=start)  # type: ignore[arg-type]
-            if population > 1000:
-                settings = Genetic(population=population, start=start, generations=10)  # type: ignore[arg-type]
-            for network in (simulated(10, 512), simulated(10, 512).network):
+        for start in STARTS:
+            generations = 100 if population <= 1000 else 10
+            settings = Genetic(population=population, start=start, generations=generations)
+            tables = simulated(10, 512)
+            networks: list[Network | Tables] = [tables, tables.network]
+            for network in networks:
                 once = partial(evolved, network, "TiDGAP", 0, settings, ended)
                 _, seconds = timed(once, 5 if population <= 100 else 1)
-                cells.append(seconds * 101 / (settings.generations + 1))
+                cells.append(seconds * 101 / (generations + 1))
         rows.append([str(population), *(f"{x:.3f} s" for x in cells)])
         curve.append(cells)
         if population == 100:

@@ -13,7 +13,7 @@ from lightning_pipes.strategies.umpipe.search.chain import chains
 from lightning_pipes.strategies.umpipe.search.evaluate import ended, evaluated
 from lightning_pipes.strategies.umpipe.search.exact import optimal
 from lightning_pipes.strategies.umpipe.search.greedy import gpipe
-from lightning_pipes.strategies.umpipe.search.machine import PYTHON
+from lightning_pipes.strategies.umpipe.search.machine import PYTHON, load_loops
 from tests.strategies.umpipe.search.examples import every_chain, figure_1, figure_2, random_network
 
 
@@ -42,6 +42,7 @@ def test_simulation_networks_against_enumeration() -> None:
 
 def test_python_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     network = simulated(4, 24, 1).network
+    assert load_loops() == "numba"
     found = optimal(network)
     monkeypatch.setattr(exact, "loops", lambda chunks: PYTHON)
     assert optimal(network) == found
@@ -80,6 +81,17 @@ def test_beams_that_drop_labels_keep_their_promise(
     for one, other in zip(best, found, strict=True):
         assert other.lower_bound <= one.value <= other.value
     assert 0 < sum(each.proven for each in found) < len(found)  # of both kinds
+
+
+def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = [realistic(8, 64, seed, spread=0.6).network for seed in range(12)]
+    best = [optimal(network) for network in networks]
+    monkeypatch.setattr(exact, "LARGEST", 1)
+    monkeypatch.setattr(exact, "SHARPENED", len(exact.BEAMS))
+    found = [optimal(network) for network in networks]
+    for one, other in zip(best, found, strict=True):
+        assert other.lower_bound <= one.value <= other.value
+    assert not all(each.proven for each in found)
 
 
 def test_powers_of_two_are_proven() -> None:
