@@ -1,0 +1,180 @@
+"""The event loop of overlapped directions, on whole numbers and plain sequences.
+
+It is written once and run by Python on lists, or compiled by numba on int64 arrays, with the same numbers;
+`overlapped.machine` chooses and `overlapped.tables` says what the structures hold. What is idle ends NEVER.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+NEVER = 1 << 60
+"""After any time that matters."""
+BACKWARD_FIRST = 0
+FORWARD_FIRST = 1
+ALL_FORWARDS_FIRST = 2
+
+
+def dispatched(chunks, policy, limit, memory, room, log):
+    """When the last backward chunk ends; NEVER if that is not before `limit`, if a stage would hold more than it may,
+    or if all wait for each other. Fills `room.peak`, and `log` if it has room.
+
+    A chunk starts as soon as its stage or link is free and the process before has finished all its rows; for the first
+    backward that is the last forward. Where a stage could start a forward and a backward, the policy says which.
+    """
+    rows, busy, size = chunks
+    caps, weight, weight_arrived, weight_returned, most = memory
+    begun, done, rest, tail, until, running, touched, flying, level, peak = room
+    first, starts, turns = log
+    logging = len(starts) > 0
+    n = len(busy)
+    width = n // 2
+    stages = (width + 1) // 2
+    count = width + stages - 1  # stages and forward links, then backward links
+    after = 0
+    for p in range(n - 1, -1, -1):
+        begun[p] = 0
+        done[p] = 0
+        rest[p] = (rows + size[p] - 1) // size[p] * busy[p]
+        tail[p] = after
+        after += busy[p]
+    head = 0
+    for p in range(n):
+        if head + rest[p] + tail[p] >= limit:
+            return NEVER
+        if p < width and p % 2 == 0 and head + rest[p] + rest[n - 1 - p] + tail[n - 1 - p] >= limit:
+            return NEVER
+        head += busy[p]
+    for r in range(count):
+        until[r] = NEVER
+    for i in range(stages):
+        flying[i] = 0
+        level[i] = 0
+        peak[i] = 0
+    turn = 0
+    t = 0
+    soonest = NEVER
+    touched[0] = 0
+    news = 1
+    while True:
+        for x in range(news):
+            r = touched[x]
+            chosen = -1
+            if r < width and r % 2 == 0:
+                i = r // 2
+                if until[r] == NEVER:
+                    f = r
+                    b = n - 1 - r
+                    if t + rest[f] + rest[b] + tail[b] >= limit:
+                        return NEVER
+                    if begun[f] < rows:
+                        end = min(begun[f] + size[f], rows)
+                        if (f == 0 or done[f - 1] >= end) and (flying[i] == 0 or flying[i] + end - begun[f] <= caps[i]):
+                            chosen = f
+                    if begun[b] < rows and (chosen < 0 or policy != FORWARD_FIRST):
+                        end = min(begun[b] + size[b], rows)
+                        if done[b - 1] >= end and (policy != ALL_FORWARDS_FIRST or begun[f] == rows):
+                            chosen = b
+                    if chosen == f:
+                        more = min(begun[f] + size[f], rows) - begun[f]
+                        flying[i] += more
+                        level[i] += more * weight[i]
+                        if f > 0:
+                            level[i] -= more * weight_arrived[i]
+                    elif chosen == b and b > width:
+                        level[i] -= (min(begun[b] + size[b], rows) - begun[b]) * weight_returned[i]
+                if level[i] > peak[i]:
+                    peak[i] = level[i]
+                    if level[i] > most[i]:
+                        return NEVER
+            elif until[r] == NEVER:
+                p = r if r < width else n - 2 - 2 * (r - width)
+                if t + rest[p] + tail[p] >= limit:
+                    return NEVER
+                if begun[p] < rows and done[p - 1] >= min(begun[p] + size[p], rows):
+                    chosen = p
+            if chosen >= 0:
+                if logging:
+                    at = first[chosen] + begun[chosen] // size[chosen]
+                    starts[at] = t
+                    turns[at] = turn
+                    turn += 1
+                begun[chosen] = min(begun[chosen] + size[chosen], rows)
+                rest[chosen] -= busy[chosen]
+                running[r] = chosen
+                until[r] = t + busy[chosen]
+                soonest = min(soonest, until[r])
+        if soonest == NEVER:
+            return t if done[n - 1] == rows else NEVER
+        t = soonest
+        soonest = NEVER
+        news = 0
+        for r in range(count):
+            if until[r] > t:
+                soonest = min(soonest, until[r])
+                continue
+            p = running[r]
+            more = begun[p] - done[p]
+            done[p] = begun[p]
+            until[r] = NEVER
+            touched[news] = r
+            news += 1
+            if r < width and r % 2 == 0:
+                if p >= width:
+                    flying[r // 2] -= more
+                    level[r // 2] -= more * weight[r // 2]
+            elif p < width:
+                level[(p + 1) // 2] += more * weight_arrived[(p + 1) // 2]
+            else:
+                level[(n - 2 - p) // 2] += more * weight_returned[(n - 2 - p) // 2]
+            p += 1
+            if p < n:
+                if p < width:
+                    touched[news] = p
+                elif p % 2 == 1:
+                    touched[news] = n - 1 - p
+                else:
+                    touched[news] = width + (n - 2 - p) // 2
+                news += 1
+
+
+def tried(p, options, times, sizes, policies, chunks, memory, room, log, best):
+    """Takes the best of the options of process p, the others given; `best` is [time, option, policy, evaluations] and
+    changes only if there is a better one.
+
+    `times` is flat: option q of process p takes `times[p * len(sizes) + q]`.
+    """
+    busy = chunks.busy
+    size = chunks.size
+    now = best[1]
+    for q in options:
+        if q == now:
+            continue
+        busy[p] = times[p * len(sizes) + q]
+        size[p] = sizes[q]
+        for policy in policies:
+            end = dispatched(chunks, policy, best[0], memory, room, log)
+            best[3] += 1
+            if end < best[0]:
+                best[0] = end
+                best[1] = q
+                best[2] = policy
+    busy[p] = times[p * len(sizes) + best[1]]
+    size[p] = sizes[best[1]]
+
+
+def capped(i, caps, policies, chunks, memory, room, log, best):
+    """Takes the best of the caps of stage i, the others given; `best` is [time, cap, policy, evaluations] as above."""
+    now = best[1]
+    for cap in caps:
+        if cap == now:
+            continue
+        memory.caps[i] = cap
+        for policy in policies:
+            end = dispatched(chunks, policy, best[0], memory, room, log)
+            best[3] += 1
+            if end < best[0]:
+                best[0] = end
+                best[1] = cap
+                best[2] = policy
+    memory.caps[i] = best[1]

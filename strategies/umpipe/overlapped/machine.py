@@ -1,0 +1,75 @@
+"""The machine that runs the event loop: Python, or with numba machine code; see `sim.loops.machine`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from lightning_pipes.sim.loops.machine import compiled
+from lightning_pipes.strategies.umpipe.overlapped import kernel
+from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Log, Memory, Room
+
+FUNCTIONS = (kernel.dispatched, kernel.tried, kernel.capped)
+FREE = 1 << 40
+"""More rows and bytes than a stage has."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to run the kernel.
+
+    Attributes:
+        name: "python" or "numba".
+        run: the kernel's functions, by name.
+    """
+
+    name: str
+    run: SimpleNamespace
+
+    def copy(self, numbers: Any) -> Any:
+        """The same numbers, flat, as the kernel takes them."""
+        flat = np.array(numbers, np.int64).reshape(-1)
+        return flat if self.name == "numba" else flat.tolist()
+
+    def fill(self, n: int, value: int = 0) -> Any:
+        """Room for `n` numbers."""
+        return np.full(n, value, np.int64) if self.name == "numba" else [value] * n
+
+    def room(self, stages: int) -> Room:
+        """Notes for so many stages."""
+        processes, runners = 4 * stages - 2, 3 * stages - 2
+        lengths = (*(processes,) * 4, runners, runners, 2 * runners, *(stages,) * 3)
+        return Room(*map(self.fill, lengths))
+
+    def log(self, chunks: Chunks | None = None) -> Log:
+        """Room for all of `chunks`; without, nothing is logged."""
+        if chunks is None:
+            return Log(self.fill(0), self.fill(0), self.fill(0))
+        counts = [-(-chunks.rows // int(size)) for size in chunks.size]
+        ends = np.cumsum(counts)
+        return Log(self.copy(ends - counts), self.fill(int(ends[-1])), self.fill(int(ends[-1])))
+
+    def memory(self, stages: int, memory: Memory | None = None) -> Memory:
+        """Its numbers for the kernel; without, rows in flight count, and nothing is limited."""
+        if memory is None:
+            memory = Memory(*((value,) * stages for value in (FREE, 1, 0, 0, FREE)))
+        return Memory(*map(self.copy, memory))
+
+
+PYTHON = Kernel("python", SimpleNamespace(**{function.__name__: function for function in FUNCTIONS}))
+
+
+@cache
+def numba_kernel() -> Kernel | None:
+    """The compiled kernel; None where numba is not installed."""
+    made = compiled(*FUNCTIONS)
+    return None if made is None else Kernel("numba", SimpleNamespace(**made))
+
+
+def fastest() -> Kernel:
+    """The machine for a search: it decides how long that takes, never what comes out of so many evaluations."""
+    return numba_kernel() or PYTHON

@@ -1,0 +1,83 @@
+"""The structures that the kernel of overlapped directions takes.
+
+Every field is a list of whole numbers, or for compiled code an int64 array; a letter says by what it is listed: p is a
+process, i a stage, r what runs one chunk at a time. Processes of both directions are one chain of 2 K, as samples pass
+them: p from 0 to K - 1 forward, from K to 2 K - 1 backward. Stage i computes the chunks of p = 2 i and 2 K - 1 - 2 i.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Numbers = Any
+"""A list of whole numbers, or an int64 array."""
+
+
+class Chunks(NamedTuple):
+    """How a batch is cut.
+
+    Attributes:
+        rows: samples of the batch.
+        busy: (p) what a chunk takes.
+        size: (p) samples of a chunk, the last one may have fewer.
+    """
+
+    rows: int
+    busy: Numbers
+    size: Numbers
+
+
+class Memory(NamedTuple):
+    """What stages hold, in any unit, and may hold.
+
+    Attributes:
+        caps: (i) rows in flight above which no further forward starts, unless nothing is in flight.
+        held: (i) what a row takes from the start of its forward to the end of its backward.
+        arrived: (i) what a row takes from its arrival to the start of its forward.
+        returned: (i) what a row's gradient takes from its arrival to the start of its backward.
+        most: (i) what the stage may hold; nothing that holds more is an answer.
+    """
+
+    caps: Numbers
+    held: Numbers
+    arrived: Numbers
+    returned: Numbers
+    most: Numbers
+
+
+class Room(NamedTuple):
+    """The notes of `kernel.dispatched`.
+
+    Attributes:
+        begun, done: (p) rows whose chunks have begun, and ended.
+        rest: (p) what the chunks that have not begun take.
+        tail: (p) what the processes after it take at least.
+        until, running: (r) when its chunk ends, and of which process it is.
+        touched: those r that something happened to, twice as long as there are r.
+        flying, level, peak: (i) rows in flight, what is held now, and what was held at most.
+    """
+
+    begun: Numbers
+    done: Numbers
+    rest: Numbers
+    tail: Numbers
+    until: Numbers
+    running: Numbers
+    touched: Numbers
+    flying: Numbers
+    level: Numbers
+    peak: Numbers
+
+
+class Log(NamedTuple):
+    """What ran; nothing is written where `starts` is empty.
+
+    Attributes:
+        first: (p) where its first chunk is in the other two.
+        starts: when each chunk began.
+        turns: as how many-th of all chunks.
+    """
+
+    first: Numbers
+    starts: Numbers
+    turns: Numbers

@@ -1,0 +1,175 @@
+"""The event loop beside the simulator, the paper's recurrence, closed forms and CP-SAT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from lightning_pipes.cost import FREE, Link
+from lightning_pipes.ir import InputError, Instruction, Kind, Plan, verify
+from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.umpipe.network import Network, Scheme
+from lightning_pipes.strategies.umpipe.overlapped.machine import PYTHON, numba_kernel
+from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, _logged, overlapped
+from tests.strategies.umpipe.overlapped.networks import random_scheme, realistic, simulation, uniform
+
+
+@dataclass(frozen=True, eq=False)
+class Chunked:
+    """The costs of a scheme: what a chunk takes depends on its process only."""
+
+    network: Network
+    scheme: Scheme
+    overhead_ns: int = 0
+
+    def busy(self, direction: str, process: int) -> int:
+        return int(getattr(self.network, direction)[process, getattr(self.scheme, direction)[process]])
+
+    def duration(self, i: Instruction, plan: Plan) -> int:
+        if i.kind is Kind.STEP:
+            return 0
+        last = self.network.stages - 1
+        return self.busy("forward", 2 * i.stage) if i.kind is Kind.F else self.busy("backward", 2 * (last - i.stage))
+
+    def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+        if i.kind is Kind.SF:
+            return self.busy("forward", 2 * i.stage + 1), 0
+        return self.busy("backward", 2 * (self.network.stages - 1 - i.stage) + 1), 0
+
+    def between(self, source: int, target: int) -> Link:
+        return FREE
+
+    def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+        return 0, 0
+
+    def resident(self, rank: int, plan: Plan) -> int:
+        return 0
+
+
+def in_simulator(run: Run):
+    return simulate(run.program, run.plan(), Chunked(run.network, run.scheme))
+
+
+def compute_starts(run: Run) -> dict[tuple[Kind, int, int], int]:
+    """By kind, stage and first sample."""
+    n, k = run.network.stages, run.network.processes
+    sizes = run.network.sizes_of(run.scheme)
+    found = {}
+    for s in range(n):
+        for kind, p, size in ((Kind.F, 2 * s, sizes[0][2 * s]), (Kind.B, k + 2 * (n - 1 - s), sizes[1][k - 1 - 2 * s])):
+            found |= {(kind, s, i * size): t for i, t in enumerate(run.starts[p])}
+    return found
+
+
+@pytest.mark.parametrize("policy", Merge)
+@pytest.mark.parametrize("seed", range(12))
+def test_its_order_takes_as_long_in_the_simulator(seed: int, policy: Merge) -> None:
+    make = simulation if seed % 2 else realistic
+    network = make(1 + seed % 5, (8, 12, 16, 7)[seed // 3 % 4] if make is simulation else 16, seed)
+    run = overlapped(network, random_scheme(network, seed), policy=policy)
+    timeline = in_simulator(run)
+    assert timeline.makespan == run.makespan
+    events = {(e.instruction.kind, e.instruction.stage, e.instruction.span.start): e.start for e in timeline.events}
+    assert {at: events[at] for at in compute_starts(run)} == compute_starts(run)
+    verify(run.program, run.plan())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_caps_bound_what_is_in_flight(seed: int) -> None:
+    """Also what comes out runs in the simulator in the same time."""
+    network = simulation(4, 16, seed)
+    option = 6 - seed
+    free = overlapped(network, network.equal(option))
+    caps = [max(network.sizes[option], peak // 2) for peak in free.peak_rows]
+    run = overlapped(network, network.equal(option), caps)
+    assert all(peak <= cap for peak, cap in zip(run.peak_rows, caps, strict=True))
+    assert run.makespan >= free.makespan
+    assert in_simulator(run).makespan == run.makespan
+    least = overlapped(network, network.equal(0), [1] * 4)  # a chunk of all rows may start where nothing is held
+    assert least.peak_rows == (16,) * 4
+
+
+def recurrence(times: np.ndarray, scheme: tuple[int, ...], network: Network) -> int:
+    """E3, for each datum: the end of its chunk in the process before, and of the chunk before its own."""
+    rows = network.rows
+    before = [0] * (rows + 1)
+    for k, q in enumerate(scheme):
+        size = network.sizes[q]
+        ends = [0] * (rows + 1)
+        for j in range(1, rows + 1):
+            y = size * (-(-j // size) - 1)
+            ends[j] = max(before[min(y + size, rows)], ends[y]) + int(times[k, q])
+        before = ends
+    return before[rows]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_forwards_first_takes_what_the_paper_says(seed: int) -> None:
+    """E4: the end of the last datum's forward, and after a barrier of its backward."""
+    network = simulation(1 + seed % 4, 11 + seed, seed)
+    scheme = random_scheme(network, seed)
+    omega = recurrence(network.forward, scheme.forward, network) + recurrence(
+        network.backward, scheme.backward, network
+    )
+    run = overlapped(network, scheme, policy=Merge.ALL_FORWARDS_FIRST)
+    assert run.makespan == omega
+    assert run.peak_rows == (network.rows,) * network.stages
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 5), (4, 6), (5, 5)])
+def test_equal_chunks_are_1f1b(p: int, m: int) -> None:
+    """(m + p - 1) (f + b), and p - s micro-batches in flight once caps say so."""
+    network = uniform(p, m, forward=3, backward=5)
+    assert overlapped(network, network.equal(1)).makespan == (m + p - 1) * 8
+    classic = overlapped(network, network.equal(1), caps=[p - s for s in range(p)])
+    assert classic.makespan == (m + p - 1) * 8
+    assert classic.peak_rows == tuple(min(p - s, m) for s in range(p))
+    assert classic.program.lines()[p - 1].startswith("F{0}.0 B{0}.0 F{0}.1 B{0}.1".format(p - 1))
+    assert classic.warmup_rows == tuple(min(p - s, m) for s in range(p))
+
+
+def test_an_order_by_hand() -> None:
+    """Forward 2 chunks then 1, backward 1 then 2, links free: the last stage waits for both forwards."""
+    times = np.array([[2, 1], [0, 0], [2, 1]])
+    network = Network(2, (2, 1), times, times)
+    run = overlapped(network, Scheme((1, 1, 0), (0, 0, 1)))
+    assert run.program.lines() == ["F0.0 F0.1 B0.0 B0.1 STEP0", "F1.0 B1.0 STEP1"]
+    assert run.starts == ((0, 1), (1, 2), (2,), (4,), (6,), (6, 7))
+    assert run.makespan == 8
+    assert run.warmup_rows == (2, 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_compiled_is_the_same(seed: int) -> None:
+    machine = numba_kernel()
+    if machine is None:
+        pytest.skip("numba is not installed")
+    network = simulation(5, 30, seed)
+    for n in range(10):
+        scheme = random_scheme(network, n)
+        for policy in Merge:
+            ours, theirs = (_logged(network, scheme, None, policy, each) for each in (PYTHON, machine))
+            assert (ours.makespan, ours.order, ours.starts, ours.peak_rows) == (
+                theirs.makespan, theirs.order, theirs.starts, theirs.peak_rows,
+            )  # fmt: skip
+
+
+def test_stages_that_wait_for_each_other_are_named() -> None:
+    network = Network(4, (4, 2), np.ones((3, 2), int), np.ones((3, 2), int))
+    with pytest.raises(InputError, match=r"wait for each other.*raise the caps"):
+        overlapped(network, Scheme((1, 1, 0), (0, 0, 0)), caps=[2, 4])
+
+
+@pytest.mark.parametrize("caps", [[1], [0, 1], [1.5, 2], [1, 2, 3]])
+def test_caps_that_are_none(caps: list[int]) -> None:
+    network = uniform(2, 4, 1, 1)
+    with pytest.raises(InputError, match="one for each of 2 stages"):
+        overlapped(network, network.equal(0), caps)
+
+
+@pytest.mark.parametrize("scheme", [Scheme((0,), (0,)), Scheme((0, 0, 2), (0, 0, 0)), Scheme((0, 0, -1), (0, 0, 0))])
+def test_schemes_that_are_none(scheme: Scheme) -> None:
+    with pytest.raises(InputError, match="an option from 0 to 1"):
+        overlapped(uniform(2, 4, 1, 1), scheme)
