@@ -2,7 +2,8 @@
 
 Given the sizes, stages that never wait for something better come within half a percent of the best order. So only the
 sizes are searched: a process takes the best of its options while the others keep theirs, until none has a better one;
-then a few processes take others at random and it begins again from there, or from the best so far.
+then a few processes take others at random, and what is beside them follows. The rows that a stage may have in flight
+are searched in the same way: a stage that runs ahead less can be back in time for something more urgent.
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Memory
 
 EAGER = (Merge.BACKWARD_FIRST, Merge.FORWARD_FIRST)
 """The policies that a search tries for each scheme."""
+CAPS = 12
+"""Caps that a stage is offered, from a part of what it may hold to all of it."""
+CAPS_EVERY = 8
+"""Kicks of which one lets all caps be looked at, too."""
 DESCENTS = 3
 """Starts from which a search descends."""
+HOPELESS = 1.5
+"""Times the best start, above which a start is not worth a descent."""
 KICKED = (1, 4)
 """Processes, at least and at most, that a kick gives other options."""
 
@@ -37,20 +44,20 @@ class Found:
     Attributes:
         scheme, policy: what to run.
         value: its makespan, in the network's unit.
-        caps: the rows in flight that its stages may have; None without a limit.
+        caps: the rows in flight above which its stages start no further forward.
         evaluations: how many runs that took.
     """
 
     scheme: Scheme
     policy: Merge
     value: int
-    caps: tuple[int, ...] | None
+    caps: tuple[int, ...]
     evaluations: int
 
 
 @dataclass(frozen=True)
 class Effort:
-    """When a search ends: after so many evaluations or seconds, whichever is first.
+    """When a search ends: after so many evaluations, or seconds in which its thread computed, whichever is first.
 
     Raises:
         InputError: neither is given, or one is below 1, or not above 0.
@@ -67,11 +74,18 @@ class Effort:
         if self.evaluations is None and self.seconds is None:
             raise InputError("a search needs a limit: give it evaluations, or seconds")
 
+    def part(self, share: float) -> Effort:
+        """A share of it."""
+        return Effort(
+            None if self.evaluations is None else max(1, round(share * self.evaluations)),
+            None if self.seconds is None else share * self.seconds,
+        )
+
     def over(self) -> Callable[[int], bool]:
         """Whether so many evaluations are enough; the seconds count from this call."""
         most = math.inf if self.evaluations is None else self.evaluations
-        end = math.inf if self.seconds is None else time.monotonic() + self.seconds
-        return lambda done: done >= most or time.monotonic() >= end
+        end = math.inf if self.seconds is None else time.thread_time() + self.seconds
+        return lambda done: done >= most or time.thread_time() >= end
 
 
 def search(
@@ -90,7 +104,8 @@ def search(
 
     Args:
         starts: schemes to begin at besides equal ones; the best flushed scheme is a good one.
-        caps: of each stage the most rows in flight; its forward chunks are not larger.
+        caps: of each stage the most rows in flight; its forward chunks are not larger. By default any, and they are
+            searched too.
         policies: what is tried for each scheme.
 
     Raises:
@@ -103,8 +118,8 @@ def search(
             f"caps of {shown(limits)} rows in flight leave a stage without any chunk, the smallest one has "
             f"{network.sizes[-1]} rows; raise the caps or offer smaller sizes"
         )
-    memory = None if limits is None else in_flight(network, limits)
-    return Descent(network, memory, policies).found([*starts], effort, seed)
+    memory = in_flight(network, (network.rows,) * network.stages if limits is None else limits)
+    return Descent(network, memory, policies, tune_caps=limits is None).found([*starts], effort, seed)
 
 
 class Descent:
@@ -116,7 +131,9 @@ class Descent:
         evaluations: runs so far.
     """
 
-    def __init__(self, network: Network, memory: Memory | None, policies: Sequence[Merge] = EAGER) -> None:
+    def __init__(
+        self, network: Network, memory: Memory, policies: Sequence[Merge] = EAGER, *, tune_caps: bool = False
+    ) -> None:
         machine = fastest()
         self.network = network
         self._machine, self._run = machine, machine.run
@@ -124,7 +141,7 @@ class Descent:
         self._sizes = machine.copy(network.sizes)
         self._policies = machine.copy(policies)
         self._memory = machine.memory(network.stages, memory)
-        self._limited = memory is not None
+        self._tuned = tune_caps
         self._room, self._log = machine.room(network.stages), machine.log()
         self._options = [machine.copy(options) for options in _options(network, memory)]
         self._best = machine.fill(4)
@@ -138,21 +155,31 @@ class Descent:
         width = self.network.processes
         return Scheme(tuple(self.genes[:width]), tuple(self.genes[width:]))
 
-    def take(self, scheme: Scheme) -> None:
-        """Goes to `scheme`.
+    @property
+    def caps(self) -> tuple[int, ...]:
+        """Of each stage the rows in flight above which it starts no further forward."""
+        return tuple(int(cap) for cap in self._memory.caps)
+
+    def peaks(self) -> tuple[int, ...]:
+        """Of each stage the most that it holds."""
+        self._run.dispatched(self._chunks, int(self.policy), NEVER, self._memory, self._room, self._log)
+        return tuple(int(peak) for peak in self._room.peak)
+
+    def take(self, scheme: Scheme, caps: Sequence[int] | None = None) -> None:
+        """Goes to `scheme`, and to `caps` if some are given.
 
         Raises:
             InputError: it is none of this network.
         """
         chunks = chunks_of(self.network, scheme)
+        for i, cap in enumerate(caps or ()):
+            self._memory.caps[i] = cap
         self.genes = [*scheme.forward, *scheme.backward]
         self._chunks = Chunks(chunks.rows, self._machine.copy(chunks.busy), self._machine.copy(chunks.size))
         self.value = NEVER
         allowed = all(q in options for q, options in zip(self.genes, self._options, strict=True))
         for policy in self._policies if allowed else ():
-            end = self._run.dispatched(
-                self._chunks, policy, self.value, self._memory, self._room, self._log
-            )
+            end = self._run.dispatched(self._chunks, policy, self.value, self._memory, self._room, self._log)
             self.evaluations += 1
             if end < self.value:
                 self.value, self.policy = int(end), Merge(int(policy))
@@ -170,20 +197,38 @@ class Descent:
         self.value, self.genes[p], self.policy = int(best[0]), int(best[1]), Merge(int(best[2]))
         return better
 
+    def _improve_cap(self, i: int) -> None:
+        size, best = int(self._chunks.size[2 * i]), self._best
+        most = min(self.network.rows, int(self._memory.most[i]) // max(1, int(self._memory.held[i])))
+        caps = sorted({max(size, most * n // CAPS // size * size) for n in range(1, CAPS + 1)})
+        best[0], best[1], best[2], best[3] = self.value, self._memory.caps[i], int(self.policy), 0
+        self._run.capped(
+            i, self._machine.copy(caps), self._policies, self._chunks, self._memory, self._room, self._log, best
+        )
+        self.evaluations += int(best[3])
+        self.value, self.policy = int(best[0]), Merge(int(best[2]))
+
     def descend(self, rng: random.Random, over: Callable[[int], bool], changed: Iterable[int] | None = None) -> None:
         """Improves one process after the other, in random order, until none has a better option.
 
         After a change of a few, `changed`, it looks at those and the ones beside them, and at more only as far as these
-        improve.
+        improve. What holds for processes holds for caps; they have numbers after those of processes.
         """
-        waiting = list(range(len(self.genes)) if changed is None else {n for p in changed for n in self._beside(p)})
+        caps = range(len(self.genes), len(self.genes) + len(self._memory.caps) * self._tuned)
+        if changed is None:
+            waiting = [*range(len(self.genes)), *caps]
+        else:
+            waiting = sorted({n for p in changed for n in self._beside(p)})
+            waiting += caps if rng.randrange(CAPS_EVERY) == 0 else ()
         while waiting and not over(self.evaluations):
             p = waiting.pop(rng.randrange(len(waiting)))
-            if self.improve(p):
-                waiting += [n for n in self._beside(p) if n not in waiting and n != p]
+            if p in caps:
+                self._improve_cap(p - len(self.genes))
+            elif self.improve(p):
+                waiting += sorted(n for n in self._beside(p) if n not in waiting and n != p)
 
     def _beside(self, p: int) -> set[int]:
-        """The process, those before and after it, and those that share a stage with it or with them."""
+        """The process, those before and after it, and those of the other direction at the same places."""
         last = len(self.genes) - 1
         near = {n for n in (p - 1, p, p + 1) if 0 <= n <= last}
         return near | {last - n for n in near}
@@ -205,30 +250,30 @@ class Descent:
         """What descents from the best of `starts` and of equal schemes find, and kicks from the best after that."""
         rng = random.Random(seed)
         over = effort.over()
-        ranked = []
+        ranked, free = [], self.caps
         for scheme in [*starts, *map(self.network.equal, range(len(self.network.sizes)))]:
             self.take(scheme)
-            ranked.append((self.value, self.policy, scheme))
+            ranked.append((self.value, self.policy, scheme, free))
         ranked.sort(key=lambda each: each[0])
         best = ranked[0]
-        descents = [scheme for value, _, scheme in ranked[:DESCENTS] if value < NEVER]
+        descents = [each for each in ranked[:DESCENTS] if each[0] <= HOPELESS * best[0]]
         while best[0] < NEVER and not over(self.evaluations):
             changed = None
             if descents:
-                self.take(descents.pop(0))
+                self.take(*descents.pop(0)[2:])
             else:
-                self.take(best[2])
+                self.take(*best[2:])
                 changed = self.kick(rng)
             self.descend(rng, over, changed)
             if self.value <= best[0]:
-                best = (self.value, self.policy, self.scheme)
-        return Found(best[2], best[1], best[0], None, self.evaluations)
+                best = (self.value, self.policy, self.scheme, self.caps)
+        value, policy, scheme, caps = best
+        return Found(scheme, policy, value, caps, self.evaluations)
 
 
-def _options(network: Network, memory: Memory | None) -> list[list[int]]:
+def _options(network: Network, memory: Memory) -> list[list[int]]:
     """The options of each process, of stages those whose chunks are within the caps."""
     every = [list(range(len(network.sizes))) for _ in range(2 * network.processes)]
-    if memory is not None:
-        for i, cap in enumerate(memory.caps):
-            every[2 * i] = [q for q in every[2 * i] if network.sizes[q] <= cap]
+    for i, cap in enumerate(memory.caps):
+        every[2 * i] = [q for q in every[2 * i] if network.sizes[q] <= cap]
     return every
