@@ -6,8 +6,8 @@ WORKERS ?= 3
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.lightning-pipes-installed
-# Tests start many interpreters, and wait for most of the time: with compiled modules, several tests at once.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+# Tests start many interpreters, and wait for most of the time: with compiled modules, several files of tests at once.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 USABLE := 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help

@@ -37,7 +37,7 @@ class Run:
         cut: the layers at which stages begin.
         ratio: the busier stage's time over the other's.
         predicted: seconds of a step up to the optimizer, when it was cut.
-        measured: the same, the median of the last hundred.
+        measured: the same, the median of the first hundred.
         contradicted: whether the pipeline contradicted times that layers took one by one.
     """
 

@@ -14,7 +14,7 @@ from lightning_pipes.ir import DeadlockError, Kind, Plan, PlanError, Policy, Pro
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.planning.bounds import step_bound
 from lightning_pipes.planning.fit import Fit, fit_layers, improved
-from lightning_pipes.planning.planner import Problem, planned
+from lightning_pipes.planning.planner import Problem, even_plan, planned
 
 REFINED = 4
 CLOSE = 1.05
@@ -250,9 +250,13 @@ def _options(
     for m in numbers:
         for schedule in schedules if schedules is not None else installed_variants(ranks, m):
             for again in recompute:
-                plan = planned(Problem(schedule, ranks, rows, m, again, profile=profile, place=place))
+                try:
+                    plan = planned(Problem(schedule, ranks, rows, m, again, profile=profile, place=place))
+                except PlanError as error:
+                    yield Option(schedule, even_plan(schedule, ranks, m, rows, again), math.inf, why_not=str(error))
+                    continue
                 why_not = _impossible(profile, schedule, plan, asked_for=schedules is not None)
-                key = plan.ranks, m, again, plan.split_backward
+                key = plan.ranks, plan.jobs, again, plan.split_backward
                 if not why_not and key not in bounds:
                     bounds[key] = step_bound(profile, plan, place)
                 yield Option(schedule, plan, bounds.get(key, math.inf), why_not=why_not)

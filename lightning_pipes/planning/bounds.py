@@ -56,7 +56,8 @@ def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, 
 
 
 def step_bound(profile: ModelProfile, plan: Plan, place: Deployment) -> float:
-    """Seconds of a step that no partition and no order of `plan` can beat; infinite where stages outnumber layers.
+    """Seconds of a step that no partition and no order of `plan` can beat; infinite where stages outnumber layers, and
+    0 where they cut the batch in different ways.
 
     A rank works through its stages for every micro-batch. Before its first forward a micro-batch has passed the stages
     before, and after its last backward the gradients pass them again; where backward is split only the former holds,
@@ -64,6 +65,9 @@ def step_bound(profile: ModelProfile, plan: Plan, place: Deployment) -> float:
     """
     if len(profile.layers) < plan.n_stages:
         return float("inf")
+    cut = plan.jobs[0]
+    if {*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links} != {cut.forward[0]}:
+        return 0.0
     return _Bound(profile, plan, place).seconds()
 
 

@@ -51,7 +51,7 @@ def fit_layers(
     cluster: Cluster | Deployment | None = None,
     trials: int = 60,
 ) -> Fit:
-    """The fastest of the partitions that come into question for `plan`, whose layers are left open.
+    """The fastest of the partitions that come into question for `plan`; the one that it has is among them, if it has.
 
     Stages are balanced by seconds on the devices that they sit on, messages included; a few partitions that trade
     balance for cheaper cuts are simulated, and from the fastest one cuts are moved by a layer as long as that helps, in
@@ -80,6 +80,8 @@ def fit_layers(
         candidates += light_partitions(loads, edges)
     if not candidates or hopeless(profile, plan, place.pipeline, held):
         raise PlanError(_lacking(profile, order, plan, place, light_partitions(loads, edges, slacks=(1.0,))[0]))
+    if plan.layers:
+        candidates.insert(0, plan.layers)
     found = [
         fit
         for layers in list(dict.fromkeys(candidates))[: _affordable(plan)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from lightning_pipes.cost import Deployment, ModelProfile
+from lightning_pipes.cost import CostModel, Deployment, ModelProfile
 from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Schedule, Span, prepared
 
 MICROBATCHES_PER_STAGE = 2
@@ -25,6 +25,8 @@ class Problem:
         layers: of each stage, where that is decided; a plan then keeps to it.
         profile: seconds and bytes of the layers; None where nobody has measured them.
         place: devices, links and memory limits; None where nobody has asked for them.
+        costs: what the stages and links of the plan that runs took in its last batches, for the sizes that they have;
+            None before anything has run.
     """
 
     schedule: Schedule | Policy
@@ -35,6 +37,7 @@ class Problem:
     layers: tuple[Span, ...] = ()
     profile: ModelProfile | None = None
     place: Deployment | None = None
+    costs: CostModel | None = None
 
 
 class Planner(ABC):
@@ -58,8 +61,14 @@ class Planner(ABC):
             PlanError: there is no such plan.
         """
 
+    def measures(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
+        """The numbers of samples for which times of layers are wanted before a batch of `rows` is planned; by default
+        an even micro-batch and half of one."""
+        one = -(-rows // (microbatches or MICROBATCHES_PER_STAGE * stages))
+        return tuple(sorted({max(1, one // 2), one}))
+
     def replan(self, plan: Plan, seen: Problem) -> Plan | None:
-        """Another plan for batches like that of `plan`, by what is known while it runs; None to go on with it.
+        """Another plan for batches like that of `plan`, by what was seen while it ran; None to go on with it.
 
         Layers may be in other stages than in `plan`: they move before the next batch. Stages stay on their ranks.
         """

@@ -24,7 +24,7 @@ class Scheme(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """Processes that a batch passes, in both directions, and what a chunk takes in each of them (UM-1, section III-A).
+    """Processes that a batch passes, in both directions, and what a chunk takes in each of them (section III-A).
 
     N stages have K = 2 N - 1 processes a direction, numbered from 0 in the order in which samples pass them: forward
     stage 0, the link from 0 to 1, stage 1, and so on; backward stage N - 1, the link back to N - 2, down to stage 0.
@@ -76,8 +76,8 @@ class Network:
     def of_counts(cls, rows: int, counts: Sequence[int], forward: Times, backward: Times) -> Network:
         """The network whose options are numbers of micro-batches: column i of the tables is for `counts[i]` of them.
 
-        A micro-batch has ceil(P / p) samples (UM-E3). Where several counts come to the same size, each process and
-        direction keeps the cheapest: all of them compute the same chunks.
+        A micro-batch has ceil(P / p) samples; the paper's E3 takes p itself for a size. Where several counts come to
+        the same size, each process and direction keeps the cheapest: all of them compute the same chunks.
 
         Raises:
             InputError: a count that is none, or larger than the batch; what `Network` refuses.
@@ -115,7 +115,7 @@ class Network:
         return np.array([-(-self.rows // size) for size in self.sizes], np.int64)
 
     def equal(self, option: int) -> Scheme:
-        """GPipe's scheme: all processes take the same option (UM-2)."""
+        """GPipe's scheme: all processes take the same option."""
         return Scheme((option,) * self.processes, (option,) * self.processes)
 
     def sizes_of(self, scheme: Scheme) -> tuple[tuple[int, ...], tuple[int, ...]]:

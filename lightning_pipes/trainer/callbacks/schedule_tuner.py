@@ -22,7 +22,6 @@ from lightning_pipes.ir import (
     Plan,
     PlanError,
     Policy,
-    Program,
     Schedule,
     check_count,
     check_type,
@@ -34,6 +33,7 @@ from lightning_pipes.sim import load_kernel
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.adopting import adopt_told
 from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.loop.seen import sample_of
 from lightning_pipes.trainer.plan.deciding import device_memory
 from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
@@ -204,7 +204,7 @@ class ScheduleTuner(pl.Callback):
         windows = list(run.windows)
         fresh = min(len(windows) - 1, self._batches - self._read, self.window)
         self._read = self._batches
-        steps = [_sample(*pair) for pair in pairwise(windows[-fresh - 1 :])]
+        steps = [sample_of(*pair) for pair in pairwise(windows[-fresh - 1 :])]
         links = run.engine.probe_links(PROBED, PROBES) if self.probe else {}
         place = run.global_ranks.index(strategy.global_rank)
         mine = _Report(steps, run.stage_bytes(strategy.optimizers), place, device_memory(strategy.root_device), links)
@@ -262,11 +262,6 @@ class ScheduleTuner(pl.Callback):
             batches = self.interval
         cheap = -(-tuned.seconds // (OVERHEAD * step)) if step else 0
         return max(1, batches, min(int(cheap), RARER * max(1, batches)))
-
-
-def _sample(before: Window, window: Window) -> StepSample:
-    ended = max((e.end for e in before.events if e.instruction.kind in (Kind.B, Kind.I)), default=0)
-    return StepSample.of(window.events, window.plan, ended, chosen=not isinstance(window.order, Program))
 
 
 def _probed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -12,10 +13,11 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun, Training
+from lightning_pipes.trainer.loop.seen import seen_costs
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.module.checks import warn_about_small_batch
-from lightning_pipes.trainer.reports.report import Window
+from lightning_pipes.trainer.reports.report import KEPT_STEPS, Window
 from lightning_pipes.trainer.reports.timing import Share
 from lightning_pipes.trainer.step.gradients import FreshGradients
 from lightning_pipes.trainer.step.steps import TrainingBatch
@@ -39,7 +41,8 @@ class Flushing(Training):
 
         # 2. The plan of a batch of so many samples; layers that it has on other ranks move.
         divisor = trainer.accumulate_grad_batches
-        run.plans = run.plans.revised(rows, trainer.fit_loop.total_batch_idx)
+        seen = partial(seen_costs, run.windows, run.control)
+        run.plans = run.plans.revised(rows, trainer.fit_loop.total_batch_idx, seen)
         plan, order = run.plans.for_rows(rows)
         if not run.windows:
             warn_about_small_batch(rows, plan.n_stages)
@@ -69,7 +72,8 @@ class Flushing(Training):
         run.connections.check()
         run.check_loss(item)
         run.windows.append(Window(plan, order, run.engine.events))
-        run.took.append(Share.of(run.engine.events).took)
+        if len(run.took) < KEPT_STEPS:
+            run.took.append(Share.of(run.engine.events).took)
 
         # 6. The last stage tells all ranks what the step gave and logged; every rank logs it.
         message = None

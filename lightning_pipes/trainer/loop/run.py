@@ -28,7 +28,7 @@ from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Coming
 from lightning_pipes.trainer.ranks.ranks import Ranks
-from lightning_pipes.trainer.reports.report import KEPT_STEPS, KEPT_WINDOWS, Window
+from lightning_pipes.trainer.reports.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.step.logs import LogReplay, merge, recorded
 from lightning_pipes.trainer.step.loss_check import LossCheck
@@ -88,7 +88,7 @@ class PipelineRun:
 
     Attributes:
         windows: the last batches.
-        took: nanoseconds of the last batches on this rank.
+        took: nanoseconds of the first batches on this rank.
 
     Raises:
         PlanError: the transport can't be had here.
@@ -113,7 +113,7 @@ class PipelineRun:
         self.steps = steps
         self.global_ranks = global_ranks = tuple(part.holdings.global_ranks)
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
-        self.took: deque[int] = deque(maxlen=KEPT_STEPS)
+        self.took: list[int] = []
         self.replay = LogReplay(cut.module)
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self.trainer = trainer

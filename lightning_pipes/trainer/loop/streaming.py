@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +27,7 @@ from lightning_pipes.engine.watch.trust import KNOWN, seal_of
 from lightning_pipes.ir import PipelineError, Policy, Use
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun, Training
+from lightning_pipes.trainer.loop.seen import seen_costs
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
 from lightning_pipes.trainer.loop.stream_window import StreamWindow
 from lightning_pipes.trainer.module.batches import rows_of
@@ -81,7 +83,7 @@ class Streaming(Training):
         run, engine, fit_loop = self._run, self._run.engine, self._run.trainer.fit_loop
         rows = rows_of(batch)
         run.check(batch, arguments[0] if arguments else fit_loop.batch_idx, TRAINING)
-        plans = run.plans.revised(rows, fit_loop.total_batch_idx)
+        plans = run.plans.revised(rows, fit_loop.total_batch_idx, partial(seen_costs, run.windows, run.control))
         if engine.open and (rows > engine.plan.jobs[0].rows or plans is not self._ordering):
             self.drain()
         if not engine.open:

@@ -10,7 +10,7 @@ from lightning_pipes.ir import Policy, Schedule, Span
 from lightning_pipes.planning.auto import Choice, choose, numbers_to_try
 from lightning_pipes.planning.balance import balanced
 from lightning_pipes.planning.fit import evaluated, ordered
-from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Problem, planned
+from lightning_pipes.planning.planner import Problem, planned, planner_of
 from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer.plan.plans import Plans, stage_layers
@@ -111,12 +111,9 @@ class Wanted:
     def microbatch_rows(self, rows: int, ranks: int) -> tuple[int, ...]:
         """The numbers of samples to measure for batches of `rows`: ascending, none twice."""
         if self.chooses and self.microbatches is None:
-            found = [1, rows // (4 * ranks), -(-rows // ranks)]
-        else:
-            stages = len(self.schedule.placement(ranks))
-            one = -(-rows // (self.microbatches or MICROBATCHES_PER_STAGE * stages))
-            found = [one // 2, one]
-        return tuple(sorted({max(1, n) for n in found}))
+            return tuple(sorted({max(1, n) for n in (1, rows // (4 * ranks), -(-rows // ranks))}))
+        stages = len(self.schedule.placement(ranks))
+        return planner_of(self.schedule).measures(rows, stages, self.microbatches)
 
     def sample_rows(self, rows: int, ranks: int) -> int:
         """How many samples of a batch of `rows` are needed to run micro-batches as large as may be decided."""
@@ -136,20 +133,17 @@ class Wanted:
         if self.chooses:
             return self._chosen(profile, rows, place)
         ranks = max(plain.ranks) + 1
-        m = plain.microbatches or MICROBATCHES_PER_STAGE * len(plain.ranks)
-        plan = planned(
-            Problem(plain.schedule, ranks, rows, min(m, rows), plain.recompute, profile=profile, place=place)
-        )
+        asked = plain.microbatches
+        plan = planned(Problem(plain.schedule, ranks, rows, asked, plain.recompute, profile=profile, place=place))
         found = balanced(profile, plain.schedule, plan, plain.layers, place)
         made = replace(plain, layers=found.layers, why=found.why, place=place)
         return self.predicted(made, profile, rows, place)
 
     def predicted(self, made: Decision, profile: ModelProfile, rows: int, place: Deployment) -> Decision:
         """The same decision with what it comes to by a profile."""
-        m = min(made.plans().microbatches, rows)
-        ranks = max(made.ranks) + 1
+        ranks, asked = max(made.ranks) + 1, made.microbatches
         plan = planned(
-            Problem(made.schedule, ranks, rows, m, made.recompute, made.layers, profile=profile, place=place)
+            Problem(made.schedule, ranks, rows, asked, made.recompute, made.layers, profile=profile, place=place)
         )
         order, _ = ordered(made.schedule, plan)
         whole, computing = (evaluated(p, order, plan, place).seconds for p in (profile, profile.without_steps()))

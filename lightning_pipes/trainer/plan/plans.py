@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_pipes.cost import CostModel
@@ -105,8 +105,11 @@ class Plans:
                 )
         return made
 
-    def revised(self, rows: int, batch: int) -> Plans:
+    def revised(self, rows: int, batch: int, seen: Callable[[Plan], CostModel | None]) -> Plans:
         """The answer of the schedule's planner before training batch number `batch`, of so many samples; mostly itself.
+
+        Args:
+            seen: what stages and links took in the last batches with a plan; asked only when the planner is.
 
         Raises:
             PlanError: it says what can't be run.
@@ -115,7 +118,7 @@ class Plans:
         if not planner.every or not batch or batch % planner.every:
             return self
         plan, _ = self.for_rows(rows)
-        found = planner.replan(plan, replace(self._problem, rows=rows, layers=plan.layers))
+        found = planner.replan(plan, replace(self._problem, rows=rows, layers=plan.layers, costs=seen(plan)))
         return self if found is None else self.other(self.schedule, given=found)
 
     def _kept(self, given: Plan, usual: Plan) -> Plan:

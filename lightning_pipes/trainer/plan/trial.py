@@ -16,7 +16,7 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
-from lightning_pipes.ir import Kind, Plan, Policy, Program, Span
+from lightning_pipes.ir import B, F, Kind, Plan, Policy, Program, Span, graphs
 from lightning_pipes.planning.fit import evaluated
 from lightning_pipes.sim import simulate
 from lightning_pipes.trainer.plan.decision import Decision
@@ -25,9 +25,9 @@ from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.timing import Share
 
-SECONDS = 1.0
+SECONDS = 2.0
 """How long a trial takes, but for its first step, if steps are not longer."""
-STEPS = 8
+STEPS = 16
 """The most steps that count."""
 CONTRADICTION = 0.1
 """By what share a measured step may differ from what the profile says."""
@@ -78,7 +78,9 @@ class Trials:
         """
         plans = made.plans()
         plan, order = plans.for_rows(pieces * rows)
-        entering = {n: self._measuring.entering(n) for n in sorted({span.rows for span in plan.spans(Kind.F, 0)})}
+        sizes = {part.rows for span in plan.spans(Kind.F, 0) for part in (span, *graphs(F(0, span), plan))}
+        sizes |= {part.rows for span in plan.spans(Kind.B, 0) for part in graphs(B(0, span), plan)}
+        entering = {n: self._measuring.entering(n) for n in sorted(sizes)}
         holdings = Holdings(self._grid, made.ranks, made.layers)
         mine = {stage: list(range(*plan.layers[stage])) for stage in plan.stages[holdings.rank]}
         numbers = [n for layers in mine.values() for n in layers]

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 KEPT_WINDOWS = 10
 KEPT_STEPS = 100
-"""Batches whose time alone is kept: what a step takes should not depend on what else a machine did for a second."""
+"""The first batches of a run, whose time alone is kept: what was predicted a moment before is compared with them."""
+CHANGED = 0.1
+"""By what share the last steps differ from the first ones where that is worth a word: the machine does something else
+too, or the data changed."""
 AMONG_SIBLINGS = "measured, among siblings: idle for this one"
 
 
@@ -57,7 +60,7 @@ class About:
         choice: why it is this schedule, or this cut, for people; empty where nothing was chosen.
         predicted: seconds of a step up to the optimizers' part, by the profile that they were chosen by.
         siblings: how many trainings at a time shared the ranks.
-        measured: seconds of a step up to the optimizers' part, the median of the last `KEPT_STEPS`.
+        measured: seconds of a step up to the optimizers' part, the median of the first `KEPT_STEPS`.
     """
 
     schedule: str = ""
@@ -188,7 +191,8 @@ def _choice(about: About, measured: Timeline) -> str:
         return about.choice
     predicted = f"A step up to the optimizer: {seconds_text(1e9 * about.predicted)} predicted when it was chosen, "
     step = measured.makespan if about.measured is None else 1e9 * about.measured
-    return f"{about.choice}\n{predicted}{seconds_text(step)} measured"
+    later = f", {seconds_text(measured.makespan)} at last" if abs(measured.makespan / step - 1) > CHANGED else ""
+    return f"{about.choice}\n{predicted}{seconds_text(step)} measured{later}"
 
 
 def _between(windows: Sequence[Window]) -> float | None:

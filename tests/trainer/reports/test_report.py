@@ -17,9 +17,12 @@ from torch import nn
 
 from lightning_pipes import JobArray, PipelineStrategy, TimelineLogger
 from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import B, F, Plan, Span
+from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.reports.report import AMONG_SIBLINGS
+from lightning_pipes.trainer.reports.report import AMONG_SIBLINGS, About, PipelineReport, Window
 from tests.trainer.lit import Lit
 from tests.trainer.reports.runs import fit
 
@@ -167,3 +170,16 @@ def test_nothing_to_report():
     empty: list[Any] = [[], []]
     with pytest.raises(PlanError, match="no batch was trained"):
         PipelineReport.of(empty)
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [(2.0, "1 s predicted when it was chosen, 2 s measured, 4 s at last"), (4.1, "4.1 s measured")],
+)
+def test_whether_a_choice_came_true(measured, said):
+    """The first steps show it; the last ones are named where they take another time."""
+    plan = Plan.even(1, 1)
+    events = [Event(0, F(0, Span(0, 1)), 0, 10**9), Event(0, B(0, Span(0, 1)), 10**9, 4 * 10**9)]
+    window = Window(plan, GPipe().program(plan), events)
+    about = About(choice="cut at [3]", predicted=1.0, measured=measured)
+    assert str(PipelineReport.of([[window]], about).record.choice).endswith(said)

@@ -1,0 +1,237 @@
+"""How finely every stage, direction and link cuts a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lightning_pipes.cost import Cluster, CostModel, Deployment, Device
+from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Program, Schedule, Span
+from lightning_pipes.planning.fit import evaluated, fit_layers, improved
+from lightning_pipes.planning.planner import EvenPlanner, Planner, Problem
+from lightning_pipes.sim import makespan
+from lightning_pipes.sim.units import bytes_text
+from lightning_pipes.strategies.umpipe.fitting import Choices, fitted, sized
+from lightning_pipes.strategies.umpipe.overlapped.run import Merge
+from lightning_pipes.strategies.umpipe.pricing import Option, drifted, link_times, room_of, stage_options
+
+AMONG = ("few", "powers", "all")
+"""Numbers of micro-batches to choose from: 1, 2, 3, 4, 6, 8, 12, ...; powers of two; all. More of them take longer to
+search, and the best of few is mostly as good."""
+CHECKED = 3
+"""How many of the best cuts are simulated."""
+WORTH_IT = 0.01
+"""An unequal cut must save more than this share of the best equal one's time: what is measured is not exact."""
+FEW = 6
+"""Partitions that are tried for each equal cut."""
+MEASURED = 6
+"""Sizes for which layers are measured; between them times are taken as linear."""
+DRIFT = 0.1
+"""By what share a stage or link must take another time than the profile says for a batch to be cut anew."""
+REPLAN = 0.03
+"""The share of a step that another cut must save while training goes on."""
+ROUNDS = 3
+"""How often layers are moved for a cut, and the cut made for these layers."""
+
+
+class Counts(NamedTuple):
+    """Micro-batches of each stage and direction, and messages of each link; links that are empty take the sender's."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    forward_links: tuple[int, ...] = ()
+    backward_links: tuple[int, ...] = ()
+
+    def cut(self, rows: int, stages: int) -> Cut:
+        """A batch of `rows` samples cut so; a count that it has not so many samples for means one of each.
+
+        Raises:
+            PlanError: not one number for each stage and link.
+        """
+        entries = {"forward": stages, "backward": stages, "forward_links": stages - 1, "backward_links": stages - 1}
+        for what, needed in entries.items():
+            got = getattr(self, what)
+            if len(got) != needed and (got or not what.endswith("links")):
+                of = "links" if what.endswith("links") else "stages"
+                raise PlanError(
+                    f"{what} {got} has {len(got)} numbers, and the pipeline {needed} {of}; give one for each"
+                )
+        forward = tuple(spans_of(rows, p) for p in self.forward)
+        backward = tuple(spans_of(rows, q) for q in self.backward)
+        # The last stage sends nothing on, the first one nothing back.
+        there = (*(spans_of(rows, p) for p in self.forward_links), forward[-1]) if self.forward_links else ()
+        back = (backward[0], *(spans_of(rows, q) for q in self.backward_links)) if self.backward_links else ()
+        return Cut(rows, forward, backward, there, back)
+
+
+def spans_of(rows: int, count: int) -> tuple[Span, ...]:
+    """`count` micro-batches of ceil(rows / count) samples, the last of which may be shorter; fewer where they would be
+    empty."""
+    size = -(-rows // min(count, rows))
+    return sized(rows, size)
+
+
+def sizes_of(rows: int, most: int | None, among: str) -> tuple[int, ...]:
+    """The sizes of chunks to choose from, ascending, with at most so many micro-batches; see `AMONG`."""
+    most = rows if most is None else min(most, rows)
+    counts = {"all": range(1, most + 1), "powers": [1 << n for n in range(most.bit_length())]}
+    counts["few"] = [n for n in (*counts["powers"], *(3 * n for n in counts["powers"])) if n <= most]
+    return tuple(sorted({-(-rows // count) for count in counts[among]}))
+
+
+@dataclass(frozen=True)
+class UnequalPlanner(Planner):
+    """Cuts as the user says; else as is fastest by the profile; evenly where there is none.
+
+    With a profile, the ways in which stages and links could cut are priced as the engine runs them, a descent chooses
+    among them, and the simulator has the last word: an equal cut stays unless another one saves more than 1 % of its
+    time. `Problem.microbatches` is the most that any stage or link has. Where layers are not decided, cuts of the model
+    and of the batch take turns.
+
+    Attributes:
+        given: what the user says.
+        overlapped: whether backwards may run before all forwards have.
+        among: the numbers of micro-batches to choose from; see `AMONG`.
+        memory_limit: bytes that a rank may hold, besides what its device has; None means no limit.
+        every: training batches after which measured times are looked at.
+    """
+
+    given: Counts | None = None
+    overlapped: bool = False
+    among: str = AMONG[0]
+    memory_limit: int | None = None
+    every: int = 100
+
+    def plan(self, problem: Problem) -> Plan:
+        even = EvenPlanner().plan(problem)
+        if self.given is not None:
+            if problem.microbatches is not None:
+                raise PlanError(
+                    f"{problem.schedule.name}: microbatches is {problem.microbatches}, and forward "
+                    f"{self.given.forward} says how many each stage has; leave one of them out"
+                )
+            return replace(even, jobs=(self.given.cut(problem.rows, even.n_stages),))
+        if problem.profile is None or even.n_stages == 1 or even.n_stages > len(problem.profile.layers):
+            return even
+        if even.layers:
+            return self._cut(even, problem)
+        return self._jointly(even, problem)
+
+    def measures(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
+        """The whole batch, its half, and so on, as far as it may be cut: MEASURED of them."""
+        if self.given is not None:
+            sizes = {-(-rows // min(count, rows)) for counts in self.given for count in counts}
+        else:
+            sizes = {*sizes_of(rows, microbatches, "powers")[::-1][:MEASURED]}
+        return tuple(sorted(sizes))
+
+    def replan(self, plan: Plan, seen: Problem) -> Plan | None:
+        """Another cut, where stages or links take other times than the profile says, by more than DRIFT, and it saves
+        more than REPLAN of a step by the times that they take; layers stay where they are."""
+        if self.given is not None or seen.profile is None or seen.costs is None:
+            return None
+        usual = evaluated(seen.profile, _order(seen, plan), plan, _place(seen)).costs
+        costs, drift = drifted(usual, seen.costs, plan)
+        if drift <= DRIFT:
+            return None
+        other = self._fastest(replace(plan, whole_forward=(), limits=()), seen, costs)
+        now, then = (makespan(_order(seen, each), replace(each, layers=()), costs) for each in (plan, other))
+        return other if then < (1 - REPLAN) * now else None
+
+    def _jointly(self, even: Plan, problem: Problem) -> Plan:
+        """Layers for the even cut, the cut for these layers, and so on while that helps."""
+        assert problem.profile is not None
+        place = _place(problem)
+        fits = []
+        for size in sizes_of(problem.rows, problem.microbatches, "powers"):
+            same = replace(even, jobs=(Cut(problem.rows, (sized(problem.rows, size),) * even.n_stages),))
+            with suppress(PlanError):  # as memory has it; the even one below says why
+                fits.append(fit_layers(problem.profile, problem.schedule, same, place, trials=FEW))
+        fit = min(fits, key=lambda each: each.seconds, default=None) or fit_layers(
+            problem.profile, problem.schedule, even, place
+        )
+        for _ in range(ROUNDS):
+            plan = self._cut(fit.plan, problem)
+            other = improved(problem.profile, evaluated(problem.profile, _order(problem, plan), plan, place), place)
+            if other.seconds >= fit.seconds:
+                break
+            fit = other
+        return fit.plan
+
+    def _cut(self, base: Plan, problem: Problem) -> Plan:
+        """`base`, whose layers are decided, in the cut that is fastest by the profile."""
+        assert problem.profile is not None
+        costs = evaluated(problem.profile, _order(problem, base), base, _place(problem)).costs
+        return self._fastest(base, problem, costs)
+
+    def _fastest(self, base: Plan, problem: Problem, costs: CostModel) -> Plan:
+        sizes = sizes_of(problem.rows, problem.microbatches, self.among)
+        merge, limits, largest = Merge.ALL_FORWARDS_FIRST, (), (problem.rows,) * base.n_stages
+        if self.overlapped:
+            merge = Merge.BACKWARD_FIRST
+            largest, caps = zip(*self._room(base, problem, costs, sizes), strict=True)
+            limits = caps if min(caps) < problem.rows else ()
+        choices = choices_of(costs, base, problem.rows, sizes, largest)
+        found = fitted(choices, merge, limits)
+        if not found:
+            return base
+        equal = [each for size in sizes if (each := choices.equal(size)) is not None]
+        first = next((choice for _, choice in found if choice in equal), None)
+        shortlist = dict.fromkeys([*([first] if first else []), *(choice for _, choice in found[:CHECKED])])
+        base = replace(base, limits=limits)
+        plans = [choices.plan(choice, base) for choice in shortlist]
+        took = [makespan(_order(problem, plan), replace(plan, layers=()), costs) for plan in plans]
+        best = min(range(len(plans)), key=took.__getitem__)
+        return plans[0] if took[best] > (1 - WORTH_IT) * took[0] else plans[best]
+
+    def _room(self, plan: Plan, problem: Problem, costs: CostModel, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Of each stage the largest chunk that it may have, and the samples that it may hold: room for two such chunks,
+        where there is room for two.
+
+        Raises:
+            PlanError: there is none for the smallest chunk.
+        """
+        found = []
+        for stage, rank in enumerate(plan.ranks):
+            device = None if problem.place is None else problem.place.pipeline.devices[rank].memory
+            limit = min((n for n in (self.memory_limit, device) if n is not None), default=None)
+            if limit is None:
+                found.append((problem.rows, problem.rows))
+                continue
+            room = {n: min(problem.rows, room_of(costs, plan, stage, limit, n)) for n in sizes}
+            fits = [n for n in sizes if room[n] >= n]
+            if not fits:
+                raise PlanError(
+                    f"{problem.schedule.name}: stage {stage} may have {bytes_text(limit)}, which has no room for a "
+                    f"chunk of {sizes[0]} samples besides {bytes_text(costs.resident(rank, plan))} of weights and "
+                    "states; use more stages, recompute, or raise the limit"
+                )
+            largest = max((n for n in fits if room[n] >= min(2 * n, problem.rows)), default=fits[0])
+            found.append((largest, room[largest]))
+        return found
+
+
+def choices_of(costs: CostModel, plan: Plan, rows: int, sizes: Sequence[int], largest: Sequence[int]) -> Choices:
+    """Everything that the stages and links of `plan` can choose from, priced by `costs`; each stage has its largest
+    chunk."""
+    stages = []
+    for stage in range(plan.n_stages):
+        fits = [size for size in sizes if size <= largest[stage]]
+        stages.append(tuple(stage_options(costs, plan, stage, fits)))
+    links = []
+    for stage in range(plan.n_stages - 1):
+        both = link_times(costs, plan, stage, sizes)
+        there, back = (tuple(Option(n, n, t, t) for n, t in zip(sizes, times, strict=True)) for times in both)
+        links.append((there, back))
+    return Choices(rows, tuple(stages), tuple(links))
+
+
+def _place(problem: Problem) -> Deployment:
+    return problem.place or Deployment(Cluster((Device(),) * problem.ranks))
+
+
+def _order(problem: Problem, plan: Plan) -> Program | Policy:
+    schedule = problem.schedule
+    return schedule.program(plan) if isinstance(schedule, Schedule) else schedule

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_pipes.cost import CostModel, Link
+from lightning_pipes.ir import B, Cut, F, Kind, Plan
+from lightning_pipes.strategies.umpipe.planner import sized
+from lightning_pipes.strategies.umpipe.pricing import link_times, room_of, stage_options
+
+ROWS = 8
+TABLES = {
+    Kind.F: ((1, 5e-9), (2, 6e-9), (4, 9e-9), (8, 20e-9)),
+    Kind.B: ((1, 9e-9), (2, 11e-9), (4, 17e-9), (8, 40e-9)),
+}
+COSTS = CostModel(
+    {(kind, s): table for kind, table in TABLES.items() for s in range(2)},
+    forward_bytes=(3.0,),
+    backward_bytes=(5.0,),
+    link=Link(bandwidth=1e9, latency=7e-9),
+    activation_bytes=(10, 20),
+    weight_bytes=(100, 100),
+    working_bytes=(2.0, 2.0),
+    overhead=1e-9,
+)
+
+
+@pytest.mark.parametrize("recompute", [(), (True, False)])
+def test_options_cost_what_the_same_plan_costs(recompute: tuple[bool, ...]) -> None:
+    """The instruction's own price, pass by pass, for every chunk."""
+    plain = Plan.even(2, 1, ROWS, recompute=recompute)
+    for stage in range(2):
+        options = stage_options(COSTS, plain, stage, (1, 2, 4, 8))
+        assert len(options) == 16 + (6 if stage == 0 else 0)
+        for option in options:
+            spans = [sized(ROWS, 2), sized(ROWS, 2)], [sized(ROWS, 2), sized(ROWS, 2)]
+            spans[0][stage], spans[1][stage] = sized(ROWS, option.forward), sized(ROWS, option.backward)
+            whole = tuple(s == stage and option.whole for s in range(2))
+            cut = Cut(ROWS, tuple(spans[0]), tuple(spans[1]))
+            plan = Plan((0, 1), (cut,), recompute=recompute, whole_forward=whole)
+            for span in plan.spans(Kind.F, stage):
+                assert COSTS.duration(F(stage, span), plan) + 1 == option.forward_time, option
+            for span in plan.spans(Kind.B, stage):
+                assert COSTS.duration(B(stage, span), plan) + 1 == option.backward_time, option
+
+
+def test_sizes_that_do_not_divide_each_other_are_no_option() -> None:
+    options = stage_options(COSTS, Plan.even(2, 1, ROWS), 1, (2, 3, 6))
+    assert {(o.forward, o.backward) for o in options} == {(2, 2), (3, 3), (6, 6), (2, 6), (6, 2), (3, 6), (6, 3)}
+
+
+def test_messages_take_bytes_over_bandwidth_and_latency() -> None:
+    assert link_times(COSTS, Plan.even(2, 1, ROWS), 0, (1, 4)) == ([10, 19], [12, 27])
+    assert link_times(COSTS, Plan.even(2, 1, ROWS, ranks=(0, 0)), 0, (1, 4)) == ([0, 0], [0, 0])
+
+
+def test_room_in_bytes() -> None:
+    plain = Plan.even(2, 1, ROWS)
+    assert [room_of(COSTS, plain, 0, limit, 4) for limit in (107, 108, 127, 128)] == [-1, 0, 1, 2]
+    # Stage 1 recomputes nothing; stage 0 would keep its input, which lies in the batch, and make 4 samples again.
+    again = Plan.even(2, 1, ROWS, recompute=(True, False))
+    assert [room_of(COSTS, again, 0, limit, 4) for limit in (147, 148)] == [-1, ROWS]

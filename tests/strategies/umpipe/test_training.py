@@ -1,0 +1,127 @@
+"""Training with unequal micro-batches leaves what one plain process leaves, whatever the scheme."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_pipes.testing.ranks import run_ranks
+from tests.trainer.lit import Case, Lit, differences, train, train_cases
+
+SCHEDULES = ("umpipe", "um1f1b")
+RANDOM = 25
+"""Schemes for each number of ranks."""
+
+# Table 7 of the paper: micro-batches of each of five layers, forward and backward, links as their sender.
+MNIST = {
+    "Or": (1, 1, 1, 1, 1),
+    "GPipe-2": (2, 2, 2, 2, 2),
+    "U1": (2, 2, 2, 1, 2),
+    "U2": (2, 2, 1, 2, 1),
+    "U3": (2, 2, 2, 2, 4),
+    "U4": (2, 8, 4, 1, 1),
+    "U5": (4, 2, 4, 8, 1),
+}
+CIFAR10 = {
+    "U1": (2, 2, 1, 2, 2),
+    "U2": (2, 2, 1, 1, 2),
+    "U3": (2, 1, 2, 2, 1),
+    "U4": (8, 2, 1, 1, 1),
+    "U5": (2, 2, 4, 2, 2),
+}
+
+
+class LitConv(Lit):
+    """The paper's network: four 3 x 3 convolutions and a linear layer, on small images."""
+
+    channels = (1, 20, 40, 80, 160)
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        convolutions = [
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU())
+            for a, b in zip(self.channels, self.channels[1:], strict=False)
+        ]
+        first = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, self.channels[0], 1), *convolutions.pop(0))
+        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(self.channels[-1], 3))
+        self.model = nn.Sequential(first, *convolutions, head)
+
+
+class LitConv3(LitConv):
+    """The one for colours."""
+
+    channels = (3, 16, 32, 64, 128)
+
+
+def case(module: type[Lit], ranks: int, schedule: str, **counts: tuple[int, ...]) -> Case:
+    partition = list(range(1, ranks))
+    return Case(module, strategy={"schedule": schedule, "schedule_args": counts, "partition": partition})
+
+
+def of_table_7(ranks: int) -> dict[str, Case]:
+    """Of fewer ranks than layers the first ones take the layers' numbers."""
+    found = {}
+    for data, module, schemes in (("MNIST", LitConv, MNIST), ("CIFAR10", LitConv3, CIFAR10)):
+        for name, counts in schemes.items():
+            for schedule in SCHEDULES if ranks == 2 else SCHEDULES[:1]:
+                found[f"{data} {name}, {schedule}"] = case(module, ranks, schedule, forward=counts[:ranks])
+    return found
+
+
+def at_random(ranks: int) -> dict[str, Case]:
+    """Everything differs: stages, directions and links; numbers that do not divide the batch, and more than it has."""
+    draw = random.Random(ranks)
+
+    def counts(entries: int) -> tuple[int, ...]:
+        return tuple(draw.choice((1, 2, 3, 4, 5, 8, 9)) for _ in range(entries))
+
+    found = {}
+    for n in range(RANDOM):
+        names = ("forward", "backward", "forward_links", "backward_links")
+        drawn = {name: counts(ranks - name.endswith("links")) for name in names[: draw.choice((1, 2, 3, 4))]}
+        schedule = SCHEDULES[n % 2]
+        found[f"{n}, {schedule}, {drawn}"] = case(Lit, ranks, schedule, **drawn)
+    return found
+
+
+CASES = {2: {**of_table_7(2), **at_random(2)}, 4: {**of_table_7(4), **at_random(4)}, 5: of_table_7(5)}
+MARKS = {5: [pytest.mark.slow]}
+
+
+@cache
+def in_a_pipeline(ranks: int) -> dict[str, list[dict[str, Any]]]:
+    """What each rank found, by case; all cases of a number of ranks run in the same processes."""
+    found = run_ranks(train_cases, ranks, list(CASES[ranks].values()), ranks, mkdtemp(), timeout=120)
+    return {name: [of_rank[n] for of_rank in found] for n, name in enumerate(CASES[ranks])}
+
+
+@cache
+def on_one_process(module: type[Lit]) -> dict[str, Any]:
+    return train(Case(module), 1, Path(mkdtemp()))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        pytest.param(ranks, name, id=f"{name} on {ranks}", marks=MARKS.get(ranks, []))
+        for ranks, cases in CASES.items()
+        for name in cases
+    ],
+)
+def test_gradients_weights_and_logs_are_those_of_one_process(ranks: int, name: str) -> None:
+    alone = on_one_process(CASES[ranks][name].module)
+    found = in_a_pipeline(ranks)[name]
+    assert differences(found[0]["rows"], alone["rows"]) == []
+    for each in found:
+        for what in ("outputs", "weights", "metrics", "rates", "steps"):
+            assert differences(each[what], alone[what], at=what) == []
+    for *parts, whole in zip(*(each["gradients"] for each in found), alone["gradients"], strict=True):
+        assert {n for part in parts for n in part} == set(whole)
+        for part in parts:
+            assert differences(part, {n: whole[n] for n in part}) == []
