@@ -1,0 +1,239 @@
+"""The best scheme of all, and the proof: labels process by process, as in shortest paths with several resources."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_pipes.ir import check_number
+from lightning_pipes.strategies.umpipe.network import Scheme, Times
+from lightning_pipes.strategies.umpipe.search.chain import Chain, Cuts, chains
+from lightning_pipes.strategies.umpipe.search.evaluate import ended
+from lightning_pipes.strategies.umpipe.search.greedy import descended, local
+from lightning_pipes.strategies.umpipe.search.machine import loops
+from lightning_pipes.strategies.umpipe.search.solved import Solved
+
+BEAMS = (4, 32, 256, 2048)
+"""Labels that are kept of a process; a search that had to drop none has proven its result."""
+SHARPENED = 1
+"""The number of the beam after which suffixes are found."""
+ROOM = 8
+"""Labels that are made before those that promise least are dropped, for each that is kept."""
+STARTS = 4
+"""Of coordinate descent, at the best equal partitions."""
+SUFFIXES = 16
+"""Of a process, merged until no more are left, where small beams have not proven their result."""
+ELIMINATIONS = 6
+"""Rounds at most; each makes bounds tighter, which eliminates more."""
+
+
+def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0) -> Solved:
+    """The best scheme, all forwards before all backwards; or the best one found, where the search stops early.
+
+    Forward and backward do not wait for each other but at the barrier, so they are searched one after the other. A
+    label is when samples leave a process; one that is nowhere later than another makes it useless, as nothing that
+    comes next is sooner for coming later. Bounds and elimination are `labels.bounded`'s.
+
+    Starts at the best equal partitions and coordinate descent from there, so it is never worse than GPipe's.
+
+    Args:
+        seconds: after which it stops between two processes. None: when the largest of `BEAMS` is done.
+        gap: a share of the lower bound by which the result may be worse than the optimum.
+    """
+    check_number("gap", gap, "a share of 0 or more", lambda x: 0 <= x < math.inf)
+    found = []
+    parts = chains(network)
+    begin = time.perf_counter()
+    for number, chain in enumerate(parts):
+        end = math.inf if seconds is None else begin + seconds * (number + 1) / len(parts)
+        found.append(_Search(chain, gap, end).run())
+    forward, backward = (tuple(int(q) for q in each.genes) for each in found)
+    return Solved(Scheme(forward, backward), sum(each.value for each in found), sum(each.lower_bound for each in found))
+
+
+@dataclass
+class _Level:
+    """What the labels after one process come from."""
+
+    parents: Times
+    options: Times
+
+
+class _Search:
+    """The search in one chain.
+
+    Attributes:
+        genes, value: the best so far.
+        lower_bound: what no scheme goes below.
+        allowed: (process, option) that may be part of a scheme that goes below the limit.
+        heads, rests: (process, sample) see `labels.bounded`.
+        suffixes: of each process, before it, see `sharpen`; empty until then.
+    """
+
+    def __init__(self, chain: Chain, gap: float, end: float) -> None:
+        self.chain, self.gap, self.end = chain, gap, end
+        rows, processes = chain.rows, chain.processes
+        self.run_ = loops(10 * processes * chain.options * rows)
+        self.allowed = np.ones((processes, chain.options), np.bool_)
+        self.heads, self.rests = np.zeros((2, processes + 1, rows + 1), np.int64)
+        self.suffixes: list[Times] = []
+        self.lower_bound = 0
+        ends = ended(chain, chain.equal)
+        starts = [chain.equal[q] for q in np.argsort(ends, kind="stable")[:STARTS]] + [local(chain)[0]]
+        self.genes, self.value = min((descended(chain, genes) for genes in starts), key=lambda each: each[1])
+
+    @property
+    def limit(self) -> int:
+        """Schemes that do not go below this are of no use."""
+        return math.ceil(self.value / (1 + self.gap))
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to find."""
+        return self.lower_bound >= self.limit
+
+    def run(self) -> _Search:
+        """Itself, with what was found."""
+        self.eliminate()
+        for turn, beam in enumerate(BEAMS):
+            if self.done or time.perf_counter() > self.end:
+                break
+            self.extend(beam)
+            if not self.done:
+                self.eliminate()
+            if not self.done and turn == SHARPENED:
+                self.sharpen()
+        return self
+
+    def eliminate(self) -> None:
+        """Drops options that cannot improve on the value, and raises the lower bound."""
+        chain = self.chain
+        for _ in range(ELIMINATIONS):
+            before = int(self.allowed.sum())
+            low = self.run_.bounded(
+                chain.rows,
+                chain.sizes,
+                chain.times,
+                self.allowed,
+                self.limit,
+                self.heads,
+                self.rests,
+                np.zeros(chain.rows + 1, np.int64),
+            )
+            self.lower_bound = max(self.lower_bound, int(low))
+            if self.done or int(self.allowed.sum()) > 0.9 * before:
+                break
+
+    def sharpen(self) -> None:
+        """Finds suffixes of which each rest of a scheme is at least as long as one: the least of groups of them, as in
+        a relaxed decision diagram. They bound labels more tightly than the least of all, and raise the lower bound.
+
+        Those are grouped whose first sample takes longer than their last by about as much.
+        """
+        chain = self.chain
+        rests = np.zeros((1, chain.rows + 1), np.int64)
+        found = [rests]
+        for k in range(chain.processes - 1, -1, -1):
+            if time.perf_counter() > self.end:
+                return
+            options = np.flatnonzero(self.allowed[k])
+            made = np.zeros((len(options) * len(rests) + 1, chain.rows + 1), np.int64)
+            notes = np.zeros((2, len(made)), np.int64)
+            count = self.run_.lengthened(
+                chain.rows, chain.sizes, chain.times[k], options, self.limit, self.heads[k], rests, made, notes
+            )
+            if not count:
+                self.lower_bound = self.limit
+                return
+            kept = np.zeros(count, np.int64)
+            kept = kept[: self.run_.undominated(made[:count], np.argsort(notes[0, :count], kind="stable"), kept)]
+            groups = np.array_split(kept[np.argsort(notes[1, kept], kind="stable")], min(SUFFIXES, len(kept)))
+            rests = np.stack([made[group].min(axis=0) for group in groups])
+            found.append(rests)
+        self.suffixes = found[::-1]
+        self.lower_bound = max(self.lower_bound, min(int(rests[:, 1].min()), self.limit))
+
+    def extend(self, beam: int) -> None:
+        """Extends labels from the first process to the last, at most `beam` of each."""
+        chain, limit = self.chain, self.limit
+        room = max(ROOM * beam, 2 * chain.options)
+        marks = self.marks(0)
+        labels = np.zeros((1, len(marks)), np.int64)
+        history: list[_Level] = []
+        dropped = limit  # the least that a dropped label promised
+        for k in range(chain.processes):
+            if time.perf_counter() > self.end:
+                return
+            place = np.zeros(chain.rows + 1, np.int64)
+            place[marks] = np.arange(len(marks))
+            marks = self.marks(k + 1)
+            labels, notes, low = self.grown(k, labels, place, marks, limit, room)
+            dropped = min(dropped, low)
+            if not len(labels):
+                break
+            kept = np.zeros(len(labels), np.int64)
+            kept = kept[: self.run_.undominated(labels, np.argsort(notes[3], kind="stable"), kept)]
+            if len(kept) > beam:
+                kept = kept[np.lexsort((notes[3, kept], notes[2, kept]))]
+                dropped = min(dropped, int(notes[2, kept[beam]]))
+                kept = kept[:beam]
+            labels = np.ascontiguousarray(labels[kept])
+            history.append(_Level(notes[0, kept], notes[1, kept]))
+        else:
+            last = int(labels[:, -1].argmin())
+            self.value = int(labels[last, -1])
+            self.genes = np.zeros(chain.processes, np.int64)
+            for k in range(chain.processes - 1, -1, -1):
+                self.genes[k], last = history[k].options[last], int(history[k].parents[last])
+        self.lower_bound = max(self.lower_bound, min(dropped, self.value))
+
+    def grown(
+        self, k: int, labels: Times, place: Times, marks: Times, limit: int, room: int
+    ) -> tuple[Times, Times, int]:
+        """Labels after process k, their notes, and the least that a label promised for which there was no room."""
+        chain = self.chain
+        options = np.flatnonzero(self.allowed[k])
+        room = min(room, len(labels) * len(options))
+        made = np.zeros((room, len(marks)), np.int64)
+        notes = np.zeros((4, room), np.int64)
+        rests = self.suffixes[k + 1] if self.suffixes else self.rests[k + 1 : k + 2]
+        rests = np.ascontiguousarray(rests[:, marks])
+        first = count = 0
+        dropped = limit
+        parts: list[tuple[Times, Times]] = []
+        while first < len(labels):
+            count, first = self.run_.grown(
+                chain.rows,
+                chain.sizes,
+                chain.times[k],
+                options,
+                limit,
+                self.rests[k + 1],
+                rests,
+                place,
+                marks,
+                labels,
+                first,
+                made,
+                notes,
+            )
+            parts.append((made[:count].copy(), notes[:, :count].copy()))
+            if first < len(labels) or len(parts) > 1:
+                together = np.concatenate([each[0] for each in parts]), np.concatenate([each[1] for each in parts], 1)
+                best = np.lexsort((together[1][3], together[1][2]))
+                if len(best) > room // 2:
+                    dropped = min(dropped, int(together[1][2, best[room // 2]]))
+                best = np.sort(best[: room // 2])
+                parts = [(together[0][best], together[1][:, best])]
+        return parts[0][0], parts[0][1], dropped
+
+    def marks(self, k: int) -> Times:
+        """The samples that end a chunk of an option that process k may take; after the last process, the batch's."""
+        chain = self.chain
+        if k == chain.processes:
+            return np.array([chain.rows])
+        ends = [np.arange(s, chain.rows + s, s).clip(None, chain.rows) for s in chain.sizes[self.allowed[k]]]
+        return np.unique(np.concatenate(ends))

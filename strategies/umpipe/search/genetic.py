@@ -1,0 +1,157 @@
+"""The paper's genetic algorithms: GAP, DGAP, OiDGAP, TiGAP and TiDGAP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from lightning_pipes.ir import InputError, check_count, check_number
+from lightning_pipes.strategies.umpipe.network import Scheme, Times
+from lightning_pipes.strategies.umpipe.search.chain import Chain, Cuts, chains
+from lightning_pipes.strategies.umpipe.search.evaluate import by_sample, ended
+from lightning_pipes.strategies.umpipe.search.solved import Solved
+from lightning_pipes.strategies.umpipe.search.vectorised import one_level, two_level
+
+Evaluator = Callable[[Chain, Times], Any]
+"""When the batch has left a chain, for each row of genes."""
+
+
+def in_loops(chain: Chain, people: Times) -> Times:
+    """When the batch has left the chain for each row of genes, by A1, in plain Python."""
+    return np.array([by_sample(chain, genes) for genes in people.tolist()], np.int64)
+
+
+METHODS: dict[str, tuple[int, Evaluator]] = {
+    "GAP": (1, in_loops),
+    "DGAP": (2, in_loops),
+    "OiDGAP": (2, one_level),
+    "TiGAP": (1, two_level),
+    "TiDGAP": (2, two_level),
+}
+"""How many chromosomes an individual has, and what evaluates it; in nothing else do the five differ."""
+
+
+@dataclass(frozen=True)
+class Genetic:
+    """Settings; the paper leaves some open.
+
+    Attributes:
+        population: individuals, and children of each generation.
+        generations: how many.
+        mutation: how often a gene is drawn anew.
+        start: "equal" begins with GPipe's schemes, the best ones where there are more than individuals, and fills up
+            at random; "random" has none of them but by chance.
+    """
+
+    population: int = 100
+    generations: int = 100
+    mutation: float = 0.02
+    start: Literal["equal", "random"] = "equal"
+
+    def __post_init__(self) -> None:
+        check_count("population", self.population)
+        check_count("generations", self.generations)
+        check_number("mutation", self.mutation, "a share from 0 to 1", lambda x: 0 <= x <= 1)
+        if self.start not in ("equal", "random"):
+            raise InputError(f"start must be 'equal' or 'random', got {self.start!r}")
+
+
+@dataclass(frozen=True)
+class Evolved:
+    """What has evolved.
+
+    Attributes:
+        best: the best individual, as the paper returns it.
+        recombined: the best forward and the best backward genes that any survivor has; they do not wait for each other.
+        history: the best individual's value at first, and after each generation.
+    """
+
+    best: Solved
+    recombined: Solved
+    history: tuple[int, ...]
+
+
+def evolved(
+    network: Cuts,
+    method: str = "TiDGAP",
+    seed: int = 0,
+    settings: Genetic | None = None,
+    evaluator: Evaluator | None = None,
+) -> Evolved:
+    """The best scheme of a population that evolves (A2).
+
+    With two chromosomes, forward genes C and backward genes D are parents for what they are worth themselves: four
+    parents, two from the better half by C and two from the better half by D. With one, two parents from the better half
+    by the sum. Each pair mixes gene by gene at random; parents and children together compete for the next generation by
+    the sum of both directions.
+
+    Args:
+        evaluator: instead of the method's own, such as `evaluate.ended`, which is compiled; the populations are the
+            same.
+
+    Raises:
+        InputError: no such method.
+    """
+    if method not in METHODS:
+        raise InputError(f"no genetic algorithm {method!r}; there are {', '.join(METHODS)}")
+    chromosomes, own = METHODS[method]
+    population = _Population(network, settings or Genetic(), np.random.default_rng(seed), evaluator or own)
+    history = [int(population.values.sum(axis=0).min())]
+    for _ in range(population.settings.generations):
+        population.breed(chromosomes)
+        history.append(int(population.values.sum(axis=0).min()))
+    best = int(population.values.sum(axis=0).argmin())
+    apart = population.values.argmin(axis=1)
+    return Evolved(population.solved(best, best), population.solved(*apart.tolist()), tuple(history))
+
+
+class _Population:
+    """Individuals.
+
+    Attributes:
+        genes: (direction, individual, process).
+        values: (direction, individual) when the batch has left the chain.
+    """
+
+    def __init__(self, network: Cuts, settings: Genetic, rng: np.random.Generator, evaluator: Evaluator) -> None:
+        self.chains, self.settings, self.rng, self.evaluator = chains(network), settings, rng, evaluator
+        chain = self.chains[0]
+        self.options = chain.options
+        self.genes = rng.integers(0, self.options, (2, settings.population, chain.processes))
+        if settings.start == "equal":
+            worth = sum(ended(each, each.equal) for each in self.chains)
+            best = np.argsort(worth, kind="stable")[: settings.population]
+            self.genes[:, : len(best)] = best[:, None]
+        self.values = self.evaluated(self.genes)
+
+    def evaluated(self, genes: Times) -> Times:
+        """What both directions of each individual take."""
+        return np.stack(
+            [np.asarray(self.evaluator(chain, each), np.int64) for chain, each in zip(self.chains, genes, strict=True)]
+        )
+
+    def breed(self, chromosomes: int) -> None:
+        """The next generation."""
+        total = self.values.sum(axis=0)
+        count, better = len(total), max(1, len(total) // 2)
+        ranks = np.argsort(self.values if chromosomes == 2 else total[None], axis=1, kind="stable")[:, :better]
+        drawn = self.rng.integers(0, better, (chromosomes, 2, count))
+        parents = np.take_along_axis(ranks, drawn.reshape(chromosomes, -1), axis=1).reshape(chromosomes, 2, count)
+        mother, father = (
+            np.stack([self.genes[d, parents[d % chromosomes, which]] for d in range(2)]) for which in range(2)
+        )
+        children = np.where(self.rng.random(mother.shape) < 0.5, mother, father)
+        mutants = self.rng.random(children.shape) < self.settings.mutation
+        children[mutants] = self.rng.integers(0, self.options, int(mutants.sum()))
+        genes = np.concatenate([self.genes, children], axis=1)
+        values = np.concatenate([self.values, self.evaluated(children)], axis=1)
+        kept = np.argsort(values.sum(axis=0), kind="stable")[:count]
+        self.genes, self.values = genes[:, kept], values[:, kept]
+
+    def solved(self, forward: int, backward: int) -> Solved:
+        """The forward genes of one individual and the backward genes of another."""
+        there, back = self.genes[0, forward].tolist(), self.genes[1, backward].tolist()
+        return Solved(Scheme(tuple(there), tuple(back)), int(self.values[0, forward] + self.values[1, backward]), 0)

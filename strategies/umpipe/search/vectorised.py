@@ -1,0 +1,128 @@
+"""What schemes take, as arrays over a population: the paper's one-level and two-level evaluators.
+
+The same source runs on arrays of numpy and on tensors of torch: `xp` is either module. Compiled loops over chunks
+(`evaluate.ended`) are faster on processors; these are for devices that want arrays, and for comparison.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from lightning_pipes.strategies.umpipe.network import Times
+from lightning_pipes.strategies.umpipe.search.chain import Chain
+
+
+def one_level(chain: Chain, people: Times, xp: ModuleType = np, device: Any = None) -> Any:
+    """When the batch has left the chain, for each row of genes: vectors over individuals (E6, A3).
+
+    Process by process and chunk by chunk; individuals whose process has no more chunks wait. (A3 still loops over
+    individuals, E6 does not; the ends of chunks stand for those of all their samples.)
+    """
+    sizes, counts, times, genes = _moved(xp, device, chain.sizes, chain.counts, chain.times, people)
+    each = _arange(xp, device, len(people))
+    most = int(chain.counts.max())
+    before = _zeros(xp, device, (len(people), most), times.dtype)
+    size = _zeros(xp, device, len(people), times.dtype) + chain.rows
+    t = _zeros(xp, device, len(people), times.dtype)
+    for k in range(chain.processes):
+        step, time, count = sizes[genes[:, k]], times[k][genes[:, k]], counts[genes[:, k]]
+        after = _zeros(xp, device, (len(people), most), times.dtype)
+        t = _zeros(xp, device, len(people), times.dtype)
+        for i in range(int(count.max())):
+            last = xp.clip((i + 1) * step, None, chain.rows)  # sample of chunk i
+            next_ = xp.maximum(before[each, (last - 1) // size], t) + time
+            t = xp.where(i < count, next_, t)
+            after[:, i] = t
+        before, size = after, step
+    return t
+
+
+def two_level(chain: Chain, people: Times, xp: ModuleType = np, device: Any = None) -> Any:
+    """When the batch has left the chain, for each row of genes: arrays over individuals and samples (E7, A4).
+
+    The j-th chunk of a process that takes f a chunk starts at cummax_l(eta_l - l f) + j f, where eta_l is when the last
+    sample of chunk l comes. So there is a loop over processes only. (A4 divides by the number of micro-batches; it
+    must divide by their size, and cut the last one off at the batch's end.)
+
+    The running maximum is taken by doubling over all individuals in a row, several numbers at a time; each of them is
+    `apart` later than the one before, further than times can be from each other. What is added to all samples of an
+    individual, f a process, is added at the end. 32 bits are enough for most networks.
+    """
+    count = len(people)
+    apart = 2 * int((chain.times * (chain.counts + 1)).max(axis=1).sum()) + 1
+    dtype = xp.int32 if apart * (count + 1) < 2**31 else xp.int64
+    sample = np.arange(chain.rows)
+    number = sample // chain.sizes[:, None] + 1  # of the chunk of each sample, for each option
+    last = np.minimum(number * chain.sizes[:, None], chain.rows) - 1
+    number, last, times, genes = _moved(xp, device, number, last, chain.times, people.T)
+    number, times = _as(number, dtype), _as(times, dtype)
+    begins = _arange(xp, device, count)[:, None] * chain.rows
+    late = _as(_arange(xp, device, count) * apart, dtype)
+    ready = _zeros(xp, device, (count, chain.rows), dtype) + late[:, None]
+    spare = xp.zeros_like(ready).reshape(-1)
+    room, shift, scaled = xp.zeros_like(ready), xp.zeros_like(ready), xp.zeros_like(number)
+    where = xp.zeros_like(begins + last[:1])
+    common = _zeros(xp, device, count, dtype)
+    for time, options in zip(times, genes, strict=True):
+        xp.multiply(number, time[:, None], out=scaled)
+        _rows(xp, scaled, options, shift)
+        _rows(xp, last, options, where)
+        where += begins
+        _picked(xp, ready, where, room)
+        room -= shift
+        flat, spare = _running_max(xp, room.reshape(-1), spare, chain.rows)
+        room, ready = ready, flat.reshape(count, chain.rows)
+        ready += shift
+        common += time[options]
+    return ready[:, -1] + common - late
+
+
+def _running_max(xp: ModuleType, values: Any, spare: Any, reach: int) -> tuple[Any, Any]:
+    """The greatest of each value and of as many before it as make `reach` or more, and room for as many."""
+    distance = 1
+    while distance < reach:
+        spare[:distance] = values[:distance]
+        xp.maximum(values[distance:], values[:-distance], out=spare[distance:])
+        values, spare = spare, values
+        distance *= 2
+    return values, spare
+
+
+def _rows(xp: ModuleType, table: Any, options: Any, out: Any) -> None:
+    """Fills `out` with rows of `table`; new arrays of this size would cost as much as what is computed."""
+    if xp is np:
+        table.take(options, axis=0, out=out, mode="clip")
+    else:
+        xp.index_select(table, 0, options, out=out)
+
+
+def _picked(xp: ModuleType, values: Any, where: Any, out: Any) -> None:
+    """Fills `out` with the values at flat places."""
+    if xp is np:
+        values.take(where, out=out, mode="clip")
+    else:
+        xp.take(values, where, out=out)
+
+
+def _moved(xp: ModuleType, device: Any, *arrays: Times) -> tuple[Any, ...]:
+    """The arrays as `xp` has them, on `device`."""
+    return tuple(xp.asarray(np.ascontiguousarray(each), **_on(device)) for each in arrays)
+
+
+def _as(array: Any, dtype: Any) -> Any:
+    return array.to(dtype) if hasattr(array, "to") else array.astype(dtype)
+
+
+def _zeros(xp: ModuleType, device: Any, shape: Any, dtype: Any) -> Any:
+    return xp.zeros(shape, dtype=dtype, **_on(device))
+
+
+def _arange(xp: ModuleType, device: Any, n: int) -> Any:
+    return xp.arange(n, **_on(device))
+
+
+def _on(device: Any) -> dict[str, Any]:
+    return {} if device is None else {"device": device}

@@ -1,0 +1,88 @@
+"""The exact search against enumeration, and what it promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_pipes.ir import InputError
+from lightning_pipes.strategies.umpipe.network import Network
+from lightning_pipes.strategies.umpipe.networks import powers_of_two, realistic, simulated
+from lightning_pipes.strategies.umpipe.search import exact
+from lightning_pipes.strategies.umpipe.search.chain import chains
+from lightning_pipes.strategies.umpipe.search.evaluate import ended, evaluated
+from lightning_pipes.strategies.umpipe.search.exact import optimal
+from lightning_pipes.strategies.umpipe.search.greedy import gpipe
+from lightning_pipes.strategies.umpipe.search.machine import PYTHON
+from tests.strategies.umpipe.search.examples import every_chain, figure_1, figure_2, random_network
+
+
+def best_of_all(network: Network) -> int:
+    """By enumeration: the two directions do not wait for each other."""
+    people = np.array(every_chain(network))
+    return sum(int(ended(chain, people).min()) for chain in chains(network))
+
+
+def test_against_enumeration() -> None:
+    rng = np.random.default_rng(5)
+    for case in range(60):
+        stages, rows, options = [(1, 9, 9), (2, 12, 8), (3, 10, 4), (4, 16, 3)][case % 4]
+        network = random_network(rng, stages, rows, options, most=[5, 100][case % 2])
+        found = optimal(network)
+        assert found.proven
+        assert found.value == best_of_all(network) == evaluated(network, [found.scheme])[0]
+
+
+def test_simulation_networks_against_enumeration() -> None:
+    for seed in range(2):
+        for stages, rows in ((2, 32), (3, 12), (5, 4)):
+            network = simulated(stages, rows, seed).network
+            assert optimal(network).value == best_of_all(network)
+
+
+def test_python_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = simulated(4, 24, 1).network
+    found = optimal(network)
+    monkeypatch.setattr(exact, "loops", lambda chunks: PYTHON)
+    assert optimal(network) == found
+
+
+def test_paper_figures() -> None:
+    assert optimal(figure_1()).value == 7
+    assert optimal(figure_2()).value == 14
+
+
+def test_never_worse_than_gpipe_and_between_its_bounds() -> None:
+    for seed in range(3):
+        network = realistic(6, 64, seed).network
+        best = optimal(network)
+        for seconds, gap in ((0.0, 0.0), (None, 0.05), (None, 1.0)):
+            found = optimal(network, seconds, gap)
+            assert found.lower_bound <= best.value <= found.value <= gpipe(network).value
+            assert found.value == evaluated(network, [found.scheme])[0]
+            assert seconds == 0.0 or found.gap <= gap
+
+
+def test_beams_that_drop_labels_keep_their_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "BEAMS", (1,))
+    monkeypatch.setattr(exact, "ROOM", 1)
+    monkeypatch.setattr(exact, "STARTS", 0)
+    rng = np.random.default_rng(6)
+    proven = 0
+    for _ in range(40):
+        network = random_network(rng, 4, 16, 3, most=9)
+        found, best = optimal(network), best_of_all(network)
+        assert found.lower_bound <= best <= found.value
+        assert not found.proven or found.value == best
+        proven += found.proven
+    assert 0 < proven < 40  # of both kinds
+
+
+def test_powers_of_two_are_proven() -> None:
+    network = realistic(16, 64, 0, powers_of_two(64)).network
+    assert optimal(network).proven
+
+
+def test_a_gap_that_is_none() -> None:
+    with pytest.raises(InputError, match="gap"):
+        optimal(figure_2(), gap=-0.1)

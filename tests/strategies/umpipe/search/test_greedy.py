@@ -1,0 +1,62 @@
+"""Equal schemes and the two greedy methods, against definitions that evaluate every candidate from the start."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_pipes.strategies.umpipe.search.chain import Chain, chains
+from lightning_pipes.strategies.umpipe.search.evaluate import by_sample, evaluated
+from lightning_pipes.strategies.umpipe.search.greedy import global_greedy, gpipe, local_greedy
+from tests.strategies.umpipe.search.examples import figure_1, random_network
+
+
+def local(chain: Chain) -> tuple[int, ...]:
+    """A5, word by word."""
+    genes: list[int] = []
+    for _ in range(chain.processes):
+        genes.append(min(range(chain.options), key=lambda q: by_sample(chain, [*genes, q])))
+    return tuple(genes)
+
+
+def descended(chain: Chain, start: tuple[int, ...], rounds: int) -> tuple[int, ...]:
+    """A6, word by word."""
+    genes = list(start)
+    for _ in range(rounds):
+        for k in range(chain.processes):
+            options = sorted(range(chain.options), key=lambda q: q != genes[k])  # the old one of several
+            genes[k] = min(options, key=lambda q: by_sample(chain, [*genes[:k], q, *genes[k + 1 :]]))
+    return tuple(genes)
+
+
+def test_against_the_words_of_the_paper() -> None:
+    rng = np.random.default_rng(8)
+    for stages, rows in ((1, 6), (2, 9), (3, 16), (4, 13)):
+        network = random_network(rng, stages, rows, 5, most=30)
+        found = local_greedy(network)
+        assert found.scheme == tuple(local(chain) for chain in chains(network))
+        assert found.value == evaluated(network, [found.scheme])[0]
+        start = network.equal(2)
+        for rounds in (1, 2):
+            found = global_greedy(network, start, rounds)
+            expected = tuple(descended(c, g, rounds) for c, g in zip(chains(network), start, strict=True))
+            assert found.scheme == expected
+            assert found.value == evaluated(network, [found.scheme])[0]
+
+
+def test_gpipe() -> None:
+    rng = np.random.default_rng(9)
+    network = random_network(rng, 3, 20, 6)
+    values = evaluated(network, [network.equal(q) for q in range(6)])
+    found = gpipe(network)
+    assert found.value == values.min()
+    assert found.scheme == network.equal(int(values.argmin()))
+    assert global_greedy(network).value <= found.value
+
+
+def test_paper_figure_1() -> None:
+    """The whole batch leaves the first stage soonest in one piece, and after that nothing is gained by cutting it; from
+    GPipe's best, no process gains by itself, though (2, 4, 4) takes 7."""
+    found = local_greedy(figure_1())
+    assert (found.scheme.forward, found.value) == ((0, 0, 0), 12)
+    assert global_greedy(figure_1()).value == 8
+    assert global_greedy(figure_1(), figure_1().equal(2)).value == 7
