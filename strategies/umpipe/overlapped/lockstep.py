@@ -69,7 +69,9 @@ def lockstep(
     busy = there(times[np.arange(width), genes])
     size = there(np.array(network.sizes, np.int64)[genes])
     ends, peaks = _run(xp, there, network.rows, busy, size, there(limits), Merge(policy))
-    return Results(np.asarray(ends.tolist(), np.int64), np.asarray(peaks.tolist(), np.int64).reshape(len(genes), -1))
+    return Results(
+        np.asarray(ends.tolist(), np.int64), np.asarray(peaks.tolist(), np.int64).reshape(-1, network.stages)
+    )
 
 
 def _arrays(backend: str) -> ModuleType:
