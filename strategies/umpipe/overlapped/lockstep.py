@@ -8,7 +8,6 @@ is that of its backward. So numpy and torch do the same, on any device, with the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +33,7 @@ def lockstep(
     caps: Sequence[int] | None = None,
     policy: Merge = Merge.BACKWARD_FIRST,
     *,
-    backend: str = "numpy",
+    xp: Any = np,
     device: str = "cpu",
 ) -> Results:
     """What `overlapped` says of many schemes at once.
@@ -42,11 +41,11 @@ def lockstep(
     Args:
         options: a row for each individual, K options of forward and K of backward processes.
         caps: as for `overlapped`, the same for all.
-        backend: "numpy", or "torch", which is imported then.
+        xp: the module of the arrays, numpy or torch.
         device: torch's name of where the arrays are.
 
     Raises:
-        InputError: options or caps that the network does not have, or another backend.
+        InputError: options or caps that the network does not have.
     """
     genes = np.asarray(options)
     width, sizes = 2 * network.processes, len(network.sizes)
@@ -60,7 +59,6 @@ def lockstep(
     limits = np.full(width, FREE)
     if caps is not None:
         limits[: network.processes : 2] = check_caps(network, caps)
-    xp = _arrays(backend)
     times = np.concatenate([network.forward, network.backward])
 
     def there(numbers: Any) -> Any:
@@ -72,16 +70,6 @@ def lockstep(
     return Results(
         np.asarray(ends.tolist(), np.int64), np.asarray(peaks.tolist(), np.int64).reshape(-1, network.stages)
     )
-
-
-def _arrays(backend: str) -> ModuleType:
-    if backend == "numpy":
-        return np
-    if backend == "torch":
-        import torch
-
-        return torch
-    raise InputError(f"backend must be numpy or torch, got {backend!r}")
 
 
 def _run(xp: Any, there: Any, rows: int, busy: Any, size: Any, caps: Any, policy: Merge) -> tuple[Any, Any]:
