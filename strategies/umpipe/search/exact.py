@@ -63,7 +63,7 @@ def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0) -> So
 
 @dataclass
 class _Level:
-    """What the labels after one process come from."""
+    """The parents and the options of the labels after one process."""
 
     parents: Times
     options: Times
