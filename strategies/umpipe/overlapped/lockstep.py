@@ -22,7 +22,7 @@ from lightning_pipes.strategies.umpipe.overlapped.run import Merge, check_caps
 
 
 class Results(NamedTuple):
-    """What each individual takes, NEVER where its stages wait for each other, and by stage its most rows in flight."""
+    """Of each individual its makespan, NEVER where its stages wait for each other, and by stage its most rows in flight."""
 
     makespans: Times
     peak_rows: Times
@@ -34,19 +34,19 @@ def lockstep(
     caps: Sequence[int] | None = None,
     policy: Merge = Merge.BACKWARD_FIRST,
     *,
-    backend: str = "numpy",
-    device: str = "cpu",
+    xp: ModuleType = np,
+    device: Any = None,
 ) -> Results:
-    """What `overlapped` says of many schemes at once.
+    """Makespans and peaks of many schemes at once, those that `overlapped` says.
 
     Args:
         options: a row for each individual, K options of forward and K of backward processes.
         caps: as for `overlapped`, the same for all.
-        backend: "numpy", or "torch", which is imported then.
-        device: torch's name of where the arrays are.
+        xp: the module numpy, or torch.
+        device: where the arrays are.
 
     Raises:
-        InputError: options or caps that the network does not have, or another backend.
+        InputError: options or caps that the network does not have.
     """
     genes = np.asarray(options)
     width, sizes = 2 * network.processes, len(network.sizes)
@@ -60,7 +60,6 @@ def lockstep(
     limits = np.full(width, FREE)
     if caps is not None:
         limits[: network.processes : 2] = check_caps(network, caps)
-    xp = _arrays(backend)
     times = np.concatenate([network.forward, network.backward])
 
     def there(numbers: Any) -> Any:
@@ -72,16 +71,6 @@ def lockstep(
     return Results(
         np.asarray(ends.tolist(), np.int64), np.asarray(peaks.tolist(), np.int64).reshape(-1, network.stages)
     )
-
-
-def _arrays(backend: str) -> ModuleType:
-    if backend == "numpy":
-        return np
-    if backend == "torch":
-        import torch
-
-        return torch
-    raise InputError(f"backend must be numpy or torch, got {backend!r}")
 
 
 def _run(xp: Any, there: Any, rows: int, busy: Any, size: Any, caps: Any, policy: Merge) -> tuple[Any, Any]:
