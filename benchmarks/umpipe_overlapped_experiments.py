@@ -22,6 +22,7 @@ from lightning_pipes.strategies.umpipe.overlapped.search import EAGER, Descent
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Memory
 from lightning_pipes.strategies.umpipe.search import gpipe, optimal
 
+
 @dataclass(frozen=True)
 class Report:
     """The table of an experiment, and its numbers.

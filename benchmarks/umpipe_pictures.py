@@ -33,7 +33,7 @@ class Picture:
     panels: list[Panel] = field(default_factory=list)
 
 
-COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#9d755d", "#d62728", "#7f7f7f")
+COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#9d755d", "#d62728", "#7f7f7f", "#17becf", "#bcbd22")
 
 
 def draw(picture: Picture, path: Path) -> None:
@@ -42,7 +42,7 @@ def draw(picture: Picture, path: Path) -> None:
 
     across = min(3, len(picture.panels))
     down = -(-len(picture.panels) // across)
-    figure = Figure(figsize=(4.6 * across, 3.5 * down + 0.8), layout="constrained")
+    figure = Figure(figsize=(max(8.0, 4.6 * across), 3.5 * down + 1.0), layout="constrained")
     names = list(dict.fromkeys(name for panel in picture.panels for name in panel.lines))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     handles: dict[str, Any] = {}

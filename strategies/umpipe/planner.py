@@ -21,7 +21,7 @@ AMONG = ("few", "powers", "all")
 """Numbers of micro-batches to choose from: 1, 2, 3, 4, 6, 8, 12, ...; powers of two; all. More of them take longer to
 search, and the best of few is mostly as good."""
 CHECKED = 3
-"""How many of the best cuts are simulated."""
+"""How many of the best unequal cuts are simulated, besides all equal ones."""
 WORTH_IT = 0.01
 """An unequal cut must save more than this share of the best equal one's time: what is measured is not exact."""
 FEW = 6
@@ -177,14 +177,17 @@ class UnequalPlanner(Planner):
         found = fitted(choices, merge, limits)
         if not found:
             return base
-        equal = [each for size in sizes if (each := choices.equal(size)) is not None]
-        first = next((choice for _, choice in found if choice in equal), None)
-        shortlist = dict.fromkeys([*([first] if first else []), *(choice for _, choice in found[:CHECKED])])
         base = replace(base, limits=limits)
-        plans = [choices.plan(choice, base) for choice in shortlist]
-        took = [makespan(_order(problem, plan), replace(plan, layers=()), costs) for plan in plans]
-        best = min(range(len(plans)), key=took.__getitem__)
-        return plans[0] if took[best] > (1 - WORTH_IT) * took[0] else plans[best]
+
+        def took(choice: tuple[int, ...]) -> int:
+            plan = choices.plan(choice, base)
+            return makespan(_order(problem, plan), replace(plan, layers=()), costs)
+
+        unequal = min((choice for _, choice in found[:CHECKED]), key=took)
+        every = [each for size in sizes if (each := choices.equal(size)) is not None]
+        equal = min((each for each in every if _holds(choices, each, limits)), key=took, default=unequal)
+        best = unequal if took(unequal) < (1 - WORTH_IT) * took(equal) else equal
+        return choices.plan(best, base)
 
     def _room(self, plan: Plan, problem: Problem, costs: CostModel, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """Of each stage the largest chunk that it may have, and the samples that it may hold: room for two such chunks,
@@ -211,6 +214,12 @@ class UnequalPlanner(Planner):
             largest = max((n for n in fits if room[n] >= min(2 * n, problem.rows)), default=fits[0])
             found.append((largest, room[largest]))
         return found
+
+
+def _holds(choices: Choices, choice: Sequence[int], limits: Sequence[int]) -> bool:
+    """Whether no stage has a chunk that is larger than what it may hold."""
+    options = (every[n] for every, n in zip(choices.stages, choice, strict=False))
+    return not limits or all(option.forward <= limit for option, limit in zip(options, limits, strict=True))
 
 
 def choices_of(costs: CostModel, plan: Plan, rows: int, sizes: Sequence[int], largest: Sequence[int]) -> Choices:

@@ -92,6 +92,10 @@ class UMPipe(Unequal, Schedule):
         return UnequalPlanner(self.given, False, self.counts)
 
     # Drawn by `unequal("umpipe")`:
+    # rank 0 |0---1---..............0===1===2===3===| bubble 36.8%
+    # rank 1 |....0-1-2-3-......0===1===2===3===....| bubble 36.8%
+    # rank 2 |......--------0=1=2=3=4=5=6=7=........| bubble 36.8%
+    #         - forward  = backward  . idle
     def program(self, plan: Plan) -> Program:
         check_one_batch(plan, self.name)
         rows = []
@@ -134,6 +138,10 @@ class UM1F1B(Unequal, RulePolicy):
         return UnequalPlanner(self.given, True, self.counts, limit)
 
     # Drawn by `unequal("um1f1b")`:
+    # rank 0 |0---1---........0===..1===..2===..3===| bubble 36.8%
+    # rank 1 |....0-1-2-3-0===..1===..2===..3===....| bubble 36.8%
+    # rank 2 |......-0=-1=-2=-3=-4=-5=-6=-7=........| bubble 36.8%
+    #         - forward  = backward  . idle
     def rule(self, plan: Plan) -> Rule:
         check_one_batch(plan, self.name)
         return Rule(alternate=False)

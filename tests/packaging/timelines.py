@@ -11,6 +11,8 @@ from pathlib import Path
 import lightning_pipes
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, Plan, Program, Schedule, prepared
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.jap import Effort, Job, Stream, problem_of, solved
 from lightning_pipes.strategies.jap.costs import program_of
@@ -68,6 +70,14 @@ def step(order, ranks=3, microbatches=4, f=1, b=2, link=0, batches=None, scale=2
     return _drawn(order.program(plan) if isinstance(order, Schedule) else order, plan, costs, batches, scale)
 
 
+def unequal(name):
+    """A batch of 8 samples that the stages cut into 2, 4 and 8 for forward, and into 4, 4 and 8 for backward."""
+    order = make_schedule(name, forward=(2, 4, 8), backward=(4, 4, 8))
+    plan = planned(Problem(order, 3, 8))
+    costs = CostModel.uniform(3, 1e-9, 2e-9, rows=1)
+    return _drawn(order.program(plan) if isinstance(order, Schedule) else order, plan, costs, None, 1)
+
+
 def jobs(order, rows=(2, 1, 1), stages=3, batches=2, scale=2):
     """Batches of several jobs, a nanosecond a sample forward and two backward."""
     plan = Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows), batches=batches)
@@ -96,4 +106,12 @@ def _drawn(order, plan, costs, batches, scale):
     return "\n".join(line.rstrip() for line in timeline.gantt(scale * timeline.makespan).splitlines()[1:])
 
 
-CALLS = {"step": step, "jobs": jobs, "iteration": iteration, "joining": joining, "OneFOneB": OneFOneB, "Ready": Ready}
+CALLS = {
+    "step": step,
+    "unequal": unequal,
+    "jobs": jobs,
+    "iteration": iteration,
+    "joining": joining,
+    "OneFOneB": OneFOneB,
+    "Ready": Ready,
+}

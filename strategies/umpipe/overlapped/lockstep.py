@@ -8,7 +8,6 @@ is that of its backward. So numpy and torch do the same, on any device, with the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from lightning_pipes.strategies.umpipe.overlapped.run import Merge, check_caps
 
 
 class Results(NamedTuple):
-    """Of each individual its makespan, NEVER where its stages wait for each other, and by stage its most rows in flight."""
+    """The makespan of each individual, NEVER where its stages wait for each other, and the most rows in flight by stage."""
 
     makespans: Times
     peak_rows: Times
@@ -34,16 +33,16 @@ def lockstep(
     caps: Sequence[int] | None = None,
     policy: Merge = Merge.BACKWARD_FIRST,
     *,
-    xp: ModuleType = np,
-    device: Any = None,
+    xp: Any = np,
+    device: str = "cpu",
 ) -> Results:
     """Makespans and peaks of many schemes at once, those that `overlapped` says.
 
     Args:
         options: a row for each individual, K options of forward and K of backward processes.
         caps: as for `overlapped`, the same for all.
-        xp: the module numpy, or torch.
-        device: where the arrays are.
+        xp: the module of the arrays, numpy or torch.
+        device: torch's name of where the arrays are.
 
     Raises:
         InputError: options or caps that the network does not have.

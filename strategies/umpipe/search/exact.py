@@ -22,6 +22,8 @@ SHARPENED = 1
 """The number of the beam after which suffixes are found."""
 ROOM = 8
 """Labels that are made before those that promise least are dropped, for each that is kept."""
+LARGEST = 2**23
+"""Numbers of the labels that are made of a process at once, 64 MiB."""
 STARTS = 4
 """Of coordinate descent, at the best equal partitions."""
 SUFFIXES = 16
@@ -35,13 +37,18 @@ def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0) -> So
 
     Forward and backward do not wait for each other but at the barrier, so they are searched one after the other. A
     label is when samples leave a process; one that is nowhere later than another makes it useless, as nothing that
-    comes next is sooner for coming later. Bounds and elimination are `labels.bounded`'s.
+    comes next is sooner for coming later. Bounds and elimination are `kernel.bounded`'s.
 
-    Starts at the best equal partitions and coordinate descent from there, so it is never worse than GPipe's.
+    The search starts at the best equal partitions and coordinate descent from there, so the scheme is never worse than
+    GPipe's.
 
     Args:
-        seconds: after which it stops between two processes. None: when the largest of `BEAMS` is done.
+        seconds: after which it stops between two processes; half of them are for either direction. None: when the
+            largest of `BEAMS` is done.
         gap: a share of the lower bound by which the result may be worse than the optimum.
+
+    Raises:
+        InputError: the gap is no share.
     """
     check_number("gap", gap, "a share of 0 or more", lambda x: 0 <= x < math.inf)
     found = []
@@ -69,14 +76,14 @@ class _Search:
         genes, value: the best so far.
         lower_bound: what no scheme goes below.
         allowed: (process, option) that may be part of a scheme that goes below the limit.
-        heads, rests: (process, sample) see `labels.bounded`.
+        heads, rests: (process, sample) see `kernel.bounded`.
         suffixes: of each process, before it, see `sharpen`; empty until then.
     """
 
     def __init__(self, chain: Chain, gap: float, end: float) -> None:
         self.chain, self.gap, self.end = chain, gap, end
         rows, processes = chain.rows, chain.processes
-        self.run_ = loops(10 * processes * chain.options * rows)
+        self.loops = loops(10 * processes * chain.options * rows)
         self.allowed = np.ones((processes, chain.options), np.bool_)
         self.heads, self.rests = np.zeros((2, processes + 1, rows + 1), np.int64)
         self.suffixes: list[Times] = []
@@ -113,7 +120,7 @@ class _Search:
         chain = self.chain
         for _ in range(ELIMINATIONS):
             before = int(self.allowed.sum())
-            low = self.run_.bounded(
+            low = self.loops.bounded(
                 chain.rows,
                 chain.sizes,
                 chain.times,
@@ -142,14 +149,14 @@ class _Search:
             options = np.flatnonzero(self.allowed[k])
             made = np.zeros((len(options) * len(rests) + 1, chain.rows + 1), np.int64)
             notes = np.zeros((2, len(made)), np.int64)
-            count = self.run_.lengthened(
+            count = self.loops.lengthened(
                 chain.rows, chain.sizes, chain.times[k], options, self.limit, self.heads[k], rests, made, notes
             )
             if not count:
                 self.lower_bound = self.limit
                 return
             kept = np.zeros(count, np.int64)
-            kept = kept[: self.run_.undominated(made[:count], np.argsort(notes[0, :count], kind="stable"), kept)]
+            kept = kept[: self.loops.undominated(made[:count], np.argsort(notes[0, :count], kind="stable"), kept)]
             groups = np.array_split(kept[np.argsort(notes[1, kept], kind="stable")], min(SUFFIXES, len(kept)))
             rests = np.stack([made[group].min(axis=0) for group in groups])
             found.append(rests)
@@ -175,7 +182,7 @@ class _Search:
             if not len(labels):
                 break
             kept = np.zeros(len(labels), np.int64)
-            kept = kept[: self.run_.undominated(labels, np.argsort(notes[3], kind="stable"), kept)]
+            kept = kept[: self.loops.undominated(labels, np.argsort(notes[3], kind="stable"), kept)]
             if len(kept) > beam:
                 kept = kept[np.lexsort((notes[3, kept], notes[2, kept]))]
                 dropped = min(dropped, int(notes[2, kept[beam]]))
@@ -196,16 +203,16 @@ class _Search:
         """Labels after process k, their notes, and the least that a label promised for which there was no room."""
         chain = self.chain
         options = np.flatnonzero(self.allowed[k])
-        room = min(room, len(labels) * len(options))
+        room = min(room, len(labels) * len(options), max(LARGEST // len(marks), 2 * len(options)))
         made = np.zeros((room, len(marks)), np.int64)
         notes = np.zeros((4, room), np.int64)
         rests = self.suffixes[k + 1] if self.suffixes else self.rests[k + 1 : k + 2]
         rests = np.ascontiguousarray(rests[:, marks])
-        first = count = 0
+        first = 0
         dropped = limit
         parts: list[tuple[Times, Times]] = []
         while first < len(labels):
-            count, first = self.run_.grown(
+            count, first = self.loops.grown(
                 chain.rows,
                 chain.sizes,
                 chain.times[k],

@@ -1,8 +1,13 @@
 """The inner loops over chunks, on whole numbers: run by Python, or compiled by numba; `search.machine` chooses.
 
+All are in one file, as numba looks only at a function's own file to see whether what it has kept is still so.
+
 Samples are numbered from 1 to `rows`, as in the paper. `ready[j]` is when sample j has left a process, `rest[j]` what
 it takes at least from then on until the whole batch has left the last one. `genes` are the options of a chain's
 processes.
+
+A label is what a scheme of the first processes comes to: when samples have left the last of them, at the marks, the
+samples that end a chunk of an option that the next process may still take. Others do not count for what comes next.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -132,3 +137,141 @@ def descended(rows, sizes, times, genes, rounds, ready, left, rests):
         if not changed:
             break
     return last
+
+
+def bounded(rows, sizes, times, allowed, limit, heads, rests, left):
+    """A time that no scheme goes below whose options are `allowed`, or `limit`, if none of them goes below that; no
+    longer allows options that cannot go below `limit`.
+
+    Row k of `heads` comes to when each sample is ready for process k at the earliest, of `rests` to what it takes from
+    there on at least: the least of all options, sample by sample. So both may belong to no scheme, and are never too
+    long.
+    """
+    processes = len(times)
+    never = limit + 1
+    for j in range(rows + 1):
+        heads[0, j] = 0
+        rests[processes, j] = 0
+    for k in range(processes - 1, -1, -1):
+        for j in range(rows + 1):
+            rests[k, j] = never
+        for q in range(len(sizes)):
+            if allowed[k, q]:
+                lasting(rows, sizes[q], times[k, q], rests[k + 1], left)
+                for j in range(1, rows + 1):
+                    if left[j] < rests[k, j]:
+                        rests[k, j] = left[j]
+    low = 0
+    for k in range(processes):
+        for j in range(rows + 1):
+            heads[k + 1, j] = never
+        least = limit
+        for q in range(len(sizes)):
+            if allowed[k, q]:
+                t = through(rows, sizes[q], times[k, q], heads[k], rests[k + 1])
+                least = min(least, t)
+                if t >= limit:
+                    allowed[k, q] = False
+                else:
+                    passed(rows, sizes[q], times[k, q], heads[k], left)
+                    for j in range(1, rows + 1):
+                        if left[j] < heads[k + 1, j]:
+                            heads[k + 1, j] = left[j]
+        low = max(low, least)
+        if low >= limit:
+            return limit
+    return low
+
+
+def lengthened(rows, sizes, times, options, limit, ready, rests, made, notes):
+    """The number of suffixes `made`: what it takes at least from each sample on before a process, one for each of its
+    `options` and of the `rests` after it, unless it cannot go below `limit` as samples are `ready`.
+
+    The rows of `notes` come to the sum of each, and by how much its first sample takes longer than its last.
+    """
+    count = 0
+    for q in options:
+        for w in range(len(rests)):
+            lasting(rows, sizes[q], times[q], rests[w], made[count])
+            bound = 0
+            total = 0
+            for j in range(1, rows + 1):
+                bound = max(bound, ready[j] + made[count, j])
+                total += made[count, j]
+            if bound < limit:
+                notes[0, count] = total
+                notes[1, count] = made[count, 1] - made[count, rows]
+                count += 1
+    return count
+
+
+def grown(rows, sizes, times, options, limit, rest, rests, place, marks, labels, first, made, notes):
+    """The number of labels `made`, and of the first label that was not extended: each of `labels` from number `first`
+    on by each of the `options` of the next process, unless it cannot go below `limit`; stops where there may not be
+    room for one more label's.
+
+    `place[j]` is the number of the mark j of `labels`, `marks` are those of `made`. What follows takes at least `rest`
+    from each sample on, and at least one of the rows of `rests` from each mark on. The rows of `notes` come to the
+    parent, the option, the bound, and the sum of the times of each.
+    """
+    count = 0
+    at = first
+    while at < len(labels) and count + len(options) <= len(made):
+        for q in options:
+            size = sizes[q]
+            time = times[q]
+            t = 0
+            bound = 0
+            total = 0
+            mark = 0
+            begin = 1
+            while begin <= rows:
+                end = min(begin + size, rows + 1)
+                t = max(t, labels[at, place[end - 1]]) + time
+                bound = max(bound, t + rest[begin])
+                if bound >= limit:
+                    break
+                while mark < len(marks) and marks[mark] < end:
+                    made[count, mark] = t
+                    total += t
+                    mark += 1
+                begin = end
+            if bound < limit:
+                least = limit
+                for w in range(len(rests)):
+                    longest = bound
+                    for mark in range(len(marks)):
+                        longest = max(longest, made[count, mark] + rests[w, mark])
+                        if longest >= least:
+                            break
+                    least = min(least, longest)
+                bound = least
+            if bound < limit:
+                notes[0, count] = at
+                notes[1, count] = q
+                notes[2, count] = bound
+                notes[3, count] = total
+                count += 1
+        at += 1
+    return count, at
+
+
+def undominated(labels, order, kept):
+    """The number of labels that no other one is as good as at all marks; fills `kept` with theirs, the first of equal
+    ones. `order` has numbers of labels by the sum of their times: no label is as good as one before it."""
+    count = 0
+    width = labels.shape[1]
+    for i in order:
+        good = True
+        for c in range(count):
+            other = kept[c]
+            mark = width - 1
+            while mark >= 0 and labels[other, mark] <= labels[i, mark]:
+                mark -= 1
+            if mark < 0:
+                good = False
+                break
+        if good:
+            kept[count] = i
+            count += 1
+    return count

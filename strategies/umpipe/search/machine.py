@@ -6,7 +6,7 @@ from functools import cache
 from types import SimpleNamespace
 
 from lightning_pipes.sim.loops.machine import compiled
-from lightning_pipes.strategies.umpipe.search import kernel, labels
+from lightning_pipes.strategies.umpipe.search import kernel
 
 FUNCTIONS = (
     kernel.ended,
@@ -16,10 +16,10 @@ FUNCTIONS = (
     kernel.through,
     kernel.local,
     kernel.descended,
-    labels.bounded,
-    labels.lengthened,
-    labels.grown,
-    labels.undominated,
+    kernel.bounded,
+    kernel.lengthened,
+    kernel.grown,
+    kernel.undominated,
 )
 PATIENCE = 100_000
 """Chunks that Python passes before numba is loaded, which takes about as long."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
@@ -51,7 +52,6 @@ def test_a_thousand_individuals_are_those_of_the_event_loop(capped: bool) -> Non
 
 
 def test_torch_says_the_same() -> None:
-    torch = pytest.importorskip("torch")
     for network, policy in CASES[::3]:
         genes = np.random.default_rng(1).integers(0, len(network.sizes), (20, 2 * network.processes))
         ours, theirs = (lockstep(network, genes, [9] * network.stages, policy, xp=xp) for xp in (np, torch))

@@ -7,7 +7,7 @@ import numpy as np
 from lightning_pipes.strategies.umpipe.search.chain import Chain, chains
 from lightning_pipes.strategies.umpipe.search.evaluate import by_sample, evaluated
 from lightning_pipes.strategies.umpipe.search.greedy import global_greedy, gpipe, local_greedy
-from tests.strategies.umpipe.search.examples import figure_1, random_network
+from tests.strategies.umpipe.search.examples import figure_1, random_network, random_schemes
 
 
 def local(chain: Chain) -> tuple[int, ...]:
@@ -35,8 +35,7 @@ def test_against_the_words_of_the_paper() -> None:
         found = local_greedy(network)
         assert found.scheme == tuple(local(chain) for chain in chains(network))
         assert found.value == evaluated(network, [found.scheme])[0]
-        start = network.equal(2)
-        for rounds in (1, 2):
+        for start, rounds in [(network.equal(2), 2), *((each, 1) for each in random_schemes(rng, network, 3))]:
             found = global_greedy(network, start, rounds)
             expected = tuple(descended(c, g, rounds) for c, g in zip(chains(network), start, strict=True))
             assert found.scheme == expected

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
+from lightning_pipes.ir import Cut, InputError, Kind, Plan, PlanError, Schedule, Span
+from lightning_pipes.planning.auto import choose
+from lightning_pipes.planning.fit import evaluated
+from lightning_pipes.planning.planner import Problem, even_plan, planned
+from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.deep import Deep
+from lightning_pipes.strategies.gpipe import GPipe
+from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
+from lightning_pipes.strategies.umpipe.planner import sized, sizes_of, spans_of
+
+ROWS = 32
+SIZES = (1, 2, 4, 8, 16, 32)
+FLAT, LINEAR = (6e-3, 2e-5), (2e-4, 5e-4)
+"""Seconds of a forward however few samples, and of each sample."""
+
+
+def layer(fixed: float, each: float) -> LayerProfile:
+    times = tuple((n, fixed + each * n) for n in SIZES)
+    output = ((1, 1e4), (ROWS, 1e4 * ROWS))
+    return LayerProfile(
+        "", times, tuple((n, 2 * t) for n, t in times), saved=((1, 1e6), (ROWS, 1e6 * ROWS)), output=output
+    )
+
+
+def problem(
+    schedule: Schedule | UM1F1B, *layers: tuple[float, float], memory: int | None = None, **more: object
+) -> Problem:
+    n = len(layers)
+    place = Deployment(Cluster((Device(memory),) * n, inside=Link(1e9, 1e-5)))
+    decided = tuple(Span(i, i + 1) for i in range(n))
+    found = Problem(
+        schedule, n, ROWS, layers=decided, profile=ModelProfile(tuple(layer(*each) for each in layers)), place=place
+    )
+    return replace(found, **more)
+
+
+def seconds(asked: Problem, plan: Plan) -> float:
+    assert asked.profile is not None
+    assert asked.place is not None
+    schedule = asked.schedule
+    order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
+    return evaluated(asked.profile, order, replace(plan, layers=asked.layers), asked.place).seconds
+
+
+def best_equal(asked: Problem, *schedules: Schedule) -> float:
+    found = []
+    for schedule, m in product(schedules, range(1, ROWS + 1)):
+        other = replace(asked, schedule=schedule)
+        found.append(seconds(other, even_plan(schedule, asked.ranks, m, ROWS)))
+    return min(found)
+
+
+def test_counts_as_given() -> None:
+    asked = Problem(UMPipe((2, 4), (4, 9), (1,), (8,)), 2, 8)
+    assert planned(asked).jobs[0] == Cut(
+        8,
+        (sized(8, 4), sized(8, 2)),
+        (sized(8, 2), sized(8, 1)),
+        ((Span(0, 8),), sized(8, 2)),
+        (sized(8, 2), sized(8, 1)),
+    )
+    assert [span.rows for span in spans_of(7, 3)] == [3, 3, 1]
+    assert planned(replace(asked, rows=3)).spans(Kind.F, 1) == sized(3, 1)  # a short last batch has fewer
+
+
+def test_sizes_to_choose_from() -> None:
+    assert sizes_of(10, None, "powers") == (2, 3, 5, 10)  # 8, 4, 2, 1 micro-batches
+    assert sizes_of(10, None, "few") == (2, 3, 4, 5, 10)
+    assert sizes_of(10, 3, "all") == (4, 5, 10)
+
+
+def test_without_a_profile_the_cut_is_even() -> None:
+    assert planned(Problem(UM1F1B(), 2, 8, 4)) == even_plan(UM1F1B(), 2, 4, 8)
+
+
+@pytest.mark.parametrize("schedule", [UMPipe(), UM1F1B()])
+def test_stages_of_two_kinds_get_their_own_sizes(schedule: Schedule | UM1F1B) -> None:
+    """A stage whose time hardly depends on the samples takes larger chunks, and the step is as predicted."""
+    asked = problem(schedule, LINEAR, LINEAR, LINEAR, FLAT)
+    plan = planned(asked)
+    counts = [len(plan.spans(Kind.F, s)) for s in range(4)]
+    assert counts[3] < min(counts[:3])
+    equal = best_equal(asked, GPipe()) if isinstance(schedule, UMPipe) else best_equal(asked, GPipe(), Deep(2), Deep(6))
+    assert seconds(asked, plan) < 0.96 * equal
+
+
+@pytest.mark.parametrize("schedule", [UMPipe(), UM1F1B()])
+@pytest.mark.parametrize("kinds", list(product((FLAT, LINEAR), repeat=3)))
+def test_never_worse_than_the_best_equal_cut_among_its_numbers(
+    schedule: Schedule | UM1F1B, kinds: tuple[tuple[float, float], ...]
+) -> None:
+    asked = problem(schedule, *kinds)
+    equal = [Plan((0, 1, 2), (Cut(ROWS, (sized(ROWS, size),) * 3),)) for size in sizes_of(ROWS, None, "few")]
+    assert seconds(asked, planned(asked)) <= min(seconds(asked, each) for each in equal) + 1e-12
+
+
+@pytest.mark.parametrize("schedule", [UMPipe(), UM1F1B()])
+def test_where_nothing_is_gained_the_cut_is_equal(schedule: Schedule | UM1F1B) -> None:
+    """Equal stages whose times are proportional to samples."""
+    cut = planned(problem(schedule, *[(0.0, 1e-3)] * 3)).jobs[0]
+    assert len({*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links}) == 1
+
+
+def test_all_numbers_are_no_worse() -> None:
+    few, every = (problem(UM1F1B(counts=counts), LINEAR, FLAT, LINEAR) for counts in ("few", "all"))
+    assert seconds(every, planned(every)) <= 1.01 * seconds(few, planned(few))
+
+
+def test_layers_and_cut_together() -> None:
+    """Where layers are open, they are no worse than the best of all partitions with its own best cut, by 2 %."""
+    kinds = [LINEAR, FLAT, LINEAR, LINEAR, FLAT]
+    asked = problem(UM1F1B(), *kinds, layers=(), ranks=2)
+    made = planned(asked)
+    every = [(Span(0, at), Span(at, 5)) for at in range(1, 5)]
+    best = min(seconds(replace(asked, layers=x), planned(replace(asked, layers=x))) for x in every)
+    assert seconds(replace(asked, layers=made.layers), made) <= 1.02 * best
+
+
+def test_memory_limits_what_stages_hold() -> None:
+    """A megabyte a sample: 12 MiB hold 12 of 32 samples, those of a chunk under way among them."""
+    free, tight = problem(UM1F1B(), LINEAR, LINEAR, FLAT), problem(UM1F1B(memory_limit="12MiB"), LINEAR, LINEAR, FLAT)
+    plan = planned(tight)
+    assert max(plan.limits) <= 12
+    assert planned(free).limits == ()
+    timeline = simulate(UM1F1B(), replace(plan, layers=()), tight.profile.costs(tight.layers))  # type: ignore[union-attr]
+    assert max(timeline.peak_bytes) <= 12 * 2**20
+    assert seconds(tight, plan) > seconds(free, planned(free))
+
+
+def test_mistakes() -> None:
+    with pytest.raises(InputError, match="counts micro-batches from 1"):
+        UMPipe((2, 0))
+    with pytest.raises(InputError, match="forward is missing"):
+        UM1F1B(backward=(2, 2))
+    with pytest.raises(PlanError, match=r"forward \(2, 2\) has 2 numbers, and the pipeline 3 stages"):
+        planned(Problem(UMPipe((2, 2)), 3, 8))
+    with pytest.raises(PlanError, match=r"forward_links \(1, 1\) has 2 numbers, and the pipeline 1 links"):
+        planned(Problem(UMPipe((2, 2), forward_links=(1, 1)), 2, 8))
+    with pytest.raises(PlanError, match="leave one of them out"):
+        planned(Problem(UMPipe((2, 2)), 2, 8, 4))
+    with pytest.raises(PlanError, match="has no room for a chunk of 1 samples"):
+        planned(problem(UM1F1B(memory_limit=1000), LINEAR, FLAT))
+    with pytest.raises(InputError, match="is not a size"):
+        UM1F1B(memory_limit="a lot")
+
+
+def seen_costs(asked: Problem, plan: Plan, factors: tuple[float, ...]) -> object:
+    """What is seen of the sizes that ran, where each stage takes that many times as long."""
+    assert asked.profile is not None
+    costs = asked.profile.costs(asked.layers)
+    seconds = {
+        (kind, s): tuple(
+            (n, factors[s] * costs.time(kind, s, n)) for n in sorted({x.rows for x in plan.spans(kind, s)})
+        )
+        for kind in (Kind.F, Kind.B)
+        for s in range(plan.n_stages)
+    }
+    return replace(costs, seconds=seconds)
+
+
+def test_cut_anew_when_a_stage_takes_other_times() -> None:
+    asked = problem(UM1F1B(), LINEAR, LINEAR, LINEAR, (1e-4, 1e-5))
+    planner, plan = asked.schedule.planner(), planned(asked)
+    same = replace(asked, costs=seen_costs(asked, plan, (1.0, 1.05, 1.0, 1.0)))
+    assert planner.replan(plan, asked) is None  # nothing seen
+    assert planner.replan(plan, same) is None
+    slow = (LINEAR, LINEAR, LINEAR, FLAT)
+    seen = replace(asked, costs=seen_costs(problem(UM1F1B(), *slow), plan, (1.0,) * 4))
+    other = planner.replan(plan, seen)
+    assert other is not None
+    assert other.layers == plan.layers
+    assert seconds(problem(UM1F1B(), *slow), other) < seconds(problem(UM1F1B(), *slow), plan)
+
+
+def test_auto_considers_it() -> None:
+    asked = problem(UM1F1B(), LINEAR, LINEAR, LINEAR, FLAT)
+    assert asked.profile is not None
+    choice = choose(asked.profile, 4, ROWS, asked.place)
+    assert choice.best.schedule == UM1F1B()
