@@ -21,7 +21,7 @@ from lightning_pipes.strategies.umpipe.overlapped.run import Merge, check_caps
 
 
 class Results(NamedTuple):
-    """What each individual takes, NEVER where its stages wait for each other, and by stage its most rows in flight."""
+    """The makespan of each individual, NEVER where its stages wait for each other, and the most rows in flight by stage."""
 
     makespans: Times
     peak_rows: Times
@@ -36,7 +36,7 @@ def lockstep(
     xp: Any = np,
     device: str = "cpu",
 ) -> Results:
-    """What `overlapped` says of many schemes at once.
+    """Makespans and peaks of many schemes at once, those that `overlapped` says.
 
     Args:
         options: a row for each individual, K options of forward and K of backward processes.

@@ -20,8 +20,8 @@ from lightning_pipes.strategies.umpipe.overlapped.run import Merge
 from lightning_pipes.strategies.umpipe.overlapped.search import Descent, Effort
 from lightning_pipes.strategies.umpipe.overlapped.tables import Memory
 
-PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""What equal schemes are begun with: caps of the batch divided by these."""
+SHARES = 16
+"""Equal schemes are begun with caps of 1 to so many of as many shares of the batch."""
 AT_FULL_SPEED = 0.25
 """The share of the effort that goes into the fastest scheme of all."""
 LINGERED = 300
@@ -30,7 +30,7 @@ LINGERED = 300
 
 @dataclass(frozen=True)
 class RowBytes:
-    """What a row takes of each stage, in bytes or any unit.
+    """The room that a row takes on each stage, in bytes or any unit.
 
     Attributes:
         held: from the start of its forward to the end of its backward: activations.
@@ -171,7 +171,8 @@ def _first(network: Network, sizes: RowBytes, starts: Sequence[Scheme], archive:
     for scheme in [*starts, *map(network.equal, options)]:
         chunks = network.sizes_of(scheme)[0][::2]
         warm = [tuple(min(rows, max(chunks) * n * (stages - i)) for i in range(stages)) for n in (1, 2, 3)]
-        for caps in [*warm, *(tuple(max(c, rows // part) for c in chunks) for part in PARTS)]:
+        uniform = [tuple(max(chunk, rows * n // SHARES) for chunk in chunks) for n in range(1, SHARES + 1)]
+        for caps in dict.fromkeys(warm + uniform):
             descent.take(scheme, caps)
             _keep(descent, archive)
     return descent.evaluations
@@ -208,6 +209,6 @@ def _keep(descent: Descent, archive: Archive) -> None:
 
 
 def _memory(network: Network, sizes: RowBytes, limit: int) -> Memory:
-    """What stages hold if each may hold `limit`; caps as high as that allows."""
+    """Memory of stages that may hold `limit` each; caps as high as that allows."""
     caps = tuple(max(1, min(network.rows, limit // each)) for each in sizes.held)
     return Memory(caps, sizes.held, sizes.arrived, sizes.returned, (limit,) * network.stages)

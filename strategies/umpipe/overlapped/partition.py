@@ -19,7 +19,7 @@ from lightning_pipes.strategies.umpipe.overlapped.machine import FREE
 from lightning_pipes.strategies.umpipe.overlapped.run import in_flight
 from lightning_pipes.strategies.umpipe.overlapped.search import Descent, Effort, Found, search
 
-LAST = 0.3
+LAST = 0.5
 """The share of the effort that the sizes get once the cuts are settled."""
 KICK = 3
 """Layers by which a kick moves a cut at most."""

@@ -151,7 +151,7 @@ class Descent:
 
     @property
     def scheme(self) -> Scheme:
-        """What the genes say."""
+        """The options that the genes name."""
         width = self.network.processes
         return Scheme(tuple(self.genes[:width]), tuple(self.genes[width:]))
 
@@ -199,7 +199,7 @@ class Descent:
 
     def _improve_cap(self, i: int) -> None:
         size, best = int(self._chunks.size[2 * i]), self._best
-        most = min(self.network.rows, int(self._memory.most[i]) // max(1, int(self._memory.held[i])))
+        most = min(self.network.rows, int(self._memory.most[i]) // int(self._memory.held[i]))
         caps = sorted({max(size, most * n // CAPS // size * size) for n in range(1, CAPS + 1)})
         best[0], best[1], best[2], best[3] = self.value, self._memory.caps[i], int(self.policy), 0
         self._run.capped(
@@ -247,7 +247,7 @@ class Descent:
         return chosen
 
     def found(self, starts: Sequence[Scheme], effort: Effort, seed: int) -> Found:
-        """What descents from the best of `starts` and of equal schemes find, and kicks from the best after that."""
+        """The best of descents from the best of `starts` and of equal schemes, and of kicks after that."""
         rng = random.Random(seed)
         over = effort.over()
         ranked, free = [], self.caps

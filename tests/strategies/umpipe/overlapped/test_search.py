@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from itertools import product
 
 import numpy as np
@@ -63,59 +62,6 @@ def test_it_is_no_worse_than_its_starts(seed: int) -> None:
 
 def test_seconds_are_a_limit_too() -> None:
     assert search(simulation(3, 12, 1), seconds=0.05).value < NEVER
-
-
-def proven(run: Run) -> int:
-    """The shortest merge of the same chunks, by CP-SAT: stages may take any order and wait."""
-    from ortools.sat.python import cp_model
-
-    network, model = run.network, cp_model.CpModel()
-    times = [
-        *zip(network.forward, run.scheme.forward, strict=True),
-        *zip(network.backward, run.scheme.backward, strict=True),
-    ]
-    sizes = [size for direction in network.sizes_of(run.scheme) for size in direction]
-    starts: list[list] = []
-    on: dict[int, list] = {}
-    for p, ((row, q), size) in enumerate(zip(times, sizes, strict=True)):
-        busy, count = int(row[q]), -(-network.rows // size)
-        starts.append([model.new_int_var(0, run.makespan, f"{p}.{i}") for i in range(count)])
-        for i, start in enumerate(starts[p]):
-            if i:
-                model.add(start >= starts[p][i - 1] + busy)
-            if p:
-                before = min((i + 1) * size, network.rows)
-                source = starts[p - 1][-(-before // sizes[p - 1]) - 1]
-                model.add(start >= source + int(times[p - 1][0][times[p - 1][1]]))
-            if min(p, len(sizes) - 1 - p) % 2 == 0:
-                interval = model.new_fixed_size_interval_var(start, busy, f"i{p}.{i}")
-                on.setdefault(min(p, len(sizes) - 1 - p), []).append(interval)
-    for intervals in on.values():
-        model.add_no_overlap(intervals)
-    row, q = times[-1]
-    model.minimize(starts[-1][-1] + int(row[q]))
-    for p, chunks in enumerate(starts):
-        for variable, value in zip(chunks, run.starts[p], strict=True):
-            model.add_hint(variable, value)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.max_time_in_seconds = 20
-    assert solver.solve(model) == cp_model.OPTIMAL
-    return int(solver.objective_value)
-
-
-@pytest.mark.skipif(find_spec("ortools") is None, reason="ortools is not installed")
-def test_no_order_is_much_better_than_to_start_what_is_ready() -> None:
-    """At the sizes that a search ends with, within half a percent on average."""
-    gaps = []
-    for seed in range(6):
-        network = realistic(3, 8, seed) if seed % 2 else simulation(3, 8, seed)
-        run = ran(network, search(network, evaluations=3000))
-        best = proven(run)
-        assert best <= run.makespan
-        gaps.append(run.makespan / best - 1)
-    assert np.mean(gaps) < 0.005
-    assert max(gaps) < 0.02
 
 
 def test_slow_links_take_other_sizes_and_a_longer_warm_up_together() -> None:
