@@ -21,7 +21,8 @@ from lightning_pipes.strategies.umpipe.overlapped.run import Merge, check_caps
 
 
 class Results(NamedTuple):
-    """The makespan of each individual, NEVER where its stages wait for each other, and the most rows in flight by stage."""
+    """The makespan of each individual, NEVER where its stages wait for each other, and by stage its most rows in
+    flight."""
 
     makespans: Times
     peak_rows: Times
