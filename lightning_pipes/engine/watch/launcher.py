@@ -169,10 +169,12 @@ def check_launcher() -> None:
 
 class Company:
     """Looks after those of this host before ranks have met, when nobody has given a sign of life yet: who is slow then
-    may have much to load, and who is stopped can be seen. `heed_launcher` was told how long one may be.
+    may have much to load, and who is stopped can be seen. `heed_launcher` was told how long one may be, if it was
+    called: who waits in company heeds its launcher in any case.
     """
 
     def __init__(self) -> None:
+        _above.heed()
         self._silences: defaultdict[int, Silence] = defaultdict(partial(Silence, 2 * _COMPANY_SECONDS))
         self._moves = itertools.count(1)
         self._next = 0.0

@@ -8,7 +8,6 @@ is that of its backward. So numpy and torch do the same, on any device, with the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from lightning_pipes.strategies.umpipe.overlapped.run import Merge, check_caps
 
 
 class Results(NamedTuple):
-    """What each individual takes, NEVER where its stages wait for each other, and by stage its most rows in flight."""
+    """The makespan of each individual, NEVER where its stages wait for each other, and the most rows in flight by stage."""
 
     makespans: Times
     peak_rows: Times
@@ -34,19 +33,19 @@ def lockstep(
     caps: Sequence[int] | None = None,
     policy: Merge = Merge.BACKWARD_FIRST,
     *,
-    backend: str = "numpy",
+    xp: Any = np,
     device: str = "cpu",
 ) -> Results:
-    """What `overlapped` says of many schemes at once.
+    """Makespans and peaks of many schemes at once, those that `overlapped` says.
 
     Args:
         options: a row for each individual, K options of forward and K of backward processes.
         caps: as for `overlapped`, the same for all.
-        backend: "numpy", or "torch", which is imported then.
+        xp: the module of the arrays, numpy or torch.
         device: torch's name of where the arrays are.
 
     Raises:
-        InputError: options or caps that the network does not have, or another backend.
+        InputError: options or caps that the network does not have.
     """
     genes = np.asarray(options)
     width, sizes = 2 * network.processes, len(network.sizes)
@@ -60,7 +59,6 @@ def lockstep(
     limits = np.full(width, FREE)
     if caps is not None:
         limits[: network.processes : 2] = check_caps(network, caps)
-    xp = _arrays(backend)
     times = np.concatenate([network.forward, network.backward])
 
     def there(numbers: Any) -> Any:
@@ -69,17 +67,9 @@ def lockstep(
     busy = there(times[np.arange(width), genes])
     size = there(np.array(network.sizes, np.int64)[genes])
     ends, peaks = _run(xp, there, network.rows, busy, size, there(limits), Merge(policy))
-    return Results(np.asarray(ends.tolist(), np.int64), np.asarray(peaks.tolist(), np.int64).reshape(len(genes), -1))
-
-
-def _arrays(backend: str) -> ModuleType:
-    if backend == "numpy":
-        return np
-    if backend == "torch":
-        import torch
-
-        return torch
-    raise InputError(f"backend must be numpy or torch, got {backend!r}")
+    return Results(
+        np.asarray(ends.tolist(), np.int64), np.asarray(peaks.tolist(), np.int64).reshape(-1, network.stages)
+    )
 
 
 def _run(xp: Any, there: Any, rows: int, busy: Any, size: Any, caps: Any, policy: Merge) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Memory
 
 
 class Merge(IntEnum):
-    """What a stage starts that could start a forward and a backward chunk."""
+    """The chunk that a stage starts which could start a forward and a backward."""
 
     BACKWARD_FIRST = kernel.BACKWARD_FIRST
     """The backward: as 1F1B does."""
@@ -36,7 +36,7 @@ class Merge(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What ran when.
+    """A batch that has run: its time, its order, and the rows in flight.
 
     Attributes:
         network, scheme: what was run; times are in the network's unit.

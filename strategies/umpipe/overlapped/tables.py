@@ -28,7 +28,7 @@ class Chunks(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What stages hold, in any unit, and may hold.
+    """The room that rows take on stages, in any unit, and that there is.
 
     Attributes:
         caps: (i) rows in flight above which no further forward starts, unless nothing is in flight.
@@ -70,7 +70,7 @@ class Room(NamedTuple):
 
 
 class Log(NamedTuple):
-    """What ran; nothing is written where `starts` is empty.
+    """The chunks as they ran; nothing is written where `starts` is empty.
 
     Attributes:
         first: (p) where its first chunk is in the other two.

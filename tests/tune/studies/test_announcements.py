@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +14,9 @@ import pytest
 
 from lightning_pipes.engine.watch.asking import Asking
 from lightning_pipes.engine.watch.launcher import RankStoppedError
-from lightning_pipes.tune.studies.announcements import Announcements
+from lightning_pipes.testing.interpreters import environment, processes, wait_until
+from lightning_pipes.testing.patience import patience
+from lightning_pipes.tune.studies.announcements import ADDRESS, Announcements
 
 
 def test_who_hears_nothing_of_a_stopped_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +37,31 @@ def test_who_hears_nothing_of_a_stopped_rank_0_ends(monkeypatch: pytest.MonkeyPa
     with pytest.raises(RankStoppedError):
         board.hear("end")
     answer.set()
+
+
+_RANK_1 = """
+import os, sys
+from lightning_pipes.tune.studies.announcements import Announcements
+print("here", flush=True)
+sys.stdin.read()  # until the launcher has ended
+Announcements()
+"""
+_LAUNCHER = """
+import os, subprocess, sys
+env = {**os.environ, "LIGHTNING_PIPES_LAUNCHER": str(os.getpid())}
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+os._exit(1)
+"""
+
+
+def test_who_waits_for_rank_0_before_any_training_ends_with_its_launcher(tmp_path: Path) -> None:
+    """Lightning's launcher is rank 0: it has started the others and dies before it listens."""
+    token = f"announcements {os.getpid()}"
+    env = {**environment(token, tmp_path), "LOCAL_RANK": "1", ADDRESS: "9"}  # where nobody listens
+    command = [sys.executable, "-c", _LAUNCHER, _RANK_1]
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}  # the rank has the latter too
+    done = subprocess.run(command, env=env, text=True, timeout=patience(60), check=False, **out)
+    assert int(done.stdout)
+    assert wait_until(lambda: not processes(token), patience(20))
