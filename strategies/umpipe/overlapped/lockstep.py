@@ -21,8 +21,7 @@ from lightning_pipes.strategies.umpipe.overlapped.run import Merge, check_caps
 
 
 class Results(NamedTuple):
-    """The makespan of each individual, NEVER where its stages wait for each other, and by stage its most rows in
-    flight."""
+    """By individual the makespan, NEVER where its stages wait for each other, and by stage the most rows in flight."""
 
     makespans: Times
     peak_rows: Times

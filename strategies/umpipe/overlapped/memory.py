@@ -20,8 +20,10 @@ from lightning_pipes.strategies.umpipe.overlapped.run import Merge
 from lightning_pipes.strategies.umpipe.overlapped.search import Descent, Effort
 from lightning_pipes.strategies.umpipe.overlapped.tables import Memory
 
-SHARES = 16
-"""Equal schemes are begun with caps of 1 to so many of as many shares of the batch."""
+FLYING = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+"""Equal schemes are begun with so many chunks in flight on every stage."""
+ROUNDS = (1, 2, 3)
+"""And with so many for each stage that is still to come, as 1F1B and kFkB do."""
 AT_FULL_SPEED = 0.25
 """The share of the effort that goes into the fastest scheme of all."""
 LINGERED = 300
@@ -170,9 +172,10 @@ def _first(network: Network, sizes: RowBytes, starts: Sequence[Scheme], archive:
     stages, rows = network.stages, network.rows
     for scheme in [*starts, *map(network.equal, options)]:
         chunks = network.sizes_of(scheme)[0][::2]
-        warm = [tuple(min(rows, max(chunks) * n * (stages - i)) for i in range(stages)) for n in (1, 2, 3)]
-        uniform = [tuple(max(chunk, rows * n // SHARES) for chunk in chunks) for n in range(1, SHARES + 1)]
-        for caps in dict.fromkeys(warm + uniform):
+        largest = max(chunks)
+        warm = [[largest * n * (stages - i) for i in range(stages)] for n in ROUNDS]
+        uniform = [[max(chunk, min(chunks) * n) for chunk in chunks] for n in FLYING]
+        for caps in dict.fromkeys(tuple(min(cap, rows) for cap in each) for each in warm + uniform):
             descent.take(scheme, caps)
             _keep(descent, archive)
     return descent.evaluations

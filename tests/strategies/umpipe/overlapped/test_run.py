@@ -8,8 +8,10 @@ import pytest
 from lightning_pipes.ir import InputError, Kind, verify
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
+from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
 from lightning_pipes.strategies.umpipe.overlapped.machine import PYTHON, numba_kernel
-from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, _logged, overlapped
+from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, _logged, chunks_of, overlapped
+from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks
 from tests.strategies.umpipe.overlapped.chunked import Chunked
 from tests.strategies.umpipe.overlapped.networks import random_scheme, realistic, simulation, uniform
 
@@ -126,6 +128,20 @@ def test_stages_that_wait_for_each_other_are_named() -> None:
     network = Network(4, (4, 2), np.ones((3, 2), int), np.ones((3, 2), int))
     with pytest.raises(InputError, match=r"wait for each other.*raise the caps"):
         overlapped(network, Scheme((1, 1, 0), (0, 0, 0)), caps=[2, 4])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_limit_ends_what_takes_as_long_and_nothing_else(seed: int) -> None:
+    network = simulation(1 + seed, 12, seed)
+    for n in range(20):
+        scheme = random_scheme(network, n)
+        plain = chunks_of(network, scheme)
+        chunks = Chunks(plain.rows, PYTHON.copy(plain.busy), PYTHON.copy(plain.size))
+        room = (PYTHON.memory(network.stages), PYTHON.room(network.stages), PYTHON.log())
+        for policy in Merge:
+            end = overlapped(network, scheme, policy=policy).makespan
+            ends = [PYTHON.run.dispatched(chunks, policy, limit, *room) for limit in (end - 1, end, end + 1)]
+            assert ends == [NEVER, NEVER, end]
 
 
 @pytest.mark.parametrize("caps", [[1], [0, 1], [1.5, 2], [1, 2, 3]])
