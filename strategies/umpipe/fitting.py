@@ -25,7 +25,7 @@ EFFORT = 1_500_000
 
 
 class _Part(NamedTuple):
-    """What a choice says of one process: its number, and size and time of a chunk."""
+    """The choice for one process: its number, and size and time of a chunk."""
 
     process: int
     size: int

@@ -13,7 +13,7 @@ from lightning_pipes.strategies.umpipe.network import Network, Times
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """What processes take by the number of micro-batches, one column for each count, as the paper's methods see it.
+    """The times of processes by the number of micro-batches, one column for each count, as the paper's methods see it.
 
     Attributes:
         rows: samples of a batch.

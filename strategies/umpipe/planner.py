@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device
 from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Program, Schedule, Span
-from lightning_pipes.planning.fit import evaluated, fit_layers, improved
+from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, improved
 from lightning_pipes.planning.planner import EvenPlanner, Planner, Problem
 from lightning_pipes.sim import makespan
 from lightning_pipes.sim.units import bytes_text
@@ -32,6 +32,8 @@ DRIFT = 0.1
 """By what share a stage or link must take another time than the profile says for a batch to be cut anew."""
 REPLAN = 0.03
 """The share of a step that another cut must save while training goes on."""
+STARTS = 3
+"""Partitions for which the best cut is looked for."""
 ROUNDS = 3
 """How often layers are moved for a cut, and the cut made for these layers."""
 
@@ -141,24 +143,27 @@ class UnequalPlanner(Planner):
         return other if then < (1 - REPLAN) * now else None
 
     def _jointly(self, even: Plan, problem: Problem) -> Plan:
-        """Layers for the even cut, the cut for these layers, and so on while that helps."""
+        """Layers for equal cuts, the best cut for each of the best of these, and so on while that helps."""
         assert problem.profile is not None
-        place = _place(problem)
+        profile, place = problem.profile, _place(problem)
         fits = []
         for size in sizes_of(problem.rows, problem.microbatches, "powers"):
             same = replace(even, jobs=(Cut(problem.rows, (sized(problem.rows, size),) * even.n_stages),))
             with suppress(PlanError):  # as memory has it; the even one below says why
-                fits.append(fit_layers(problem.profile, problem.schedule, same, place, trials=FEW))
-        fit = min(fits, key=lambda each: each.seconds, default=None) or fit_layers(
-            problem.profile, problem.schedule, even, place
-        )
+                fits.append(fit_layers(profile, problem.schedule, same, place, trials=FEW))
+        fits = sorted(fits, key=lambda fit: fit.seconds) or [fit_layers(profile, problem.schedule, even, place)]
+
+        def best_of(every: Iterable[tuple[Span, ...]]) -> Fit:
+            plans = [self._cut(replace(even, layers=layers), problem) for layers in every]
+            return min((evaluated(profile, _order(problem, x), x, place) for x in plans), key=lambda fit: fit.seconds)
+
+        best = best_of(list(dict.fromkeys(fit.plan.layers for fit in fits))[:STARTS])
         for _ in range(ROUNDS):
-            plan = self._cut(fit.plan, problem)
-            other = improved(problem.profile, evaluated(problem.profile, _order(problem, plan), plan, place), place)
-            if other.seconds >= fit.seconds:
+            other = best_of([improved(profile, best, place).plan.layers])
+            if other.seconds >= best.seconds:
                 break
-            fit = other
-        return fit.plan
+            best = other
+        return best.plan
 
     def _cut(self, base: Plan, problem: Problem) -> Plan:
         """`base`, whose layers are decided, in the cut that is fastest by the profile."""

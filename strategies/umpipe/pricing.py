@@ -1,4 +1,4 @@
-"""What each way to cut a batch costs a stage or a link, by a cost model, as the engine runs it."""
+"""The price of each way to cut a batch, for a stage or a link, by a cost model and as the engine runs it."""
 
 from __future__ import annotations
 

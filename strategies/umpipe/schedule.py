@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from lightning_pipes.cost.units import as_bytes
 from lightning_pipes.ir import (
@@ -20,8 +20,9 @@ from lightning_pipes.ir import (
     Traits,
     check_fields,
     check_one_batch,
+    shown,
 )
-from lightning_pipes.strategies.umpipe.planner import Counts, UnequalPlanner
+from lightning_pipes.strategies.umpipe.planner import AMONG, Counts, UnequalPlanner
 
 WIDEST = 16
 """Micro-batches for each rank from which on more are hardly ever of use."""
@@ -44,17 +45,19 @@ class Unequal(Traits):
         counts: the numbers that the planner chooses from: few (1, 2, 3, 4, 6, 8, 12, ...), powers of two, or all.
 
     Raises:
-        InputError: a number below 1; backward or links without forward.
+        InputError: a number below 1; backward or links without forward; other counts than these.
     """
 
     forward: tuple[int, ...] = ()
     backward: tuple[int, ...] = ()
     forward_links: tuple[int, ...] = ()
     backward_links: tuple[int, ...] = ()
-    counts: Literal["few", "powers", "all"] = "few"
+    counts: str = AMONG[0]
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.counts not in AMONG:
+            raise InputError(f"{self.name}: counts must be one of {', '.join(AMONG)}, got {shown(self.counts)}")
         for what in ("forward", "backward", "forward_links", "backward_links"):
             counts = getattr(self, what)
             if min(counts, default=1) < 1:

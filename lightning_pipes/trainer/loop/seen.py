@@ -1,4 +1,4 @@
-"""What stages and links took in the last batches, from all ranks."""
+"""The costs of stages and links in the last batches, from all ranks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from lightning_pipes.strategies.umpipe.network import Times
 
 
 class Cuts(Protocol):
-    """What is to be cut: a `Network`, or `networks.Tables`, which keep a column for every count."""
+    """A pipeline that is to be cut: a `Network`, or `networks.Tables`, which keep a column for every count."""
 
     @property
     def rows(self) -> int:
@@ -22,7 +22,7 @@ class Cuts(Protocol):
 
     @property
     def forward(self) -> Times:
-        """What a chunk takes, a row for each process and a column for each option."""
+        """The time of a chunk, a row for each process and a column for each option."""
 
     @property
     def backward(self) -> Times:

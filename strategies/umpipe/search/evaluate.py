@@ -1,4 +1,4 @@
-"""What schemes take: the paper's recurrence sample by sample, which is the definition, and compiled over chunks."""
+"""The time that schemes take: the paper's recurrence, which is the definition, and compiled over chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipes.strategies.umpipe.search.machine import loops
 
 
 def evaluated(network: Cuts, schemes: Sequence[Scheme]) -> Times:
-    """What a batch takes with each scheme, all forwards before all backwards (E4), in the network's unit.
+    """The time that a batch takes with each scheme, all forwards before all backwards (E4), in the network's unit.
 
     Raises:
         InputError: a scheme that does not name an option for each process.

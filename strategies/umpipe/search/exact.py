@@ -63,7 +63,7 @@ def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0) -> So
 
 @dataclass
 class _Level:
-    """What the labels after one process come from."""
+    """The parents and the options of the labels after one process."""
 
     parents: Times
     options: Times
@@ -78,6 +78,7 @@ class _Search:
         allowed: (process, option) that may be part of a scheme that goes below the limit.
         heads, rests: (process, sample) see `kernel.bounded`.
         suffixes: of each process, before it, see `sharpen`; empty until then.
+        sharpened: whether the small beams are done.
     """
 
     def __init__(self, chain: Chain, gap: float, end: float) -> None:
@@ -87,20 +88,27 @@ class _Search:
         self.allowed = np.ones((processes, chain.options), np.bool_)
         self.heads, self.rests = np.zeros((2, processes + 1, rows + 1), np.int64)
         self.suffixes: list[Times] = []
+        self.sharpened = False
         self.lower_bound = 0
         ends = ended(chain, chain.equal)
         starts = [chain.equal[q] for q in np.argsort(ends, kind="stable")[:STARTS]] + [local(chain)[0]]
         self.genes, self.value = min((descended(chain, genes) for genes in starts), key=lambda each: each[1])
 
     @property
-    def limit(self) -> int:
-        """Schemes that do not go below this are of no use."""
+    def enough(self) -> int:
+        """A lower bound that leaves no more than the gap."""
         return math.ceil(self.value / (1 + self.gap))
+
+    @property
+    def limit(self) -> int:
+        """Schemes that do not go below this are not looked for: small beams look for all that are better, large ones
+        only for those that are better by the gap."""
+        return self.enough if self.sharpened else self.value
 
     @property
     def done(self) -> bool:
         """Whether nothing is left to find."""
-        return self.lower_bound >= self.limit
+        return self.lower_bound >= self.enough
 
     def run(self) -> _Search:
         """Itself, with what was found."""
@@ -113,6 +121,7 @@ class _Search:
                 self.eliminate()
             if not self.done and turn == SHARPENED:
                 self.sharpen()
+                self.sharpened = True
         return self
 
     def eliminate(self) -> None:

@@ -61,7 +61,7 @@ class Genetic:
 
 @dataclass(frozen=True)
 class Evolved:
-    """What has evolved.
+    """The end of an evolution.
 
     Attributes:
         best: the best individual, as the paper returns it.
@@ -128,7 +128,7 @@ class _Population:
         self.values = self.evaluated(self.genes)
 
     def evaluated(self, genes: Times) -> Times:
-        """What both directions of each individual take."""
+        """The times of both directions of each individual."""
         return np.stack(
             [np.asarray(self.evaluator(chain, each), np.int64) for chain, each in zip(self.chains, genes, strict=True)]
         )

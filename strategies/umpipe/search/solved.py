@@ -1,4 +1,4 @@
-"""What a search hands back."""
+"""The scheme that a search hands back, and how good it is."""
 
 from __future__ import annotations
 

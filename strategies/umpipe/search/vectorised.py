@@ -1,4 +1,4 @@
-"""What schemes take, as arrays over a population: the paper's one-level and two-level evaluators.
+"""The time that schemes take, as arrays over a population: the paper's one-level and two-level evaluators.
 
 The same source runs on arrays of numpy and on tensors of torch: `xp` is either module. Compiled loops over chunks
 (`evaluate.ended`) are faster on processors; these are for devices that want arrays, and for comparison.

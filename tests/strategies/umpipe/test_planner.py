@@ -138,6 +138,8 @@ def test_memory_limits_what_stages_hold() -> None:
 def test_mistakes() -> None:
     with pytest.raises(InputError, match="counts micro-batches from 1"):
         UMPipe((2, 0))
+    with pytest.raises(InputError, match="must be one of few, powers, all, got 'some'"):
+        UMPipe(counts="some")
     with pytest.raises(InputError, match="forward is missing"):
         UM1F1B(backward=(2, 2))
     with pytest.raises(PlanError, match=r"forward \(2, 2\) has 2 numbers, and the pipeline 3 stages"):

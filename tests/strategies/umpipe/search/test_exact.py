@@ -33,6 +33,18 @@ def test_against_enumeration() -> None:
         assert found.value == best_of_all(network) == evaluated(network, [found.scheme])[0]
 
 
+def test_one_better_than_the_start_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "descended", lambda chain, genes: (genes, int(ended(chain, genes[None])[0])))
+    rng = np.random.default_rng(7)
+    by_one = 0
+    for _ in range(120):
+        network = random_network(rng, 2, 8, 4, most=6)
+        best = best_of_all(network)
+        assert optimal(network).value == best
+        by_one += optimal(network, seconds=-1.0).value == best + 1
+    assert by_one
+
+
 def test_simulation_networks_against_enumeration() -> None:
     for seed in range(2):
         for stages, rows in ((2, 32), (3, 12), (5, 4)):
@@ -62,6 +74,13 @@ def test_never_worse_than_gpipe_and_between_its_bounds() -> None:
             assert found.lower_bound <= best.value <= found.value <= gpipe(network).value
             assert found.value == evaluated(network, [found.scheme])[0]
             assert seconds == 0.0 or found.gap <= gap
+
+
+def test_gaps() -> None:
+    networks = [realistic(8, 64, seed, spread=0.6).network for seed in range(6)]
+    found = {gap: [optimal(network, gap=gap).gap for network in networks] for gap in (0.002, 0.005, 0.01, 0.02)}
+    assert all(max(each) <= gap for gap, each in found.items())
+    assert max(found[0.02]) > 0.01  # it stops early, too
 
 
 @pytest.mark.parametrize(("beams", "suffixes"), [((1,), 0), ((30,), 0), ((1, 1), 2), ((1, 4), 4)])

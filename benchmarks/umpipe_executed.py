@@ -1,0 +1,238 @@
+"""Unequal micro-batches, executed: emulated stages whose times are those of real layers, and real layers themselves.
+
+Times of layers are measured on this machine, one thread, forward and backward, for every number of samples. Emulated
+stages then sleep that long, so that two cores can stand for four devices: right for order, transport and overhead, and
+for nothing else. What is compared runs in turn, in the same processes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile, Table
+from lightning_pipes.engine import FailureWatch
+from lightning_pipes.engine.compute.profiler import profile_layers
+from lightning_pipes.ir import Kind, Policy, Schedule
+from lightning_pipes.planning.auto import installed_variants
+from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, improved
+from lightning_pipes.planning.planner import Problem, even_plan, planned
+from lightning_pipes.strategies.gpipe import GPipe
+from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
+from lightning_pipes.testing.emulated import Emulation, Steps, run_steps, steady, step_seconds
+from lightning_pipes.testing.ranks import run_ranks
+
+RANKS = 4
+ROWS = 64
+NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 22, 32, 64)
+"""Of equal micro-batches: one for each size that a batch of 64 can have, but for some close to each other."""
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+MESSAGE = 4096
+"""Bytes that a sample hands on."""
+ENGINE = 4e-4
+"""Seconds that the engine needs beside each computation of emulated stages on two cores: see docs/benchmarks.md."""
+LINK = Link(2e9, 2e-4)
+STRETCH = 4.0
+"""Emulated layers take so many times as long as real ones: a sleep ends on time to some tens of microseconds."""
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer over short sequences: one step after another, however few samples."""
+
+    def __init__(self, width: int, steps: int) -> None:
+        super().__init__()
+        self.steps, self.cell = steps, nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.cell(x.reshape(len(x), self.steps, -1))[0]
+        return out.reshape(x.shape)
+
+
+class Scale(nn.Module):
+    """Has a parameter, and takes next to no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Convolution(nn.Module):
+    """A convolution over small images: its time grows with the samples."""
+
+    def __init__(self, channels: int, side: int) -> None:
+        super().__init__()
+        self.shape = (channels, side, side)
+        self.layer = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layer(x.reshape(len(x), *self.shape))).reshape(x.shape)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "convolution": (lambda: Convolution(24, 16), 24 * 16 * 16),
+    "recurrent": (lambda: Recurrent(32, 24), 32 * 24),
+}
+"""By kind how a layer is made, and the numbers that a sample has."""
+NETWORKS = {
+    "6 convolutions, 2 recurrent": ("convolution",) * 6 + ("recurrent",) * 2,
+    "recurrent at both ends": ("recurrent", *("convolution",) * 6, "recurrent"),
+    "8 convolutions": ("convolution",) * 8,
+}
+
+
+def measured(kind: str, repeats: int) -> LayerProfile:
+    """A layer's times by samples, those of a backward in two parts too, stretched."""
+    torch.manual_seed(0)
+    make, width = LAYERS[kind]
+    inputs = {rows: torch.randn(rows, width) for rows in SIZES}
+    before = Scale()  # gradients reach it, so those of the layer's input are measured
+    _, layer = profile_layers([before, make()], inputs, split=True, repeats=repeats).layers
+    output = ((1, float(MESSAGE)), (ROWS, float(MESSAGE * ROWS)))
+    return LayerProfile(
+        kind,
+        stretched(layer.forward),
+        stretched(layer.backward),
+        stretched(layer.input_backward),
+        stretched(layer.weight_backward),
+        gradient_bytes=4,
+        output=output,
+    )
+
+
+def stretched(table: Table) -> Table:
+    """Times of an emulated layer."""
+    return tuple((rows, STRETCH * seconds) for rows, seconds in table)
+
+
+Schedules = Callable[[int], Iterable[Schedule | Policy]]
+"""By number of micro-batches."""
+
+
+def equal_best(
+    profile: ModelProfile, place: Deployment, schedules: Callable[[int], Iterable[Schedule | Policy]]
+) -> Fit:
+    """The fastest of all `schedules` with every number of equal micro-batches, simulated, each with its own layers."""
+    found: list[Fit] = []
+    for m in NUMBERS:
+        for schedule in schedules(m):
+            if len(profile.layers) < len(schedule.placement(RANKS)):
+                continue
+            fit = fit_layers(profile, schedule, even_plan(schedule, RANKS, m, ROWS), place, trials=0)
+            found.append(fit)
+    close = sorted(found, key=lambda fit: fit.seconds)[:8]
+    return min((improved(profile, fit, place) for fit in close), key=lambda fit: fit.seconds)
+
+
+def unequal_best(profile: ModelProfile, place: Deployment, schedule: UMPipe | UM1F1B) -> Fit:
+    """The planner's choice, layers included."""
+    plan = planned(Problem(schedule, RANKS, ROWS, profile=profile, place=place))
+    order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
+    return evaluated(profile, order, plan, place)
+
+
+def ready_ones(m: int) -> list[Schedule | Policy]:
+    """Everything that ships, flushes and has an order, but for unequal ones."""
+    every = installed_variants(RANKS, m)
+    return [s for s in every if isinstance(s, Schedule) and s.name != "umpipe"]
+
+
+@dataclass(frozen=True)
+class Executed:
+    """One order of one network: seconds of a step, predicted, and of each executed one."""
+
+    network: str
+    label: str
+    fit: Fit
+    steps: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Of the steps."""
+        return statistics.median(self.steps)
+
+    @property
+    def counts(self) -> str:
+        """Micro-batches of each stage."""
+        every = [len(self.fit.plan.spans(Kind.F, s)) for s in range(self.fit.plan.n_stages)]
+        return " ".join(map(str, every)) if len(set(every)) > 1 else str(every[0])
+
+
+def execute(network: str, profile: ModelProfile, fits: dict[str, Fit], rounds: int) -> list[Executed]:
+    """All of `fits` in turn, `rounds` times three steps of each."""
+    emulations = [Emulation(fit.plan, fit.order, profile.layers, (1.0,) * RANKS) for fit in fits.values()]
+    found = run_ranks(_rank_main, RANKS, emulations, rounds, timeout=300)
+    result = []
+    for n, (label, fit) in enumerate(fits.items()):
+        steps = [s for turn in range(rounds) for s in step_seconds([of_rank[turn][n] for of_rank in found])]
+        result.append(Executed(network, label, fit, tuple(steps)))
+    return result
+
+
+def _rank_main(rank: int, emulations: list[Emulation], rounds: int) -> list[list[Steps]]:
+    watch = joined(rank)
+    found = [
+        [run_steps(e.plan, e.order, e.stages(rank), rank, watch, 3, [ROWS]) for e in emulations] for _ in range(rounds)
+    ]
+    watch.close()
+    return found
+
+
+def joined(rank: int) -> FailureWatch:
+    """Joins the other ranks."""
+    steady()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    return FailureWatch(dist.distributed_c10d._get_default_store(), rank)
+
+
+def lines_of(found: Sequence[Executed]) -> list[str]:
+    """The table."""
+    lines = [
+        "Executed on four emulated ranks, times of layers measured here and stretched by "
+        f"{STRETCH:.0f}, batches of {ROWS} samples; ms of a step",
+        f"{'network':28} {'order':20} {'micro-batches':>14} {'layers begin at':>16} {'predicted':>10} {'median':>8} "
+        "(quartiles)",
+    ]
+    for each in found:
+        low, _, high = statistics.quantiles(each.steps, n=4)
+        lines.append(
+            f"{each.network:28} {each.label:20} {each.counts:>14} {each.fit.cuts!s:>16} "
+            f"{1e3 * each.fit.seconds:10.1f} {1e3 * each.median:8.1f} ({1e3 * low:.1f}-{1e3 * high:.1f})"
+        )
+    return lines
+
+
+def keys_of(found: Sequence[Executed]) -> dict[str, float]:
+    """Of the first network: how many times as long the best equal ones take, and how far predictions are off."""
+    first = {each.label: each for each in found[:4]}
+    return {
+        "executed_gain": round(first["best equal gpipe"].median / first["umpipe"].median, 4),
+        "executed_um1f1b_gain": round(first["best equal schedule"].median / first["um1f1b"].median, 4),
+        "executed_worst_error": round(max(abs(each.fit.seconds / each.median - 1) for each in found), 4),
+    }
+
+
+def emulated(quick: bool) -> list[Executed]:
+    """Every network, by the best equal GPipe, UMPIPE, the best equal schedule that ships, and UM-1F1B."""
+    torch.set_num_threads(1)
+    layers = {kind: measured(kind, 5 if quick else 15) for kind in LAYERS}
+    place = Deployment(Cluster((Device(),) * RANKS, inside=LINK))
+    found = []
+    for network, kinds in list(NETWORKS.items())[: 1 if quick else None]:
+        profile = ModelProfile(tuple(layers[kind] for kind in kinds), overhead=ENGINE)
+        fits = {
+            "best equal gpipe": equal_best(profile, place, lambda m: [GPipe()]),
+            "umpipe": unequal_best(profile, place, UMPipe()),
+            "best equal schedule": equal_best(profile, place, ready_ones),
+            "um1f1b": unequal_best(profile, place, UM1F1B()),
+        }
+        found += execute(network, profile, fits, 2 if quick else 8)
+    return found
