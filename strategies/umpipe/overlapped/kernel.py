@@ -1,7 +1,7 @@
 """The event loop of overlapped directions, on whole numbers and plain sequences.
 
 It is written once and run by Python on lists, or compiled by numba on int64 arrays, with the same numbers;
-`overlapped.machine` chooses and `overlapped.tables` says what the structures hold. What is idle ends NEVER.
+`overlapped.machine` chooses and `overlapped.tables` says what the structures hold.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -15,6 +15,15 @@ FORWARD_FIRST = 1
 ALL_FORWARDS_FIRST = 2
 
 
+def place(p, width):
+    """Where process p runs: its stage's forward number, or its link, backward links after all others."""
+    if p < width:
+        return p
+    if p % 2 == 1:
+        return 2 * width - 1 - p
+    return width + (2 * width - 2 - p) // 2
+
+
 def dispatched(chunks, policy, limit, memory, room, log):
     """When the last backward chunk ends; NEVER if that is not before `limit`, if a stage would hold more than it may,
     or if all wait for each other. Fills `room.peak`, and `log` if it has room.
@@ -24,7 +33,7 @@ def dispatched(chunks, policy, limit, memory, room, log):
     """
     rows, busy, size = chunks
     caps, weight, weight_arrived, weight_returned, most = memory
-    begun, done, rest, tail, until, running, touched, flying, level, peak = room
+    begun, done, rest, tail, idle, running, ends, touched, flying, level, peak = room
     first, starts, turns = log
     logging = len(starts) > 0
     n = len(busy)
@@ -46,14 +55,14 @@ def dispatched(chunks, policy, limit, memory, room, log):
             return NEVER
         head += busy[p]
     for r in range(count):
-        until[r] = NEVER
+        idle[r] = 1
     for i in range(stages):
         flying[i] = 0
         level[i] = 0
         peak[i] = 0
     turn = 0
     t = 0
-    soonest = NEVER
+    active = 0
     touched[0] = 0
     news = 1
     while True:
@@ -62,7 +71,7 @@ def dispatched(chunks, policy, limit, memory, room, log):
             chosen = -1
             if r < width and r % 2 == 0:
                 i = r // 2
-                if until[r] == NEVER:
+                if idle[r] > 0:
                     f = r
                     b = n - 1 - r
                     if t + rest[f] + rest[b] + tail[b] >= limit:
@@ -87,7 +96,7 @@ def dispatched(chunks, policy, limit, memory, room, log):
                     peak[i] = level[i]
                     if level[i] > most[i]:
                         return NEVER
-            elif until[r] == NEVER:
+            elif idle[r] > 0:
                 p = r if r < width else n - 2 - 2 * (r - width)
                 if t + rest[p] + tail[p] >= limit:
                     return NEVER
@@ -101,22 +110,27 @@ def dispatched(chunks, policy, limit, memory, room, log):
                     turn += 1
                 begun[chosen] = min(begun[chosen] + size[chosen], rows)
                 rest[chosen] -= busy[chosen]
-                running[r] = chosen
-                until[r] = t + busy[chosen]
-                soonest = min(soonest, until[r])
-        if soonest == NEVER:
+                idle[r] = 0
+                end = t + busy[chosen]
+                at = active
+                active += 1
+                while at > 0 and ends[at - 1] < end:
+                    ends[at] = ends[at - 1]
+                    running[at] = running[at - 1]
+                    at -= 1
+                ends[at] = end
+                running[at] = chosen
+        if active == 0:
             return t if done[n - 1] == rows else NEVER
-        t = soonest
-        soonest = NEVER
+        t = ends[active - 1]
         news = 0
-        for r in range(count):
-            if until[r] > t:
-                soonest = min(soonest, until[r])
-                continue
-            p = running[r]
+        while active > 0 and ends[active - 1] == t:
+            active -= 1
+            p = running[active]
+            r = place(p, width)
             more = begun[p] - done[p]
             done[p] = begun[p]
-            until[r] = NEVER
+            idle[r] = 1
             touched[news] = r
             news += 1
             if r < width and r % 2 == 0:
@@ -129,12 +143,7 @@ def dispatched(chunks, policy, limit, memory, room, log):
                 level[(n - 2 - p) // 2] += more * weight_returned[(n - 2 - p) // 2]
             p += 1
             if p < n:
-                if p < width:
-                    touched[news] = p
-                elif p % 2 == 1:
-                    touched[news] = n - 1 - p
-                else:
-                    touched[news] = width + (n - 2 - p) // 2
+                touched[news] = place(p, width)
                 news += 1
 
 

@@ -13,7 +13,7 @@ from lightning_pipes.sim.loops.machine import compiled
 from lightning_pipes.strategies.umpipe.overlapped import kernel
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Log, Memory, Room
 
-FUNCTIONS = (kernel.dispatched, kernel.tried, kernel.capped)
+FUNCTIONS = (kernel.place, kernel.dispatched, kernel.tried, kernel.capped)
 FREE = 1 << 40
 """More rows and bytes than a stage has."""
 
@@ -42,7 +42,7 @@ class Kernel:
     def room(self, stages: int) -> Room:
         """Notes for so many stages."""
         processes, runners = 4 * stages - 2, 3 * stages - 2
-        lengths = (*(processes,) * 4, runners, runners, 2 * runners, *(stages,) * 3)
+        lengths = (*(processes,) * 4, *(runners,) * 3, 2 * runners, *(stages,) * 3)
         return Room(*map(self.fill, lengths))
 
     def log(self, chunks: Chunks | None = None) -> Log:

@@ -52,7 +52,8 @@ class Room(NamedTuple):
         begun, done: (p) rows whose chunks have begun, and ended.
         rest: (p) what the chunks that have not begun take.
         tail: (p) what the processes after it take at least.
-        until, running: (r) when its chunk ends, and of which process it is.
+        idle: (r) whether it runs nothing.
+        running, ends: the processes whose chunks are under way and when these end, the soonest last.
         touched: those r that something happened to, twice as long as there are r.
         flying, level, peak: (i) rows in flight, what is held now, and what was held at most.
     """
@@ -61,8 +62,9 @@ class Room(NamedTuple):
     done: Numbers
     rest: Numbers
     tail: Numbers
-    until: Numbers
+    idle: Numbers
     running: Numbers
+    ends: Numbers
     touched: Numbers
     flying: Numbers
     level: Numbers
