@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -168,7 +168,11 @@ class Executed:
 
 def execute(network: str, profile: ModelProfile, fits: dict[str, Fit], rounds: int) -> list[Executed]:
     """All of `fits` in turn, `rounds` times three steps of each."""
-    emulations = [Emulation(fit.plan, fit.order, profile.layers, (1.0,) * RANKS) for fit in fits.values()]
+    whole = tuple(replace(layer, input_backward=(), weight_backward=()) for layer in profile.layers)
+    emulations = []
+    for fit in fits.values():  # emulated layers whose backward has two parts take both for a whole one
+        layers = profile.layers if fit.plan.split_backward else whole
+        emulations.append(Emulation(fit.plan, fit.order, layers, (1.0,) * RANKS))
     found = run_ranks(_rank_main, RANKS, emulations, rounds, timeout=300)
     result = []
     for n, (label, fit) in enumerate(fits.items()):
