@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TRIES = 5
 
 
 def benchmark() -> ModuleType:
@@ -28,19 +27,12 @@ def busy() -> bool:
     return psutil.cpu_percent(interval=1.0) > 25
 
 
-@pytest.mark.alone
-def test_the_demo_is_balanced_and_as_predicted() -> None:
-    """The cut is right every time, on a busy machine too: one layer further a stage takes three times as long as the
-    other. A step is as predicted in one of five runs at least, unless others are busy."""
+def test_the_demo_is_balanced() -> None:
+    """On a busy machine too: one layer further a stage takes three times as long as the other. Whether a step is as
+    predicted shows where nothing else runs, below."""
     demo = benchmark()
-    for _ in range(TRIES):
-        before = busy()
-        run = demo.demo("trainer.limit_train_batches=14", "trainer.limit_val_batches=1")
-        assert run.cut == demo.BALANCED, run
-        assert run.ratio < 1.6, run
-        if run.right or before or busy():
-            return
-    raise AssertionError(f"no step of {TRIES} runs was within {demo.CLOSE:.0%} of what was predicted; the last: {run}")
+    run = demo.demo("trainer.limit_train_batches=14", "trainer.limit_val_batches=1")
+    assert run.cut == demo.BALANCED, run
 
 
 @pytest.mark.alone

@@ -56,7 +56,7 @@ def test_nothing_fits():
         choose(model, ranks, rows, poor)
 
 
-@pytest.mark.parametrize("between", ["25GB/s", "200MB/s"])
+@pytest.mark.parametrize("between", ["25GB/s", pytest.param("200MB/s", marks=pytest.mark.slow)])
 def test_64_stages_512_microbatches_16_replicas(between):
     """Of more than 100 options few are simulated; how long that takes is in benchmarks/scaling.py."""
     profile = named_profile("GPT-2-1.3B", "A100-80G")

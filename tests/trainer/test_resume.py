@@ -6,6 +6,7 @@ import io
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -229,12 +230,9 @@ def resumed(name: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def all_resumed(rank: int, folder: str) -> list[Any]:
-    """For every case what `resumed` finds, or how it failed."""
-    found: list[Any] = []
-    for number, (name, options) in enumerate(CASES):
-        found.append(resumed(name, Path(folder) / str(number), options))
-    return found
+def all_resumed(rank: int, folder: str, numbers: list[int]) -> list[Any]:
+    """For every case of these what `resumed` finds."""
+    return [resumed(CASES[number][0], Path(folder) / str(number), CASES[number][1]) for number in numbers]
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -253,16 +251,34 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def all_found() -> list[Any]:
+RARE = {"own generator", "lasting workers", "weighted", "no batching", "own iteration", "several"}
+"""Loaders that are another one with a difference."""
+
+
+def is_slow(number: int) -> bool:
+    """Whether a case is left to those who have time: rare loaders, and every second of the other settings."""
+    name, options = CASES[number]
+    return number % 2 == 0 if options else name in RARE
+
+
+@cache
+def all_found(slow: bool) -> dict[int, Any]:
     """By case what each rank found; all cases in the same processes."""
+    numbers = [number for number in range(len(CASES)) if is_slow(number) == slow]
     with TemporaryDirectory() as folder:
-        return list(zip(*run_ranks(all_resumed, 2, folder, timeout=200), strict=True))
+        by_rank = run_ranks(all_resumed, 2, folder, numbers, timeout=200)
+    return dict(zip(numbers, zip(*by_rank, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}, {options}" for name, options in CASES])
-def test_it_is_the_run_that_was_not_interrupted(number, all_found):
-    for found in all_found[number]:
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=f"{name}, {options}", marks=[pytest.mark.slow] if is_slow(number) else [])
+        for number, (name, options) in enumerate(CASES)
+    ],
+)
+def test_it_is_the_run_that_was_not_interrupted(number):
+    for found in all_found(is_slow(number))[number]:
         assert len(found) > 1
         assert {path: wrong for path, wrong in found.items() if wrong} == {}
 

@@ -87,6 +87,13 @@ def is_stopped(pid: int) -> bool:
     return state[:1] == ["T"]  # a debugger's are "t"
 
 
+def has_ended(pid: int) -> bool:
+    """Whether there is no such process in this PID name space, or nobody has asked yet how it ended; unknown elsewhere
+    than on Linux."""
+    state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return state[:1] in ([], ["Z"], ["X"])
+
+
 @cache
 def _process(pid: int) -> Process:
     return Process.of(pid)

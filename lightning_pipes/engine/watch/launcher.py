@@ -25,7 +25,7 @@ import psutil
 from lightning_pipes.engine.watch import ending
 from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT
 from lightning_pipes.engine.watch.heartbeat import Silence
-from lightning_pipes.engine.watch.identity import is_stopped
+from lightning_pipes.engine.watch.identity import has_ended, is_stopped
 from lightning_pipes.ir import PipelineError
 
 _log = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ def _launcher() -> int:
     """The process that has started this one as a rank; 0 if there is none, or this was started by a rank."""
     if os.environ.get("LOCAL_RANK", "0") != "0" and LAUNCHER in os.environ:
         pid = int(os.environ[LAUNCHER])
-        return pid if os.getppid() == pid or not Path(f"/proc/{pid}").exists() else 0
+        return pid if os.getppid() == pid or has_ended(pid) else 0
     parent = _born[1] if _born[0] == os.getpid() else os.getppid()
     if _TORCHRUN in os.environ and _in_environment(parent, _TORCHRUN) is None:
         return parent

@@ -126,7 +126,7 @@ def test_utilisation_is_a_share_and_nothing_is_faster_than_the_work_of_a_stage(b
     assert one.ours().time / 1e9 >= busiest
 
 
-@pytest.mark.parametrize("model", ["ResNet-152", "GPT-2-1.5B"])
+@pytest.mark.parametrize("model", [pytest.param("ResNet-152", marks=pytest.mark.slow), "GPT-2-1.5B"])
 def test_more_memory_is_never_worse(bench, epoch, model):
     sizes = [24, 40, 80]
     for run in (

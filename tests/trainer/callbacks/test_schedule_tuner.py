@@ -65,7 +65,7 @@ class Watch(pl.Callback):
 def stamps(slow: Any) -> Any:
     """What a rank would measure of 1 ms forwards, 2 ms backwards, and messages of `slow(batch)` seconds."""
     seen = Counter[str]()
-    original = schedule_tuner._sample
+    original = schedule_tuner.sample_of
 
     def sample(before: Any, window: Any) -> StepSample:
         seen["windows"] += 1
@@ -108,14 +108,14 @@ def fit(folder: Path, schedule: Any, tuner: ScheduleTuner | None = None, **optio
 
 
 def tuned(rank: int, folder: str) -> dict[str, Any]:
-    original = schedule_tuner._sample
+    original = schedule_tuner.sample_of
     schedule_tuner.OVERHEAD = 1e9  # batches of a millisecond: deciding would be rare
-    schedule_tuner._sample = stamps(lambda n: 0.0 if n < 2 else 0.001)  # type: ignore[assignment]
+    schedule_tuner.sample_of = stamps(lambda n: 0.0 if n < 2 else 0.001)  # type: ignore[assignment]
     found = {"slow": fit(Path(folder, "slow"), KFKB("auto"), ScheduleTuner(3, "1GiB", window=1))}
-    schedule_tuner._sample = stamps(lambda n: 0.0)  # type: ignore[assignment]
+    schedule_tuner.sample_of = stamps(lambda n: 0.0)  # type: ignore[assignment]
     found["fast"] = fit(Path(folder, "fast"), KFKB("auto"))
     found["other sizes"] = fit(Path(folder, "sizes"), KFKB(2), ScheduleTuner(2, window=1, sizes=(1, 2, 4)))
-    schedule_tuner._sample = original  # type: ignore[assignment]
+    schedule_tuner.sample_of = original  # type: ignore[assignment]
     found["probing"] = fit(Path(folder, "probing"), "kfkb", ScheduleTuner(4, window=2, probe=True))
     found["plain"] = fit(Path(folder, "plain"), "1f1b")
     return found
@@ -240,7 +240,7 @@ def test_who_still_updates_may_have_messages_already():
     before = [Event(1, B(1, span), 0, 10), Event(1, STEP(1), 10, 90)]
     now = [Event(0, Instruction(Kind.SF, 0, span=span), 50, 60), Event(1, F(1, span), 91, 95)]
     windows = [SimpleNamespace(events=events, plan=plan, order=KFKB(1).program(plan)) for events in (before, now)]
-    found = schedule_tuner._sample(*windows)
+    found = schedule_tuner.sample_of(*windows)
     assert found.means[Kind.SF, 0, 1] == 10
     assert not found.impossible
 
