@@ -16,7 +16,7 @@ ROOM = GATE.with_name("__init__.py")
 come later wait behind it: otherwise there would always be somebody in it."""
 
 QUICK = ("ir", "cost", "sim", "planning")
-"""Rooms whose tests come last: they are many and short, so all workers end at the same time."""
+"""Rooms whose tests come late: they are many and short, so all workers end at the same time."""
 
 
 @contextmanager
@@ -43,11 +43,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests that run alone come first, as long as workers have nothing long to finish before."""
+    """Files with tests that run alone come last: the other workers have nothing to finish before, and do not start."""
     alone = {item.path for item in items if item.get_closest_marker("alone") is not None}
 
     def turn(item: pytest.Item) -> int:
         room = item.path.relative_to(ROOM.parent).parts[0]
-        return 0 if item.path in alone else 2 if room in QUICK else 1
+        return 2 if item.path in alone else 1 if room in QUICK else 0
 
     items.sort(key=turn)
