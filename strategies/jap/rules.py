@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from lightning_pipes.cost.named import known
+from lightning_pipes.sim.loops.machine import Kernel
 from lightning_pipes.strategies.jap.bounds import lower_bound
 from lightning_pipes.strategies.jap.kernel import NEVER
-from lightning_pipes.strategies.jap.machine import Kernel, kernel_for
+from lightning_pipes.strategies.jap.machine import kernel_for
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem
 from lightning_pipes.strategies.jap.solution import Solution
 from lightning_pipes.strategies.jap.tables import Notes, Urgency

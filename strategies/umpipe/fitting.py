@@ -9,7 +9,8 @@ from itertools import combinations
 from random import Random
 from typing import NamedTuple
 
-from lightning_pipes.ir import Cut, Plan, Span
+from lightning_pipes.ir import Cut, Plan
+from lightning_pipes.strategies.umpipe.network import sized
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
 from lightning_pipes.strategies.umpipe.overlapped.machine import FREE, fastest
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
@@ -119,11 +120,6 @@ class Choices:
             limits=base.limits,
             whole_forward=whole if any(whole) else (),
         )
-
-
-def sized(rows: int, size: int) -> tuple[Span, ...]:
-    """Micro-batches of `size` samples, the last of which may be shorter."""
-    return tuple(Span(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 def fitted(

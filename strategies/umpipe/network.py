@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.ir import InputError, check_count, shown
+from lightning_pipes.ir import InputError, Span, check_count, shown
 
 Times = npt.NDArray[np.int64]
 
@@ -122,3 +122,8 @@ class Network:
         """The samples of a chunk of each process, forward and backward."""
         forward, backward = scheme
         return tuple(self.sizes[q] for q in forward), tuple(self.sizes[q] for q in backward)
+
+
+def sized(rows: int, size: int) -> tuple[Span, ...]:
+    """Micro-batches of `size` samples, the last of which may be shorter."""
+    return tuple(Span(start, min(start + size, rows)) for start in range(0, rows, size))

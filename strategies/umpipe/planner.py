@@ -13,7 +13,8 @@ from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, improved
 from lightning_pipes.planning.planner import EvenPlanner, Planner, Problem
 from lightning_pipes.sim import makespan
 from lightning_pipes.sim.units import bytes_text
-from lightning_pipes.strategies.umpipe.fitting import Choices, fitted, sized
+from lightning_pipes.strategies.umpipe.fitting import Choices, fitted
+from lightning_pipes.strategies.umpipe.network import sized
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
 from lightning_pipes.strategies.umpipe.pricing import Option, drifted, link_times, room_of, stage_options
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,28 @@ def numba_machine() -> Machine | None:
     """The compiled kernel; None where numba is not installed."""
     made = compiled(kernel.leave, kernel.pick, kernel.fixed, kernel.every, kernel.chosen)
     return None if made is None else Machine("numba", made["fixed"], made["chosen"], made["every"], arrays=True)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to run a solver's kernel.
+
+    Attributes:
+        name: "python" or "numba".
+        run: the kernel's functions, by name.
+    """
+
+    name: str
+    run: SimpleNamespace
+
+    def copy(self, numbers: Any) -> Any:
+        """The same numbers, flat, as the kernel takes them."""
+        flat = np.array(numbers, np.int64).reshape(-1)
+        return flat if self.name == "numba" else flat.tolist()
+
+    def fill(self, n: int, value: int = 0) -> Any:
+        """Room for `n` numbers."""
+        return np.full(n, value, np.int64) if self.name == "numba" else [value] * n
 
 
 def compiled(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]] | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
-from lightning_pipes.sim.loops.machine import compiled
+from lightning_pipes.sim.loops import machine as loops
 from lightning_pipes.strategies.umpipe.overlapped import kernel
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Log, Memory, Room
 
@@ -18,26 +16,8 @@ FREE = 1 << 40
 """More rows and bytes than a stage has."""
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One way to run the kernel.
-
-    Attributes:
-        name: "python" or "numba".
-        run: the kernel's functions, by name.
-    """
-
-    name: str
-    run: SimpleNamespace
-
-    def copy(self, numbers: Any) -> Any:
-        """The same numbers, flat, as the kernel takes them."""
-        flat = np.array(numbers, np.int64).reshape(-1)
-        return flat if self.name == "numba" else flat.tolist()
-
-    def fill(self, n: int, value: int = 0) -> Any:
-        """Room for `n` numbers."""
-        return np.full(n, value, np.int64) if self.name == "numba" else [value] * n
+class Kernel(loops.Kernel):
+    """One way to run the event loop, and what it takes."""
 
     def room(self, stages: int) -> Room:
         """Notes for so many stages."""
@@ -66,7 +46,7 @@ PYTHON = Kernel("python", SimpleNamespace(**{function.__name__: function for fun
 @cache
 def numba_kernel() -> Kernel | None:
     """The compiled kernel; None where numba is not installed."""
-    made = compiled(*FUNCTIONS)
+    made = loops.compiled(*FUNCTIONS)
     return None if made is None else Kernel("numba", SimpleNamespace(**made))
 
 

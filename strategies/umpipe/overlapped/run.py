@@ -16,8 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_pipes.ir import STEP, B, Cut, F, InputError, Kind, Plan, Program, Span, shown
-from lightning_pipes.strategies.umpipe.network import Network, Scheme
+from lightning_pipes.ir import STEP, B, Cut, F, InputError, Kind, Plan, Program, shown
+from lightning_pipes.strategies.umpipe.network import Network, Scheme, sized
 from lightning_pipes.strategies.umpipe.overlapped import kernel
 from lightning_pipes.strategies.umpipe.overlapped.machine import FREE, PYTHON, Kernel
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Memory
@@ -172,7 +172,7 @@ def in_flight(network: Network, caps: Sequence[int]) -> Memory:
 
 def cut_of(network: Network, scheme: Scheme) -> Cut:
     """How `scheme` cuts a batch, in spans of samples: of stages, and of links by the stage that sends."""
-    forward, backward = ([_spans(network.rows, size) for size in sizes] for sizes in network.sizes_of(scheme))
+    forward, backward = ([sized(network.rows, size) for size in sizes] for sizes in network.sizes_of(scheme))
     backward = backward[::-1]  # from the first stage on, as a cut lists them
     return Cut(
         network.rows,
@@ -181,7 +181,3 @@ def cut_of(network: Network, scheme: Scheme) -> Cut:
         (*forward[1::2], forward[-1]),
         (backward[0], *backward[1::2]),
     )
-
-
-def _spans(rows: int, size: int) -> tuple[Span, ...]:
-    return tuple(Span(at, min(at + size, rows)) for at in range(0, rows, size))
