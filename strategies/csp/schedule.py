@@ -42,7 +42,9 @@ class CSP(Policy):
     # rank 2 |....0-0===1-1===3-3===2-2===........| bubble 33.3%
     #         - forward  = backward  . idle
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction:
-        first = ready[0]
-        if first.kind is Kind.F:
-            return first
-        return next((i for i in ready if i.kind is Kind.STEP), first)
+        for i in ready:
+            if i.kind is Kind.STEP:
+                return i
+            if i.kind is Kind.F:
+                break
+        return ready[0]

@@ -20,15 +20,15 @@ def stream(shape, times, waits, rules, ran):
     `shape` is subnets, stages and micro-batches; `times` are of a micro-batch forward and backward, by
     subnet and stage, and of a message, how long it occupies its link and how much later it is there. `waits` are, by
     subnet and stage, how many layers are awaited, and where the update of a layer goes and how long that takes.
-    `rules` are how far subnets may be apart, the size of a bulk, 0 for none, and how many micro-batches each stage may
-    hold.
+    `rules` are how far subnets may be apart, the size of a bulk, 0 for none, whether all forwards of a bulk come before
+    its backwards, and how many micro-batches each stage may hold.
 
     All that happens at one instant has happened before any stage decides; stages decide in order.
     """
     subnets, stages, microbatches = shape
     forward, backward, busy, latency = times
     missing, first, target, delay = waits
-    depth, bulk, most = rules
+    depth, bulk, forwards_first, most = rules
     starts_f, ends_f, starts_b, ends_b = ran
     here_f = [0] * (subnets * stages)  # inputs that have come
     here_b = [0] * (subnets * stages)  # gradients
@@ -36,6 +36,7 @@ def stream(shape, times, waits, rules, ran):
     ran_b = [0] * (subnets * stages)
     oldest = [0] * stages  # all before it are over there
     held = [0] * stages
+    begun = [0] * stages  # forwards
     doing = [-1] * stages  # the task that runs, twice its number, and 1 more for a backward
     free_f = [0] * stages  # when the link to the next stage is free
     free_b = [0] * stages
@@ -52,11 +53,12 @@ def stream(shape, times, waits, rules, ran):
                 continue
             until = (oldest[s] // bulk + 1) * bulk if bulk > 0 else oldest[s] + depth
             until = min(until, subnets)
+            may_return = not forwards_first or begun[s] == until * microbatches
             chosen = -1
             a_forward = -1
             for y in range(oldest[s], until):
                 i = y * stages + s
-                if here_b[i] > ran_b[i]:
+                if may_return and here_b[i] > ran_b[i]:
                     chosen = i
                     break
                 if a_forward < 0 and here_f[i] > ran_f[i] and missing[i] == 0:
@@ -71,6 +73,7 @@ def stream(shape, times, waits, rules, ran):
                 k = a_forward * microbatches + ran_f[a_forward]
                 doing[s] = 2 * k
                 held[s] += 1
+                begun[s] += 1
                 starts_f[k] = now
                 ends_f[k] = now + forward[a_forward]
                 t = ends_f[k]

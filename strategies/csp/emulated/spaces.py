@@ -1,4 +1,4 @@
-"""Search spaces of the paper's shapes, with layers of its times (NASPipe, Tables 1 and 5), and subnets drawn from them."""
+"""Search spaces of the paper's shapes with layers of its times (NASPipe, Tables 1 and 5), and subnets drawn of them."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ class Rules:
         depth: subnets from the oldest under way to the newest, on each stage.
         checks: whether a forward waits for the update of its layers by the subnets before.
         bulk: subnets between two flushes, of systems that have them; 0 for none.
+        forwards_first: whether a stage runs all forwards of a bulk before its backwards.
         held: micro-batches that each stage may hold between forward and backward; None for no limit.
         overhead: nanoseconds that each task takes besides.
         message, latency: nanoseconds in which a link moves the message of a whole batch, and until each is there.
@@ -41,6 +42,7 @@ class Rules:
     depth: int = 30
     checks: bool = True
     bulk: int = 0
+    forwards_first: bool = False
     held: tuple[int, ...] | None = None
     overhead: int = FIXED
     message: int = 0
@@ -54,6 +56,8 @@ class Rules:
         for what in ("bulk", "overhead", "message", "latency", "moving"):
             if getattr(self, what) < 0:
                 raise InputError(f"{what} can't be below 0, got {shown(getattr(self, what))}")
+        if self.forwards_first and not self.bulk:
+            raise InputError("forwards_first is for bulks; say how many subnets one has")
 
 
 class Waits(NamedTuple):
@@ -189,7 +193,7 @@ def run(placed: Placed, rules: Rules, waits: Waits | None = None) -> Ran:
         shape,
         (*times, rules.message // m, rules.latency),
         tuple(machine.copy(each) for each in waits),
-        (rules.depth, rules.bulk, machine.copy(held)),
+        (rules.depth, rules.bulk, rules.forwards_first, machine.copy(held)),
         ran,
     )
     if left:

@@ -48,6 +48,9 @@ def by_hand(placed: Placed, rules: Rules) -> dict[tuple[str, int, int, int], tup
                 return False
             come = s == 0 or arrived.get(("F", y, s, k), now + 1) <= now
             return come and may_enter(y, s, now) and layers_are_there(y, s, now)
+        bulk = range(y // rules.bulk * rules.bulk, min(n, (y // rules.bulk + 1) * rules.bulk)) if rules.bulk else ()
+        if rules.forwards_first and not all(over("F", x, s, now) for x in bulk):
+            return False
         if s == stages - 1:
             return ("F", y, s, k) in ran and ran["F", y, s, k][1] <= now
         return arrived.get(("B", y, s, k), now + 1) <= now

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -23,13 +23,13 @@ def test_the_slowest_stage_is_as_fast_as_of_any_cut(blocks: int, stages: int) ->
     placed = balanced(drawn, stages)
     for times, cuts in zip(drawn.forward + drawn.backward, placed.cuts, strict=True):
         every = [(0, *inner, blocks) for inner in combinations(range(1, blocks), stages - 1)]
-        slowest = {c: max(times[a:b].sum() for a, b in zip(c, c[1:], strict=False)) for c in every}
+        slowest = {c: max(times[a:b].sum() for a, b in pairwise(c)) for c in every}
         got = tuple(map(int, cuts))
         assert slowest[got] == min(slowest.values())
         end = blocks  # every cut, from the last, is the leftmost of those that are best for the blocks before it
         for stage in range(stages, 1, -1):
-            heads = {c[:stage] + (end,) for c in every if all(x < end for x in c[:stage])}
-            worst = {c: max(times[a:b].sum() for a, b in zip(c, c[1:], strict=False)) for c in heads}
+            heads = {(*c[:stage], end) for c in every if all(x < end for x in c[:stage])}
+            worst = {c: max(times[a:b].sum() for a, b in pairwise(c)) for c in heads}
             end = min(c[stage - 1] for c in heads if worst[c] == min(worst.values()))
             assert got[stage - 1] == end
 

@@ -99,6 +99,7 @@ CASES: Sequence[Rules] = (
     Rules(4, depth=9, message=8, latency=2, overhead=1, moving=3),
     Rules(2, bulk=4, checks=False, overhead=0),
     Rules(1, bulk=3, overhead=2, moving=0),
+    Rules(3, bulk=4, checks=False, forwards_first=True, overhead=1),
     Rules(2, checks=False, held=(4, 3, 2, 1), overhead=1),
     Rules(2, held=(3, 3, 2, 2), overhead=1),
 )
@@ -148,3 +149,5 @@ def test_refuses_limits_for_other_stages() -> None:
         run(placed, Rules(held=(1, 1, 1)))
     with pytest.raises(InputError, match="overhead can't be below 0"):
         Rules(overhead=-1)
+    with pytest.raises(InputError, match="forwards_first is for bulks"):
+        Rules(forwards_first=True)
