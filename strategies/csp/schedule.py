@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_pipes.ir import Instruction, Kind, Plan, Policy, RankView, check_count, check_fields
+from lightning_pipes.strategies.csp.planner import SubnetPlanner
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class CSP(Policy):
     def __post_init__(self) -> None:
         check_fields(self)
         check_count(f"depth of {self.name}", self.depth)
+
+    def planner(self) -> SubnetPlanner:
+        return SubnetPlanner()
 
     # Batch 2 shares a layer of stage 0 with batch 0, batch 3 waits for nobody and overtakes it.
     # Drawn by `subnets(CSP(), "000", "111", "020", "202")`:
