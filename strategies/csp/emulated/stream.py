@@ -134,10 +134,10 @@ class Ran:
 
     def busy(self, begin: int, end: int) -> Array:
         """Nanoseconds that each stage computes between the two instants."""
-        return sum(
-            ((np.minimum(ends, end) - np.maximum(starts, begin)).clip(0).sum(axis=(0, 2)))
-            for starts, ends in (self.forwards, self.backwards)
-        )  # type: ignore[return-value]
+        total = np.zeros(self.placed.stages, np.int64)
+        for starts, ends in (self.forwards, self.backwards):
+            total += (np.minimum(ends, end) - np.maximum(starts, begin)).clip(0).sum(axis=(0, 2))
+        return total
 
     @property
     def bubble(self) -> float:
