@@ -36,7 +36,7 @@ class Pending(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What to fetch, and what to tell the stage before.
+    """Contexts to fetch, and records to tell the stage before.
 
     Attributes:
         wanted: subnets whose context is needed next, the first one first.
@@ -51,7 +51,7 @@ class Predictor(Protocol):
     """Predicts for one stage. A wrong prediction costs time only."""
 
     def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[Pending] = ()) -> Prediction:
-        """What comes after `task`, which runs now.
+        """The contexts that come after `task`, which runs now.
 
         Args:
             queue: who waits on the stage, the lowest first; `task.subnet` may be among them.
@@ -59,7 +59,7 @@ class Predictor(Protocol):
         """
 
     def idle(self, queue: Sequence[Waiting]) -> Prediction:
-        """What comes next where nothing runs and nothing is ready, as at the start."""
+        """The contexts that come next where nothing runs and nothing is ready, as at the start."""
 
 
 def admissible(queue: Iterable[Waiting], done: frozenset[int] = frozenset()) -> int | None:

@@ -22,7 +22,7 @@ SAMPLE = 300
 
 
 class Choice(NamedTuple):
-    """What to run with.
+    """The best settings.
 
     Attributes:
         throughput: subnets a second that it then has.
