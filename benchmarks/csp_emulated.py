@@ -8,15 +8,15 @@ queue; `lost` counts the fixed 0.2 ms as if idle. Micro-batches are chosen on on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import NamedTuple
 
 from lightning_pipes.strategies.csp.emulated.bounds import least_bubble
 from lightning_pipes.strategies.csp.emulated.choosing import choose
-from lightning_pipes.strategies.csp.emulated.placed import balanced
-from lightning_pipes.strategies.csp.emulated.spaces import SPACES
+from lightning_pipes.strategies.csp.emulated.placed import Placed, balanced, fixed
+from lightning_pipes.strategies.csp.emulated.spaces import SPACES, Subnets
 from lightning_pipes.strategies.csp.emulated.stream import Rules, run
 from lightning_pipes.strategies.csp.emulated.swapped import Swaps, ahead, nothing, one_step, swapped
 from lightning_pipes.strategies.csp.emulated.systems import (
@@ -76,11 +76,17 @@ class Samples:
         drawn = (SPACES[name].draw(self.subnets, seed) for seed in self.seeds)
         return mean(least_bubble(balanced(subnets, STAGES), rules) for subnets in drawn)
 
-    def one_by_one(self, name: str, schedule: OneFOneB | ZeroBubble) -> float:
+    def one_by_one(
+        self,
+        name: str,
+        schedule: OneFOneB | ZeroBubble,
+        cut: Callable[[Subnets, int], Placed],
+        rules: Rules | None = None,
+    ) -> float:
         """Mean of subnets a second, one after another, each with the M that is fastest."""
-        drawn = [SPACES[name].draw(100, seed) for seed in self.seeds]
-        every = ([one_by_one(subnets, STAGES, Rules(m), schedule) for subnets in drawn] for m in (8, 16, 24, 32))
-        return max(map(mean, every))
+        placed = [cut(SPACES[name].draw(100, seed), STAGES) for seed in self.seeds]
+        every = (replace(rules or Rules(), microbatches=m) for m in (2, 4, 8, 16, 24, 32))
+        return max(mean(one_by_one(each, given, schedule) for each in placed) for given in every)
 
 
 class Means(NamedTuple):
@@ -96,16 +102,17 @@ def spaces(quick: bool) -> Report:
     report, samples = Report(), Samples.of(quick)
     report.lines += [
         "8 stages             bubble:                   subnets a second:                              one by one:"
-        "       CSP without:     printed rule:",
+        "         CSP without:         printed rule:",
         "space      M depth    CSP   lost  bound  paper    CSP    BSP   best  bulk  BSP,1   ASP  VPipe   1f1b     zb"
-        "  scheduler mirroring  bubble stale",
+        "  scheduler mirroring zb,fixed  bubble stale",
     ]
     for name in SPACES:
         report.lines.append(_space(name, samples, report.keys))
     report.lines.append(
-        f"BSP: bulks of 8, all forwards first, the same M; best: the fastest of bulks {', '.join(map(str, BULKS))}, which\n"
-        "hold so many batches on every stage; BSP,1: one task a subnet, as in the paper; VPipe: BSP with 3 contexts on a\n"
-        "device, no prediction; one by one: each with its fastest M; stale: of 1000 layers that the printed rule reads."
+        f"BSP: bulks of 8, all forwards first, the same M; best: the fastest of bulks {', '.join(map(str, BULKS))},\n"
+        "which hold so many batches on every stage; BSP,1: one task a subnet, as in the paper; VPipe: BSP with 3\n"
+        "contexts on a device, no prediction; one by one: each with its fastest M, zb is zero_bubble; fixed: without\n"
+        "mirroring, too; stale: of 1000 layers that the printed rule reads."
     )
     speeds = [report.keys[f"throughput_{name}"] for name in SPACES if name.startswith("NLP")]
     report.keys["rises_with_choices"] = float(speeds == sorted(speeds, reverse=True))
@@ -123,7 +130,8 @@ def _space(name: str, samples: Samples, keys: dict[str, float]) -> str:
     whole = samples.ran(name, BSP, replace(rules, microbatches=1)).throughput
     asp = samples.ran(name, SYSTEMS["ASP"], rules).throughput
     vpipe = _vpipe(name, rules)
-    alone = {schedule.name: samples.one_by_one(name, schedule) for schedule in (OneFOneB(), ZeroBubble())}
+    alone = {schedule.name: samples.one_by_one(name, schedule, balanced) for schedule in (OneFOneB(), ZeroBubble())}
+    alone_fixed = samples.one_by_one(name, ZeroBubble(), fixed)
     unscheduled = samples.ran(name, SYSTEMS["without scheduler"], rules).throughput
     unmirrored = samples.ran(name, SYSTEMS["without mirroring"], rules).throughput
     printed, stale = _printed(name, samples, rules)
@@ -131,11 +139,13 @@ def _space(name: str, samples: Samples, keys: dict[str, float]) -> str:
     keys |= {f"bubble_{short}": bubble, f"lost_{short}": lost, f"bound_{short}": bound, f"throughput_{name}": speed}
     keys |= {f"vs_bsp_{short}": speed / equal, f"vs_bsp_{short}_best_bulk": speed / bulks[best]}
     keys |= {f"vs_bsp_{short}_one_task": speed / whole, f"vs_one_by_one_{short}": speed / max(alone.values())}
+    keys[f"vs_one_by_one_{short}_fixed"] = unmirrored / alone_fixed
     paper = f"{PAPER[name]:6.2f}" if name in PAPER else 6 * " "
     return (
         f"{name:8} {rules.microbatches:3} {rules.depth:5} {bubble:6.3f} {lost:6.3f} {bound:6.3f} {paper} {speed:6.2f} "
         f"{equal:6.2f} {bulks[best]:6.2f} {best:5} {whole:6.2f} {asp:5.1f} {vpipe:6.2f} {alone['1f1b']:6.2f} "
-        f"{alone['zero_bubble']:6.2f} {unscheduled:10.2f} {unmirrored:9.2f} {printed:7.3f} {1000 * stale:5.1f}"
+        f"{alone['zero_bubble']:6.2f} {unscheduled:10.2f} {unmirrored:9.2f} {alone_fixed:8.2f} {printed:7.3f} "
+        f"{1000 * stale:5.1f}"
     )
 
 
@@ -171,7 +181,7 @@ def bounds(quick: bool) -> Report:
 def costs(quick: bool) -> Report:
     """NLP.c1 where tasks, messages or updates cost more, M chosen for each."""
     report, samples = Report(), Samples.of(quick)
-    report.lines.append("NLP.c1, M chosen for each:                           M  bubble  lost  CSP/BSP")
+    report.lines.append("NLP.c1, M chosen for each:                           M  bubble  lost  CSP/BSP  CSP/one by one")
     ethernet = round(15.76 / 0.867)
     for what, rules in (
         ("as above", Rules()),
@@ -187,7 +197,10 @@ def costs(quick: bool) -> Report:
         given = replace(rules, microbatches=chosen.microbatches, depth=chosen.depth)
         bubble, lost, speed = samples.ran("NLP.c1", CSP, given)
         other = samples.ran("NLP.c1", BSP, given).throughput
-        report.lines.append(f"{what:52} {chosen.microbatches:2} {bubble:7.3f} {lost:5.3f} {speed / other:8.2f}")
+        alone = samples.one_by_one("NLP.c1", ZeroBubble(), balanced, rules)
+        report.lines.append(
+            f"{what:52} {given.microbatches:2} {bubble:7.3f} {lost:5.3f} {speed / other:8.2f} {speed / alone:15.2f}"
+        )
     return report
 
 
@@ -213,7 +226,7 @@ def swaps(quick: bool) -> Report:
     report = Report()
     n = 60 if quick else 150
     report.lines.append(
-        f"{CONTEXTS} contexts a device, 8 stages:    M  predictor        hits  at switches late  stall   time (no swaps: 1)"
+        f"{CONTEXTS} contexts, 8 stages:             M  predictor        hits  at switches late  stall  time (plain: 1)"
     )
     for name in ("NLP.c1", "NLP.c3") if quick else PAPER:
         placed = balanced(SPACES[name].draw(n, 1), STAGES)
