@@ -5,7 +5,7 @@
 f5   throughput of all systems, each with the batch that it has in Table 2, and with the same batch
 f6   what scheduler, predictor and mirroring are worth
 f7   4 to 16 stages
-t2   bubbles and cache hits, one task a subnet and with the best number of micro-batches
+t2   bubbles and cache hits (3 contexts), one task a subnet and with the best number of micro-batches
 t4   the order in which subnets 2, 5 and 7 access a layer that they share
 t5   times of layers, and what a subnet takes
 theory  what shared layers force: formula, longest chain, simulation
@@ -118,7 +118,7 @@ def f7(subnets: int) -> list[str]:
 
 
 def t2(subnets: int) -> list[str]:
-    lines = ["space    M  bubble  BSP: bubble  ASP: bubble  hits, 3 contexts: Algorithm 3  exact   BSP, no prediction"]
+    lines = ["space    M  bubble  BSP: bubble  ASP: bubble  hits at switches: Algorithm 3  exact   BSP, no prediction"]
     for name in NAMES:
         drawn = SPACES[name].draw(subnets, 1)
         few = drawn.first(60)
@@ -126,12 +126,12 @@ def t2(subnets: int) -> list[str]:
             rules, placed = Rules(m, STAGES), balanced(few, STAGES)
             bubbles = [SYSTEMS[what].run(drawn, STAGES, rules).bubble for what in ("CSP", "BSP", "ASP")]
             makes = one_step(placed), ahead(placed, rules, 3)
-            hits = [swapped(placed, rules, 3, make).hit_rate for make in makes]
+            hits = [swapped(placed, rules, 3, make).switch_hit_rate for make in makes]
             bulk = bsp()
-            lru = swapped(bulk.cut(few, STAGES), bulk.rules(rules, STAGES), 3, nothing()).hit_rate
+            lru = swapped(bulk.cut(few, STAGES), bulk.rules(rules, STAGES), 3, nothing()).switch_hit_rate
             lines.append(
-                f"{name:7} {m:2} {bubbles[0]:7.3f} {bubbles[1]:12.3f} {bubbles[2]:12.3f} {hits[0]:30.3f} {hits[1]:6.3f} "
-                f"{lru:20.3f}"
+                f"{name:7} {m:2} {bubbles[0]:7.3f} {bubbles[1]:12.3f} {bubbles[2]:12.3f} {hits[0]:30.3f} "
+                f"{hits[1]:6.3f} {lru:20.3f}"
             )
     return [
         *lines,
@@ -169,13 +169,13 @@ def t5(subnets: int) -> list[str]:
 
 
 def theory(subnets: int) -> list[str]:
-    lines = ["8 stages  M  at most, by the formula  longest chain  CSP, simulated   two of 8 subnets share a layer"]
+    lines = ["8 stages  M  at most, by the formula  longest chain  CSP, simulated   two subnets share a layer"]
     for name in NAMES:
         for m in (1, 2, 4, 8):
             placed = balanced(SPACES[name].draw(subnets, 1), STAGES)
             rules = Rules(m, overhead=0, moving=0)
             formula, chain = forced_bubble(SPACES[name], STAGES, m), least_bubble(placed, rules)
-            share = f"{collisions(SPACES[name], STAGES):15.6f}" if m == 1 else ""
+            share = f"{collisions(SPACES[name], 2):15.3f}" if m == 1 else ""
             lines.append(f"{name:8} {m:2} {formula:23.3f} {chain:14.3f} {run(placed, rules).bubble:15.3f} {share}")
     return lines
 
