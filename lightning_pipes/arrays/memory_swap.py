@@ -141,18 +141,20 @@ class MemorySwap(SiblingMemory):
             self._swap.acquire(index, write=True)
 
     def end_turn(self, index: int, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
-        swap, found = self.states(device), Binding(module, optimizers, device)
+        swap = self.states(device)
         known = swap.bound(index)
-        if isinstance(known, Binding) and known.like(found):
+        there = None if known is None else swap.on_device(index)
+        if not (isinstance(known, Binding) and there is not None and known.still_holds(there, module, optimizers)):
+            found = Binding(module, optimizers, device)
+            if not (isinstance(known, Binding) and known.like(found)):
+                self.leave(index)
+                self._largest = max(self._largest, swap.add(index, found, lambda size: self._check(index, size)))
+                return
             swap.replace(index, found)
-            there = swap.on_device(index)
             if there is not None:
                 found.settle(there)
-            swap.release(index)
-            swap.relieve(index)
-            return
-        self.leave(index)
-        self._largest = max(self._largest, swap.add(index, found, lambda size: self._check(index, size)))
+        swap.release(index)
+        swap.relieve(index)
 
     def begin_block(self, index: int, stage: int) -> None:
         self._stages.add(stage)
