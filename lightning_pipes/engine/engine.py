@@ -166,8 +166,8 @@ class Engine:
             )
         if item.use is not None and item.use.delays and isinstance(self._program, Program):
             raise PlanError(
-                f"a batch reads layer {item.use.delays[0][0]!r} late, and this schedule's order is fixed before anybody "
-                "knows: take a policy that waits for what batches read, or no delay"
+                f"a batch reads layer {item.use.delays[0][0]!r} late, and this schedule's order is fixed before "
+                "anybody knows: take a policy that waits for what batches read, or no delay"
             )
         for stage in self._stages:
             if item.use is not None:
