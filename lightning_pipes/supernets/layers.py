@@ -46,7 +46,7 @@ class ChoiceBlock(nn.ModuleList):
         choice = subnet[self.place]
         if not 0 <= choice < len(self):
             raise InputError(
-                f"a subnet chooses candidate {choice} of block {self.place}, which has {len(self)}: 0 to {len(self) - 1}"
+                f"a subnet chooses candidate {choice} of block {self.place}, which has 0 to {len(self) - 1}"
             )
         y = self[choice](x)
         return y if self.last else (y, subnet)

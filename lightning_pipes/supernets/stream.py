@@ -102,8 +102,8 @@ class SubnetStream(Iterable[Subnet]):
             found = answers.get(timeout=self.timeout)
         except queue.Empty:
             raise InputError(
-                f"{type(self.explorer).__name__} has not said in {self.timeout:g} s which is subnet {number}; all ranks "
-                "wait for it. See what it waits for, or raise timeout"
+                f"{type(self.explorer).__name__} has not said in {self.timeout:g} s which is subnet {number}; all "
+                "ranks wait for it. See what it waits for, or raise timeout"
             ) from None
         if isinstance(found, BaseException):
             raise found

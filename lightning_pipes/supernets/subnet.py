@@ -77,8 +77,8 @@ class Space:
         for number, candidates in enumerate(self.blocks):
             if not candidates or len(set(candidates)) < len(candidates) or min(candidates) < 0:
                 raise InputError(
-                    f"block {number} of a space offers candidates {shown(candidates)}; it needs one or more, each once, "
-                    "counted from 0"
+                    f"block {number} of a space offers candidates {shown(candidates)}; it needs one or more, each "
+                    "once, counted from 0"
                 )
 
     @classmethod
@@ -108,8 +108,8 @@ class Space:
         """
         if len(choices) != len(self.blocks):
             raise InputError(
-                f"a subnet of {len(choices)} choices, {shown(tuple(choices))}, for {len(self.blocks)} blocks; it needs "
-                "one for each"
+                f"a subnet of {len(choices)} choices, {shown(tuple(choices))}, for {len(self.blocks)} blocks; it "
+                "needs one for each"
             )
         for block, choice in enumerate(choices):
             self._check(block, choice)

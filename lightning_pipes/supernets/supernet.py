@@ -47,8 +47,8 @@ class Supernet(nn.Sequential):
         delay: int | None = None,
     ) -> None:
         given = layers[0] if len(layers) == 1 and isinstance(layers[0], OrderedDict) else None
-        named = dict(given) if given is not None else {str(n): m for n, m in enumerate(layers)}
-        super().__init__(OrderedDict(_made(named, shared, delay)))  # type: ignore[arg-type]
+        named: dict[str, Any] = dict(given) if given is not None else {str(n): m for n, m in enumerate(layers)}
+        super().__init__(OrderedDict(_made(named, shared, delay)))
         blocks = self.blocks
         if not blocks:
             raise InputError("a Supernet needs a ChoiceBlock among its layers, got none; nn.Sequential does without")
@@ -57,8 +57,7 @@ class Supernet(nn.Sequential):
         for block, layer in _beside(self._modules):
             if isinstance(layer, PerChoice):
                 layer.place = block.place
-        for layer in self:
-            layer.last = layer is self[len(self) - 1]  # type: ignore[assignment]
+        self._last().last = True
         self._shares = _Shares(self._modules)
         self.space = Space.of([len(block) for block in blocks.values()])
 
@@ -66,11 +65,14 @@ class Supernet(nn.Sequential):
         """A layer; of several a plain nn.Sequential, with the numbers that they have here."""
         return nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
+    def _last(self) -> Any:
+        return self[len(self) - 1]
+
     @property
     def blocks(self) -> dict[str, ChoiceBlock]:
         """The choice blocks by the names of their layers."""
         found = {n: m for n, m in self._modules.items() if isinstance(m, ChoiceBlock) and not isinstance(m, PerChoice)}
-        return found  # type: ignore[return-value]
+        return found
 
     def layers_of(self, subnet: Choices) -> dict[str, bool | Delayed]:
         """The layers that a batch of this subnet uses, for `layers_of_batch`: "5.2" is candidate 2 of layer 5. Of each
@@ -95,8 +97,7 @@ class Supernet(nn.Sequential):
     def subnet(self, subnet: Choices) -> nn.Sequential:
         """The layers of one subnet as a module of its own, which takes x: the same ones, not copies."""
         choices = self.space.check(subnet.choices if isinstance(subnet, Subnet) else subnet)
-        layers = (m[choices[m.place]] if isinstance(m, ChoiceBlock) else m.layer for m in self)  # type: ignore[union-attr, index]
-        return nn.Sequential(*layers)
+        return nn.Sequential(*(m[choices[m.place]] if isinstance(m, ChoiceBlock) else m.layer for m in self))  # type: ignore[arg-type]
 
 
 def _made(named: Mapping[str, nn.Module], shared: Sharing, delay: int | None) -> Iterator[tuple[str, nn.Module]]:
@@ -175,6 +176,6 @@ class _Shares:
             layer: Any = layers[head]
             if not choice or choices[layer.place] == int(choice):
                 raise InputError(
-                    f"subnet {choices} uses a layer twice: {part} and {other} have parameters or buffers in common, and "
-                    "gradients of both would come at different times. Leave such subnets out, or copy the layer"
+                    f"subnet {choices} uses a layer twice: {part} and {other} have parameters or buffers in common, "
+                    "and gradients of both would come at different times. Leave such subnets out, or copy the layer"
                 )

@@ -1,4 +1,4 @@
-"""A small supernet with all that makes order matter, trained by a Trainer and by a plain loop that knows no pipeline."""
+"""A small supernet with all that makes order matter, trained by a Trainer and by a plain loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.ir import Instruction, Plan, Policy, RankView, Span
-from lightning_pipes.supernets import ChoiceBlock, Explorer, Explores, Shared, SubnetStream, Supernet, Uniform
+from lightning_pipes.supernets import (
+    ChoiceBlock,
+    Evolution,
+    Explorer,
+    Explores,
+    Shared,
+    SubnetStream,
+    Supernet,
+    Uniform,
+)
 from lightning_pipes.trainer.loop.run import Listener
 from tests.trainer.lit import quiet
 
@@ -132,8 +141,10 @@ def new_module(shared: str, dies_at: int = -1) -> Lit:
     return Lit(shared, dies_at)
 
 
-def explorer() -> Explorer:
-    return Uniform(supernet("sequential").space, seed=1)
+def explorer(shared: str) -> Explorer:
+    """With layers that are frozen by an evolution, whose generations end in the middle of epochs."""
+    space = supernet(shared).space
+    return Evolution(space, population=7, parents=3, seed=1) if shared == "frozen" else Uniform(space, seed=1)
 
 
 def fit(
@@ -151,7 +162,7 @@ def fit(
     quiet()
     warnings.filterwarnings("ignore", ".*every batch steps layer.*")
     torch.set_num_threads(1)
-    module, losses, stream = new_module(shared, dies_at if rank == 0 else -1), Losses(), SubnetStream(explorer())
+    module, losses, stream = new_module(shared, dies_at if rank == 0 else -1), Losses(), SubnetStream(explorer(shared))
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every or batches * 10, save_top_k=-1)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -176,7 +187,7 @@ def alone(shared: str, batches: int, drains: Sequence[int] = ()) -> dict[str, An
     "delayed" it keeps what each subnet has left; `drains` are subnets after which all was ended, beside epochs."""
     module = new_module(shared)
     [optimizer], [scheduler] = module.configure_optimizers()
-    data, subnets, losses = loader(batches), SubnetStream(explorer()), {}
+    data, subnets, losses = loader(batches), SubnetStream(explorer(shared)), {}
     late = [layer for layer in module.net if getattr(layer, "delay", None)]
     parameters = [p for layer in late for p in layer.parameters()]
     number = 0
@@ -196,6 +207,7 @@ def alone(shared: str, batches: int, drains: Sequence[int] = ()) -> dict[str, An
                 (loss * 0.5).backward()
                 total = loss.detach() * 0.5 + total
             losses[subnet.id] = float(total).hex()
+            subnets.tell(subnet, float(total))
             for p, newest in zip(parameters, left[-1], strict=True):
                 p.data = newest.clone()
             optimizer.step()

@@ -15,7 +15,7 @@ from tests.supernets.nets import alone, fit
 
 SHORT, LONG = 20, 250
 """Subnets of each of two epochs."""
-SHARED = ["sequential", "delayed"]
+SHARED = ["sequential", "delayed", "frozen", "per_choice"]
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +33,11 @@ def plain(shared: str, batches: int, drains: tuple[int, ...] = ()) -> dict[str, 
 
 
 def in_turn(rank: int, ranks: int, folder: str) -> list[dict[str, Any]]:
-    """Several trainings on the same processes, which take most of the time: both ways to share, the second resumed in
-    the middle of its second epoch."""
+    """Several trainings on the same processes, which take most of the time: ways to share, the second one resumed in
+    the middle of its second epoch, the last one by an evolution that learns from losses."""
     saved = fit(rank, ranks, "delayed", SHORT, folder, every=30)
     resumed = fit(rank, ranks, "delayed", SHORT, folder, f"{folder}/step=30.ckpt", every=30)
-    return [fit(rank, ranks, "sequential", SHORT, folder), saved, resumed]
+    return [fit(rank, ranks, "sequential", SHORT, folder), fit(rank, ranks, "frozen", SHORT, folder), saved, resumed]
 
 
 def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
@@ -46,8 +46,9 @@ def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
 
 
 def test_two_stages_train_as_one_process() -> None:
-    for sequential, saved, resumed in run_ranks(in_turn, 2, 2, mkdtemp(), timeout=120):
+    for sequential, frozen, saved, resumed in run_ranks(in_turn, 2, 2, mkdtemp(), timeout=120):
         assert sequential == plain("sequential", SHORT)
+        assert frozen == plain("frozen", SHORT)
         assert saved == plain("delayed", SHORT, (30,))
         assert resumed == after(saved, 30)
     assert plain("delayed", SHORT)["losses"] != plain("sequential", SHORT)["losses"]

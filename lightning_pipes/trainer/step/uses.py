@@ -65,10 +65,10 @@ class Overlap:
         speed = speed_behind(plan, stage)
         if speed < 1:
             rank_zero_warn(
-                f"every batch steps layer {name!r} on stage {stage}, so that each waits there for the one before: about "
-                f"{speed:.0%} of the speed of batches that overlap. For more, use more micro-batches, or let batches not "
-                "step the layer, or read it late (in a Supernet shared='frozen', 'per_choice' or 'delayed'), which gives "
-                "another result"
+                f"every batch steps layer {name!r} on stage {stage}, so that each waits there for the one before: "
+                f"about {speed:.0%} of the speed of batches that overlap. For more, use more micro-batches, or let "
+                "batches not step the layer, or read it late (in a Supernet shared='frozen', 'per_choice' or "
+                "'delayed'), which gives another result"
             )
 
 
