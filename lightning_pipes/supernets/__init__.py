@@ -1,5 +1,6 @@
 """Supernets: networks of which each batch trains one path, many batches at once, as if one after another."""
 
+from lightning_pipes.supernets.bulks import in_bulks
 from lightning_pipes.supernets.evolution import Evolution
 from lightning_pipes.supernets.explorers import Explorer, Listed, Produced, Several, Uniform
 from lightning_pipes.supernets.explores import Explores
@@ -24,4 +25,5 @@ __all__ = [
     "SubnetStream",
     "Supernet",
     "Uniform",
+    "in_bulks",
 ]

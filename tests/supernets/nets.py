@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipes import PipelineStrategy
+from lightning_pipes import PipelineStrategy, ReproducibilityLog
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.ir import Instruction, Plan, Policy, RankView, Span
 from lightning_pipes.supernets import (
@@ -29,6 +29,7 @@ from lightning_pipes.supernets import (
     SubnetStream,
     Supernet,
     Uniform,
+    in_bulks,
 )
 from lightning_pipes.trainer.loop.run import Listener
 from tests.trainer.lit import quiet
@@ -67,7 +68,9 @@ class Residual(nn.Module):
         return x + self.drop(self.down(F.gelu(self.up(x))))
 
 
-def candidates() -> list[nn.Module]:
+def candidates(statistics: bool) -> list[nn.Module]:
+    if not statistics:
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Tanh()) for _ in range(CANDIDATES)]
     return [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh(), nn.Dropout(0.2)),
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()),
@@ -78,23 +81,26 @@ def candidates() -> list[nn.Module]:
     ]
 
 
-def supernet(shared: str) -> Supernet:
+def supernet(shared: str, statistics: bool = True) -> Supernet:
     """An embedding, blocks, and a norm with a head; the two are shared as the word says."""
     embedding = nn.Sequential(nn.Embedding(TOKENS, WIDTH), Mean())
     head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 3))
-    blocks = (ChoiceBlock(candidates()) for _ in range(BLOCKS))
+    blocks = (ChoiceBlock(candidates(statistics)) for _ in range(BLOCKS))
     delay = DELAY if shared == "delayed" else None
     return Supernet(embedding, *blocks, Shared(head, shared, delay), shared=shared, delay=delay)  # type: ignore[arg-type]
 
 
 class Lit(pl.LightningModule):
-    def __init__(self, shared: str, dies_at: int = -1) -> None:
+    """With a `bulk`, subnets read what the one before their bulk has left."""
+
+    def __init__(self, shared: str, dies_at: int = -1, bulk: int = 0) -> None:
         super().__init__()
-        self.net = supernet(shared)
-        self.dies_at = dies_at
+        self.net = supernet(shared, statistics=not bulk)
+        self.dies_at, self.bulk = dies_at, bulk
 
     def layers_of_batch(self, batch: Any) -> Any:
-        return self.net.layers_of(batch[-1])
+        layers = self.net.layers_of(batch[-1])
+        return in_bulks(layers, batch[-1].id, self.bulk) if self.bulk else layers
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         (x, y), subnet = batch
@@ -136,9 +142,9 @@ class Losses(Callback, Listener):
         self.found[batch[-1].id] = float(out).hex()
 
 
-def new_module(shared: str, dies_at: int = -1) -> Lit:
+def new_module(shared: str, dies_at: int = -1, bulk: int = 0) -> Lit:
     torch.manual_seed(3)
-    return Lit(shared, dies_at)
+    return Lit(shared, dies_at, bulk)
 
 
 def explorer(shared: str) -> Explorer:
@@ -157,19 +163,26 @@ def fit(
     dies_at: int = -1,
     recompute: bool = False,
     every: int | None = None,
+    schedule: str | Policy | None = None,
+    bulk: int = 0,
 ) -> dict[str, Any]:
-    """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two."""
+    """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two. What is to be
+    compared is in the folder, too."""
     quiet()
     warnings.filterwarnings("ignore", ".*every batch steps layer.*")
     torch.set_num_threads(1)
-    module, losses, stream = new_module(shared, dies_at if rank == 0 else -1), Losses(), SubnetStream(explorer(shared))
+    module, losses, stream = (
+        new_module(shared, dies_at if rank == 0 else -1, bulk),
+        Losses(),
+        SubnetStream(explorer(shared)),
+    )
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every or batches * 10, save_top_k=-1)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=PipelineStrategy(Stream(), 2, partition=CUTS[ranks], recompute=recompute),
+        strategy=PipelineStrategy(schedule or Stream(), 2, partition=CUTS[ranks], recompute=recompute),
         max_epochs=2,
-        callbacks=[losses, Explores(stream), keeper],
+        callbacks=[losses, Explores(stream), ReproducibilityLog(folder, every_n_batches=1), keeper],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

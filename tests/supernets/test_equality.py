@@ -64,6 +64,25 @@ def test_many_subnets_on_any_number_of_stages(shared: str, stages: int) -> None:
     assert len(wanted["losses"]) == 2 * LONG
 
 
+def weights(stages: int, schedule: str | None = None, bulk: int = 0) -> dict[str, str]:
+    """After forty subnets."""
+    args = ("sequential", SHORT, mkdtemp(), None, -1, False, None, schedule, bulk)
+    found: list[dict[str, Any]] = run_ranks(fit, stages, stages, *args, timeout=120)
+    assert all(each == found[0] for each in found)
+    return found[0]["weights"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_asynchronous_and_bulk_synchronous_training_depend_on_stages() -> None:
+    """PipeDream's weights are others on 2 and on 4 stages, as are those of bulks as large as the pipeline is long; one
+    subnet after another gives the same on both. Bulks of one size do, too, and another result than one after another.
+    """
+    assert weights(2, "pipedream") != weights(4, "pipedream")
+    assert weights(2, bulk=2) != weights(4, bulk=4)
+    assert weights(2, bulk=4) == weights(4, bulk=4) != weights(2, bulk=1)
+    assert weights(2) == weights(4) == plain("sequential", SHORT)["weights"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", SHARED)
 def test_recomputed(shared: str) -> None:
