@@ -152,7 +152,8 @@ class Engine:
         """Adds one batch to the window; nothing runs yet.
 
         Raises:
-            PlanError: the batch has more samples than the plan cuts, or uses layers that its stages do not have.
+            PlanError: the batch has more samples than the plan cuts, uses layers that its stages do not have, or reads
+                layers late in an order that is fixed in advance.
         """
         if self._watch is not None:
             self._watch.check()
@@ -162,6 +163,11 @@ class Engine:
             raise PlanError(
                 f"a batch of {item.rows} samples was injected, the plan cuts 1 to {most}; "
                 "adopt a plan for the larger batch"
+            )
+        if item.use is not None and item.use.delays and isinstance(self._program, Program):
+            raise PlanError(
+                f"a batch reads layer {item.use.delays[0][0]!r} late, and this schedule's order is fixed before "
+                "anybody knows: take a policy that waits for what batches read, or no delay"
             )
         for stage in self._stages:
             if item.use is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import lightning_pipes
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Cut, Plan, Program, Schedule, prepared
+from lightning_pipes.ir import Cut, Plan, Program, Schedule, Span, Use, prepared
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.sim import simulate
@@ -78,6 +78,14 @@ def unequal(name):
     return _drawn(order.program(plan) if isinstance(order, Schedule) else order, plan, costs, None, 1)
 
 
+def subnets(order, *chosen, microbatches=1, scale=2):
+    """Batches that choose a layer of each stage, by a digit for each."""
+    plan, costs = uniform(len(chosen[0]), microbatches, 1, 2)
+    blocks = tuple(Span(s, s + 1) for s in range(plan.n_stages))
+    uses = [Use.of([f"{s}.{c}" for s, c in enumerate(each)], blocks) for each in chosen]
+    return _drawn(order, plan, costs, uses, scale)
+
+
 def jobs(order, rows=(2, 1, 1), stages=3, batches=2, scale=2):
     """Batches of several jobs, a nanosecond a sample forward and two backward."""
     plan = Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows), batches=batches)
@@ -109,6 +117,7 @@ def _drawn(order, plan, costs, batches, scale):
 CALLS = {
     "step": step,
     "unequal": unequal,
+    "subnets": subnets,
     "jobs": jobs,
     "iteration": iteration,
     "joining": joining,

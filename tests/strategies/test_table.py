@@ -51,7 +51,8 @@ def run(name, p, m, batches):
     )
     plan: Plan = prepared(plan, schedule)
     order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
-    return simulate(order, plan, costs, batches=batches if name in ENDLESS else None), per_rank
+    one = 1 if order.endless else None  # of a policy that does not flush: all use all layers, one after another
+    return simulate(order, plan, costs, batches=batches if name in ENDLESS else one), per_rank
 
 
 def names_of(name, p, m):

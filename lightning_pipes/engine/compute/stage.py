@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.in_parts import InParts
 from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.late import LateWeights
 from lightning_pipes.engine.compute.parts import Parts
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.engine.compute.weights import Version, WeightVersions
-from lightning_pipes.ir import Span, Use
+from lightning_pipes.ir import PlanError, Span, Use
 
 Body = Callable[["Stage", Item, Span, Any], Any]
 """Computes what a stage sends on: body(stage, item, span, received)."""
@@ -109,11 +110,13 @@ class Stage:
         """
         self._version, self.recomputing = version, again
         self._only_read = self._parts.only_read(item.use)
+        kept = {name: (buffer, buffer._version) for name, buffer in self._parts.not_written(item.use).items()}
         self._in_parts = InParts(self.number, span, self.device) if in_parts else None
         try:
             out = self.body(self, item, span, received)
             if self._in_parts is not None:
                 self._in_parts.check_drawn()
+            self._check_kept(item, kept)
             return out
         finally:
             self._version, self._in_parts, self.recomputing = None, None, False
@@ -125,6 +128,20 @@ class Stage:
             PlanError: it does.
         """
         self._parts.check(use)
+
+    def late_weights(self) -> LateWeights:
+        """What keeps the versions of these layers that batches of a new window read late."""
+        return LateWeights(self.number, self.layers, self._parts)
+
+    def _check_kept(self, item: Item, kept: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+        for name, (buffer, before) in kept.items():
+            if buffer._version != before:
+                raise PlanError(
+                    f"batch {item.number} changes {name} on stage {self.number} in its forward, as BatchNorm does with "
+                    "its running statistics, and shares the layer with other batches under way, which it reads late or "
+                    "does not step: the result would depend on which comes first. Let batches step the layer, without "
+                    "a delay; or take track_running_stats=False, another norm, or eval() for it"
+                )
 
     def stepped(self, item: Item) -> list[nn.Parameter]:
         """The parameters of the layers that `item` steps here."""
@@ -162,9 +179,8 @@ class Stage:
         return x
 
     def _run_layer(self, number: int, layer: nn.Module, x: Any) -> Any:
-        if self._version is None and not self.recomputing and not self._only_read:
-            return layer(x)
-        return functional_call(layer, self._tensors(number, layer), (x,))
+        tensors = self._tensors(number, layer)
+        return functional_call(layer, tensors, (x,)) if tensors else layer(x)
 
     def say_inseparable(self, why: str) -> None:
         """Warns, once, that a split backward gains nothing on this stage."""
@@ -190,7 +206,7 @@ class Stage:
     def _tensors(self, number: int, layer: nn.Module) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         if self._version is not None:
-            tensors.update(self._version.parameters[number])
+            tensors.update(self._version.parameters.get(number, {}))
         if self._only_read:
             for name, p in layer.named_parameters():
                 if id(p) in self._only_read:

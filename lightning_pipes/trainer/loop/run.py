@@ -14,11 +14,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import Kind, Plan, Policy, Program
+from lightning_pipes.ir import Kind, Plan, Policy, Program, Span
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.part import Part
 from lightning_pipes.trainer.loop.stopping import StopAgreement
@@ -70,6 +70,19 @@ class Training(ABC):
         """Puts the gradients where the optimizer looks for them."""
 
 
+class Listener:
+    """Sees what a run does on its rank, as it does it; in a stream, where ranks are at different batches."""
+
+    def began(self, stage: Stage, item: Item) -> None:
+        """The first forward of a training batch on a stage is about to run."""
+
+    def stepped(self, stage: Stage, item: Item) -> None:
+        """A batch has stepped its layers on a stage."""
+
+    def heard(self, number: int, batch: Any, out: Any) -> None:
+        """The result of batch `number` is known here: what the user's step gave. In the order of batches."""
+
+
 class PipelineRun:
     """Takes batches through the pipeline, from `setup` to `teardown` of the strategy.
 
@@ -89,6 +102,7 @@ class PipelineRun:
     Attributes:
         windows: the last batches.
         took: nanoseconds of the first batches on this rank.
+        listeners: told of what happens in a stream.
 
     Raises:
         PlanError: the transport can't be had here.
@@ -114,6 +128,7 @@ class PipelineRun:
         self.global_ranks = global_ranks = tuple(part.holdings.global_ranks)
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
         self.took: list[int] = []
+        self.listeners: list[Listener] = []
         self.replay = LogReplay(cut.module)
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self.trainer = trainer
@@ -198,13 +213,22 @@ class PipelineRun:
             made[number] = Stage(
                 number,
                 {n: TapedLayer(layer, n, self.hidden.layer) for n, layer in layers.items()},
-                self._saved_bytes.around(number, self.steps.body(number)),
+                self._told(self._saved_bytes.around(number, self.steps.body(number))),
                 partial(self._batch_complete, number),
                 recompute=bool(plan.recompute) and plan.recompute[number],
                 last_backward=None if reducer is None else reducer.last_backward,
                 named=layers,
             )
         return made
+
+    def _told(self, body: Body) -> Body:
+        def telling(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+            if item.training and not stage.recomputing and not span.start:
+                for listener in self.listeners:
+                    listener.began(stage, item)
+            return body(stage, item, span, received)
+
+        return telling
 
     def begin_loss_check(self, data: TrainingBatch) -> None:
         """Called before a batch; its size has the plan of the engine."""

@@ -35,7 +35,7 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.packing import Packed, unpacked
 from lightning_pipes.trainer.step.steps import TrainingBatch
-from lightning_pipes.trainer.step.uses import check_layers, use_of
+from lightning_pipes.trainer.step.uses import Overlap, check_layers, use_of
 
 Settings = list[dict[str, Any]]
 """Learning rate and all else that an optimizer's groups are told, by group."""
@@ -48,10 +48,12 @@ class StreamedBatch(TrainingBatch):
     """A batch with the settings that the optimizers had when it came: schedulers go on meanwhile.
 
     Attributes:
+        number: counts batches since training began.
         message: on the last stage what it has told the others of the batch.
         stepped: how many stages of this rank have.
     """
 
+    number: int = -1
     settings: list[Settings] = field(default_factory=list)
     message: Any = None
     stepped: int = 0
@@ -72,6 +74,7 @@ class Streaming(Training):
         self._under_way: deque[StreamedBatch] = deque()
         self._unsaid: deque[StreamedBatch] = deque()  # those that the last stage has not told of
         self._window = StreamWindow()
+        self._overlap = Overlap()
         self._ordering = run.plans
         self._optimizers: Sequence[Optimizer] = ()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -94,14 +97,16 @@ class Streaming(Training):
             for optimizer in optimizers:
                 private.expect_late_steps(optimizer)
         settings = [_settings(o) for o in optimizers]
-        data = StreamedBatch(batch, rows, arguments, 1, samples=run.lists.of(batch, rows), settings=settings)
+        number = fit_loop.total_batch_idx
+        data = StreamedBatch(batch, rows, arguments, 1, {}, None, run.lists.of(batch, rows), number, settings)
         run.begin_loss_check(data)
         self._under_way.append(data)
         if run.last:
             self._unsaid.append(data)
         use = use_of(run.cut.module, run.cut.full, batch, engine.plan)
+        self._overlap.look(use, engine.plan)
         with run.hidden.batch(training=True), self._own_gradients():
-            engine.inject(Item(fit_loop.total_batch_idx, rows, data, use=use))
+            engine.inject(Item(number, rows, data, use=use))
             self._window.add(use or Use.whole(engine.plan))
             engine.progress()
         self._tell()
@@ -143,6 +148,8 @@ class Streaming(Training):
         for p, gradient in others:
             p.grad = gradient
         data.stepped += 1
+        for listener in run.listeners:
+            listener.stepped(stage, item)
         self._say()
 
     def give_back_gradients(self) -> None:
@@ -173,11 +180,14 @@ class Streaming(Training):
         run = self._run
         self._say()
         while self._under_way and self._is_known(self._under_way[0]):
-            message = self._under_way.popleft().message
+            data = self._under_way.popleft()
+            message = data.message
             out, logged = self._results.hear() if message is None else message
             with run.trainer.precision_plugin.train_step_context():
                 run.replay.replay(logged)
             self._latest = move_data_to_device(out, run.device)
+            for listener in run.listeners:
+                listener.heard(data.number, data.batch, self._latest)
 
     def _is_known(self, data: StreamedBatch) -> bool:
         return data.message is not None if self._run.last else data.stepped == len(self._run.stages)

@@ -1,0 +1,1 @@
+"""Streams of subnets in virtual time, on spaces of the paper's shapes."""

@@ -1,0 +1,127 @@
+"""The event loop of a stream of subnets, on whole nanoseconds: run by Python, or compiled by numba; `emulated.machine`
+chooses.
+
+Subnet y on stage s has number y * stages + s, its micro-batch k the number of that times `microbatches` plus k.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+FORWARD, BACKWARD, LAYER = 1, 2, 3
+"""What an event is: an input or a gradient that arrives, or a layer; below them, 0, a task that ends."""
+
+
+def stream(shape, times, waits, rules, ran):
+    """How many tasks never ran; fills `ran`, the start and end of each forward and backward.
+
+    `shape` is subnets, stages and micro-batches; `times` are of a micro-batch forward and backward, by
+    subnet and stage, and of a message, how long it occupies its link and how much later it is there. `waits` are, by
+    subnet and stage, how many layers are awaited, and where the update of a layer goes and how long that takes.
+    `rules` are how far subnets may be apart, the size of a bulk, 0 for none, whether all forwards of a bulk come before
+    its backwards, and how many micro-batches each stage may hold.
+
+    All that happens at one instant has happened before any stage decides; stages decide in order.
+    """
+    subnets, stages, microbatches = shape
+    forward, backward, busy, latency = times
+    missing, first, target, delay = waits
+    depth, bulk, forwards_first, most = rules
+    starts_f, ends_f, starts_b, ends_b = ran
+    here_f = [0] * (subnets * stages)  # inputs that have come
+    here_b = [0] * (subnets * stages)  # gradients
+    ran_f = [0] * (subnets * stages)
+    ran_b = [0] * (subnets * stages)
+    oldest = [0] * stages  # all before it are over there
+    held = [0] * stages
+    begun = [0] * stages  # forwards
+    doing = [-1] * stages  # the task that runs, twice its number, and 1 more for a backward
+    free_f = [0] * stages  # when the link to the next stage is free
+    free_b = [0] * stages
+    for y in range(subnets):
+        here_f[y * stages] = microbatches
+    agenda = [(0, 0, 0)]  # time, 4 * what is numbered + what it is
+    agenda.pop()
+    left = 2 * subnets * stages * microbatches
+    events = 0
+    now = 0
+    while True:
+        for s in range(stages):
+            if doing[s] >= 0:
+                continue
+            until = (oldest[s] // bulk + 1) * bulk if bulk > 0 else oldest[s] + depth
+            until = min(until, subnets)
+            may_return = not forwards_first or begun[s] == until * microbatches
+            chosen = -1
+            a_forward = -1
+            for y in range(oldest[s], until):
+                i = y * stages + s
+                if may_return and here_b[i] > ran_b[i]:
+                    chosen = i
+                    break
+                if a_forward < 0 and here_f[i] > ran_f[i] and missing[i] == 0:
+                    a_forward = i
+            if chosen >= 0:
+                k = chosen * microbatches + ran_b[chosen]
+                doing[s] = 2 * k + 1
+                starts_b[k] = now
+                ends_b[k] = now + backward[chosen]
+                t = ends_b[k]
+            elif a_forward >= 0 and held[s] < most[s]:
+                k = a_forward * microbatches + ran_f[a_forward]
+                doing[s] = 2 * k
+                held[s] += 1
+                begun[s] += 1
+                starts_f[k] = now
+                ends_f[k] = now + forward[a_forward]
+                t = ends_f[k]
+            else:
+                continue
+            events += 1
+            heappush(agenda, (t, events, 4 * s))
+        if len(agenda) == 0:
+            return left
+        now = agenda[0][0]
+        while len(agenda) > 0 and agenda[0][0] == now:
+            _, _, event = heappop(agenda)
+            what = event % 4
+            i = event // 4
+            if what == FORWARD:
+                here_f[i] += 1
+            elif what == BACKWARD:
+                here_b[i] += 1
+            elif what == LAYER:
+                missing[i] -= 1
+            else:
+                s = i
+                k = doing[s] // 2
+                is_backward = doing[s] % 2 == 1
+                doing[s] = -1
+                left -= 1
+                i = k // microbatches
+                if not is_backward:
+                    ran_f[i] += 1
+                    if s == stages - 1:
+                        here_b[i] += 1
+                    else:
+                        free_f[s] = max(now, free_f[s]) + busy
+                        events += 1
+                        heappush(agenda, (free_f[s] + latency, events, 4 * (i + 1) + FORWARD))
+                    continue
+                ran_b[i] += 1
+                held[s] -= 1
+                if s > 0:
+                    free_b[s] = max(now, free_b[s]) + busy
+                    events += 1
+                    heappush(agenda, (free_b[s] + latency, events, 4 * (i - 1) + BACKWARD))
+                if ran_b[i] == microbatches:
+                    for n in range(first[i], first[i + 1]):
+                        if delay[n] == 0:
+                            missing[target[n]] -= 1
+                        else:
+                            events += 1
+                            heappush(agenda, (now + delay[n], events, 4 * target[n] + LAYER))
+                    while oldest[s] < subnets and ran_b[oldest[s] * stages + s] == microbatches:
+                        oldest[s] += 1

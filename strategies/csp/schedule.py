@@ -1,0 +1,54 @@
+"""Batches that use different layers of a supernet, overlapping without end, with the weights of one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_pipes.ir import Instruction, Kind, Plan, Policy, RankView, check_count, check_fields
+from lightning_pipes.strategies.csp.planner import SubnetPlanner
+
+
+@dataclass(frozen=True)
+class CSP(Policy):
+    """Causal synchronous parallelism (NASPipe, Zhao et al. 2022, ASPLOS, S3): each batch trains the layers that it has
+    chosen of a supernet, and batches that share none overlap.
+
+    Steps come first, for others wait for them; then backwards, then forwards, each the earliest batch first (S3.2,
+    Algorithm 2). A forward is ready when its input has come and its layers on the stage are as the batches before it
+    leave them: by the version of each layer, which `Ledger` keeps, and not by the list of batches that have finished on
+    the stage as printed, which is unsound where a layer is not always on the same stage. So the weights are bit by
+    bit those of one batch after another, and nothing gets stuck: the oldest batch waits for nobody.
+
+    A batch that uses all layers, as where the module does not say which, waits for the whole one before.
+
+    Attributes:
+        depth: batches from the oldest under way to the newest, the paper's queue of 30. A larger one finds more that is
+            ready and holds the activations of more batches.
+    """
+
+    depth: int = 30
+    name: ClassVar[str] = "csp"
+    flushes: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_count(f"depth of {self.name}", self.depth)
+
+    def planner(self) -> SubnetPlanner:
+        return SubnetPlanner()
+
+    # Batch 2 shares a layer of stage 0 with batch 0, batch 3 waits for nobody and overtakes it.
+    # Drawn by `subnets(CSP(), "000", "111", "020", "202")`:
+    # rank 0 |0-1-3-........0===2-1===..3===..2===| bubble 33.3%
+    # rank 1 |..0-1-....0===3-1===2-3===..2===....| bubble 33.3%
+    # rank 2 |....0-0===1-1===3-3===2-2===........| bubble 33.3%
+    #         - forward  = backward  . idle
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction:
+        for i in ready:
+            if i.kind is Kind.STEP:
+                return i
+            if i.kind is Kind.F:
+                break
+        return ready[0]

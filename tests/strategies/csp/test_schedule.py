@@ -1,0 +1,74 @@
+"""The order of CSP, by hand and against what batches wait for."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_pipes.ir import STEP, B, F, InputError, Plan, RankView, Span, Use, check_stream, unrolled, verify
+from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.csp import CSP
+from lightning_pipes.testing.generators import uniform
+
+LAYERS = (Span(0, 3), Span(3, 6))
+
+
+def uses(*names: str) -> list[Use]:
+    return [Use.of(each.split(), LAYERS) for each in names]
+
+
+def lines(names: list[str], depth: int = 30, microbatches: int = 1) -> list[str]:
+    plan, costs = uniform(2, microbatches, f=1, b=2)
+    return simulate(CSP(depth), plan, costs, batches=uses(*names)).program().lines()
+
+
+def test_batches_that_share_no_layer_overlap_and_others_wait() -> None:
+    """Batch 2 shares layer 0 with batch 0 and layer 4 with batch 1."""
+    assert lines(["0 3", "1 4", "0 4"]) == [
+        "F0.0 F0.0@1 B0.0 STEP0 F0.0@2 B0.0@1 STEP0@1 B0.0@2 STEP0@2",
+        "F1.0 B1.0 STEP1 F1.0@1 B1.0@1 STEP1@1 F1.0@2 B1.0@2 STEP1@2",
+    ]
+
+
+def test_a_later_batch_goes_first_where_an_earlier_one_waits() -> None:
+    assert lines(["0 3", "0 4", "1 5"])[0] == "F0.0 F0.0@2 B0.0 STEP0 F0.0@1 B0.0@2 STEP0@2 B0.0@1 STEP0@1"
+
+
+def test_looks_ahead_as_far_as_its_depth() -> None:
+    assert lines(["0 3", "0 4", "1 5"], depth=2)[0] == "F0.0 B0.0 STEP0 F0.0@1 F0.0@2 B0.0@1 STEP0@1 B0.0@2 STEP0@2"
+
+
+def test_a_step_comes_before_the_backward_of_an_earlier_batch() -> None:
+    """Others wait for the step, and nobody on this rank for the backward."""
+    span = Span(0, 1)
+    plan = Plan.even(2, 1)
+    view = RankView(0, None, {0: 0})
+    ready = [B(0, span, batch=1), STEP(0, batch=2), F(0, span, batch=0)]
+    assert CSP().pick(ready, view, plan) == STEP(0, batch=2)
+    assert CSP().pick([ready[0], ready[2]], view, plan) == B(0, span, batch=1)
+    assert CSP().pick([ready[2]], view, plan) == F(0, span, batch=0)
+
+
+def test_layers_that_all_share_leave_one_batch_after_another() -> None:
+    plan, costs = uniform(4, 3, f=1, b=2)
+    one, five = (simulate(CSP(), plan, costs, batches=n).makespan for n in (1, 5))
+    assert one == (3 + 4 - 1) * 3
+    assert five == 5 * one
+
+
+@pytest.mark.parametrize("depth", [1, 2, 30])
+def test_does_what_the_waits_allow(depth: int) -> None:
+    plan, costs = uniform(2, 2, f=1, b=2)
+    given = uses("0 3", "1 3", "2 4", "0 1", "5", "2 5", "1 4")
+    verify(simulate(CSP(depth), plan, costs, batches=given).program(), unrolled(plan, given, depth))
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5])
+def test_refuses_a_depth_that_counts_no_batches(depth: int) -> None:
+    with pytest.raises(InputError, match="depth"):
+        CSP(depth)
+
+
+def test_orders_a_stream() -> None:
+    check_stream(CSP(), Plan.even(3, 2))
+    assert CSP().endless
+    assert not CSP.variants(4, 8)  # a search over schedules looks for those that flush
