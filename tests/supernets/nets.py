@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipes import PipelineStrategy, ReproducibilityLog
+from lightning_pipes import MemorySwap, PipelineStrategy, ReproducibilityLog
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.ir import Instruction, Plan, Policy, RankView, Span
 from lightning_pipes.supernets import (
@@ -165,24 +165,29 @@ def fit(
     every: int | None = None,
     schedule: str | Policy | None = None,
     bulk: int = 0,
+    memory: MemorySwap | None = None,
 ) -> dict[str, Any]:
     """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two. What is to be
     compared is in the folder, too."""
     quiet()
     warnings.filterwarnings("ignore", ".*every batch steps layer.*")
     torch.set_num_threads(1)
-    module, losses, stream = (
-        new_module(shared, dies_at if rank == 0 else -1, bulk),
-        Losses(),
-        SubnetStream(explorer(shared)),
-    )
+    module = new_module(shared, dies_at if rank == 0 else -1, bulk)
+    losses, stream = Losses(), SubnetStream(explorer(shared))
+    others: list[Callback] = [] if memory is None else [memory]
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every or batches * 10, save_top_k=-1)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
         strategy=PipelineStrategy(schedule or Stream(), 2, partition=CUTS[ranks], recompute=recompute),
         max_epochs=2,
-        callbacks=[losses, Explores(stream), ReproducibilityLog(folder, every_n_batches=1), keeper],
+        callbacks=[
+            losses,
+            Explores(stream),
+            ReproducibilityLog(folder, every_n_batches=1),
+            keeper,
+            *([memory] if memory else []),
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
