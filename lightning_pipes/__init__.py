@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_pipes.arrays.array import JobArray
     from lightning_pipes.arrays.memory_swap import MemorySwap
     from lightning_pipes.trainer import PipelineStrategy, ScheduleTuner, TimelineLogger
+    from lightning_pipes.trainer.callbacks.reproducibility_log import ReproducibilityLog
     from lightning_pipes.trainer.checkpoint.sharded import consolidate
     from lightning_pipes.tune.studies.pruning import OptunaPruning
     from lightning_pipes.tune.studies.study import optimize_array
@@ -22,6 +23,7 @@ _WHERE = {
     "MemorySwap": "lightning_pipes.arrays.memory_swap",
     "OptunaPruning": "lightning_pipes.tune.studies.pruning",
     "PipelineStrategy": "lightning_pipes.trainer",
+    "ReproducibilityLog": "lightning_pipes.trainer.callbacks.reproducibility_log",
     "ScheduleTuner": "lightning_pipes.trainer",
     "TimelineLogger": "lightning_pipes.trainer",
     "consolidate": "lightning_pipes.trainer.checkpoint.sharded",
@@ -33,6 +35,7 @@ __all__ = [
     "MemorySwap",
     "OptunaPruning",
     "PipelineStrategy",
+    "ReproducibilityLog",
     "ScheduleTuner",
     "TimelineLogger",
     "consolidate",

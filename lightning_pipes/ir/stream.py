@@ -8,8 +8,8 @@ after another.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -22,6 +22,17 @@ Waits = Mapping[Instruction, tuple[Instruction, ...]]
 """Other instructions that one waits for, besides its data."""
 
 
+class Delayed(NamedTuple):
+    """A layer is stepped by a batch that reads an older version of it.
+
+    Attributes:
+        by: batch i reads, forward and backward, what batch i - `by` of the window has left, or the window's first
+            version if there is no such batch.
+    """
+
+    by: int
+
+
 @dataclass(frozen=True)
 class Use:
     """The layers that a batch uses, by name: "5" is the model's layer number 5, "5.2" the part of it called 2.
@@ -30,21 +41,34 @@ class Use:
         layers: those of each stage.
         steps: those of them that the batch steps; None means all. The others are read as they are, get no gradients
             from it, and must not change in its forward; several batches may do so at once.
+        delays: those of them that it reads late, sorted by name, and by how much.
 
     Raises:
-        PlanError: it steps what it does not use.
+        PlanError: it steps what it does not use, or reads late what it does not step.
     """
 
     layers: tuple[frozenset[str], ...]
     steps: frozenset[str] | None = None
+    delays: tuple[tuple[str, Delayed], ...] = ()
 
     def __post_init__(self) -> None:
         for name in sorted(self.steps or ()):
             if not any(name in names for names in self.layers):
                 raise PlanError(f"a batch steps {name!r} and does not use it; it uses {_listed(self.layers)}")
+        for name, delay in self.delays:
+            if not any(name in self.stepped(stage) for stage in range(len(self.layers))):
+                raise PlanError(f"a batch reads {name!r} late and does not step it; it uses {_listed(self.layers)}")
+            if delay.by < 1:
+                raise PlanError(f"a batch reads {name!r} {delay.by} batches late; it can be 1 or more")
 
     @classmethod
-    def of(cls, names: Iterable[str], layers: Sequence[Span], steps: Iterable[str] | None = None) -> Use:
+    def of(
+        cls,
+        names: Iterable[str],
+        layers: Sequence[Span],
+        steps: Iterable[str] | None = None,
+        delays: Mapping[str, Delayed] | None = None,
+    ) -> Use:
         """Those layers, each on the stage that has its number; `layers` are those of the stages, as a plan has them.
 
         Raises:
@@ -58,7 +82,8 @@ class Use:
                 last = max((b for _, b in layers), default=0) - 1
                 raise PlanError(f"a batch uses a layer that is not there: no layer {name!r}, they are '0' to '{last}'")
             stages[found[0]].add(name)
-        return cls(tuple(map(frozenset, stages)), None if steps is None else frozenset(steps))
+        late = tuple(sorted((delays or {}).items()))
+        return cls(tuple(map(frozenset, stages)), None if steps is None else frozenset(steps), late)
 
     @classmethod
     def whole(cls, plan: Plan) -> Use:
@@ -94,6 +119,48 @@ class _Layer:
     readers: set[Instruction] = field(default_factory=set)  # since then
 
 
+class _Late:
+    """Layers that batches read as earlier ones left them, each batch in a copy of its own: a forward waits for the STEP
+    whose result it reads, and STEPs wait for each other."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, deque[Instruction]] = {}  # from the last one on that has been read
+        self._read: dict[str, int] = {}  # by the batch before: what this batch has left
+        self._ranks: dict[str, int] = {}
+
+    def keys(self) -> Set[str]:
+        """Their names."""
+        return self._steps.keys()
+
+    def enter(
+        self, name: str, step: Instruction, delay: Delayed, rank: int
+    ) -> tuple[set[Instruction], set[Instruction]]:
+        """The STEPs that the next batch's forwards wait for, and its own `step`.
+
+        Raises:
+            PlanError: it would read an older version than the batch before, or a copy on another rank.
+        """
+        read = step.batch - delay.by
+        steps = self._steps.setdefault(name, deque())
+        if self._ranks.setdefault(name, rank) != rank:
+            raise PlanError(
+                f"batch {step.batch} reads layer {name!r} late on rank {rank}, and batches before on rank "
+                f"{self._ranks[name]}; keep a layer on one rank"
+            )
+        if steps and read < steps[0].batch <= self._read[name]:
+            raise PlanError(
+                f"batch {step.batch} reads layer {name!r} {delay.by} batches late, an older version than the batch "
+                "before; a delay may grow by one from batch to batch, not by more"
+            )
+        while len(steps) > 1 and steps[1].batch <= read:
+            steps.popleft()
+        self._read[name] = read
+        before = {steps[0]} if steps and steps[0].batch <= read else set()
+        last = {steps[-1]} if steps else set()
+        steps.append(step)
+        return before, last
+
+
 class Ledger:
     """The layers as the batches of a window use them, in the order in which these enter.
 
@@ -113,6 +180,7 @@ class Ledger:
         self._plan = plan
         self._stages = tuple(stages)
         self._layers: dict[str, _Layer] = {}
+        self._late = _Late()
         self._parts: dict[str, set[str]] = defaultdict(set)  # of each name, those that begin with it
         self._pending: set[Instruction] = set()
 
@@ -120,9 +188,10 @@ class Ledger:
         """Batch number `batch`, the next one, uses these layers: what its instructions wait for.
 
         Raises:
-            PlanError: a layer is on another rank than for a batch before, or `use` is for other stages.
+            PlanError: a layer is on another rank than for a batch before, or `use` is for other stages; or it is read
+                late and was not before, or the other way round.
         """
-        plan = self._plan
+        plan, late = self._plan, dict(use.delays)
         if len(use.layers) != plan.n_stages:
             raise PlanError(
                 f"batch {batch} says which layers it uses for {len(use.layers)} stages, the plan has {plan.n_stages}"
@@ -132,6 +201,12 @@ class Ledger:
             reads, writes = before_stage[stage] = set(), set()
             stepped = use.stepped(stage)
             for name in names:
+                self._check_late(batch, name, name in late)
+                if name in late:
+                    before, step = self._late.enter(name, STEP(stage, batch=batch), late[name], plan.ranks[stage])
+                    reads |= before
+                    writes |= step
+                    continue
                 for layer in self._overlapping(name):
                     if layer.rank != plan.ranks[stage]:
                         raise PlanError(
@@ -165,20 +240,35 @@ class Ledger:
         """All of the batch has run."""
         del self.uses[batch]
 
+    def _check_late(self, batch: int, name: str, late: bool) -> None:
+        others = self._names(name) & (self._layers.keys() if late else self._late.keys())
+        if late:
+            others |= (self._names(name) & self._late.keys()) - {name}
+        if others:
+            raise PlanError(
+                f"batch {batch} reads layer {name!r} {'late' if late else 'as it is'}, and a batch before has read "
+                f"{sorted(others)[0]!r} otherwise; let all batches say the same of a layer, under the same name"
+            )
+
+    def _names(self, name: str) -> set[str]:
+        return {name, *_above(name), *self._parts.get(name, ())}
+
     def _overlapping(self, name: str) -> list[_Layer]:
         """The layer of this name, those that it is a part of, and its own parts."""
-        names = {name, *_above(name), *self._parts.get(name, ())}
-        return [self._layers[other] for other in names if other in self._layers]
+        return [self._layers[other] for other in self._names(name) if other in self._layers]
 
     def _note(self, batch: int, use: Use) -> None:
+        late = {name for name, _ in use.delays}
         for stage, names in enumerate(use.layers):
             step, stepped = STEP(stage, batch=batch), use.stepped(stage)
             for name in names:
+                for above in _above(name):
+                    self._parts[above].add(name)
+                if name in late:
+                    continue
                 layer = self._layers.get(name)
                 if layer is None:
                     layer = self._layers[name] = _Layer(self._plan.ranks[stage], stage, batch)
-                    for above in _above(name):
-                        self._parts[above].add(name)
                 layer.stage, layer.batch = stage, batch
                 layer.readers &= self._pending
                 if name in stepped:

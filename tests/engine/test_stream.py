@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -19,7 +19,19 @@ from torch import nn
 
 from lightning_pipes.engine import Engine, Item, PeerFailure, Stage
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
-from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, Policy, RankView, Schedule, Span, Use, prepared
+from lightning_pipes.ir import (
+    Delayed,
+    Instruction,
+    Kind,
+    Plan,
+    PlanError,
+    Policy,
+    RankView,
+    Schedule,
+    Span,
+    Use,
+    prepared,
+)
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
@@ -110,14 +122,29 @@ def parts_of(layers: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Param
     return [p for name in names for p in nn.ModuleList(layers).get_submodule(name).parameters()]
 
 
+Late = Callable[[int], Mapping[str, int]]
+"""The layers that a batch reads late, and by how many batches."""
+
+
+def never(number: int) -> Mapping[str, int]:
+    return {}
+
+
 @cache
-def one_after_another(batches: int, spans: tuple[Span, ...]) -> dict[str, torch.Tensor]:
+def one_after_another(batches: int, spans: tuple[Span, ...], late: Late = never) -> dict[str, torch.Tensor]:
     """No pipeline: a batch goes through its layers, and those that it steps are stepped, each by an Adam of its own
-    time."""
+    time. For what a batch reads late, the weights are put back for a moment."""
     layers = model()
     optimizer = torch.optim.Adam(nn.ModuleList(layers).parameters(), lr=0.02, weight_decay=0.1)
+    left = [[p.detach().clone() for p in nn.ModuleList(layers).parameters()]]  # by each batch, and at the start
     for number in range(batches):
         rows = rows_of(number)
+        for name, by in late(number).items():
+            older = {
+                id(p): v for p, v in zip(nn.ModuleList(layers).parameters(), left[max(0, number + 1 - by)], strict=True)
+            }
+            for p in parts_of(layers, [name]):
+                p.data = older[id(p)].clone()
         x, target = batch(number, rows)
         for span in spans:
             part = span.clip(rows)
@@ -130,13 +157,15 @@ def one_after_another(batches: int, spans: tuple[Span, ...]) -> dict[str, torch.
             loss = squared_error(out[0], target[part.start : part.stop]) * part.rows / rows
             if loss.requires_grad:
                 loss.backward()
-        names = stepped(number)
+        names = stepped(number) if late is never else None
         mine = {id(p) for p in parts_of(layers, chosen(number) if names is None else names)}
-        for p in nn.ModuleList(layers).parameters():
+        for p, newest in zip(nn.ModuleList(layers).parameters(), left[-1], strict=True):
+            p.data = newest.clone()
             if id(p) not in mine:
                 p.grad = None
         optimizer.step()
         optimizer.zero_grad()
+        left.append([p.detach().clone() for p in nn.ModuleList(layers).parameters()])
     return weights(layers)
 
 
@@ -181,9 +210,13 @@ def planned(stages: int, microbatches: int, ranks: Sequence[int] | None = None, 
     return Plan.even(stages, microbatches, ROWS, ranks, layers, [recompute] * stages)
 
 
-def item(number: int, plan: Plan) -> Item:
+def item(number: int, plan: Plan, late: Late = never) -> Item:
     rows = rows_of(number)
-    use = Use.of(chosen(number), plan.layers, stepped(number))
+    names, steps = chosen(number), stepped(number)
+    if late is not never:
+        steps = None
+    delays = {name: Delayed(by) for name, by in late(number).items() if name in names}
+    use = Use.of(names, plan.layers, steps, delays)
     return Item(number, rows, batch(number, rows), use=use)
 
 
@@ -218,6 +251,55 @@ def test_weights_are_those_of_one_after_another(what: str) -> None:
     pipe.drain()
     assert_close(weights(layers), one_after_another(BATCHES, plan.spans(Kind.F, 0)), exact=True)
     assert overlaps([e for engine in pipe.engines for e in engine.events]) >= 5
+
+
+def some(number: int) -> Mapping[str, int]:
+    """Constant delays, of a layer that many batches use and of parts of one."""
+    return {"1": 3, "6": 1, "4.nets.0": 4, "4.nets.1": 4}
+
+
+def bulks(number: int) -> Mapping[str, int]:
+    """All layers as they were at the start of a bulk of four batches."""
+    return dict.fromkeys((*WHOLE, "4.nets.0", "4.nets.1"), number % 4 + 1)
+
+
+@pytest.mark.parametrize("late", [some, bulks])
+@pytest.mark.parametrize("what", ["1 stage", "2 stages", "2 stages a rank", "recomputed", "split backward"])
+def test_what_is_read_late_is_as_it_was(what: str, late: Late) -> None:
+    plan, layers = PLANS[what], model()
+    pipe = Loopback(plan, Jumbled(len(what)), lambda r: stages_of(plan, r, layers))
+    for number in range(BATCHES):
+        pipe.inject(lambda n=number: item(n, plan, late))  # type: ignore[misc]
+        if number % 6 == 5:
+            pipe.progress()
+    pipe.drain()
+    wanted = one_after_another(BATCHES, plan.spans(Kind.F, 0), late)
+    assert_close(weights(layers), wanted, exact=True)
+    assert any(not torch.equal(w, wanted[n]) for n, w in one_after_another(BATCHES, plan.spans(Kind.F, 0)).items())
+
+
+def test_a_program_can_not_read_late() -> None:
+    schedule = make_schedule("pipedream")
+    assert isinstance(schedule, Schedule)
+    plan, layers = prepared(planned(1, 2), schedule), model()
+    pipe = Loopback(plan, schedule.program(plan), lambda r: stages_of(plan, r, layers))
+    with pytest.raises(PlanError, match=r"reads layer '.*' late, and this schedule's order is fixed"):
+        pipe.inject(lambda: item(next(n for n in range(9) if "1" in chosen(n)), plan, some))
+
+
+@pytest.mark.parametrize("shared", [{"steps": []}, {"delays": {"0": Delayed(1)}}])
+def test_statistics_of_what_batches_share_must_not_change(shared: dict[str, Any]) -> None:
+    plan = planned(1, 1)
+    layers = [nn.BatchNorm1d(WIDTH) if n == 0 else nn.Linear(WIDTH, WIDTH) for n in range(DEPTH)]
+
+    def straight(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        return squared_error(stage.run_layers(item, span, item.data[0]), item.data[1])
+
+    pipe = Loopback(plan, Jumbled(), lambda r: stages_of(plan, r, layers, straight))
+    use = Use.of(["0"], plan.layers, **shared)
+    pipe.inject(lambda: Item(0, ROWS, batch(0), use=use))
+    with pytest.raises(PlanError, match=r"batch 0 changes 0\.\w+ on stage 0.*running statistics"):
+        pipe.drain()
 
 
 def test_batches_that_do_not_say_what_they_use_use_all() -> None:

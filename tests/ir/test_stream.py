@@ -11,6 +11,7 @@ import pytest
 
 from lightning_pipes.ir import (
     STEP,
+    Delayed,
     DependencyTracker,
     F,
     Instruction,
@@ -181,3 +182,88 @@ def test_ready_key_takes_backwards_first_and_the_lowest_batch() -> None:
     a, b = PLAN.spans(Kind.F, 0)
     ready = [F(0, b, batch=1), F(0, a, batch=2), STEP(0, batch=3), F(0, a, batch=1)]
     assert sorted(ready, key=ready_key) == [ready[2], ready[3], ready[0], ready[1]]
+
+
+# Layers that are read late ----------------------------------------------------------------------------------------
+
+
+def late(rng: random.Random, delays: dict[str, Delayed]) -> Use:
+    names = [name for name in ("0", "1", "2.0", "2.1", "3", "5", "6") if rng.random() < 0.5]
+    return Use.of(names, LAYERS, delays={name: by for name, by in delays.items() if name in names})
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_order_reads_late_layers_as_they_were(seed: int) -> None:
+    """By hand: each STEP puts a version aside, and the one that a batch asked for is there when its forwards run."""
+    rng = random.Random(seed)
+    delays = {name: Delayed(rng.randrange(1, 5)) for name in ("0", "2.1", "5")}
+    uses = [late(rng, delays) for _ in range(9)]
+    order = in_any_order(unrolled(PLAN, uses, depth=9), rng)
+    steppers = {name: [n for n, use in enumerate(uses) if any(name in x for x in use.layers)] for name in delays}
+    stepped: dict[str, list[int]] = {name: [] for name in delays}
+    for i in order:
+        mine = [name for name in delays if i.kind in (Kind.F, Kind.STEP) and name in uses[i.batch].layers[i.stage]]
+        for name in mine:
+            if i.kind is Kind.STEP:
+                stepped[name].append(i.batch)
+            else:
+                wanted = [n for n in steppers[name] if n <= i.batch - delays[name].by]
+                assert stepped[name][: len(wanted)] == wanted, (str(i), name)
+    assert stepped == steppers
+
+
+def test_what_is_read_late_does_not_wait_for_the_batch_before() -> None:
+    ledger, spans = Ledger(PLAN, [0]), PLAN.spans(Kind.F, 0)
+    use = Use.of(["0"], LAYERS, delays={"0": Delayed(2)})
+    assert ledger.enter(0, use) == {}
+    assert ledger.enter(1, use) == {STEP(0, batch=1): (STEP(0, batch=0),)}
+    waits = ledger.enter(2, use)
+    assert waits == {
+        **{F(0, span, batch=2): (STEP(0, batch=0),) for span in spans},
+        STEP(0, batch=2): (STEP(0, batch=1),),
+    }
+
+
+def test_bulks_read_the_version_at_their_start() -> None:
+    ledger = Ledger(PLAN, [0])
+    waits = [ledger.enter(n, Use.of(["0"], LAYERS, delays={"0": Delayed(n % 3 + 1)})) for n in range(7)]
+    read = [{step.batch for i, steps in each.items() if i.kind is Kind.F for step in steps} for each in waits]
+    assert read == [set(), set(), set(), {2}, {2}, {2}, {5}]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        ({"0": Delayed(1)}, {}, "batch 1 reads layer '0' as it is, and a batch before has read '0' otherwise"),
+        ({}, {"0": Delayed(1)}, "batch 1 reads layer '0' late, and a batch before has read '0' otherwise"),
+    ],
+)
+def test_late_and_not_late_do_not_mix(first: dict[str, Delayed], then: dict[str, Delayed], said: str) -> None:
+    ledger = Ledger(PLAN, [0])
+    ledger.enter(0, Use.of(["0"], LAYERS, delays=first))
+    with pytest.raises(PlanError, match=said):
+        ledger.enter(1, Use.of(["0"], LAYERS, delays=then))
+
+
+def test_a_part_of_what_is_read_late_is_refused_by_itself() -> None:
+    ledger = Ledger(PLAN, [0])
+    ledger.enter(0, Use.of(["2"], LAYERS, delays={"2": Delayed(1)}))
+    for delays in ({}, {"2.1": Delayed(1)}):
+        with pytest.raises(PlanError, match="under the same name"):
+            ledger.enter(1, Use.of(["2.1"], LAYERS, delays=delays))
+
+
+def test_versions_do_not_go_back() -> None:
+    ledger = Ledger(PLAN, [0])
+    for batch, by in enumerate((1, 1, 2)):
+        ledger.enter(batch, Use.of(["0"], LAYERS, delays={"0": Delayed(by)}))
+    with pytest.raises(PlanError, match="4 batches late, an older version than the batch before"):
+        ledger.enter(3, Use.of(["0"], LAYERS, delays={"0": Delayed(4)}))
+
+
+@pytest.mark.parametrize(
+    ("steps", "by", "said"), [(None, 0, "0 batches late; it can be 1 or more"), ([], 1, "late and does not step it")]
+)
+def test_refuses_delays_that_make_no_sense(steps: list[str] | None, by: int, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        Use.of(["0"], LAYERS, steps, {"0": Delayed(by)})

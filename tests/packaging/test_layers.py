@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LAYERS = ["ir", "cost", "sim", "planning", "engine", "trainer", "arrays", "tune"]  # from the bottom
+LAYERS = ["ir", "cost", "sim", "planning", "engine", "trainer", "supernets", "arrays", "tune"]  # from the bottom
 ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
     "sim": ["units", "event", "labels", "gantt", "timeline", "residency", "loops", "simulator", "shown", "page"],
     "engine": ["private_torch", "watch", "messages", "residency", "compute", "engine"],
@@ -41,6 +41,7 @@ FORBIDDEN = {
     **{part: {"torch", "lightning", "torchmetrics", "hydra", "omegaconf", "optuna"} for part in TORCHLESS},
     "engine": {"lightning", "hydra", "omegaconf", "optuna"},
     "trainer": {"hydra", "omegaconf", "optuna"},
+    "supernets": {"hydra", "omegaconf"},
     "arrays": {"hydra", "omegaconf", "optuna"},
     "hydra_plugins": {"torch", "lightning", "optuna"},
 }

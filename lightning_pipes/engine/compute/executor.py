@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.compute import autograd, split
 from lightning_pipes.engine.compute.autograd import Saved
 from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.late import LateWeights
 from lightning_pipes.engine.compute.spans import Shelf, take_rows
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.compute.weights import Version
@@ -55,6 +56,7 @@ class Executor:
         self._saved: dict[tuple[int, int, int], list[Saved]] = defaultdict(list)
         self._split: dict[Instruction, tuple[split.WeightGradients, list[Version | None]]] = {}
         self._versions: dict[tuple[int, int, int], Version | None] = {}
+        self._late: dict[tuple[int, int], LateWeights] = {}
         self._rows_left: dict[tuple[int, int, int], int] = {}  # whose weight gradients are to come
         self._steps: Counter[tuple[int, int]] = Counter()
         self._last_arrival: dict[tuple[int, Kind], int] = {}
@@ -62,15 +64,21 @@ class Executor:
     def add(self, item: Item, batch: int) -> None:
         """`item` is batch number `batch` of its job in this window."""
         self._items[item.job, batch] = item
+        if self._late or (item.use is not None and item.use.delays):
+            for key, stage in self._stages.items():
+                if key[1] == item.job:
+                    late = self._late[key] = self._late.get(key) or stage.late_weights()
+                    late.enter(batch, item.use)
 
     def run(self, i: Instruction) -> None:
         """Runs one instruction; its needs must be met."""
         item = self._items[i.job, i.batch]
         point(i.kind)
         if i.kind is Kind.STEP:
-            started = time.monotonic_ns()
-            self._step(i, item)
-            self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+            with self._stages[i.stage, i.job].around(i.kind, item):
+                started = time.monotonic_ns()
+                self._step(i, item)
+                self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
             return
         span = i.span.clip(item.rows)
         if not span.rows:  # a short batch ends before this span
@@ -80,9 +88,10 @@ class Executor:
         elif i.kind is Kind.SF or i.kind is Kind.SB:
             self._send(i, span)
         else:
-            started = time.monotonic_ns()
-            self._compute(i, item, span)
-            self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+            with self._stages[i.stage, i.job].around(i.kind, item):
+                started = time.monotonic_ns()
+                self._compute(i, item, span)
+                self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
 
     @property
     def holds_weights(self) -> bool:
@@ -164,7 +173,8 @@ class Executor:
         """The weights that the first forward of this batch read: all of it goes through the same weights."""
         batch = (i.stage, i.job, i.batch)
         if batch not in self._versions:
-            self._versions[batch] = stage.weights.current()
+            late = self._late.get((i.stage, i.job))
+            self._versions[batch] = stage.weights.current() if late is None else late.version(i.batch)
         return self._versions[batch]
 
     def _take_saved(self, i: Instruction, item: Item, span: Span) -> Records:
@@ -186,10 +196,14 @@ class Executor:
         return [(saved, gradients.take(saved.span)) for saved in mine]
 
     def _step(self, i: Instruction, item: Item) -> None:
-        stage = self._stages[i.stage, i.job]
+        stage, late = self._stages[i.stage, i.job], self._late.get((i.stage, i.job))
+        if late is not None:
+            late.before_step(i.batch)
         if stage.step is not None:
             stage.step(item)
         stage.weights.updated()
+        if late is not None:
+            late.stepped(i.batch)
         batch = (i.stage, i.job, i.batch)
         self._saved.pop(batch, None)
         self._versions.pop(batch, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 
 from lightning_pipes.ir import PlanError, Use
@@ -20,6 +21,7 @@ class Parts:
     def __init__(self, stage: int, layers: Mapping[int, nn.Module]) -> None:
         self._stage = stage
         self._layers = dict(layers)
+        self._modules: dict[str, nn.Module] = {}
         self._found: dict[str, tuple[nn.Parameter, ...]] = {}
 
     def check(self, use: Use) -> None:
@@ -31,25 +33,44 @@ class Parts:
         for name in use.layers[self._stage] if len(use.layers) > self._stage else ():
             self._of(name)
 
+    def modules(self, names: Iterable[str]) -> dict[str, nn.Module]:
+        """What is under each of these names."""
+        return {name: self._module(name) for name in sorted(names)}
+
     def parameters(self, names: Iterable[str]) -> list[nn.Parameter]:
         """The parameters under these names, each once."""
         return list({id(p): p for name in sorted(names) for p in self._of(name)}.values())
 
     def only_read(self, use: Use | None) -> frozenset[int]:
-        """The ids of the parameters which a batch uses and does not step."""
+        """The ids of the parameters that train which a batch uses and does not step."""
         if use is None or use.steps is None:
             return frozenset()
         stepped = {id(p) for p in self.parameters(use.stepped(self._stage))}
-        return frozenset(id(p) for p in self.parameters(use.layers[self._stage]) if id(p) not in stepped)
+        read = self.parameters(use.layers[self._stage])
+        return frozenset(id(p) for p in read if p.requires_grad and id(p) not in stepped)
+
+    def not_written(self, use: Use | None) -> dict[str, torch.Tensor]:
+        """The buffers of layers that a batch uses beside others, without keeping them to itself from its forward to its
+        step: those it only reads, and those it reads late."""
+        if use is None or (use.steps is None and not use.delays):
+            return {}
+        here, late = use.layers[self._stage], {name for name, _ in use.delays}
+        names = sorted((here - use.stepped(self._stage)) | (here & late))
+        return {f"{name}.{at}": buffer for name in names for at, buffer in self._module(name).named_buffers()}
 
     def _of(self, name: str) -> tuple[nn.Parameter, ...]:
         if name not in self._found:
+            self._found[name] = tuple(self._module(name).parameters())
+        return self._found[name]
+
+    def _module(self, name: str) -> nn.Module:
+        if name not in self._modules:
             number, _, part = name.partition(".")
             try:
-                self._found[name] = tuple(self._layers[int(number)].get_submodule(part).parameters())
+                self._modules[name] = self._layers[int(number)].get_submodule(part)
             except (KeyError, ValueError, AttributeError):
                 raise PlanError(
                     f"a batch uses layer {name!r} on stage {self._stage}, which has no such layer, or no such part of "
                     f"one: its layers are {', '.join(map(str, self._layers)) or 'none'}"
                 ) from None
-        return self._found[name]
+        return self._modules[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.in_parts import InParts
 from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.late import LateWeights
 from lightning_pipes.engine.compute.parts import Parts
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
+from lightning_pipes.engine.compute.taking_turns import TakingTurns
 from lightning_pipes.engine.compute.weights import Version, WeightVersions
-from lightning_pipes.ir import Span, Use
+from lightning_pipes.engine.residency.layer_memory import LayerMemory
+from lightning_pipes.ir import Kind, PlanError, Span, Use
 
 Body = Callable[["Stage", Item, Span, Any], Any]
 """Computes what a stage sends on: body(stage, item, span, received)."""
@@ -77,6 +80,8 @@ class Stage:
         self.recomputing = False
         """Whether the body runs for the second time on the same samples."""
         self.weights = WeightVersions(self.layers, most=1)
+        self.turns: TakingTurns | None = None
+        """Has the layers on the device where they take turns there."""
         self._version: Version | None = None
         self._only_read: frozenset[int] = frozenset()  # ids of parameters that the batch does not step
         self._recompute = recompute
@@ -109,14 +114,24 @@ class Stage:
         """
         self._version, self.recomputing = version, again
         self._only_read = self._parts.only_read(item.use)
+        kept = {name: (buffer, buffer._version) for name, buffer in self._parts.not_written(item.use).items()}
         self._in_parts = InParts(self.number, span, self.device) if in_parts else None
         try:
             out = self.body(self, item, span, received)
             if self._in_parts is not None:
                 self._in_parts.check_drawn()
+            self._check_kept(item, kept)
             return out
         finally:
             self._version, self._in_parts, self.recomputing = None, None, False
+
+    def take_turns(self, memory: LayerMemory) -> None:
+        """From now on the layers that tasks need are brought to the device for them."""
+        self.turns = TakingTurns(memory, self.number, self._parts, self._recompute)
+
+    def around(self, kind: Kind, item: Item) -> AbstractContextManager[None]:
+        """What a task is to run in: its layers are on the device."""
+        return nullcontext() if self.turns is None else self.turns.around(kind, item)
 
     def check_use(self, use: Use) -> None:
         """Refuses a batch that uses layers which are not here.
@@ -125,6 +140,20 @@ class Stage:
             PlanError: it does.
         """
         self._parts.check(use)
+
+    def late_weights(self) -> LateWeights:
+        """What keeps the versions of these layers that batches of a new window read late."""
+        return LateWeights(self.number, self.layers, self._parts)
+
+    def _check_kept(self, item: Item, kept: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+        for name, (buffer, before) in kept.items():
+            if buffer._version != before:
+                raise PlanError(
+                    f"batch {item.number} changes {name} on stage {self.number} in its forward, as BatchNorm does with "
+                    "its running statistics, and shares the layer with other batches under way, which it reads late or "
+                    "does not step: the result would depend on which comes first. Let batches step the layer, without "
+                    "a delay; or take track_running_stats=False, another norm, or eval() for it"
+                )
 
     def stepped(self, item: Item) -> list[nn.Parameter]:
         """The parameters of the layers that `item` steps here."""
@@ -162,9 +191,8 @@ class Stage:
         return x
 
     def _run_layer(self, number: int, layer: nn.Module, x: Any) -> Any:
-        if self._version is None and not self.recomputing and not self._only_read:
-            return layer(x)
-        return functional_call(layer, self._tensors(number, layer), (x,))
+        tensors = self._tensors(number, layer)
+        return functional_call(layer, tensors, (x,)) if tensors else layer(x)
 
     def say_inseparable(self, why: str) -> None:
         """Warns, once, that a split backward gains nothing on this stage."""
@@ -190,7 +218,7 @@ class Stage:
     def _tensors(self, number: int, layer: nn.Module) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         if self._version is not None:
-            tensors.update(self._version.parameters[number])
+            tensors.update(self._version.parameters.get(number, {}))
         if self._only_read:
             for name, p in layer.named_parameters():
                 if id(p) in self._only_read:

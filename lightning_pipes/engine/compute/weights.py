@@ -18,9 +18,14 @@ from lightning_pipes.engine.residency.binding import Binding
 
 @dataclass(eq=False)
 class Version:
-    """Parameters by layer and name as they once were; they collect gradients of their own."""
+    """Parameters by layer and name as they once were; they collect gradients of their own.
+
+    Attributes:
+        late: it is of some layers only and belongs to one batch, which keeps its gradients until its step.
+    """
 
     parameters: dict[int, dict[str, nn.Parameter]]
+    late: bool = False
 
     def binding(self, device: torch.device) -> Binding:
         """Those on `device`, which can be on the host while nothing computes with them; see `Swap`."""
@@ -60,7 +65,7 @@ class WeightVersions:
 
     def collect(self, versions: Iterable[Version | None]) -> None:
         """Moves the gradients of versions to the live parameters, adding to what is there."""
-        for version in {id(v): v for v in versions if v is not None}.values():
+        for version in {id(v): v for v in versions if v is not None and not v.late}.values():
             for number, copies in version.parameters.items():
                 for name, live in self._layers[number].named_parameters():
                     gradient = copies[name].grad

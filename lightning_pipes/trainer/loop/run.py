@@ -14,11 +14,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import Kind, Plan, Policy, Program
+from lightning_pipes.ir import Kind, Plan, Policy, Program, Span, Use
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.part import Part
 from lightning_pipes.trainer.loop.stopping import StopAgreement
@@ -69,6 +69,26 @@ class Training(ABC):
     def give_back_gradients(self) -> None:
         """Puts the gradients where the optimizer looks for them."""
 
+    def use(self, batch: Any) -> Use | None:
+        """The layers that a batch of an evaluation needs on the device; None means those that are there."""
+        return None
+
+    def close(self) -> None:  # noqa: B027  # most keep nothing
+        """The run is over."""
+
+
+class Listener:
+    """Sees what a run does on its rank, as it does it; in a stream, where ranks are at different batches."""
+
+    def began(self, stage: Stage, item: Item) -> None:
+        """The first forward of a training batch on a stage is about to run."""
+
+    def stepped(self, stage: Stage, item: Item) -> None:
+        """A batch has stepped its layers on a stage."""
+
+    def heard(self, number: int, batch: Any, out: Any) -> None:
+        """The result of batch `number` is known here: what the user's step gave. In the order of batches."""
+
 
 class PipelineRun:
     """Takes batches through the pipeline, from `setup` to `teardown` of the strategy.
@@ -89,6 +109,7 @@ class PipelineRun:
     Attributes:
         windows: the last batches.
         took: nanoseconds of the first batches on this rank.
+        listeners: told of what happens in a stream.
 
     Raises:
         PlanError: the transport can't be had here.
@@ -114,6 +135,7 @@ class PipelineRun:
         self.global_ranks = global_ranks = tuple(part.holdings.global_ranks)
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
         self.took: list[int] = []
+        self.listeners: list[Listener] = []
         self.replay = LogReplay(cut.module)
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self.trainer = trainer
@@ -198,13 +220,22 @@ class PipelineRun:
             made[number] = Stage(
                 number,
                 {n: TapedLayer(layer, n, self.hidden.layer) for n, layer in layers.items()},
-                self._saved_bytes.around(number, self.steps.body(number)),
+                self._told(self._saved_bytes.around(number, self.steps.body(number))),
                 partial(self._batch_complete, number),
                 recompute=bool(plan.recompute) and plan.recompute[number],
                 last_backward=None if reducer is None else reducer.last_backward,
                 named=layers,
             )
         return made
+
+    def _told(self, body: Body) -> Body:
+        def telling(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+            if item.training and not stage.recomputing and not span.start:
+                for listener in self.listeners:
+                    listener.began(stage, item)
+            return body(stage, item, span, received)
+
+        return telling
 
     def begin_loss_check(self, data: TrainingBatch) -> None:
         """Called before a batch; its size has the plan of the engine."""
@@ -226,7 +257,7 @@ class PipelineRun:
         self.check(batch, arguments[0] if arguments else 0, step.__name__)
         if not self._evaluated:
             self.part.buffers.before_batch()
-        item = Item(self._evaluation_number(), rows, training=False)
+        item = Item(self._evaluation_number(), rows, training=False, use=self._training.use(batch))
         data = item.data = EvaluationBatch(context)
         message = None
         with self.hidden.batch(training=False):
@@ -252,6 +283,10 @@ class PipelineRun:
         """The bytes that the stages of this rank hold, once one batch was trained."""
         held = {number: stage.layers.values() for number, stage in self.stages.items()}
         return self._saved_bytes.of(held, optimizers)
+
+    def settle(self) -> None:
+        """Nothing is trained any more: layers that took turns on the device have tensors of their own again."""
+        self._training.close()
 
     def close(self) -> None:
         """Ends the connections to the neighbours."""

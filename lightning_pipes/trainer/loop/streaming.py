@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.engine.residency.layer_memory import LayerMemory, States
 from lightning_pipes.engine.watch.trust import KNOWN, seal_of
 from lightning_pipes.ir import PipelineError, Policy, Use
 from lightning_pipes.trainer import private_lightning as private
@@ -35,7 +36,7 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.packing import Packed, unpacked
 from lightning_pipes.trainer.step.steps import TrainingBatch
-from lightning_pipes.trainer.step.uses import check_layers, use_of
+from lightning_pipes.trainer.step.uses import Overlap, SaysLayers, check_layers, use_of
 
 Settings = list[dict[str, Any]]
 """Learning rate and all else that an optimizer's groups are told, by group."""
@@ -48,10 +49,12 @@ class StreamedBatch(TrainingBatch):
     """A batch with the settings that the optimizers had when it came: schedulers go on meanwhile.
 
     Attributes:
+        number: counts batches since training began.
         message: on the last stage what it has told the others of the batch.
         stepped: how many stages of this rank have.
     """
 
+    number: int = -1
     settings: list[Settings] = field(default_factory=list)
     message: Any = None
     stepped: int = 0
@@ -62,9 +65,14 @@ class Streaming(Training):
 
     streams = True
 
-    def __init__(self, run: PipelineRun) -> None:
+    def __init__(self, run: PipelineRun, memory: States | None = None) -> None:
         check_layers(run.cut.module, run.cut.full)
         self._run = run
+        self._memory: LayerMemory | None = None
+        if memory is not None:
+            check_turns(run)
+            self._memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
+            run.engine.take_turns(self._memory)
         schedule = run.plans.schedule
         depth = schedule.depth if isinstance(schedule, Policy) else 0
         self._apart = max(len(run.global_ranks), depth)
@@ -72,6 +80,7 @@ class Streaming(Training):
         self._under_way: deque[StreamedBatch] = deque()
         self._unsaid: deque[StreamedBatch] = deque()  # those that the last stage has not told of
         self._window = StreamWindow()
+        self._overlap = Overlap()
         self._ordering = run.plans
         self._optimizers: Sequence[Optimizer] = ()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -94,14 +103,16 @@ class Streaming(Training):
             for optimizer in optimizers:
                 private.expect_late_steps(optimizer)
         settings = [_settings(o) for o in optimizers]
-        data = StreamedBatch(batch, rows, arguments, 1, samples=run.lists.of(batch, rows), settings=settings)
+        number = fit_loop.total_batch_idx
+        data = StreamedBatch(batch, rows, arguments, 1, {}, None, run.lists.of(batch, rows), number, settings)
         run.begin_loss_check(data)
         self._under_way.append(data)
         if run.last:
             self._unsaid.append(data)
         use = use_of(run.cut.module, run.cut.full, batch, engine.plan)
+        self._overlap.look(use, engine.plan)
         with run.hidden.batch(training=True), self._own_gradients():
-            engine.inject(Item(fit_loop.total_batch_idx, rows, data, use=use))
+            engine.inject(Item(number, rows, data, use=use))
             self._window.add(use or Use.whole(engine.plan))
             engine.progress()
         self._tell()
@@ -117,6 +128,8 @@ class Streaming(Training):
             with self._own_gradients():
                 engine.drain()
             self._tell()
+        if self._memory is not None:
+            self._memory.flush()
         run.windows.append(self._window.ended(engine, self._ordering))
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
@@ -143,10 +156,20 @@ class Streaming(Training):
         for p, gradient in others:
             p.grad = gradient
         data.stepped += 1
+        for listener in run.listeners:
+            listener.stepped(stage, item)
         self._say()
 
     def give_back_gradients(self) -> None:
         pass
+
+    def use(self, batch: Any) -> Use | None:
+        run = self._run
+        return None if self._memory is None else use_of(run.cut.module, run.cut.full, batch, run.engine.plan)
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
 
     @contextmanager
     def _own_gradients(self) -> Iterator[None]:
@@ -173,11 +196,14 @@ class Streaming(Training):
         run = self._run
         self._say()
         while self._under_way and self._is_known(self._under_way[0]):
-            message = self._under_way.popleft().message
+            data = self._under_way.popleft()
+            message = data.message
             out, logged = self._results.hear() if message is None else message
             with run.trainer.precision_plugin.train_step_context():
                 run.replay.replay(logged)
             self._latest = move_data_to_device(out, run.device)
+            for listener in run.listeners:
+                listener.heard(data.number, data.batch, self._latest)
 
     def _is_known(self, data: StreamedBatch) -> bool:
         return data.message is not None if self._run.last else data.stepped == len(self._run.stages)
@@ -261,6 +287,25 @@ def check_streaming(trainer: pl.Trainer, name: str, grid: Grid, shared: Sequence
             f"{', '.join(shared[:5])}: several ranks train these parameters, because they are outside of the pipelined "
             f"module or tied. With schedule {name!r} stages step at other times, and copies would become different; "
             f"put them into a layer of the nn.Sequential, {flush}"
+        )
+
+
+def check_turns(run: PipelineRun) -> None:
+    """Refuses runs in which layers can't take turns on the device.
+
+    Raises:
+        PipelineError: the module does not say which layers batches use, or forwards keep them.
+    """
+    module, plan = run.cut.module, run.engine.plan
+    if not isinstance(module, SaysLayers):
+        raise PipelineError(
+            f"MemorySwap has the layers on the device that batches use, and {type(module).__name__} does not say which "
+            "those are; give it layers_of_batch, as for a Supernet, or leave MemorySwap out"
+        )
+    if plan.n_stages > 1 and not all((*plan.recompute, False)[: plan.n_stages - 1]):
+        raise PipelineError(
+            "MemorySwap needs PipelineStrategy(recompute=True): a forward that waits for its backward keeps its layers "
+            "on the device, and batches under way could keep each other out"
         )
 
 

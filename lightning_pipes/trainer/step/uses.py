@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_pipes.ir import PipelineError, Plan, Use
+from lightning_pipes.ir import Delayed, Kind, PipelineError, Plan, Use
 from lightning_pipes.trainer.module.proxy import Layers
 
 
@@ -16,9 +17,10 @@ from lightning_pipes.trainer.module.proxy import Layers
 class SaysLayers(Protocol):
     """A LightningModule whose batches do not use all layers, as those of a supernet."""
 
-    def layers_of_batch(self, batch: Any) -> Iterable[str] | Mapping[str, bool]:
+    def layers_of_batch(self, batch: Any) -> Iterable[str] | Mapping[str, bool | Delayed]:
         """The names of the layers that a training batch goes through, as they are called in the pipelined module: "5",
-        or "5.2" for a part of one. A mapping says of each whether the batch steps it; without one it steps all.
+        or "5.2" for a part of one. A mapping says of each whether the batch steps it; without one it steps all. With
+        `Delayed` it steps the layer, and reads it as an earlier batch has left it.
 
         Called on every rank, which must all get the same.
         """
@@ -35,8 +37,51 @@ def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> 
     said = module.layers_of_batch(batch)
     numbers = {name: str(number) for number, name in enumerate(full._modules)}
     names = {name: ".".join((numbers.get(head, head), *rest)) for name in said for head, *rest in [name.split(".")]}
-    steps = [names[name] for name, stepped in said.items() if stepped] if isinstance(said, Mapping) else None
-    return Use.of(names.values(), plan.layers, steps)
+    if not isinstance(said, Mapping):
+        return Use.of(names.values(), plan.layers)
+    steps = [names[name] for name, stepped in said.items() if stepped]
+    delays = {names[name]: how for name, how in said.items() if isinstance(how, Delayed)}
+    return Use.of(names.values(), plan.layers, None if len(steps) == len(said) else steps, delays)
+
+
+class Overlap:
+    """Looks whether a layer that every batch steps keeps batches from overlapping, and says so once."""
+
+    def __init__(self) -> None:
+        self._always: frozenset[str] | None = None
+        self._batches = 0
+
+    def look(self, use: Use | None, plan: Plan) -> None:
+        """One more batch, which uses these layers; warns after `LOOKED_AT` of them."""
+        if use is None or self._batches >= LOOKED_AT:
+            return
+        self._batches += 1
+        late = {name for name, _ in use.delays}
+        stepped = frozenset(name for stage in range(plan.n_stages) for name in use.stepped(stage)) - late
+        self._always = stepped if self._always is None else self._always & stepped
+        if self._batches < LOOKED_AT or not self._always:
+            return
+        stage, name = min((s, name) for s, names in enumerate(use.layers) for name in names & self._always)
+        speed = speed_behind(plan, stage)
+        if speed < 1:
+            rank_zero_warn(
+                f"every batch steps layer {name!r} on stage {stage}, so that each waits there for the one before: "
+                f"about {speed:.0%} of the speed of batches that overlap. For more, use more micro-batches, or let "
+                "batches not step the layer, or read it late (in a Supernet shared='frozen', 'per_choice' or "
+                "'delayed'), which gives another result"
+            )
+
+
+LOOKED_AT = 20
+"""Batches in which a layer has to be stepped each time, to be one that every batch steps."""
+
+
+def speed_behind(plan: Plan, stage: int) -> float:
+    """The share of a full pipeline's speed that is left where every batch steps a layer of `stage`, for stages that
+    take equally long: from its first forward there to its last backward, m micro-batches go through the stages from
+    there on."""
+    m = len(plan.spans(Kind.F, stage))
+    return m / (m + plan.n_stages - 1 - stage)
 
 
 def check_layers(module: pl.LightningModule, full: Layers) -> None:

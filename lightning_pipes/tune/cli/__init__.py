@@ -1,4 +1,4 @@
-"""The command line: `lightning-pipes schedules | simulate | profile | plan | report`."""
+"""The command line: `lightning-pipes schedules | simulate | profile | plan | report | compare`."""
 
 from lightning_pipes.tune.cli.main import main
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "profile": "measure the layers of a model on this device",
     "plan": "choose schedule, micro-batches and partition for a model on a cluster",
     "report": "one HTML page about a run, with advice",
+    "compare": "the first batch and layer in which two trainings differ, to the bit",
 }
 
 

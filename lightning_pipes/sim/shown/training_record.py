@@ -1,0 +1,197 @@
+"""What a training did, kept to be compared with another: losses, hashes of layers, and who used each layer when.
+
+A folder has a file for each fit and rank, `000-rank0.jsonl`. A fit that resumed the one before takes the place of what
+that did from there on. A line is one of
+
+    {"begins": 0}                                          first of a file: the number of its first batch
+    {"F": 2, "layers": ["0", "5.2"]}                       batch 2 reads these layers
+    {"B": 2, "layers": {"0": "91d5...", "5.2": null}}      it has stepped them; their hash, where it was taken
+    {"loss": "0x1.8p+0", "of": 2, "value": 1.5}            its loss
+    {"end": 499, "layers": {"0": "5c01...", ...}}          how the last batch has left all layers
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_pipes.ir import InputError
+
+FOLDER = "reproducibility"
+"""Where in a run's folder the files are."""
+
+
+class Access(NamedTuple):
+    """A batch reads a layer, for its forward (F), or has stepped it (B)."""
+
+    batch: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.batch}{self.kind}"
+
+
+@dataclass
+class TrainingRecord:
+    """One run.
+
+    Attributes:
+        losses: by batch, as float.hex() says them.
+        hashes: of parameters and buffers, by batch and layer, where the batch has stepped the layer.
+        accesses: of each layer, in the order in which they came.
+    """
+
+    losses: dict[int, str] = field(default_factory=dict)
+    hashes: dict[tuple[int, str], str] = field(default_factory=dict)
+    accesses: dict[str, list[Access]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def load(cls, where: Path) -> TrainingRecord:
+        """The record in a run's folder.
+
+        Raises:
+            InputError: there is none, or a line can't be read.
+        """
+        folder = where / FOLDER if (where / FOLDER).is_dir() else where
+        files = sorted(folder.glob("*-rank*.jsonl"))
+        if not files:
+            raise InputError(
+                f"{where} has no record of a training; the callback ReproducibilityLog writes one into {FOLDER}/"
+            )
+        record = cls()
+        for fit in sorted({path.name.partition("-")[0] for path in files}):
+            mine = [path for path in files if path.name.startswith(f"{fit}-")]
+            lines = {path: [*_lines(path)] for path in mine}
+            begins = [line["begins"] for of_file in lines.values() for line in of_file if "begins" in line]
+            record._forget(min(begins, default=0))
+            for path, of_file in lines.items():
+                for line in of_file:
+                    record._add(line, path)
+        return record
+
+    def order(self, layer: str) -> str:
+        """Who used a layer when, as in 2F 2B 5F 5B."""
+        return " ".join(map(str, self.accesses.get(layer, ())))
+
+    def _forget(self, begins: int) -> None:
+        self.losses = {batch: loss for batch, loss in self.losses.items() if batch < begins}
+        self.hashes = {key: value for key, value in self.hashes.items() if key[0] < begins}
+        for layer, accesses in self.accesses.items():
+            self.accesses[layer] = [access for access in accesses if access.batch < begins]
+
+    def _add(self, line: Mapping[str, Any], path: Path) -> None:
+        try:
+            if "loss" in line:
+                self.losses[line["of"]] = line["loss"]
+            for kind in ("F", "B"):
+                for layer in line["layers"] if kind in line else ():
+                    self.accesses[layer].append(Access(line[kind], kind))
+            for kind in ("B", "end"):
+                for layer, value in line["layers"].items() if kind in line else ():
+                    if value is not None:
+                        self.hashes[line[kind], layer] = value
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{path} has a line that is no part of a record: {json.dumps(line)[:80]}") from error
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, as far as both say something.
+
+    Attributes:
+        losses, hashes, layers: how many were compared.
+        batch, layer: of the first difference; None where there is none, and no layer where it is that of a loss.
+        values: what the two runs have there.
+        orders: layers that were used in another order.
+    """
+
+    losses: int
+    hashes: int
+    layers: int
+    batch: int | None = None
+    layer: str | None = None
+    values: tuple[str, str] = ("", "")
+    orders: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs, the order of accesses aside."""
+        return self.batch is None
+
+    def __str__(self) -> str:
+        what = f"{self.losses} losses and {self.hashes} hashes of layers"
+        if self.equal:
+            found = f"equal in {what}"
+        elif self.layer is None:
+            found = f"the loss of batch {self.batch} differs: {self.values[0]} and {self.values[1]}"
+        else:
+            found = f"batch {self.batch} leaves layer {self.layer} differently: {self.values[0]} and {self.values[1]}"
+        if not self.orders:
+            return f"{found}; each of {self.layers} layers was used in the same order"
+        more = f" and {len(self.orders) - 3} more" if len(self.orders) > 3 else ""
+        return f"{found}; used in another order: layers {', '.join(self.orders[:3])}{more} of {self.layers}"
+
+
+def compared(a: TrainingRecord, b: TrainingRecord) -> Comparison:
+    """Where two runs part: the first batch whose loss differs, or which leaves a layer differently.
+
+    Raises:
+        InputError: they have no loss and no hash in common.
+    """
+    losses = sorted(a.losses.keys() & b.losses.keys())
+    hashes = sorted(a.hashes.keys() & b.hashes.keys(), key=lambda key: (key[0], natural(key[1])))
+    if not losses and not hashes:
+        raise InputError(
+            "the two runs have no batch in common for which both have a loss or a hash: one has batches "
+            f"{_range(a)}, the other {_range(b)}. Let both take hashes at the same batches (every_n_batches)"
+        )
+    layers = sorted(a.accesses.keys() & b.accesses.keys(), key=natural)
+    last = min(max((x.batch for each in r.accesses.values() for x in each), default=-1) for r in (a, b))
+    orders = tuple(name for name in layers if _until(a, name, last) != _until(b, name, last))
+    counts = len(losses), len(hashes), len(layers)
+    found: list[tuple[int, int, str | None, tuple[str, str]]] = []
+    for batch in losses:
+        if a.losses[batch] != b.losses[batch]:
+            found.append((batch, 0, None, (a.losses[batch], b.losses[batch])))
+            break
+    for key in hashes:
+        if a.hashes[key] != b.hashes[key]:
+            found.append((key[0], 1, key[1], (a.hashes[key][:12], b.hashes[key][:12])))
+            break
+    if not found:
+        return Comparison(*counts, orders=orders)
+    batch, _, layer, values = min(found, key=lambda each: each[:2])
+    return Comparison(*counts, batch, layer, values, orders)
+
+
+def natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts names of layers as people do: 2 before 10."""
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+
+
+def _until(record: TrainingRecord, layer: str, last: int) -> list[Access]:
+    return [access for access in record.accesses[layer] if access.batch <= last]
+
+
+def _range(record: TrainingRecord) -> str:
+    batches = [*record.losses, *(batch for batch, _ in record.hashes)]
+    return f"{min(batches)} to {max(batches)}" if batches else "none"
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The last one may be cut off, where a rank was killed."""
+    text = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(text):
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            if number == len(text) - 1:
+                return
+            raise InputError(f"{path}, line {number + 1}, is no JSON: {line[:80]!r}") from error
+        if not isinstance(found, dict):
+            raise InputError(f"{path}, line {number + 1}, is no part of a record: {line[:80]!r}")
+        yield found

@@ -1,0 +1,23 @@
+"""Subnets in bulks, as systems train them that flush between bulks: to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_pipes.ir import Delayed, check_count
+
+
+def in_bulks(layers: Mapping[str, bool | Delayed], number: int, bulk: int) -> dict[str, bool | Delayed]:
+    """The layers of subnet `number`, read as they were at the start of its bulk: GPipe's bulk-synchronous order over
+    subnets (NASPipe, Zhao et al. 2022, S2.2, BSP). Updates come in the order of subnets, at the next bulk's start all
+    of them are there.
+
+    The result depends on `bulk`, which such systems take from the number of stages, and is another one than that of
+    subnets one after another.
+
+    Args:
+        layers: as `Supernet.layers_of` says.
+        bulk: how many subnets.
+    """
+    late = Delayed(number % check_count("bulk", bulk, "; subnets between two flushes") + 1)
+    return {name: late if stepped else False for name, stepped in layers.items()}

@@ -1,0 +1,196 @@
+"""Explorers: which subnet comes when. Their answers depend on the number, the seed, and the losses that they were told.
+
+They are asked for numbers in order, from 0, on every rank alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lightning_pipes.ir import InputError
+from lightning_pipes.supernets.subnet import Space
+
+Choices = tuple[int, ...]
+
+
+class Explorer(ABC):
+    """Says which subnet has a number.
+
+    Attributes:
+        space: that it explores.
+    """
+
+    space: Space
+
+    @abstractmethod
+    def choices(self, number: int) -> Choices:
+        """The choices of subnet `number`; all results before `needs(number)` have been told.
+
+        Raises:
+            InputError: there are no more, or what gives them has failed.
+        """
+
+    def needs(self, number: int) -> int:
+        """How many results, those of subnets 0, 1, ..., have to be told before subnet `number` can be."""
+        return 0
+
+    def tell(self, number: int, loss: float) -> None:  # noqa: B027  # most learn nothing from results
+        """The result of subnet `number`, told in the order of numbers."""
+
+    def which(self, number: int) -> int:
+        """The number of its space, where there are several."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that results have taught it; plain values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Goes on where `state_dict` was."""
+
+
+class Uniform(Explorer):
+    """Each choice is as likely as any other, block by block: single path one-shot, SPOS (Guo et al. 2020,
+    arXiv:1904.00420, S3.3).
+
+    Args:
+        space: to draw from.
+        seed: equal seeds give equal subnets, on any machine.
+    """
+
+    def __init__(self, space: Space, seed: int = 0) -> None:
+        self.space, self.seed = space, seed
+
+    def choices(self, number: int) -> Choices:
+        return drawn(self.space, f"{self.seed}/{number}")
+
+
+class Listed(Explorer):
+    """These subnets, in this order.
+
+    Args:
+        subnets: choices for all blocks of each.
+        space: that they are from.
+        repeat: begin anew when all were given.
+
+    Raises:
+        InputError: there are none, or one is not in the space.
+    """
+
+    def __init__(self, subnets: Iterable[Sequence[int]], space: Space, repeat: bool = False) -> None:
+        self.space, self.repeat = space, repeat
+        self._subnets = [space.check(subnet) for subnet in subnets]
+        if not self._subnets:
+            raise InputError("a list of subnets is empty; it needs at least one")
+
+    def choices(self, number: int) -> Choices:
+        if number >= len(self._subnets) and not self.repeat:
+            raise InputError(
+                f"training asks for subnet {number}, and the list ends after {len(self._subnets)}; give one for each "
+                "batch of all epochs, or repeat=True, or train for fewer batches"
+            )
+        return self._subnets[number % len(self._subnets)]
+
+
+class Produced(Explorer):
+    """The subnets that a generator of yours gives. To resume it is asked again for those that were given.
+
+    Args:
+        subnets: an iterable of choices for all blocks.
+        space: that they are from.
+    """
+
+    def __init__(self, subnets: Iterable[Sequence[int]], space: Space) -> None:
+        self.space = space
+        self._source = subnets
+        self._given = 0
+        self._producing = iter(subnets)
+        self._latest: Choices = ()
+
+    def choices(self, number: int) -> Choices:
+        while self._given <= number:
+            self._latest = self._next()
+        return self._latest
+
+    def _next(self) -> Choices:
+        number = self._given
+        try:
+            found = self.space.check(next(self._producing))
+        except StopIteration:
+            raise InputError(
+                f"training asks for subnet {number}, and what produces subnets has ended; let it give one for each "
+                "batch of all epochs, or train for fewer batches"
+            ) from None
+        except Exception as error:
+            raise InputError(
+                f"what produces subnets has failed at subnet {number}: {type(error).__name__}: {error}; the batches "
+                "before are trained, and a checkpoint resumes there once this is mended"
+            ) from error
+        self._given += 1
+        return found
+
+
+class Several(Explorer):
+    """Several explorers take turns: subnets of other spaces have fewer layers in common, so more of them overlap
+    (NASPipe, Zhao et al. 2022, S5.5).
+
+    Args:
+        explorers: subnet number n is the next one of explorer n modulo their number.
+
+    Raises:
+        InputError: there are none, or their spaces have other numbers of blocks.
+    """
+
+    def __init__(self, *explorers: Explorer) -> None:
+        if not explorers or len({len(each.space) for each in explorers}) > 1:
+            raise InputError(
+                f"explorers of spaces with {[len(each.space) for each in explorers]} blocks can't take turns; all "
+                "choose for the blocks of one supernet: take parts of its space, by space.only({block: candidates})"
+            )
+        self._explorers = explorers
+        merged = zip(*(each.space for each in explorers), strict=True)
+        self.space = Space(tuple(tuple(sorted(set().union(*blocks))) for blocks in merged))
+
+    def choices(self, number: int) -> Choices:
+        explorer, own = self._of(number)
+        return explorer.choices(own)
+
+    def needs(self, number: int) -> int:
+        explorer, own = self._of(number)
+        needed = explorer.needs(own)
+        return (needed - 1) * len(self._explorers) + self.which(number) + 1 if needed else 0
+
+    def tell(self, number: int, loss: float) -> None:
+        explorer, own = self._of(number)
+        explorer.tell(own, loss)
+
+    def which(self, number: int) -> int:
+        return number % len(self._explorers)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"explorers": [each.state_dict() for each in self._explorers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for explorer, own in zip(self._explorers, state["explorers"], strict=True):
+            explorer.load_state_dict(own)
+
+    def _of(self, number: int) -> tuple[Explorer, int]:
+        return self._explorers[self.which(number)], number // len(self._explorers)
+
+
+def drawn(space: Space, key: str) -> Choices:
+    """A subnet by lot; equal keys, equal subnets."""
+    return tuple(among(candidates, f"{key}/{block}") for block, candidates in enumerate(space))
+
+
+def among(entries: Sequence[int], key: str) -> int:
+    """One of them by lot, each as likely."""
+    return entries[lot(key) % len(entries)]
+
+
+def lot(key: str) -> int:
+    """A number of 64 bits that depends on the key alone, the same on any machine."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,72 @@
+"""A callback that tells a stream of subnets what became of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.supernets.stream import SubnetStream
+from lightning_pipes.supernets.subnet import Subnet
+from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.loop.run import Listener
+
+
+class Explores(pl.Callback):
+    """Tells the stream the training loss of each subnet, in their order, with any strategy.
+
+    Where batches overlap losses come late. When the next subnet depends on them, as it does between two generations of
+    an evolution, the batches under way are ended first: at the same subnet on any number of stages.
+
+    Args:
+        stream: whose subnets are the last entry of the batches, as `stream.paired` makes them.
+
+    Raises:
+        PipelineError: a batch has no subnet at its end.
+    """
+
+    def __init__(self, stream: SubnetStream) -> None:
+        self.stream = stream
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if _streams(trainer):
+            trainer.strategy.running.listeners.append(_Hears(self.stream))  # type: ignore[attr-defined]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        subnet = subnet_of(batch)
+        if not _streams(trainer):
+            self.stream.tell(subnet, loss_of(outputs))
+        elif self.stream.waits_after(subnet.id):
+            trainer.strategy.running.drain()  # type: ignore[attr-defined]
+
+
+class _Hears(Listener):
+    def __init__(self, stream: SubnetStream) -> None:
+        self._stream = stream
+
+    def heard(self, number: int, batch: Any, out: Any) -> None:
+        self._stream.tell(subnet_of(batch), loss_of(out))
+
+
+def subnet_of(batch: Any) -> Subnet:
+    """The subnet at the end of a batch.
+
+    Raises:
+        PipelineError: there is none.
+    """
+    last = batch[-1] if isinstance(batch, (list, tuple)) and batch else None
+    if not isinstance(last, Subnet):
+        raise PipelineError(f"a batch ends with a {type(last).__name__}, not a Subnet: train on stream.paired(loader)")
+    return last
+
+
+def loss_of(out: Any) -> float:
+    """The loss in what a training step gave."""
+    return float(out["loss"] if isinstance(out, dict) else out)
+
+
+def _streams(trainer: pl.Trainer) -> bool:
+    return isinstance(trainer.strategy, PipelineHost) and trainer.strategy.running.streams

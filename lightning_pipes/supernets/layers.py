@@ -1,0 +1,136 @@
+"""Layers that take and give (x, subnet): choice blocks, and the ordinary layers between them.
+
+`shared` says what becomes of a layer that every subnet uses; an embedding, a head, a norm. "sequential": each subnet
+steps it, one after another, as without a pipeline. "frozen": it is read and never stepped. "per_choice": each candidate
+of the block that follows (of the last block, where none follows) has a copy. "delayed": each subnet steps it, and reads
+it as the subnet `delay` before has left it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from lightning_pipes.ir import InputError, check_count, shown
+
+Sharing = Literal["sequential", "frozen", "per_choice", "delayed"]
+
+
+class ChoiceBlock(nn.ModuleList):
+    """Runs one of its candidates, the one that the subnet chooses; all give what the next layer takes.
+
+    In a `Supernet` it gets a number, by which a subnet names its choice. A candidate may do nothing (`nn.Identity()`).
+    """
+
+    place = -1
+    last = False
+
+    def __init__(self, candidates: Iterable[nn.Module]) -> None:
+        super().__init__(candidates)
+        if not len(self):
+            raise InputError("a ChoiceBlock needs candidates to choose from, got none")
+
+    def forward(self, given: Any) -> Any:
+        x, subnet = opened(given)
+        if self.place < 0:
+            raise InputError(
+                "a ChoiceBlock does not know which of a subnet's choices is its own: put it into a Supernet"
+            )
+        if not self.place < len(subnet):
+            raise InputError(
+                f"a subnet of {len(subnet)} choices reaches block {self.place}; it needs one for each block, from 0"
+            )
+        choice = subnet[self.place]
+        if not 0 <= choice < len(self):
+            raise InputError(
+                f"a subnet chooses candidate {choice} of block {self.place}, which has 0 to {len(self) - 1}"
+            )
+        y = self[choice](x)
+        return y if self.last else (y, subnet)
+
+
+class PerChoice(ChoiceBlock):
+    """A layer that each candidate of a block has for itself: equal copies of it at the start.
+
+    Args:
+        layer: of which copies are made.
+        count: of the candidates.
+    """
+
+    def __init__(self, layer: nn.Module, count: int) -> None:
+        super().__init__(copy.deepcopy(layer) for _ in range(count))
+
+
+class Shared(nn.Module):
+    """A layer that every subnet uses.
+
+    Args:
+        layer: takes x and gives x.
+        shared: see above.
+        delay: for "delayed", how many subnets before.
+
+    Raises:
+        InputError: there is no such way, a delay is missing or makes no sense, or a norm with running statistics is to
+            be read late.
+    """
+
+    last = False
+
+    def __init__(self, layer: nn.Module, shared: Sharing = "sequential", delay: int | None = None) -> None:
+        super().__init__()
+        if shared not in get_args(Sharing):
+            raise InputError(f"shared must be {' or '.join(map(repr, get_args(Sharing)))}, got {shown(shared)}")
+        if (shared == "delayed") != (delay is not None):
+            raise InputError(
+                f"shared={shared!r} with delay={delay}: a delay belongs to shared='delayed', which needs one: as many "
+                "subnets as shall be under way at once, such as 8"
+            )
+        self.layer = layer
+        self.shared: Sharing = shared
+        self.delay = delay if delay is None else check_count("delay", delay, "; subnets between a step and its reader")
+        if shared == "delayed":
+            for name, part in layer.named_modules():
+                if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+                    raise InputError(
+                        f"{name or 'the layer'} is a {type(part).__name__} and can't be read late: its running "
+                        "statistics change in every forward. Take shared='sequential' or 'per_choice' for it, "
+                        "track_running_stats=False, or a LayerNorm or GroupNorm"
+                    )
+        if shared == "frozen":
+            layer.requires_grad_(False)
+            self.train(self.training)
+
+    def forward(self, given: Any) -> Any:
+        x, subnet = opened(given)
+        y = self.layer(x)
+        return y if self.last else (y, subnet)
+
+    def train(self, mode: bool = True) -> Shared:
+        """As of any module; of a frozen layer, the parts that keep statistics stay as in evaluation."""
+        super().train(mode)
+        if self.shared == "frozen":
+            for part in self.layer.modules():
+                if next(part.buffers(recurse=False), None) is not None:
+                    part.training = False
+        return self
+
+
+def opened(given: Any) -> tuple[Any, Any]:
+    """x and the subnet.
+
+    Raises:
+        InputError: it is another thing.
+    """
+    if not isinstance(given, tuple) or len(given) != 2 or not hasattr(given[1], "__getitem__"):
+        raise InputError(
+            f"a layer of a Supernet takes (x, subnet), got {shown(type(given).__name__)}; call it as net((x, subnet))"
+        )
+    return given
+
+
+def has_state(layer: nn.Module) -> bool:
+    """Whether it has parameters or buffers, so that who comes first may matter."""
+    return any(True for _ in (*layer.parameters(), *layer.buffers()))

@@ -1,0 +1,95 @@
+"""Optuna as a front-end: it is asked for subnets and told their losses."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from lightning_pipes.ir import InputError, check_count
+from lightning_pipes.supernets.explorers import Choices, Explorer
+from lightning_pipes.supernets.subnet import Space
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optuna import Study, Trial
+    from optuna.samplers import BaseSampler
+
+
+class OptunaExplorer(Explorer):
+    """An Optuna study over the choices, one parameter a block: batches of trials are asked for together and told
+    together, so that the study is the same on every rank and on any number of stages.
+
+    Each rank has the study in memory and gives it the same results; so the sampler needs a seed.
+
+    Args:
+        space: to search.
+        sampler: makes the sampler, such as `lambda: TPESampler(seed=1)`.
+        population: trials asked for at once.
+    """
+
+    def __init__(self, space: Space, sampler: Callable[[], BaseSampler], population: int = 50) -> None:
+        self.space = space
+        self.population = check_count("population", population)
+        self._sampler = sampler
+        self._told: list[float] = []
+        self._begin()
+
+    def choices(self, number: int) -> Choices:
+        while len(self._asked) <= number:
+            self._asked.append(self._ask())
+        return self._asked[number]
+
+    def needs(self, number: int) -> int:
+        return number // self.population * self.population
+
+    def tell(self, number: int, loss: float) -> None:
+        if number != len(self._told):
+            raise InputError(f"the loss of subnet {number} was told, and that of subnet {len(self._told)} comes next")
+        self._told.append(loss)
+        if len(self._told) % self.population == 0:
+            self._score()
+
+    @property
+    def study(self) -> Study:
+        """The study, with the generations that were scored."""
+        return self._study
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"told": list(self._told), "asked": len(self._asked)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Asks and tells all again: a sampler has a state of its own, which nobody can look at."""
+        self._begin()
+        self._told = []
+        for number, loss in enumerate(state["told"]):
+            self.choices(number)
+            self.tell(number, loss)
+        if state["asked"]:
+            self.choices(state["asked"] - 1)
+
+    def _begin(self) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = self._sampler()
+        self._study = optuna.create_study(sampler=sampler)
+        self._asked: list[Choices] = []
+        self._trials: list[Trial] = []
+
+    def _ask(self) -> Choices:
+        trial = self._study.ask()
+        self._trials.append(trial)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return tuple(trial.suggest_categorical(f"block {n}", c) for n, c in enumerate(self.space))
+
+    def _score(self) -> None:
+        from optuna.trial import TrialState
+
+        for trial, loss in zip(self._trials, self._told[-self.population :], strict=True):
+            if loss == loss:
+                self._study.tell(trial, loss)
+            else:
+                self._study.tell(trial, state=TrialState.FAIL)
+        self._trials.clear()

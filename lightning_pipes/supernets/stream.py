@@ -1,0 +1,110 @@
+"""A stream of subnets, one for each batch.
+
+for (x, y), subnet in zip(loader, stream): ...             # a plain loop
+trainer.fit(module, stream.paired(loader))                 # batches [[x, y], subnet]
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning.pytorch.utilities import CombinedLoader
+
+from lightning_pipes.ir import InputError, check_number
+from lightning_pipes.supernets.explorers import Explorer
+from lightning_pipes.supernets.subnet import Subnet
+
+
+class SubnetStream(Iterable[Subnet]):
+    """Gives the subnets of an explorer, numbered on from epoch to epoch; a loader that never ends, with a state.
+
+    An explorer that learns from results gets them by `tell`; in a Trainer the callback `Explores` does that, and has
+    the pipeline end what is under way where the next subnet depends on it.
+
+    Args:
+        explorer: says which subnets.
+        timeout: seconds that it may take for one.
+
+    Attributes:
+        next: the number of the next subnet.
+        told: how many results were told.
+    """
+
+    def __init__(self, explorer: Explorer, timeout: float = 300.0) -> None:
+        self.explorer = explorer
+        self.timeout = check_number("timeout", timeout, "a positive number of seconds", lambda s: s > 0)
+        self.next = 0
+        self.told = 0
+
+    def __iter__(self) -> Iterator[Subnet]:
+        return self
+
+    def __next__(self) -> Subnet:
+        number, needed = self.next, self.explorer.needs(self.next)
+        if self.told < needed:
+            raise InputError(
+                f"subnet {number} depends on the results of the {needed} before, of which {self.told} were told. In a "
+                "Trainer give it the callback Explores(stream), and loaders that know their length; in a loop of your "
+                "own call stream.tell(subnet, loss)"
+            )
+        choices = self.explorer.space.check(self._in_time(number))
+        self.next += 1
+        return Subnet(choices, number, self.explorer.which(number))
+
+    def __len__(self) -> int:
+        """As long as anything: what it is paired with ends first."""
+        return sys.maxsize
+
+    def tell(self, subnet: Subnet, loss: float) -> None:
+        """The result of a subnet; results come in the order of subnets.
+
+        Raises:
+            InputError: another one comes next.
+        """
+        if subnet.id != self.told:
+            raise InputError(f"the result of subnet {subnet.id} was told, and that of subnet {self.told} comes next")
+        self.explorer.tell(subnet.id, float(loss))
+        self.told += 1
+
+    def waits_after(self, number: int) -> bool:
+        """Whether the subnet after `number` depends on the result of `number`."""
+        return self.explorer.needs(number + 1) > number
+
+    def paired(self, loader: Iterable[Any]) -> CombinedLoader:
+        """Batches with a subnet each, [batch, subnet], for a Trainer; as many as the loader has."""
+        return CombinedLoader([loader, self], "min_size")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is, for a checkpoint; a Trainer asks by itself."""
+        return {"next": self.next, "told": self.told, "explorer": self.explorer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on there."""
+        self.next, self.told = state["next"], state["told"]
+        self.explorer.load_state_dict(state["explorer"])
+
+    def _in_time(self, number: int) -> tuple[int, ...]:
+        """What the explorer says, by a thread of its own: it may be a program of its own, or a network away."""
+        answers: queue.Queue[tuple[int, ...] | BaseException] = queue.Queue()
+
+        def ask() -> None:
+            try:
+                answers.put(self.explorer.choices(number))
+            except BaseException as error:
+                answers.put(error)
+
+        threading.Thread(target=ask, daemon=True, name=f"subnet {number}").start()
+        try:
+            found = answers.get(timeout=self.timeout)
+        except queue.Empty:
+            raise InputError(
+                f"{type(self.explorer).__name__} has not said in {self.timeout:g} s which is subnet {number}; all "
+                "ranks wait for it. See what it waits for, or raise timeout"
+            ) from None
+        if isinstance(found, BaseException):
+            raise found
+        return found

@@ -1,0 +1,137 @@
+"""One network out of a supernet, and the networks that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_pipes.engine.watch import plain
+from lightning_pipes.ir import InputError, shown
+
+
+class Subnet:
+    """A choice for each block, as it goes with a batch and from layer to layer: `subnet[3]` is that of block 3.
+
+    It is no tuple: whatever cuts batches into micro-batches would take one with an entry for each sample apart.
+
+    Args:
+        choices: the candidate of each block.
+        id: its number in the stream, from 0; the order in which training counts.
+        space: which of several spaces it is from.
+    """
+
+    __slots__ = ("choices", "id", "space")
+
+    choices: tuple[int, ...]
+    id: int
+    space: int
+
+    def __init__(self, choices: Sequence[int], id: int = -1, space: int = 0) -> None:
+        for name, value in (("choices", tuple(choices)), ("id", id), ("space", space)):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Subnet does not change; make another one, not another {name}")
+
+    def __getitem__(self, block: int) -> int:
+        return self.choices[block]
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Subnet) and self._all == other._all
+
+    def __hash__(self) -> int:
+        return hash(self._all)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Subnet, self._all
+
+    def __repr__(self) -> str:
+        return f"Subnet({self.choices}, id={self.id}, space={self.space})"
+
+    @property
+    def _all(self) -> tuple[tuple[int, ...], int, int]:
+        return self.choices, self.id, self.space
+
+
+plain.allow(Subnet)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The subnets that there are: any of its candidates for each block.
+
+    Attributes:
+        blocks: the candidates of each block, by number.
+
+    Raises:
+        InputError: a block has none, or one twice.
+    """
+
+    blocks: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        for number, candidates in enumerate(self.blocks):
+            if not candidates or len(set(candidates)) < len(candidates) or min(candidates) < 0:
+                raise InputError(
+                    f"block {number} of a space offers candidates {shown(candidates)}; it needs one or more, each "
+                    "once, counted from 0"
+                )
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Space:
+        """All candidates of blocks that have so many."""
+        return cls(tuple(tuple(range(size)) for size in sizes))
+
+    def only(self, candidates: Mapping[int, Sequence[int]]) -> Space:
+        """The part of it in which some blocks have these candidates only, by number of the block.
+
+        Raises:
+            InputError: there is no such block, or it has no such candidate.
+        """
+        for block, wanted in candidates.items():
+            if not 0 <= block < len(self.blocks):
+                raise InputError(f"a space of {len(self.blocks)} blocks has no block {block}; they are counted from 0")
+            for choice in wanted:
+                self._check(block, choice)
+        kept = (tuple(candidates.get(block, offered)) for block, offered in enumerate(self.blocks))
+        return Space(tuple(kept))
+
+    def check(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """These choices, if they are one for each block, and candidates of it.
+
+        Raises:
+            InputError: they are not.
+        """
+        if len(choices) != len(self.blocks):
+            raise InputError(
+                f"a subnet of {len(choices)} choices, {shown(tuple(choices))}, for {len(self.blocks)} blocks; it "
+                "needs one for each"
+            )
+        for block, choice in enumerate(choices):
+            self._check(block, choice)
+        return tuple(map(int, choices))
+
+    def __len__(self) -> int:
+        """How many blocks it has."""
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return iter(self.blocks)
+
+    @property
+    def size(self) -> int:
+        """How many subnets there are."""
+        found = 1
+        for candidates in self.blocks:
+            found *= len(candidates)
+        return found
+
+    def _check(self, block: int, choice: int) -> None:
+        if choice not in self.blocks[block]:
+            raise InputError(
+                f"a subnet chooses candidate {shown(choice)} of block {block}, which has {shown(self.blocks[block])}"
+            )

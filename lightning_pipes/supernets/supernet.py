@@ -1,0 +1,181 @@
+"""Supernets in plain torch: an nn.Sequential in which some layers have several candidates.
+
+net = Supernet(nn.Linear(64, 32), ChoiceBlock([A(), B()]), ChoiceBlock([A(), nn.Identity()]), nn.Linear(32, 10))
+y = net((x, subnet))                 # of each block the candidate that the subnet chooses
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_pipes.ir import Delayed, InputError
+from lightning_pipes.supernets.layers import ChoiceBlock, PerChoice, Shared, Sharing, has_state
+from lightning_pipes.supernets.subnet import Space, Subnet
+
+Choices = Subnet | Sequence[int]
+
+
+class Supernet(nn.Sequential):
+    """Takes (x, subnet), gives y. Its layers hand the subnet on; the last one leaves it out.
+
+    Blocks are numbered in their order, from 0. An ordinary layer becomes a `Shared` one, as `shared` and `delay` say,
+    unless it is one already. x may be a tensor, or a tuple or dict of them.
+
+    For a pipeline, let the LightningModule say which layers a batch uses:
+
+        def layers_of_batch(self, batch):
+            return self.net.layers_of(batch[-1])
+
+    Args:
+        layers: choice blocks, `Shared` layers and ordinary ones; or one OrderedDict of them.
+        shared: what becomes of ordinary layers, see `layers`. The default keeps the result of one subnet after another
+            and has each wait for the one before; the others let subnets overlap.
+        delay: for shared="delayed".
+
+    Raises:
+        InputError: a block occurs twice, is inside of an ordinary layer, or there is none.
+    """
+
+    def __init__(
+        self,
+        *layers: nn.Module | OrderedDict[str, nn.Module],
+        shared: Sharing = "sequential",
+        delay: int | None = None,
+    ) -> None:
+        given = layers[0] if len(layers) == 1 and isinstance(layers[0], OrderedDict) else None
+        named: dict[str, Any] = dict(given) if given is not None else {str(n): m for n, m in enumerate(layers)}
+        super().__init__(OrderedDict(_made(named, shared, delay)))
+        blocks = self.blocks
+        if not blocks:
+            raise InputError("a Supernet needs a ChoiceBlock among its layers, got none; nn.Sequential does without")
+        for number, block in enumerate(blocks.values()):
+            block.place = number
+        for block, layer in _beside(self._modules):
+            if isinstance(layer, PerChoice):
+                layer.place = block.place
+        self._last().last = True
+        self._shares = _Shares(self._modules)
+        self.space = Space.of([len(block) for block in blocks.values()])
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """A layer; of several a plain nn.Sequential, with the numbers that they have here."""
+        return nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
+
+    def _last(self) -> Any:
+        return self[len(self) - 1]
+
+    @property
+    def blocks(self) -> dict[str, ChoiceBlock]:
+        """The choice blocks by the names of their layers."""
+        found = {n: m for n, m in self._modules.items() if isinstance(m, ChoiceBlock) and not isinstance(m, PerChoice)}
+        return found
+
+    def layers_of(self, subnet: Choices) -> dict[str, bool | Delayed]:
+        """The layers that a batch of this subnet uses, for `layers_of_batch`: "5.2" is candidate 2 of layer 5. Of each
+        whether the batch steps it, or by how much it reads it late. Layers without parameters and buffers are left out.
+
+        Raises:
+            InputError: a choice that there is not, or the subnet uses a layer twice, which several blocks share.
+        """
+        choices = self.space.check(subnet.choices if isinstance(subnet, Subnet) else subnet)
+        found: dict[str, bool | Delayed] = {}
+        for name, layer in self._modules.items():
+            if isinstance(layer, ChoiceBlock):
+                part = f"{name}.{choices[layer.place]}"
+                if part in self._shares.stateful:
+                    found[name if name in self._shares.within else part] = True
+                    self._shares.check(part, name, choices, self._modules)
+            elif isinstance(layer, Shared) and name in self._shares.stateful:
+                late = Delayed(layer.delay) if layer.delay is not None else True
+                found[name] = False if layer.shared == "frozen" else late
+        return found
+
+    def subnet(self, subnet: Choices) -> nn.Sequential:
+        """The layers of one subnet as a module of its own, which takes x: the same ones, not copies."""
+        choices = self.space.check(subnet.choices if isinstance(subnet, Subnet) else subnet)
+        return nn.Sequential(*(m[choices[m.place]] if isinstance(m, ChoiceBlock) else m.layer for m in self))  # type: ignore[arg-type]
+
+
+def _made(named: Mapping[str, nn.Module], shared: Sharing, delay: int | None) -> Iterator[tuple[str, nn.Module]]:
+    """The layers, ordinary ones as shared."""
+    seen: set[int] = set()
+    made: dict[str, nn.Module] = {}
+    for name, layer in named.items():
+        if isinstance(layer, ChoiceBlock):
+            if id(layer) in seen:
+                raise InputError(
+                    f"layer {name} is a ChoiceBlock that occurs before; give each place a block of its own"
+                )
+            seen.add(id(layer))
+            made[name] = layer
+            continue
+        if any(isinstance(part, ChoiceBlock) for part in layer.modules()):
+            raise InputError(
+                f"layer {name}, a {type(layer).__name__}, has a ChoiceBlock inside; a Supernet chooses between its own "
+                "layers only: make the block one of them"
+            )
+        made[name] = layer if isinstance(layer, Shared) else _as_shared(layer, shared, delay)
+    for block, layer in _beside(made):
+        name = next(n for n, m in made.items() if m is layer)
+        if isinstance(layer, Shared) and layer.shared == "per_choice":
+            made[name] = PerChoice(layer.layer, len(block)) if has_state(layer) else layer
+    yield from made.items()
+
+
+def _as_shared(layer: nn.Module, shared: Sharing, delay: int | None) -> Shared:
+    return Shared(layer, shared, delay) if has_state(layer) else Shared(layer)
+
+
+def _beside(layers: Mapping[str, nn.Module | None]) -> list[tuple[ChoiceBlock, nn.Module]]:
+    """Each other layer with the block that follows, or the last one."""
+    found: list[tuple[ChoiceBlock, nn.Module]] = []
+    block: ChoiceBlock | None = None
+    waiting: list[nn.Module] = []
+    for layer in layers.values():
+        assert layer is not None
+        if isinstance(layer, ChoiceBlock) and not isinstance(layer, PerChoice):
+            block = layer
+            found += [(block, each) for each in waiting]
+            waiting = []
+        else:
+            waiting.append(layer)
+    return found + [(block, each) for each in waiting if block is not None]
+
+
+class _Shares:
+    """Who has the same parameters and buffers as whom."""
+
+    def __init__(self, layers: Mapping[str, nn.Module | None]) -> None:
+        owners: dict[int, set[str]] = defaultdict(set)
+        self.stateful: set[str] = set()
+        for name, layer in layers.items():
+            assert layer is not None
+            parts = {f"{name}.{n}": c for n, c in enumerate(layer)} if isinstance(layer, ChoiceBlock) else {name: layer}
+            for part, module in parts.items():
+                for tensor in (*module.parameters(), *module.buffers()):
+                    owners[id(tensor)].add(part)
+                    self.stateful.add(part)
+        self.within: set[str] = set()
+        """Blocks whose candidates have something in common: a subnet uses all of such a block."""
+        self._twice: dict[str, set[str]] = defaultdict(set)
+        for parts_of in owners.values():
+            for one in parts_of:
+                for other in parts_of - {one}:
+                    if one.partition(".")[0] == other.partition(".")[0]:
+                        self.within.add(one.partition(".")[0])
+                    else:
+                        self._twice[one].add(other)
+
+    def check(self, part: str, name: str, choices: tuple[int, ...], layers: Mapping[str, nn.Module | None]) -> None:
+        for other in self._twice.get(part, ()):
+            head, _, choice = other.partition(".")
+            layer: Any = layers[head]
+            if not choice or choices[layer.place] == int(choice):
+                raise InputError(
+                    f"subnet {choices} uses a layer twice: {part} and {other} have parameters or buffers in common, "
+                    "and gradients of both would come at different times. Leave such subnets out, or copy the layer"
+                )

@@ -1,0 +1,111 @@
+"""A callback that writes what two trainings can be compared by, down to the last bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.ir import PipelineError, check_count
+from lightning_pipes.sim.shown.training_record import FOLDER
+from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.loop.run import Listener
+
+
+class ReproducibilityLog(pl.Callback, Listener):
+    """Writes each batch's loss, who read and stepped which layer in what order, and, every `every_n_batches`, a hash of
+    all parameters and buffers of the layers that the batch has stepped, at the end of all: `lightning-pipes compare RUN
+    RUN` finds where two runs part.
+
+    For schedules that do not flush. Nothing waits for it: a stage takes the hash of its own layers where it steps them,
+    so the batches may be at any place in the pipeline, and the training is the same with and without.
+
+    Args:
+        directory: the run's folder; by default the Trainer's. Files are in `reproducibility/` there, one for each rank.
+        every_n_batches: of which the layers are hashed; 1 finds the very first difference.
+
+    Raises:
+        PipelineError: every_n_batches is below 1; when training starts, batches do not overlap.
+    """
+
+    def __init__(self, directory: str | Path | None = None, every_n_batches: int = 50) -> None:
+        self.directory = directory
+        self.every_n_batches = check_count("ReproducibilityLog: every_n_batches", every_n_batches)
+        self._file: IO[str] | None = None
+        self._seen: set[str] = set()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, PipelineHost) or not strategy.running.streams:
+            raise PipelineError(
+                f"ReproducibilityLog follows batches that overlap; this trainer has {type(strategy).__name__} with a "
+                "flush after each. Take a schedule that does not flush, or leave the callback out"
+            )
+        run = self._run = strategy.running
+        folder = Path(self.directory or trainer.default_root_dir) / FOLDER
+        fit = strategy.broadcast(len({path.name.partition("-")[0] for path in folder.glob("*-rank*.jsonl")}))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tells = strategy.global_rank == 0
+        self._file = (folder / f"{fit:03d}-rank{strategy.global_rank}.jsonl").open("w", encoding="utf-8", buffering=1)
+        self._write({"begins": trainer.fit_loop.total_batch_idx + 1})
+        run.listeners.append(self)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        hashes = {name: self._hash(name) for name in sorted(self._seen)}
+        self._write({"end": trainer.fit_loop.total_batch_idx, "layers": hashes})
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def began(self, stage: Stage, item: Item) -> None:
+        self._write({"F": item.number, "layers": sorted(_used(stage, item))})
+
+    def stepped(self, stage: Stage, item: Item) -> None:
+        names = sorted(_stepped(stage, item))
+        self._seen.update(names)
+        chosen = item.number % self.every_n_batches == 0
+        self._write({"B": item.number, "layers": {name: self._hash(name) if chosen else None for name in names}})
+
+    def heard(self, number: int, batch: Any, out: Any) -> None:
+        if self._tells:
+            loss = float(out["loss"] if isinstance(out, dict) else out)
+            choices = getattr(batch[-1], "choices", None) if isinstance(batch, (list, tuple)) else None
+            self._write(
+                {"loss": loss.hex(), "of": number, "value": loss} | ({"subnet": list(choices)} if choices else {})
+            )
+
+    def _hash(self, name: str) -> str:
+        number, _, part = name.partition(".")
+        return hash_of(self._run.cut.full[int(number)].get_submodule(part))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+
+
+def hash_of(layer: nn.Module) -> str:
+    """A hash of all parameters and buffers of a layer: names, types, shapes and bits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _used(stage: Stage, item: Item) -> Iterable[str]:
+    return map(str, stage.layers) if item.use is None else item.use.layers[stage.number]
+
+
+def _stepped(stage: Stage, item: Item) -> Iterable[str]:
+    return map(str, stage.layers) if item.use is None else item.use.stepped(stage.number)

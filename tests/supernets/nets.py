@@ -1,0 +1,238 @@
+"""A small supernet with all that makes order matter, trained by a Trainer and by a plain loop."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_pipes import MemorySwap, PipelineStrategy, ReproducibilityLog
+from lightning_pipes.engine.compute.rng import seed_all, stream_seed
+from lightning_pipes.ir import Instruction, Plan, Policy, RankView, Span
+from lightning_pipes.supernets import (
+    ChoiceBlock,
+    Evolution,
+    Explorer,
+    Explores,
+    Shared,
+    SubnetStream,
+    Supernet,
+    Uniform,
+    in_bulks,
+)
+from lightning_pipes.trainer.loop.run import Listener
+from tests.trainer.lit import quiet
+
+ROWS, WIDTH, TOKENS, BLOCKS, CANDIDATES = 8, 8, 12, 8, 6
+CUTS: dict[int, list[int]] = {1: [], 2: [5], 4: [3, 5, 8], 8: [2, 3, 4, 5, 6, 7, 8]}
+PARTS = (Span(0, 4), Span(4, 8))
+"""A batch's micro-batches."""
+DELAY = 5
+
+
+@dataclass(frozen=True)
+class Stream(Policy):
+    """Backwards and steps first, then the forward of the earliest batch."""
+
+    depth: int = 8
+    name: ClassVar[str] = "stream"
+    flushes: ClassVar[bool] = False
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction:
+        return ready[0]
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+def candidates(statistics: bool) -> list[nn.Module]:
+    if not statistics:
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Tanh()) for _ in range(CANDIDATES)]
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh(), nn.Dropout(0.2)),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()),
+        nn.BatchNorm1d(WIDTH, affine=False),  # nothing to train, and statistics that change
+        Residual(),
+        nn.Identity(),
+        nn.Linear(WIDTH, WIDTH),
+    ]
+
+
+def supernet(shared: str, statistics: bool = True) -> Supernet:
+    """An embedding, blocks, and a norm with a head; the two are shared as the word says."""
+    embedding = nn.Sequential(nn.Embedding(TOKENS, WIDTH), Mean())
+    head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 3))
+    blocks = (ChoiceBlock(candidates(statistics)) for _ in range(BLOCKS))
+    delay = DELAY if shared == "delayed" else None
+    return Supernet(embedding, *blocks, Shared(head, shared, delay), shared=shared, delay=delay)  # type: ignore[arg-type]
+
+
+class Lit(pl.LightningModule):
+    """With a `bulk`, subnets read what the one before their bulk has left."""
+
+    def __init__(self, shared: str, dies_at: int = -1, bulk: int = 0) -> None:
+        super().__init__()
+        self.net = supernet(shared, statistics=not bulk)
+        self.dies_at, self.bulk = dies_at, bulk
+
+    def layers_of_batch(self, batch: Any) -> Any:
+        layers = self.net.layers_of(batch[-1])
+        return in_bulks(layers, batch[-1].id, self.bulk) if self.bulk else layers
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x, y), subnet = batch
+        if subnet.id == self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return F.cross_entropy(self.net((x, subnet)), y)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.02, weight_decay=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"}]
+
+
+class Batches(Dataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        g = torch.Generator().manual_seed(number)
+        return torch.randint(TOKENS, (ROWS, 4), generator=g), torch.randint(3, (ROWS,), generator=g)
+
+
+def loader(count: int) -> DataLoader[Any]:
+    return DataLoader(Batches(count), batch_size=None)
+
+
+class Losses(Callback, Listener):
+    """Each subnet's loss as it is, by number."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, str] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.running.listeners.append(self)
+
+    def heard(self, number: int, batch: Any, out: Any) -> None:
+        self.found[batch[-1].id] = float(out).hex()
+
+
+def new_module(shared: str, dies_at: int = -1, bulk: int = 0) -> Lit:
+    torch.manual_seed(3)
+    return Lit(shared, dies_at, bulk)
+
+
+def explorer(shared: str) -> Explorer:
+    """With layers that are frozen by an evolution, whose generations end in the middle of epochs."""
+    space = supernet(shared).space
+    return Evolution(space, population=7, parents=3, seed=1) if shared == "frozen" else Uniform(space, seed=1)
+
+
+def fit(
+    rank: int,
+    ranks: int,
+    shared: str,
+    batches: int,
+    folder: str,
+    resume: str | None = None,
+    dies_at: int = -1,
+    recompute: bool = False,
+    every: int | None = None,
+    schedule: str | Policy | None = None,
+    bulk: int = 0,
+    memory: MemorySwap | None = None,
+) -> dict[str, Any]:
+    """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two. What is to be
+    compared is in the folder, too."""
+    quiet()
+    warnings.filterwarnings("ignore", ".*every batch steps layer.*")
+    torch.set_num_threads(1)
+    module = new_module(shared, dies_at if rank == 0 else -1, bulk)
+    losses, stream = Losses(), SubnetStream(explorer(shared))
+    others: list[Callback] = [] if memory is None else [memory]
+    keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every or batches * 10, save_top_k=-1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=PipelineStrategy(schedule or Stream(), 2, partition=CUTS[ranks], recompute=recompute),
+        max_epochs=2,
+        callbacks=[
+            losses,
+            Explores(stream),
+            ReproducibilityLog(folder, every_n_batches=1),
+            keeper,
+            *([memory] if memory else []),
+        ],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, stream.paired(loader(batches)), ckpt_path=resume, weights_only=False)
+    return {"weights": hashes(module), "losses": losses.found, "told": stream.told}
+
+
+def hashes(module: nn.Module) -> dict[str, str]:
+    return {n: hashlib.blake2b(t.numpy().tobytes()).hexdigest() for n, t in module.state_dict().items()}
+
+
+def alone(shared: str, batches: int, drains: Sequence[int] = ()) -> dict[str, Any]:
+    """Plain PyTorch, one process, one subnet after another. Of lightning_pipes it takes the seeds of dropout, and for
+    "delayed" it keeps what each subnet has left; `drains` are subnets after which all was ended, beside epochs."""
+    module = new_module(shared)
+    [optimizer], [scheduler] = module.configure_optimizers()
+    data, subnets, losses = loader(batches), SubnetStream(explorer(shared)), {}
+    late = [layer for layer in module.net if getattr(layer, "delay", None)]
+    parameters = [p for layer in late for p in layer.parameters()]
+    number = 0
+    for _ in range(2):
+        left = [[p.detach().clone() for p in parameters]]
+        for (x, y), subnet in zip(data, subnets, strict=False):
+            for p, older in zip(parameters, left[max(0, len(left) - DELAY)], strict=True):
+                p.data = older.clone()
+            total: Any = 0.0
+            for part in PARTS:
+                out: Any = (x[part.start : part.stop], subnet)
+                for n, layer in enumerate(module.net):
+                    seed_all(stream_seed(0, 0, n, number, part), torch.device("cpu"))
+                    out = layer(out)
+                seed_all(stream_seed(0, 0, -2, number, part), torch.device("cpu"))
+                loss = F.cross_entropy(out, y[part.start : part.stop])
+                (loss * 0.5).backward()
+                total = loss.detach() * 0.5 + total
+            losses[subnet.id] = float(total).hex()
+            subnets.tell(subnet, float(total))
+            for p, newest in zip(parameters, left[-1], strict=True):
+                p.data = newest.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler["scheduler"].step()
+            left.append([p.detach().clone() for p in parameters])
+            number += 1
+            if number in drains:
+                left = left[-1:]
+    return {"weights": hashes(module), "losses": losses, "told": number}

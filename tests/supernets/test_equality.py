@@ -1,0 +1,111 @@
+"""Training in a pipeline is bit by bit that of one subnet after another: weights, statistics of norms, and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from tests.supernets.nets import alone, fit
+
+SHORT, LONG = 20, 250
+"""Subnets of each of two epochs."""
+SHARED = ["sequential", "delayed", "frozen", "per_choice"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As on the ranks: sums on two threads are others in their last bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def plain(shared: str, batches: int, drains: tuple[int, ...] = ()) -> dict[str, Any]:
+    return alone(shared, batches, drains)
+
+
+def in_turn(rank: int, ranks: int, folder: str) -> list[dict[str, Any]]:
+    """Several trainings on the same processes, which take most of the time: ways to share, the second one resumed in
+    the middle of its second epoch, the last one by an evolution that learns from losses."""
+    saved = fit(rank, ranks, "delayed", SHORT, folder, every=30)
+    resumed = fit(rank, ranks, "delayed", SHORT, folder, f"{folder}/step=30.ckpt", every=30)
+    return [fit(rank, ranks, "sequential", SHORT, folder), fit(rank, ranks, "frozen", SHORT, folder), saved, resumed]
+
+
+def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
+    """Without the losses of the first subnets, which a resumed run does not see."""
+    return found | {"losses": {n: loss for n, loss in found["losses"].items() if n >= subnet}}
+
+
+def test_two_stages_train_as_one_process() -> None:
+    for sequential, frozen, saved, resumed in run_ranks(in_turn, 2, 2, mkdtemp(), timeout=120):
+        assert sequential == plain("sequential", SHORT)
+        assert frozen == plain("frozen", SHORT)
+        assert saved == plain("delayed", SHORT, (30,))
+        assert resumed == after(saved, 30)
+    assert plain("delayed", SHORT)["losses"] != plain("sequential", SHORT)["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("shared", SHARED)
+def test_many_subnets_on_any_number_of_stages(shared: str, stages: int) -> None:
+    wanted = plain(shared, LONG)
+    for found in run_ranks(fit, stages, stages, shared, LONG, mkdtemp(), timeout=500):
+        assert found == wanted
+    assert len(wanted["losses"]) == 2 * LONG
+
+
+def weights(stages: int, schedule: str | None = None, bulk: int = 0) -> dict[str, str]:
+    """After forty subnets."""
+    args = ("sequential", SHORT, mkdtemp(), None, -1, False, None, schedule, bulk)
+    found: list[dict[str, Any]] = run_ranks(fit, stages, stages, *args, timeout=120)
+    assert all(each == found[0] for each in found)
+    return found[0]["weights"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_asynchronous_and_bulk_synchronous_training_depend_on_stages() -> None:
+    """PipeDream's weights are others on 2 and on 4 stages, as are those of bulks as large as the pipeline is long; one
+    subnet after another gives the same on both. Bulks of one size do, too, and another result than one after another.
+    """
+    assert weights(2, "pipedream") != weights(4, "pipedream")
+    assert weights(2, bulk=2) != weights(4, bulk=4)
+    assert weights(2, bulk=4) == weights(4, bulk=4) != weights(2, bulk=1)
+    assert weights(2) == weights(4) == plain("sequential", SHORT)["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", SHARED)
+def test_recomputed(shared: str) -> None:
+    for found in run_ranks(fit, 2, 2, shared, SHORT, mkdtemp(), None, -1, True, timeout=120):
+        assert found == plain(shared, SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize(("first", "then"), [(2, 4), (4, 1)])
+def test_resumes_on_another_number_of_stages(shared: str, first: int, then: int) -> None:
+    folder, wanted = mkdtemp(), plain(shared, SHORT, (30,))
+    run_ranks(fit, first, first, shared, SHORT, folder, None, -1, False, 30, timeout=120)
+    saved = f"{folder}/step=30.ckpt"
+    for found in run_ranks(fit, then, then, shared, SHORT, folder, saved, -1, False, 30, timeout=120):
+        assert found == after(wanted, 30)
+
+
+@pytest.mark.slow
+def test_resumes_after_a_rank_was_killed() -> None:
+    folder, wanted = mkdtemp(), plain("delayed", SHORT, (30,))
+    outcomes = watch_ranks(fit, 2, 2, "delayed", SHORT, folder, None, 34, False, 30, timeout=120)
+    assert "exit code -9" in outcomes[0].error
+    saved = f"{folder}/step=30.ckpt"
+    for found in run_ranks(fit, 2, 2, "delayed", SHORT, folder, saved, -1, False, 30, timeout=120):
+        assert found == after(wanted, 30)

@@ -1,0 +1,90 @@
+"""An evolution finds what is better, and the same again from anywhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightning_pipes.ir import InputError
+from lightning_pipes.supernets import Evolution, Space, Subnet, SubnetStream
+
+SPACE = Space.of([6] * 8)
+
+
+def loss(choices: tuple[int, ...]) -> float:
+    """Least where all choices are 3."""
+    return float(sum(abs(choice - 3) for choice in choices))
+
+
+def run(stream: SubnetStream, count: int) -> list[Subnet]:
+    found = []
+    for _ in range(count):
+        found.append(next(stream))
+        stream.tell(found[-1], loss(found[-1].choices))
+    return found
+
+
+def made(seed: int = 0) -> Evolution:
+    return Evolution(SPACE, population=20, parents=5, mutation=0.2, seed=seed)
+
+
+def test_it_gets_better_by_what_it_is_told() -> None:
+    explorer = made()
+    found = [loss(subnet.choices) for subnet in run(SubnetStream(explorer), 300)]
+    first, last = found[:20], found[-20:]
+    assert sum(last) < 0.5 * sum(first)
+    assert explorer.best[0][0] == min(found)
+
+
+def test_descendants_come_from_the_best_of_generations_that_are_over() -> None:
+    stream = SubnetStream(made())
+    found = run(stream, 60)
+    for number in range(20, 60):
+        over = found[: number // 20 * 20]
+        best = sorted(over, key=lambda subnet: (loss(subnet.choices), subnet.id))[:5]
+        child = found[number].choices
+        pools = [{parent.choices[block] for parent in best} for block in range(8)]
+        if number % 2:
+            assert all(choice in pool for choice, pool in zip(child, pools, strict=True))
+        else:
+            assert max(sum(map(int.__eq__, child, parent.choices)) for parent in best) >= 3
+
+
+@pytest.mark.parametrize("told", [0, 7, 20, 47])
+def test_it_goes_on_from_a_checkpoint(told: int) -> None:
+    """Some were asked for and not told, as where batches are under way."""
+    whole = run(SubnetStream(made(3)), 80)
+    stream = SubnetStream(made(3))
+    run(stream, told)
+    other = SubnetStream(made(3))
+    other.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert run(other, 80 - told) == whole[told:]
+
+
+def test_batches_under_way_change_nothing() -> None:
+    """The results of a generation may come as late as its end."""
+    stream, whole, found, late = SubnetStream(made(3)), run(SubnetStream(made(3)), 80), [], []
+    for number in range(80):
+        found.append(next(stream))
+        late.append(found[-1])
+        while late and (len(late) > 6 or stream.waits_after(number)):
+            subnet = late.pop(0)
+            stream.tell(subnet, loss(subnet.choices))
+    assert found == whole
+
+
+def test_asking_too_early_is_refused() -> None:
+    stream = SubnetStream(made())
+    found = [next(stream) for _ in range(20)]
+    with pytest.raises(InputError, match="subnet 20 depends on the results of the 20 before, of which 0 were told"):
+        next(stream)
+    stream.tell(found[0], float("nan"))
+    with pytest.raises(InputError, match="result of subnet 5 was told, and that of subnet 1 comes next"):
+        stream.tell(found[5], 1.0)
+
+
+@pytest.mark.parametrize("wrong", [{"population": 0}, {"parents": 21}, {"mutation": 1.5}])
+def test_refuses_numbers_that_make_no_sense(wrong: dict[str, float]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        Evolution(SPACE, **{"population": 20, **wrong})  # type: ignore[arg-type]

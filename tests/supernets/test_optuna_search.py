@@ -1,0 +1,47 @@
+"""Optuna chooses subnets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from optuna.samplers import TPESampler
+
+from lightning_pipes.ir import InputError
+from lightning_pipes.supernets import OptunaExplorer, Space, Subnet, SubnetStream
+
+SPACE = Space.of([5] * 4)
+
+
+def made() -> OptunaExplorer:
+    return OptunaExplorer(SPACE, lambda: TPESampler(seed=2, n_startup_trials=10), population=10)
+
+
+def run(stream: SubnetStream, count: int) -> list[Subnet]:
+    found = []
+    for _ in range(count):
+        found.append(next(stream))
+        stream.tell(found[-1], float(sum(found[-1].choices)))
+    return found
+
+
+def test_it_searches_and_goes_on_from_a_checkpoint() -> None:
+    explorer = made()
+    whole = run(SubnetStream(explorer), 60)
+    assert sum(map(sum, (s.choices for s in whole[-10:]))) < 0.8 * sum(map(sum, (s.choices for s in whole[:10])))
+    assert len(explorer.study.get_trials()) == 60
+    for told in (10, 37):
+        stream, other = SubnetStream(made()), SubnetStream(made())
+        run(stream, told)
+        other.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        assert run(other, 60 - told) == whole[told:]
+
+
+def test_a_loss_that_is_no_number_is_a_failed_trial() -> None:
+    explorer = made()
+    stream = SubnetStream(explorer)
+    for subnet in [next(stream) for _ in range(10)]:
+        stream.tell(subnet, float("nan") if subnet.id == 3 else 1.0)
+    assert [t.state.name for t in explorer.study.get_trials()].count("FAIL") == 1
+    with pytest.raises(InputError, match="of subnet 10 comes next"):
+        explorer.tell(12, 1.0)

@@ -1,0 +1,60 @@
+"""A stream of subnets in loops and loaders."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_pipes.ir import InputError
+from lightning_pipes.supernets import Explorer, Space, Subnet, SubnetStream, Uniform
+
+SPACE = Space.of([3, 3])
+DATA = [[n, 10 * n] for n in range(4)]
+
+
+def test_it_is_numbered_on_from_epoch_to_epoch() -> None:
+    stream, loader = SubnetStream(Uniform(SPACE)), DataLoader(DATA, batch_size=2)
+    ids = [subnet.id for _ in range(3) for _, subnet in zip(loader, stream, strict=False)]
+    assert ids == [*range(6)]
+
+
+def test_paired_batches_end_with_their_subnet() -> None:
+    stream, loader = SubnetStream(Uniform(SPACE)), DataLoader(DATA, batch_size=None)
+    paired = stream.paired(loader)
+    found = [batch for _ in range(2) for batch, _, _ in paired]
+    assert [batch[-1] for batch in found] == [Subnet(Uniform(SPACE).choices(n), n) for n in range(8)]
+    assert [batch[0][0] for batch in found] == [0, 1, 2, 3] * 2
+    assert len(iter(paired)) == 4  # type: ignore[arg-type]
+
+
+def test_it_goes_on_where_it_was() -> None:
+    stream, other = SubnetStream(Uniform(SPACE)), SubnetStream(Uniform(SPACE))
+    for _ in range(5):
+        next(stream)
+    other.load_state_dict(stream.state_dict())
+    assert next(other) == next(stream)
+
+
+class Stalls(Explorer):
+    space = SPACE
+
+    def __init__(self) -> None:
+        self.never = threading.Event()
+
+    def choices(self, number: int) -> tuple[int, ...]:
+        if number == 1:
+            self.never.wait()
+        return (0, 0)
+
+
+def test_a_stream_that_stalls_says_so() -> None:
+    explorer = Stalls()
+    stream = SubnetStream(explorer, timeout=0.05)
+    next(stream)
+    with pytest.raises(InputError, match=r"Stalls has not said in 0\.05 s which is subnet 1; all ranks wait"):
+        next(stream)
+    explorer.never.set()
+    with pytest.raises(InputError, match="timeout must be a positive number"):
+        SubnetStream(explorer, timeout=0)

@@ -1,0 +1,58 @@
+"""Subnets and spaces."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.engine.watch import plain
+from lightning_pipes.ir import InputError, Span
+from lightning_pipes.supernets import Space, Subnet
+from lightning_pipes.trainer.module.batches import rows_of, take
+
+ONE = Subnet((0, 2, 1), id=5, space=1)
+
+
+def test_it_travels_as_one_thing() -> None:
+    """With as many choices as the batch has samples, too, of which a tuple would be cut."""
+    batch = [[torch.randn(3, 2), torch.zeros(3)], ONE]
+    assert rows_of(batch) == 3
+    assert take(batch, Span(0, 2), 3)[1] == ONE
+    assert move_data_to_device(batch, torch.device("cpu"))[1] is ONE
+    assert pytree.tree_leaves((0, ONE)) == [0, ONE]
+    assert pickle.loads(pickle.dumps(ONE)) == plain.loads(plain.dumps(ONE)) == ONE
+
+
+def test_it_is_a_value() -> None:
+    assert len({ONE, Subnet([0, 2, 1], 5, 1), Subnet((0, 2, 1), 6, 1)}) == 2
+    assert ((*ONE,), len(ONE), ONE[1]) == ((0, 2, 1), 3, 2)
+    with pytest.raises(AttributeError, match="a Subnet does not change"):
+        ONE.id = 3
+
+
+def test_a_part_of_a_space() -> None:
+    space = Space.of([3, 2, 4]).only({0: [2, 0], 2: (1,)})
+    assert (space.blocks, space.size, len(space)) == (((2, 0), (0, 1), (1,)), 4, 3)
+    assert space.check([2, 1, 1]) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Space(((0, 1), ())), "block 1 of a space offers candidates"),
+        (lambda: Space(((0, 0),)), "each once"),
+        (lambda: Space(((-1,),)), "counted from 0"),
+        (lambda: Space.of([2]).only({1: [0]}), "a space of 1 blocks has no block 1"),
+        (lambda: Space.of([2]).only({0: [2]}), "chooses candidate 2 of block 0, which has"),
+        (lambda: Space.of([2]).check([0, 0]), "a subnet of 2 choices"),
+        (lambda: Space.of([2]).check(["a"]), "chooses candidate 'a' of block 0"),
+    ],
+)
+def test_refuses_what_makes_no_sense(make: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        make()

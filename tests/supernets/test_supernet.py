@@ -1,0 +1,170 @@
+"""Supernets in plain torch: what goes through, what a subnet uses, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipes.ir import Delayed, InputError
+from lightning_pipes.supernets import ChoiceBlock, Shared, Subnet, Supernet
+from lightning_pipes.supernets.layers import PerChoice
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(3, 3)
+
+
+def block(n: int = 3) -> ChoiceBlock:
+    return ChoiceBlock([*(linear() for _ in range(n - 1)), nn.Identity()])
+
+
+def net(**options: Any) -> Supernet:
+    torch.manual_seed(0)
+    return Supernet(linear(), block(), nn.ReLU(), block(2), nn.LayerNorm(3), **options)
+
+
+@pytest.mark.parametrize("choices", [(0, 0), (1, 1), (2, 0), (2, 1)])
+@pytest.mark.parametrize("shared", ["sequential", "frozen", "per_choice"])
+def test_a_subnet_is_the_layers_that_it_chooses(choices: tuple[int, int], shared: str) -> None:
+    made, x = net(shared=shared), torch.randn(4, 3)
+    for subnet in (choices, list(choices), Subnet(choices, id=7)):
+        by_hand = x
+        for layer, choice in zip(made, (choices[0], choices[0], None, *choices[1:], choices[1]), strict=True):
+            one: Any = layer.layer if isinstance(layer, Shared) else layer[choice]
+            by_hand = one(by_hand)
+        assert torch.equal(made((x, subnet)), by_hand)
+        assert torch.equal(made.subnet(subnet)(x), by_hand)
+
+
+@pytest.mark.parametrize(
+    ("options", "used"),
+    [
+        ({}, {"0": True, "1.1": True, "3.0": True, "4": True}),
+        ({"shared": "frozen"}, {"0": False, "1.1": True, "3.0": True, "4": False}),
+        ({"shared": "per_choice"}, {"0.1": True, "1.1": True, "3.0": True, "4.0": True}),
+        ({"shared": "delayed", "delay": 8}, {"0": Delayed(8), "1.1": True, "3.0": True, "4": Delayed(8)}),
+    ],
+)
+def test_layers_of_a_subnet(options: Any, used: dict[str, Any]) -> None:
+    made = net(**options)
+    assert made.layers_of((1, 0)) == used
+    assert list(used) == list(made.layers_of(Subnet((1, 0))))
+    for name in used:
+        made.get_submodule(name)
+
+
+def test_a_candidate_without_weights_is_nobodys() -> None:
+    assert net().layers_of((2, 1)) == {"0": True, "4": True}
+    assert net().space.blocks == ((0, 1, 2), (0, 1))
+
+
+def test_statistics_without_weights_count() -> None:
+    made = Supernet(ChoiceBlock([nn.BatchNorm1d(3, affine=False), nn.Identity()]))
+    assert (made.layers_of((0,)), made.layers_of((1,))) == ({"0.0": True}, {})
+
+
+def test_each_layer_may_say_for_itself() -> None:
+    made = Supernet(Shared(linear(), "frozen"), block(), Shared(linear(), "delayed", 4), linear())
+    assert made.layers_of((0,)) == {"0": False, "1.0": True, "2": Delayed(4), "3": True}
+
+
+def test_per_choice_belongs_to_the_block_that_follows_or_the_last() -> None:
+    made = Supernet(linear(), block(3), linear(), block(2), linear(), nn.ReLU(), shared="per_choice")
+    copies = [layer for layer in made if isinstance(layer, PerChoice)]
+    assert [len(each) for each in copies] == [3, 2, 2]
+    assert made.layers_of((2, 0)) == {"0.2": True, "2.0": True, "3.0": True, "4.0": True}
+    assert torch.equal(copies[0][0].weight, copies[0][2].weight)  # equal at the start, and no more
+
+
+def test_what_is_frozen_stays() -> None:
+    made = Supernet(nn.Sequential(linear(), nn.BatchNorm1d(3), nn.Dropout()), block(), linear(), shared="frozen")
+    before = {n: t.clone() for n, t in made[0].state_dict().items()}
+    made.train()
+    loss = made((torch.randn(4, 3), (0,))).sum()
+    loss.backward()
+    torch.optim.SGD(made.parameters(), lr=1.0).step()
+    assert all(torch.equal(t, before[n]) for n, t in made[0].state_dict().items())
+    assert [part.training for part in made[0].layer] == [True, False, True]
+    assert made[1][0].weight.grad is not None
+
+
+def test_names_of_layers_may_be_given() -> None:
+    made = Supernet(OrderedDict(stem=linear(), choice=block(2), head=linear()))
+    assert made.layers_of((0,)) == {"stem": True, "choice.0": True, "head": True}
+
+
+def test_it_can_be_copied_saved_and_sent() -> None:
+    made, x = net(), torch.randn(4, 3)
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert torch.equal(other((x, (1, 0))), made((x, (1, 0))))
+    fresh = net()
+    fresh.load_state_dict(made.state_dict())
+
+
+def test_a_slice_leaves_the_whole_as_it_was() -> None:
+    made, x = net(), torch.randn(4, 3)
+    before = made((x, (1, 0)))
+    assert made[:2]((x, (1, 0)))[1] == (1, 0)
+    assert torch.equal(made((x, (1, 0))), before)
+
+
+def test_parts_that_candidates_of_a_block_share_make_it_one_layer() -> None:
+    one = linear()
+    made = Supernet(ChoiceBlock([one, nn.Sequential(one, nn.ReLU()), linear(), nn.Identity()]), linear())
+    assert [[*made.layers_of((n,))] for n in range(4)] == [["0", "1"], ["0", "1"], ["0", "1"], ["1"]]
+
+
+def test_a_subnet_that_uses_a_layer_twice_is_refused() -> None:
+    one = linear()
+    made = Supernet(ChoiceBlock([one, linear()]), ChoiceBlock([linear(), one]), linear())
+    assert made.layers_of((0, 0)) == {"0.0": True, "1.0": True, "2": True}
+    with pytest.raises(InputError, match=r"subnet \(0, 1\) uses a layer twice: 0.0 and 1.1 have parameters"):
+        made.layers_of((0, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: ChoiceBlock([]), "needs candidates"),
+        (lambda: Supernet(linear()), "needs a ChoiceBlock among its layers"),
+        (lambda: Supernet(*[block()] * 2), "layer 1 is a ChoiceBlock that occurs before"),
+        (lambda: Supernet(nn.Sequential(block()), block()), "layer 0, a Sequential, has a ChoiceBlock inside"),
+        (lambda: net(shared="sometimes"), "shared must be 'sequential' or 'frozen' or 'per_choice' or 'delayed'"),
+        (lambda: net(shared="delayed"), "which needs one: as many subnets"),
+        (lambda: net(delay=3), "a delay belongs to shared='delayed'"),
+        (lambda: net(shared="delayed", delay=0), "delay must be at least 1, got 0"),
+        (lambda: Supernet(nn.BatchNorm1d(3), block(), shared="delayed", delay=2), "BatchNorm1d and can't be read late"),
+    ],
+)
+def test_refuses_what_makes_no_supernet(make: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("subnet", "said"),
+    [
+        ((3, 0), "candidate 3 of block 0, which has"),
+        ((-1, 0), "candidate -1 of block 0, which has"),
+        ((0,), "it needs one for each"),
+    ],
+)
+def test_refuses_choices_that_there_are_not(subnet: Any, said: str) -> None:
+    made = net()
+    with pytest.raises(InputError, match=said):
+        made((torch.randn(4, 3), subnet))
+    with pytest.raises(InputError, match=said):
+        made.layers_of(subnet)
+
+
+def test_refuses_an_input_without_a_subnet() -> None:
+    with pytest.raises(InputError, match=r"takes \(x, subnet\), got 'Tensor'"):
+        net()(torch.randn(4, 3))
+    with pytest.raises(InputError, match="put it into a Supernet"):
+        block()((torch.randn(4, 3), (0, 0)))
