@@ -230,8 +230,9 @@ def swaps(quick: bool) -> Report:
     )
     for name in ("NLP.c1", "NLP.c3") if quick else PAPER:
         placed = balanced(SPACES[name].draw(n, 1), STAGES)
-        for m in sorted({1, choose(SPACES[name], STAGES).microbatches}):
-            rules = Rules(m)
+        chosen = choose(SPACES[name], STAGES)
+        for m in sorted({1, chosen.microbatches}):
+            rules = Rules(m, chosen.depth)
             plain = run(placed, rules)
             exact = ahead(placed, rules, CONTEXTS, plain)
             cases = {
