@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_pipes.strategies.csp.emulated.accesses import accesses
-from lightning_pipes.strategies.csp.emulated.spaces import NLP, Space, Subnets
+from lightning_pipes.strategies.csp.emulated.spaces import NLP, Kind, Space, Subnets
 from lightning_pipes.strategies.csp.emulated.stream import Rules
 from lightning_pipes.strategies.csp.emulated.systems import SYSTEMS, bsp
 
@@ -40,3 +40,10 @@ def test_every_layer_is_accessed_as_one_after_another(stages: int, m: int) -> No
         for choice in range(5):
             users = np.flatnonzero(subnets.choices[:, block] == choice)
             assert accesses(ran, block, choice) == "-".join(f"{y}F-{y}B" for y in users)
+
+
+def test_a_subnet_reads_from_its_first_forward_on_and_writes_after_its_last_backward() -> None:
+    """Stage 0: F0.0 F0.1 B0.0 F1.0 B0.1 F1.1 B1.0 B1.1."""
+    subnets = Space("same", 2, 1, (Kind("equal", 1.0, 1.0, 0.0),)).draw(2, 0)
+    ran = SYSTEMS["ASP"].run(subnets, 2, Rules(2, overhead=0))
+    assert accesses(ran, 0, 0) == "0F-1F-0B-1B"
