@@ -186,7 +186,7 @@ def fit(
             Explores(stream),
             ReproducibilityLog(folder, every_n_batches=1),
             keeper,
-            *([memory] if memory else []),
+            *others,
         ],
         logger=False,
         enable_progress_bar=False,

@@ -157,6 +157,7 @@ class ReadyOrder:
         self._unchecked: list[Instruction] = []  # receives whose message may have come before they were added
         self._rows: dict[Item, int] = {}
         self._left: dict[Item, int] = {}  # instructions of the batches under way, the oldest batch first
+        self._begun: dict[int, None] = {}  # batches under way of which something has run, in that order
         self._newest = -1
         self._closed = False
         self._receives = 0  # those not run yet
@@ -204,8 +205,11 @@ class ReadyOrder:
     def coming(self) -> Iterator[str]:
         """The layers of the tasks that will probably run next, the first one first: what is ready, as the policy takes
         it where nothing arrives meanwhile, and then all batches under way."""
+        last = self._last
+        over = [last.batch] if last is not None and last.kind is not Kind.F and last.batch in self._begun else []
+        waiting = self._ledger.expected(dict.fromkeys([*over, *self._begun]))
         ready = [(i.stage, i.batch) for i in sorted(self._ready, key=ready_key)]
-        others = [(stage, batch) for _, batch in self._left for stage in self._in_flight]
+        others = [(stage, batch) for batch in waiting for stage in self._in_flight]
         for stage, batch in dict.fromkeys(ready + others):
             yield from sorted(self._ledger.uses[batch].stepped(stage))
 
@@ -225,6 +229,7 @@ class ReadyOrder:
         rows = i.span.clip(self._rows[item]).rows
         if i.kind is Kind.F:
             self._in_flight[i.stage] += rows
+            self._begun[i.batch] = None
         elif i.kind is Kind.B or i.kind is Kind.W:
             self._in_flight[i.stage] -= rows
         elif i.kind is Kind.STEP and self._policy.endless:
@@ -237,6 +242,7 @@ class ReadyOrder:
     def _end(self, item: Item) -> None:
         """All of the batch has run here."""
         del self._left[item]
+        self._begun.pop(item[1], None)
         if self._policy.endless:
             del self._rows[item]
             self._ledger.leave(item[1])
