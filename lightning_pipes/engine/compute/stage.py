@@ -130,7 +130,7 @@ class Stage:
         self.turns = TakingTurns(memory, self.number, self._parts, self._recompute)
 
     def around(self, kind: Kind, item: Item) -> AbstractContextManager[None]:
-        """What a task is to run in: its layers are on the device."""
+        """The context for a task to run in: its layers are on the device."""
         return nullcontext() if self.turns is None else self.turns.around(kind, item)
 
     def check_use(self, use: Use) -> None:

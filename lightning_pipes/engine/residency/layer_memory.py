@@ -33,7 +33,7 @@ class _Own:
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """What it remembers of the layer's parameters."""
+        """Its state of the layer's parameters."""
         return {p: self._optimizer.state[p] for p in self._parameters if p in self._optimizer.state}
 
 
@@ -145,7 +145,7 @@ class LayerMemory:
             self.release(parts)
 
     def flush(self) -> None:
-        """What is on the host is up to date when this returns."""
+        """Returns when all that is on the host is up to date."""
         self._swap.flush()
 
     def close(self) -> None:
