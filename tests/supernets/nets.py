@@ -7,8 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipes import PipelineStrategy, ReproducibilityLog
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
-from lightning_pipes.ir import Instruction, Plan, Policy, RankView, Span
+from lightning_pipes.ir import Policy, Span
+from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import (
     ChoiceBlock,
     Evolution,
@@ -39,18 +39,6 @@ CUTS: dict[int, list[int]] = {1: [], 2: [5], 4: [3, 5, 8], 8: [2, 3, 4, 5, 6, 7,
 PARTS = (Span(0, 4), Span(4, 8))
 """A batch's micro-batches."""
 DELAY = 5
-
-
-@dataclass(frozen=True)
-class Stream(Policy):
-    """Backwards and steps first, then the forward of the earliest batch."""
-
-    depth: int = 8
-    name: ClassVar[str] = "stream"
-    flushes: ClassVar[bool] = False
-
-    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction:
-        return ready[0]
 
 
 class Mean(nn.Module):
@@ -180,7 +168,7 @@ def fit(
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=PipelineStrategy(schedule or Stream(), 2, partition=CUTS[ranks], recompute=recompute),
+        strategy=PipelineStrategy(schedule or CSP(depth=8), 2, partition=CUTS[ranks], recompute=recompute),
         max_epochs=2,
         callbacks=[losses, Explores(stream), ReproducibilityLog(folder, every_n_batches=1), keeper],
         logger=False,
