@@ -39,6 +39,8 @@ CUTS: dict[int, list[int]] = {1: [], 2: [5], 4: [3, 5, 8], 8: [2, 3, 4, 5, 6, 7,
 PARTS = (Span(0, 4), Span(4, 8))
 """A batch's micro-batches."""
 DELAY = 5
+WARNED: list[str] = []
+"""By the last fit of this process."""
 
 
 class Mean(nn.Module):
@@ -157,7 +159,6 @@ def fit(
     """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two. What is to be
     compared is in the folder, too."""
     quiet()
-    warnings.filterwarnings("ignore", ".*every batch steps layer.*")
     torch.set_num_threads(1)
     module, losses, stream = (
         new_module(shared, dies_at if rank == 0 else -1, bulk),
@@ -165,17 +166,21 @@ def fit(
         SubnetStream(explorer(shared)),
     )
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every or batches * 10, save_top_k=-1)
+    log, streams = ReproducibilityLog(folder, every_n_batches=1), schedule != "1f1b"
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
         strategy=PipelineStrategy(schedule or CSP(depth=8), 2, partition=CUTS[ranks], recompute=recompute),
         max_epochs=2,
-        callbacks=[losses, Explores(stream), ReproducibilityLog(folder, every_n_batches=1), keeper],
+        callbacks=[Explores(stream), keeper, *([losses, log] if streams else [])],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, stream.paired(loader(batches)), ckpt_path=resume, weights_only=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, stream.paired(loader(batches)), ckpt_path=resume, weights_only=False)
+    WARNED[:] = [text for text in map(str, (each.message for each in caught)) if "every batch steps" in text]
     return {"weights": hashes(module), "losses": losses.found, "told": stream.told}
 
 
