@@ -93,7 +93,7 @@ class Shared(nn.Module):
         self.delay = delay if delay is None else check_count("delay", delay, "; subnets between a step and its reader")
         if shared == "delayed":
             for name, part in layer.named_modules():
-                if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+                if getattr(part, "track_running_stats", False):
                     raise InputError(
                         f"{name or 'the layer'} is a {type(part).__name__} and can't be read late: its running "
                         "statistics change in every forward. Take shared='sequential' or 'per_choice' for it, "
