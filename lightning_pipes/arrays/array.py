@@ -321,9 +321,8 @@ class JobArray(Generic[T]):
         assert i is not None
         memory.begin_block(sibling.index, i.stage)
         memory.look_ahead(self._coming())
-        started = time.monotonic()
         sibling.compute()
-        memory.end_block(sibling.index, time.monotonic() - started, keep=engine.holds_weights or sibling.failing)
+        memory.end_block(sibling.index, keep=engine.holds_weights or sibling.failing)
 
     def _coming(self) -> list[int]:
         """Whose weights will be wanted next, the first one first."""

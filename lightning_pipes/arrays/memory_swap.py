@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_pipes.arrays.sibling_memory import SiblingMemory
 from lightning_pipes.engine.residency.binding import Binding
 from lightning_pipes.engine.residency.copier import SlabCopier, copier_for
+from lightning_pipes.engine.residency.stopwatch import Stopwatch
 from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.ir import PlanError, check_count, check_number, check_type
 from lightning_pipes.planning.switching import Switching
@@ -76,10 +77,10 @@ class MemorySwap(SiblingMemory):
         self._copier: SlabCopier | None = None
         self._stages: set[int] = set()
         self._largest = 0
-        self._shortest = float("inf")
+        self._blocks: Stopwatch | None = None
 
     def open(self, several: bool) -> None:
-        self._several, self._largest, self._shortest = several, 0, float("inf")
+        self._several, self._largest, self._blocks = several, 0, None
         self.statistics, self.switching = Statistics(), None
 
     def states(self, device: torch.device) -> Swap[Hashable]:
@@ -95,15 +96,17 @@ class MemorySwap(SiblingMemory):
                 poison=self._poison,
             )
             self.statistics = self._swap.statistics
+            self._blocks = Stopwatch(device)
         return self._swap
 
     def close(self) -> None:
         if self._swap is None or self._copier is None:
             return
-        found, rate = self.statistics, self._copier.bandwidth
-        if rate is not None and self._shortest < float("inf"):
-            self.switching = Switching(tuple(sorted(self._stages)), self._largest / rate, self._shortest)
         self._swap.close()
+        found, rate = self.statistics, self._copier.bandwidth
+        shortest = float("inf") if self._blocks is None else self._blocks.shortest()
+        if rate is not None and shortest < float("inf"):
+            self.switching = Switching(tuple(sorted(self._stages)), self._largest / rate, shortest)
         self._swap = self._copier = None
         leases = found.hits + found.late + found.misses
         rank_zero_info(
@@ -138,29 +141,33 @@ class MemorySwap(SiblingMemory):
             self._swap.acquire(index, write=True)
 
     def end_turn(self, index: int, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
-        swap, found = self.states(device), Binding(module, optimizers, device)
+        swap = self.states(device)
         known = swap.bound(index)
-        if isinstance(known, Binding) and known.like(found):
+        there = None if known is None else swap.on_device(index)
+        if not (isinstance(known, Binding) and there is not None and known.still_holds(there, module, optimizers)):
+            found = Binding(module, optimizers, device)
+            if not (isinstance(known, Binding) and known.like(found)):
+                self.leave(index)
+                self._largest = max(self._largest, swap.add(index, found, lambda size: self._check(index, size)))
+                return
             swap.replace(index, found)
-            there = swap.on_device(index)
             if there is not None:
                 found.settle(there)
-            swap.release(index)
-            swap.relieve(index)
-            return
-        self.leave(index)
-        self._largest = max(self._largest, swap.add(index, found, lambda size: self._check(index, size)))
+        swap.release(index)
+        swap.relieve(index)
 
     def begin_block(self, index: int, stage: int) -> None:
         self._stages.add(stage)
-        if self._swap is None or self._swap.holds(index):
-            return
-        bound = self._swap.bound(index)
-        if isinstance(bound, Binding):
-            self._swap.acquire(index, write=bound.has_buffers)
+        if self._swap is not None and not self._swap.holds(index):
+            bound = self._swap.bound(index)
+            if isinstance(bound, Binding):
+                self._swap.acquire(index, write=bound.has_buffers)
+        if self._blocks is not None:
+            self._blocks.start()
 
-    def end_block(self, index: int, seconds: float, keep: bool) -> None:
-        self._shortest = min(self._shortest, seconds)
+    def end_block(self, index: int, keep: bool) -> None:
+        if self._blocks is not None:
+            self._blocks.stop()
         if not keep and self._swap is not None:
             self._swap.release(index)
 

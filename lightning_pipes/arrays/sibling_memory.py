@@ -42,7 +42,7 @@ class SiblingMemory:
     def begin_block(self, index: int, stage: int) -> None:
         """Something is computed for the sibling between its turns."""
 
-    def end_block(self, index: int, seconds: float, keep: bool) -> None:
+    def end_block(self, index: int, keep: bool) -> None:
         """It was computed.
 
         Args:

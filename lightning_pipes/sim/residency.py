@@ -42,7 +42,10 @@ class Copier(Protocol):
         """Whether the copy has ended."""
 
     def wait(self, ticket: int) -> int:
-        """Returns when the copy has ended: the nanoseconds that took."""
+        """Returns when the copy has ended for whoever computes next: the nanoseconds that took.
+
+        Where a device waits and its host goes on, those of earlier calls, as they become known.
+        """
 
 
 class VirtualCopier:

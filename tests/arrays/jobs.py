@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
+from tests.trainer.one_gpu import SHARED, on_one_gpu
 
 LAST = 0
 """The global rank of the last stage."""
@@ -65,6 +66,7 @@ class Job:
     recompute: bool = False
     microbatches: int = 2
     partition: tuple[int, ...] = ()
+    gpu: bool = False
 
     def __call__(self) -> Any:
         warnings.filterwarnings("ignore")
@@ -85,15 +87,16 @@ class Job:
             callbacks.append(ModelCheckpoint(folder, "best", "val_loss", enable_version_counter=False))
         if self.patience is not None:
             callbacks.append(EarlyStopping("val_loss", patience=self.patience, min_delta=1e9))
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
         trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=int(os.environ.get("WORLD_SIZE", "1")),
+            **(on_one_gpu(ranks) if self.gpu else {"accelerator": "cpu", "devices": ranks}),
             strategy=PipelineStrategy(
                 self.schedule,
                 microbatches=self.microbatches,
                 seed=self.number,
                 recompute=self.recompute,
                 partition=list(self.partition) or "auto",
+                **(SHARED if self.gpu else {}),
             ),
             max_epochs=self.epochs,
             callbacks=callbacks,
@@ -105,7 +108,7 @@ class Job:
         trainer.fit(module, loader, held_out)
         if self.harm == "after fit" and trainer.global_rank == LAST:
             raise ValueError("after fit")
-        weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+        weights = {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
         return seen.losses, float(trainer.callback_metrics["val_loss"]), trainer.global_step, weights
 
 

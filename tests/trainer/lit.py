@@ -207,7 +207,7 @@ class Keeper(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         here = [(n, p.grad) for n, p in module.named_parameters() if not p.is_meta]
-        found = {n: gradient.clone().numpy() for n, gradient in here if gradient is not None}
+        found = {n: _copied(gradient) for n, gradient in here if gradient is not None}
         self.gradients.append(found)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -221,7 +221,7 @@ def plain_values(tree: Any) -> Any:
 
 
 def _copied(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach().clone()
+    tensor = tensor.detach().cpu().clone()
     return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
@@ -248,10 +248,9 @@ def train(case: Case, ranks: int, folder: Path | str) -> dict[str, Any]:
     if case.trainer.get("precision", "64-true") == "64-true":
         module.double()  # Lightning restores weights before its plugin makes them double
     keeper = Keeper()
-    options: dict[str, Any] = {"max_epochs": 1, "num_sanity_val_steps": 1, "gradient_clip_val": None, **case.trainer}
+    options: dict[str, Any] = {"max_epochs": 1, "num_sanity_val_steps": 1, "gradient_clip_val": None}
+    options |= {"accelerator": "cpu", "devices": ranks} | case.trainer
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=ranks,
         strategy="auto" if case.strategy is None else PipelineStrategy(**case.strategy),
         precision=options.pop("precision", "64-true"),
         logger=CSVLogger(str(folder), name="", version=0),

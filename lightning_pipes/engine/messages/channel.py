@@ -17,9 +17,9 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.messages.message import FRONT_BYTES, Decoder, Encoder, Message, Wire, ordinary, pinned
+from lightning_pipes.engine.messages.staging import StageIn
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.trust import Seal
 from lightning_pipes.ir import Instruction
@@ -185,10 +185,10 @@ class Inbox:
         lost: Callable[[BaseException], None],
         seal: Seal | None,
     ):
-        self._group, self._peer, self._device = group, peer, device
+        self._group, self._peer = group, peer
         self._deliver, self._lost = deliver, lost
         self._decoder = Decoder(seal)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stage_in = StageIn(device)
         self._posted: deque[tuple[Work, torch.Tensor, int]] = deque()
         for _ in range(POSTED):
             self._post(FIRST_SLOT)
@@ -224,21 +224,10 @@ class Inbox:
                         self._post(successor)
                         continue
                     buffer, whole = whole, None
-                self._deliver(self._stage_in(self._decoder.decode(buffer, posted, arrived)))
+                message = self._decoder.decode(buffer, posted, arrived)
+                self._deliver(replace(message, tree=self._stage_in(message.tree)))
+                del message
                 del buffer
                 self._post(successor)  # after delivery: three more are posted, and somebody waits for this one
         except Exception as error:
             self._lost(error)
-
-    def _stage_in(self, message: Message) -> Message:
-        if self._stream is None:
-            return message
-        with torch.cuda.stream(self._stream):
-            tree = pytree.tree_map(
-                lambda leaf: (
-                    leaf.pin_memory().to(self._device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-                ),
-                message.tree,
-            )
-        self._stream.synchronize()
-        return replace(message, tree=tree)

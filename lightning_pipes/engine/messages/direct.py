@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.messages.channel import RECEIVER, SENDER, Inbox, Outbox, Work
 from lightning_pipes.engine.messages.message import Message
+from lightning_pipes.engine.messages.staging import used_by
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.trust import Seal
 from lightning_pipes.ir import Instruction
@@ -59,7 +60,11 @@ class _Stream:
     """A stream of its own on a GPU; nothing on a CPU, where the same code is tested."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._user = (
+            torch.cuda.current_stream(device) if on_gpu else None
+        )  # of the thread that computes, which makes it
 
     def use(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -72,6 +77,12 @@ class _Stream:
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
+
+    def hand_over(self, tree: Any) -> None:
+        """What was made on this stream is there, and whoever computes uses it."""
+        if self._stream is not None:
+            self._stream.synchronize()
+            used_by(self._user, tree)
 
 
 class DirectOutbox:
@@ -153,5 +164,5 @@ class DirectInbox:
             tree = pytree.tree_map_only(_Described, receive, header.tree)
             for work in works:
                 work.wait()
-        self._stream.synchronize()  # whoever takes the message may use its tensors on any stream
+        self._stream.hand_over(tree)
         self._deliver(replace(header, tree=tree, arrived=time.monotonic_ns()))

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.messages.channel import RECEIVER, SENDER
 from lightning_pipes.engine.messages.parcel_chunks import MOST, Line, Pace, Packing
 from lightning_pipes.engine.messages.parcel_format import content_of, described, packed
 from lightning_pipes.engine.messages.socket_queues import SocketQueues
+from lightning_pipes.engine.messages.staging import StageIn
 from lightning_pipes.engine.messages.transport import IDLE
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.failure import FailureWatch
@@ -139,6 +139,7 @@ class Parcels:
         self.traffic = Traffic()
         self.rank, self.watch = rank, watch
         self.device = device or torch.device("cpu")
+        self.stage_in = StageIn(self.device)
         self.closing = threading.Event()
         self.changed = threading.Condition()
         self._ranks = frozenset(ranks)
@@ -503,11 +504,4 @@ class _Incoming:
     def _deliver(self, number: int, size: int) -> None:
         parcels = self._parcels
         key, content = self._arriving.pop(number).content()
-        if parcels.device.type == "cuda":
-            stream = torch.cuda.Stream(parcels.device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                content = pytree.tree_map_only(
-                    torch.Tensor, lambda t: t.pin_memory().to(parcels.device, non_blocking=True), content
-                )
-            stream.synchronize()
-        parcels.deliver(self.peer, key, size, content)
+        parcels.deliver(self.peer, key, size, parcels.stage_in(content))

@@ -30,6 +30,9 @@ class _Holder(Protocol):
     def hold(self, tensor: torch.Tensor) -> None:
         """Holds another one of the same shape and values."""
 
+    def is_held(self, tensor: torch.Tensor) -> bool:
+        """Whether it is still the one that `hold` got."""
+
 
 @dataclass
 class _Parameter:
@@ -51,6 +54,9 @@ class _Parameter:
             there = gradient.device == tensor.device
             p.grad, self.aside = (gradient, None) if there else (None, gradient)
 
+    def is_held(self, tensor: torch.Tensor) -> bool:
+        return self.parameter.data_ptr() == tensor.data_ptr()
+
 
 @dataclass
 class _Entries:
@@ -68,6 +74,9 @@ class _Entries:
         for mapping, name in self.places:
             mapping[name] = tensor
 
+    def is_held(self, tensor: torch.Tensor) -> bool:
+        return all(mapping.get(name) is tensor for mapping, name in self.places)
+
 
 class Binding:
     """The tensors of a model and its optimizers that are on a device at first.
@@ -80,6 +89,7 @@ class Binding:
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self._holders = _holders(module, optimizers, device)
+        self._shape = _shape(module, optimizers)
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], device: torch.device) -> Binding:
@@ -108,6 +118,17 @@ class Binding:
     def like(self, other: Binding) -> bool:
         """Whether both have the same tensors in the same places, whatever the values."""
         return self._described == other._described
+
+    def still_holds(
+        self, tensors: Mapping[str, torch.Tensor], module: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> bool:
+        """Whether `module` and `optimizers` have these tensors where they were given them, and nothing else.
+
+        That costs a quarter of looking for all of them anew.
+        """
+        return self._shape == _shape(module, optimizers) and all(
+            holder.is_held(tensors[name]) for name, holder in self._holders.items()
+        )
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Has the model use `tensors` from now on; they have the values.
@@ -141,6 +162,14 @@ class Binding:
             for name, holder in self._holders.items()
             for t in (holder.get(),)
         ]
+
+
+def _shape(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[object]:
+    """What differs when tensors come or go, as far as that can be seen without looking at each."""
+    modules = [(id(child), *map(id, child._parameters.values()), len(child._buffers)) for child in module.modules()]
+    states = [(id(o), *(len(state) for state in o.state.values())) for o in optimizers]
+    groups = [tuple(map(id, group["params"])) for o in optimizers for group in o.param_groups]
+    return [modules, states, groups]
 
 
 def _holders(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> dict[str, _Holder]:

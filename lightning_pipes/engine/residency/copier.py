@@ -31,8 +31,16 @@ class SlabCopier(Protocol):
     def done(self, ticket: int) -> bool:
         """Whether it has ended."""
 
-    def wait(self, ticket: int) -> int:
-        """Nanoseconds for which the device stood still; what is computed from now on finds the copy ended.
+    def follow(self, ticket: int) -> int:
+        """What is computed from now on finds the copy ended; the host need not wait for that. Returns nanoseconds for
+        which the device has stood still in calls of this, as far as they are known now and were not returned before.
+
+        Raises:
+            RuntimeError: the copy failed.
+        """
+
+    def wait(self, ticket: int) -> None:
+        """Returns when it has ended, to the host as well.
 
         Raises:
             RuntimeError: the copy failed.
@@ -42,8 +50,8 @@ class SlabCopier(Protocol):
     def bandwidth(self) -> float | None:
         """Bytes per second while copying, as measured; None before there was a copy."""
 
-    def close(self) -> None:
-        """Ends what is under way, and takes no more copies."""
+    def close(self) -> int:
+        """Ends what is under way, and takes no more copies. Returns what `follow` has not."""
 
 
 class ThreadCopier:
@@ -92,7 +100,10 @@ class ThreadCopier:
     def done(self, ticket: int) -> bool:
         return ticket not in self._under_way
 
-    def wait(self, ticket: int) -> int:
+    def wait(self, ticket: int) -> None:
+        self.follow(ticket)
+
+    def follow(self, ticket: int) -> int:
         event = self._under_way.get(ticket)
         waited = 0
         if event is not None:
@@ -106,11 +117,12 @@ class ThreadCopier:
     def bandwidth(self) -> float | None:
         return self._bytes / self._busy if self._busy else None
 
-    def close(self) -> None:
+    def close(self) -> int:
         for tasks in self._tasks.values():
             tasks.put(None)
         for thread in self._threads:
             thread.join()
+        return 0
 
     def _check(self) -> None:
         if self._error is not None:
@@ -142,6 +154,7 @@ class CudaCopier:
         self._tickets = itertools.count()
         self._events: dict[int, torch.cuda.Event] = {}
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # around what computation waited for
         self._bytes, self._busy = 0, 0.0
 
     def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Iterable[int] = ()) -> int:
@@ -163,23 +176,34 @@ class CudaCopier:
         event = self._events.get(ticket)
         return event is None or _over(event)
 
-    def wait(self, ticket: int) -> int:
-        if self.done(ticket):
-            return 0
-        torch.cuda.current_stream(self._device).synchronize()  # what it had to do meanwhile is no standstill
-        started = time.monotonic_ns()
-        self._events[ticket].synchronize()
-        return time.monotonic_ns() - started
+    def follow(self, ticket: int) -> int:
+        if not self.done(ticket):  # the host goes on at once, so that the device finds work when the copy is there
+            stream = torch.cuda.current_stream(self._device)
+            before = self._event(stream)
+            stream.wait_event(self._events[ticket])
+            self._waits.append((before, self._event(stream)))
+        return self._stood_still()
+
+    def wait(self, ticket: int) -> None:
+        if ticket in self._events:
+            self._events[ticket].synchronize()
 
     @property
     def bandwidth(self) -> float | None:
         self._forget()
         return self._bytes / self._busy if self._busy else None
 
-    def close(self) -> None:
-        for stream in self._streams.values():
+    def close(self) -> int:
+        for stream in (*self._streams.values(), torch.cuda.current_stream(self._device)):
             stream.synchronize()
         self._forget()
+        return self._stood_still()
+
+    def _stood_still(self) -> int:
+        """Nanoseconds of the waits that have ended since the last call."""
+        ended = [each for each in self._waits if _over(each[1])]
+        self._waits = [each for each in self._waits if each not in ended]
+        return round(1e6 * sum(float(before.elapsed_time(after)) for before, after in ended))
 
     def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

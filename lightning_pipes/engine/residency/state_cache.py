@@ -236,7 +236,7 @@ class StateCache(Generic[Key]):
 
     def close(self) -> None:
         """Ends the copies that are under way."""
-        self._copier.close()
+        self.statistics.stall_ns += self._copier.close()
 
     # ---- where states lie
 
@@ -294,4 +294,4 @@ class _Mover:
         return self._cache._copier.done(ticket)
 
     def wait(self, ticket: int) -> int:
-        return self._cache._copier.wait(ticket)
+        return self._cache._copier.follow(ticket)

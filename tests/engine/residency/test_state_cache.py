@@ -39,15 +39,18 @@ class Virtual:
     def done(self, ticket: int) -> bool:
         return self.link.done(ticket)
 
-    def wait(self, ticket: int) -> int:
+    def follow(self, ticket: int) -> int:
         return self.link.wait(ticket)
+
+    def wait(self, ticket: int) -> None:
+        self.link.wait(ticket)
 
     @property
     def bandwidth(self) -> float | None:
         return None
 
-    def close(self) -> None:
-        pass
+    def close(self) -> int:
+        return 0
 
 
 @contextmanager
@@ -319,7 +322,7 @@ def test_a_copy_that_fails_is_told_of() -> None:
 def test_a_throttled_copier_takes_its_time() -> None:
     with threads(1e6) as copier:
         slab = torch.zeros(20_000, dtype=torch.uint8)
-        waited = copier.wait(copier.copy("in", slab, slab.clone()))
+        waited = copier.follow(copier.copy("in", slab, slab.clone()))
         assert waited > 15 * MILLI
         assert copier.bandwidth is not None
         assert copier.bandwidth < 1.01e6

@@ -1,0 +1,177 @@
+"""Siblings that share one GPU, real: what the engine costs there, and what it costs that states take turns.
+
+A GPT of bytes is trained by a plain Trainer, by a Trainer with PipelineStrategy on one device, and as an array of
+siblings: all of them on the GPU, or as many as fit into a smaller budget, brought in advance or when they are needed.
+All take turns in one process.
+
+    python benchmarks/gpu.py [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from silence import hush
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from models import GPT
+
+from lightning_pipes import JobArray, MemorySwap, PipelineStrategy
+
+CONTEXT, WIDTH, HEADS, BLOCKS = 1024, 1024, 16, 16
+SIBLINGS, SLOTS, BATCHES, WARM = 4, 3, 16, 4
+"""Batches of each sibling, and those of each that are not counted."""
+
+
+class Clock(Callback):
+    """Marks where batches of all siblings end in the GPU's queue, and waits for none of them."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[int, torch.cuda.Event]] = []
+
+    def of(self, number: int) -> Callback:
+        """A callback for one sibling."""
+        ends = self.ends
+
+        class Each(Callback):
+            def on_train_batch_end(self, *args: Any) -> None:
+                event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                event.record()
+                ends.append((number, event))
+
+        return Each()
+
+    def milliseconds(self, siblings: int) -> float:
+        """Of a batch, from when all siblings were warm until the first one ended."""
+        torch.cuda.synchronize()
+        seen: Counter[int] = Counter()
+        begin: torch.cuda.Event | None = None
+        batches = 0
+        for number, when in self.ends:
+            seen[number] += 1
+            if begin is not None:
+                batches += 1
+            elif len(seen) == siblings and min(seen.values()) >= WARM:
+                begin = when
+            if begin is not None and max(seen.values()) == BATCHES:
+                return float(begin.elapsed_time(when)) / max(1, batches)
+        raise RuntimeError("no steady state")
+
+
+def trainer_of(strategy: Any, callback: Callback) -> L.Trainer:
+    return L.Trainer(
+        accelerator="gpu",
+        devices=1,
+        precision="bf16-mixed",
+        strategy=strategy,
+        max_steps=BATCHES,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def fit(strategy: Any, rows: int, callback: Callback) -> float:
+    """One training; returns its last loss."""
+    L.seed_everything(1, verbose=False)
+    tokens = torch.randint(0, 256, (rows * BATCHES, CONTEXT))
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(tokens, tokens.roll(-1, 1)), rows, pin_memory=True
+    )
+    trainer = trainer_of(strategy, callback)
+    with torch.device("cuda"):
+        module = GPT(CONTEXT, WIDTH, HEADS, BLOCKS, dropout=0.0)
+    trainer.fit(module, loader)
+    return float(trainer.callback_metrics["train_loss"])
+
+
+def alone(strategy: Callable[[], Any]) -> Callable[[int], dict[str, Any]]:
+    def run(rows: int) -> dict[str, Any]:
+        clock = Clock()
+        loss = fit(strategy(), rows, clock.of(0))
+        return {"ms": clock.milliseconds(1), "loss": loss}
+
+    return run
+
+
+def array(memory: Callable[[], MemorySwap | None]) -> Callable[[int], dict[str, Any]]:
+    def run(rows: int) -> dict[str, Any]:
+        clock, swap = Clock(), memory()
+
+        def job(number: int) -> Callable[[], Any]:
+            return lambda: fit(PipelineStrategy("jap", microbatches=1), rows, clock.of(number))
+
+        together: JobArray[Any] = JobArray(SIBLINGS, progress=False, memory=swap)
+        found = list(together.run([job(n) for n in range(SIBLINGS)]))
+        for each in found:
+            if each.error is not None:
+                raise each.error
+        out = {"ms": clock.milliseconds(SIBLINGS), "loss": found[0].value}
+        if swap is not None:
+            out["statistics"] = swap.statistics
+            out["switching"] = str(swap.switching)
+        return out
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round of the smaller batch")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a CUDA device")
+    hush()
+    torch.set_float32_matmul_precision("high")
+    ways: dict[str, Callable[[int], dict[str, Any]]] = {
+        "plain Trainer": alone(lambda: "auto"),
+        "PipelineStrategy, one device": alone(lambda: PipelineStrategy("1f1b", microbatches=1)),
+        "array, room for all": array(lambda: None),
+        "array, prefetched": array(lambda: MemorySwap(70 << 30, slots=SLOTS)),
+        "array, on demand": array(lambda: MemorySwap(70 << 30, slots=SLOTS, prefetch=False)),
+    }
+    found: dict[str, float] = {}
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, lightning {L.__version__}; GPT of {BLOCKS} blocks"
+    )
+    for rows in (16,) if arguments.quick else (8, 16, 32):
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        last: dict[str, dict[str, Any]] = {}
+        for _ in range(1 if arguments.quick else 3):
+            for name, run in ways.items():
+                last[name] = run(rows)
+                times[name].append(last[name]["ms"])
+        base = statistics.median(times["plain Trainer"])
+        print(f"\n{rows} rows of {CONTEXT}: ms a batch, median (least to most), over the plain Trainer; loss")
+        for name, all_ms in times.items():
+            ms = statistics.median(all_ms)
+            key = name.replace(",", "").replace(" ", "_")
+            found[f"{key}_{rows}"] = round(ms, 2)
+            print(
+                f"{name:30} {ms:8.1f} ({min(all_ms):.1f} to {max(all_ms):.1f}) {100 * (ms / base - 1):+6.1f} %  "
+                f"{last[name]['loss']:.4f}"
+            )
+            for what in ("statistics", "switching"):
+                if what in last[name]:
+                    print(f"    {last[name][what]}")
+        torch.cuda.empty_cache()
+    print("Left out: several GPUs; one was had.")
+    if arguments.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

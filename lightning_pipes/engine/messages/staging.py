@@ -1,0 +1,44 @@
+"""Tensors from the host to a GPU, beside its computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def used_by(stream: Any, tree: Any) -> None:
+    """Tells the allocator that `stream` computes with the tensors of `tree`, which were made on another one.
+
+    Their memory is then given to others only when `stream` is done with it. Without, it is free for the stream that
+    made them as soon as Python drops them, while kernels that read them are still queued.
+    """
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            leaf.record_stream(stream)
+
+
+class StageIn:
+    """Copies trees of tensors to a device; on the CPU they stay as they are.
+
+    Made by the thread that computes: its stream is the one that will use them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._user = torch.cuda.current_stream(device) if on_gpu else None
+
+    def __call__(self, tree: Any) -> Any:
+        """`tree` with its tensors on the device, where they have arrived."""
+        if self._stream is None:
+            return tree
+        with torch.cuda.stream(self._stream):
+            there = pytree.tree_map_only(
+                torch.Tensor, lambda t: t.pin_memory().to(self._device, non_blocking=True), tree
+            )
+        self._stream.synchronize()
+        used_by(self._user, there)
+        return there
