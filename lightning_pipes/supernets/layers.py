@@ -41,7 +41,8 @@ class ChoiceBlock(nn.ModuleList):
             )
         if not self.place < len(subnet):
             raise InputError(
-                f"a subnet of {len(subnet)} choices reaches block {self.place}; it needs one for each block, from 0"
+                f"a subnet of {len(subnet)} choices reaches block {self.place}; it needs one for each block, from 0. "
+                "Where batches are cut into micro-batches take Subnet(choices): a plain list is cut with them"
             )
         choice = subnet[self.place]
         if not 0 <= choice < len(self):

@@ -26,6 +26,7 @@ from lightning_pipes.supernets import (
     Explorer,
     Explores,
     Shared,
+    Subnet,
     SubnetStream,
     Supernet,
     Uniform,
@@ -98,6 +99,9 @@ class Lit(pl.LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
         return F.cross_entropy(self.net((x, subnet)), y)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.net((batch[0], Subnet([batch_idx] * BLOCKS))), batch[1]))
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02, weight_decay=0.01)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"}]
@@ -155,6 +159,7 @@ def fit(
     every: int | None = None,
     schedule: str | Policy | None = None,
     bulk: int = 0,
+    validates: int | None = None,
 ) -> dict[str, Any]:
     """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two. What is to be
     compared is in the folder, too."""
@@ -172,6 +177,8 @@ def fit(
         devices=ranks,
         strategy=PipelineStrategy(schedule or CSP(depth=8), 2, partition=CUTS[ranks], recompute=recompute),
         max_epochs=2,
+        val_check_interval=validates,
+        num_sanity_val_steps=0,
         callbacks=[Explores(stream), keeper, *([losses, log] if streams else [])],
         logger=False,
         enable_progress_bar=False,
@@ -179,7 +186,8 @@ def fit(
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, stream.paired(loader(batches)), ckpt_path=resume, weights_only=False)
+        held_out = loader(3) if validates else None
+        trainer.fit(module, stream.paired(loader(batches)), held_out, ckpt_path=resume, weights_only=False)
     WARNED[:] = [text for text in map(str, (each.message for each in caught)) if "every batch steps" in text]
     return {"weights": hashes(module), "losses": losses.found, "told": stream.told}
 

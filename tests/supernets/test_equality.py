@@ -90,6 +90,14 @@ def test_asynchronous_and_bulk_synchronous_training_depend_on_stages() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_validation_ends_all_before_it(stages: int) -> None:
+    args = ("delayed", SHORT, mkdtemp(), None, -1, False, None, None, 0, 7)
+    for found in run_ranks(fit, stages, stages, *args, timeout=120):
+        assert found == plain("delayed", SHORT, (7, 14, 27, 34))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", ["sequential", "frozen"])
 def test_a_flush_after_each_subnet_is_one_after_another_too(shared: str) -> None:
     """What one would do otherwise; an evolution is told its losses there as well."""
