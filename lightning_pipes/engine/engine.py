@@ -21,6 +21,7 @@ from lightning_pipes.engine.compute.weights import WeightVersions
 from lightning_pipes.engine.messages.clocks import measure_offsets
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.engine.messages.mailbox import Transport
+from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import (
     RECEIVES,
@@ -121,6 +122,7 @@ class Engine:
         self._window: _Window | None = None
         self._batches: Counter[int] = Counter()
         self._seed = seed
+        self._memory: LayerMemory | None = None
         self.plan = plan
         self._take(plan, stages)
         self._program = self._lowered(plan, order)
@@ -215,6 +217,18 @@ class Engine:
     def open(self) -> bool:
         """Whether a window is open: batches were injected and not drained."""
         return self._window is not None
+
+    def take_turns(self, memory: LayerMemory) -> None:
+        """From the next window on, the layers that batches use are brought to the device for them.
+
+        Raises:
+            PlanError: a window is open.
+        """
+        if self._window is not None:
+            raise PlanError("layers begin to take turns between two windows only; drain first")
+        self._memory = memory
+        for stage in self._stages:
+            stage.take_turns(memory)
 
     def evaluate(self, item: Item) -> list[tuple[Span, Any]]:
         """Forward only, without gradients: what the last stage returned per span; empty on ranks without it.
@@ -314,6 +328,8 @@ class Engine:
         self._whole = Use(tuple(here.get(s, frozenset()) for s in range(plan.n_stages)))
         for stage in self._stages:
             stage.seed, stage.device = self._seed, self._device
+            if self._memory is not None:
+                stage.take_turns(self._memory)
 
     def _finish(self) -> None:
         if self._turns is None:
@@ -340,9 +356,17 @@ class Engine:
     def _open(self, plan: Plan, order: Program | Policy) -> _Window:
         self._windows = self._windows + 1 if self._turns is None else self._turns.window()
         return _Window(
-            StaticOrder(order, self._rank) if isinstance(order, Program) else ReadyOrder(order, plan, self._rank),
+            StaticOrder(order, self._rank) if isinstance(order, Program) else self._ready_order(order, plan),
             Executor(plan, self._stages, self._transport, self._rank, self._windows, self._offsets),
         )
+
+    def _ready_order(self, policy: Policy, plan: Plan) -> ReadyOrder:
+        if self._memory is None or not policy.endless:
+            return ReadyOrder(policy, plan, self._rank)
+        turns = {stage.number: stage.turns for stage in self._stages if stage.turns is not None}
+        order = ReadyOrder(policy, plan, self._rank, lambda stage, use: turns[stage].has_room(use))
+        self._memory.coming = order.coming
+        return order
 
     def _discard(self) -> None:
         self._window = None

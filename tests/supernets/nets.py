@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipes import PipelineStrategy, ReproducibilityLog
+from lightning_pipes import MemorySwap, PipelineStrategy, ReproducibilityLog
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.ir import Policy, Span
 from lightning_pipes.strategies.csp import CSP
@@ -159,17 +159,16 @@ def fit(
     every: int | None = None,
     schedule: str | Policy | None = None,
     bulk: int = 0,
+    memory: MemorySwap | None = None,
     validates: int | None = None,
 ) -> dict[str, Any]:
     """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two. What is to be
     compared is in the folder, too."""
     quiet()
     torch.set_num_threads(1)
-    module, losses, stream = (
-        new_module(shared, dies_at if rank == 0 else -1, bulk),
-        Losses(),
-        SubnetStream(explorer(shared)),
-    )
+    module = new_module(shared, dies_at if rank == 0 else -1, bulk)
+    losses, stream = Losses(), SubnetStream(explorer(shared))
+    others: list[Callback] = [] if memory is None else [memory]
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every or batches * 10, save_top_k=-1)
     log, streams = ReproducibilityLog(folder, every_n_batches=1), schedule != "1f1b"
     trainer = pl.Trainer(
@@ -179,7 +178,7 @@ def fit(
         max_epochs=2,
         val_check_interval=validates,
         num_sanity_val_steps=0,
-        callbacks=[Explores(stream), keeper, *([losses, log] if streams else [])],
+        callbacks=[Explores(stream), keeper, *others, *([losses, log] if streams else [])],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -92,7 +92,7 @@ def test_asynchronous_and_bulk_synchronous_training_depend_on_stages() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_validation_ends_all_before_it(stages: int) -> None:
-    args = ("delayed", SHORT, mkdtemp(), None, -1, False, None, None, 0, 7)
+    args = ("delayed", SHORT, mkdtemp(), None, -1, False, None, None, 0, None, 7)
     for found in run_ranks(fit, stages, stages, *args, timeout=120):
         assert found == plain("delayed", SHORT, (7, 14, 27, 34))
 

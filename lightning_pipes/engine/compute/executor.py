@@ -75,9 +75,10 @@ class Executor:
         item = self._items[i.job, i.batch]
         point(i.kind)
         if i.kind is Kind.STEP:
-            started = time.monotonic_ns()
-            self._step(i, item)
-            self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+            with self._stages[i.stage, i.job].around(i.kind, item):
+                started = time.monotonic_ns()
+                self._step(i, item)
+                self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
             return
         span = i.span.clip(item.rows)
         if not span.rows:  # a short batch ends before this span
@@ -87,9 +88,10 @@ class Executor:
         elif i.kind is Kind.SF or i.kind is Kind.SB:
             self._send(i, span)
         else:
-            started = time.monotonic_ns()
-            self._compute(i, item, span)
-            self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+            with self._stages[i.stage, i.job].around(i.kind, item):
+                started = time.monotonic_ns()
+                self._compute(i, item, span)
+                self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
 
     @property
     def holds_weights(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Protocol
@@ -139,12 +139,17 @@ class ReadyOrder:
 
     In an endless window what batches wait for comes with them, by the layers that they use, and they are forgotten when
     they are over.
+
+    Args:
+        has_room: whether a forward of a stage finds room for the layers that its batch uses.
     """
 
-    def __init__(self, policy: Policy, plan: Plan, rank: int) -> None:
+    def __init__(
+        self, policy: Policy, plan: Plan, rank: int, has_room: Callable[[int, Use], bool] | None = None
+    ) -> None:
         if policy.endless:
             plan = replace(plan, shared_weights=False)
-        self._policy, self._plan, self._rank = policy, plan, rank
+        self._policy, self._plan, self._rank, self._has_room = policy, plan, rank, has_room
         self._tracker = DependencyTracker(plan)
         self._ledger = Ledger(plan, plan.stages[rank])
         self._transfers: deque[Instruction] = deque()
@@ -196,8 +201,20 @@ class ReadyOrder:
             self._last = picked
         return picked
 
+    def coming(self) -> Iterator[str]:
+        """The layers of the tasks that will probably run next, the first one first: what is ready, as the policy takes
+        it where nothing arrives meanwhile, and then all batches under way."""
+        ready = [(i.stage, i.batch) for i in sorted(self._ready, key=ready_key)]
+        others = [(stage, batch) for _, batch in self._left for stage in self._in_flight]
+        for stage, batch in dict.fromkeys(ready + others):
+            yield from sorted(self._ledger.uses[batch].stepped(stage))
+
     def _fits(self, i: Instruction) -> bool:
-        if i.kind is not Kind.F or not self._plan.limits:
+        if i.kind is not Kind.F:
+            return True
+        if self._has_room is not None and not self._has_room(i.stage, self._ledger.uses[i.batch]):
+            return False
+        if not self._plan.limits:
             return True
         rows = i.span.clip(self._rows[i.job, i.batch]).rows
         return self._in_flight[i.stage] + rows <= self._plan.limits[i.stage]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.late import LateWeights
 from lightning_pipes.engine.compute.parts import Parts
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
+from lightning_pipes.engine.compute.taking_turns import TakingTurns
 from lightning_pipes.engine.compute.weights import Version, WeightVersions
-from lightning_pipes.ir import PlanError, Span, Use
+from lightning_pipes.engine.residency.layer_memory import LayerMemory
+from lightning_pipes.ir import Kind, PlanError, Span, Use
 
 Body = Callable[["Stage", Item, Span, Any], Any]
 """Computes what a stage sends on: body(stage, item, span, received)."""
@@ -78,6 +80,8 @@ class Stage:
         self.recomputing = False
         """Whether the body runs for the second time on the same samples."""
         self.weights = WeightVersions(self.layers, most=1)
+        self.turns: TakingTurns | None = None
+        """Has the layers on the device where they take turns there."""
         self._version: Version | None = None
         self._only_read: frozenset[int] = frozenset()  # ids of parameters that the batch does not step
         self._recompute = recompute
@@ -120,6 +124,14 @@ class Stage:
             return out
         finally:
             self._version, self._in_parts, self.recomputing = None, None, False
+
+    def take_turns(self, memory: LayerMemory) -> None:
+        """From now on the layers that tasks need are brought to the device for them."""
+        self.turns = TakingTurns(memory, self.number, self._parts, self._recompute)
+
+    def around(self, kind: Kind, item: Item) -> AbstractContextManager[None]:
+        """What a task is to run in: its layers are on the device."""
+        return nullcontext() if self.turns is None else self.turns.around(kind, item)
 
     def check_use(self, use: Use) -> None:
         """Refuses a batch that uses layers which are not here.
