@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import nn
 
-from lightning_pipes.ir import InputError, check_count, shown
+from lightning_pipes.ir import InputError, check_count, check_type, shown
 
 Sharing = Literal["sequential", "frozen", "per_choice", "delayed"]
 
@@ -29,7 +29,8 @@ class ChoiceBlock(nn.ModuleList):
     last = False
 
     def __init__(self, candidates: Iterable[nn.Module]) -> None:
-        super().__init__(candidates)
+        given = [check_type("a candidate", each, nn.Module) for each in check_type("candidates", candidates, Iterable)]
+        super().__init__(given)
         if not len(self):
             raise InputError("a ChoiceBlock needs candidates to choose from, got none")
 
@@ -82,12 +83,12 @@ class Shared(nn.Module):
 
     def __init__(self, layer: nn.Module, shared: Sharing = "sequential", delay: int | None = None) -> None:
         super().__init__()
-        if shared not in get_args(Sharing):
-            raise InputError(f"shared must be {' or '.join(map(repr, get_args(Sharing)))}, got {shown(shared)}")
+        check_type("layer", layer, nn.Module)
+        check_type("shared", shared, Sharing)
         if (shared == "delayed") != (delay is not None):
             raise InputError(
-                f"shared={shared!r} with delay={delay}: a delay belongs to shared='delayed', which needs one: as many "
-                "subnets as shall be under way at once, such as 8"
+                f"shared={shared!r} with delay={shown(delay)}: a delay belongs to shared='delayed', which needs one: "
+                "as many subnets as shall be under way at once, such as 8"
             )
         self.layer = layer
         self.shared: Sharing = shared
