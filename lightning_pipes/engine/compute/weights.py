@@ -167,6 +167,8 @@ class LateWeights:
     def _forget(self) -> None:
         """Versions that no batch will ask for: later ones never ask for older ones."""
         for name, copies in self._copies.items():
-            oldest = min([reads[name] for reads in self._reads.values() if name in reads] + [self._latest[name]])
-            while len(copies) > 1 and copies[1][0] <= oldest:
-                copies.popleft()
+            if len(copies) > 1:
+                waiting = (reads[name] for reads in self._reads.values() if name in reads)
+                oldest = min(waiting, default=self._latest[name])  # who waits has asked before the latest
+                while len(copies) > 1 and copies[1][0] <= oldest:
+                    copies.popleft()
