@@ -14,10 +14,9 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.compute import autograd, split
 from lightning_pipes.engine.compute.autograd import Saved
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.late import LateWeights
 from lightning_pipes.engine.compute.spans import Shelf, take_rows
 from lightning_pipes.engine.compute.stage import Stage
-from lightning_pipes.engine.compute.weights import Version
+from lightning_pipes.engine.compute.weights import LateWeights, Version
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, Plan, Span, graphs, passes, receive_of, send_of

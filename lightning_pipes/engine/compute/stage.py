@@ -14,11 +14,10 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.in_parts import InParts
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.late import LateWeights
 from lightning_pipes.engine.compute.parts import Parts
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.engine.compute.taking_turns import TakingTurns
-from lightning_pipes.engine.compute.weights import Version, WeightVersions
+from lightning_pipes.engine.compute.weights import LateWeights, Version, WeightVersions
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.ir import Kind, PlanError, Span, Use
 
