@@ -141,7 +141,7 @@ class Stage:
         self._parts.check(use)
 
     def late_weights(self) -> LateWeights:
-        """What keeps the versions of these layers that batches of a new window read late."""
+        """The keeper of the versions of these layers that batches of a new window read late."""
         return LateWeights(self.number, self.layers, self._parts)
 
     def _check_kept(self, item: Item, kept: Mapping[str, tuple[torch.Tensor, int]]) -> None:
