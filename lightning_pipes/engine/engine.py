@@ -174,6 +174,8 @@ class Engine:
         for stage in self._stages:
             if item.use is not None:
                 stage.check_use(item.use)
+                if stage.turns is not None:
+                    stage.turns.enter(item.use)
         batch = self._batches[item.job]
         window.order.add((item.job, batch), item.rows, item.use or self._whole)
         window.executor.add(item, batch)

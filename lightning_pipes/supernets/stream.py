@@ -89,7 +89,7 @@ class SubnetStream(Iterable[Subnet]):
         self.explorer.load_state_dict(state["explorer"])
 
     def _in_time(self, number: int) -> tuple[int, ...]:
-        """What the explorer says, by a thread of its own: it may be a program of its own, or a network away."""
+        """The explorer's answers, by a thread of its own: it may be a program of its own, or a network away."""
         answers: queue.Queue[tuple[int, ...] | BaseException] = queue.Queue()
 
         def ask() -> None:

@@ -34,7 +34,7 @@ class Parts:
             self._of(name)
 
     def modules(self, names: Iterable[str]) -> dict[str, nn.Module]:
-        """What is under each of these names."""
+        """The modules under these names."""
         return {name: self._module(name) for name in sorted(names)}
 
     def parameters(self, names: Iterable[str]) -> list[nn.Parameter]:

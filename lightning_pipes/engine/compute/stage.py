@@ -129,7 +129,7 @@ class Stage:
         self.turns = TakingTurns(memory, self.number, self._parts, self._recompute)
 
     def around(self, kind: Kind, item: Item) -> AbstractContextManager[None]:
-        """What a task is to run in: its layers are on the device."""
+        """The context for a task to run in: its layers are on the device."""
         return nullcontext() if self.turns is None else self.turns.around(kind, item)
 
     def check_use(self, use: Use) -> None:
@@ -141,7 +141,7 @@ class Stage:
         self._parts.check(use)
 
     def late_weights(self) -> LateWeights:
-        """What keeps the versions of these layers that batches of a new window read late."""
+        """The keeper of the versions of these layers that batches of a new window read late."""
         return LateWeights(self.number, self.layers, self._parts)
 
     def _check_kept(self, item: Item, kept: Mapping[str, tuple[torch.Tensor, int]]) -> None:

@@ -27,6 +27,12 @@ class TakingTurns:
         self._memory, self._stage, self._parts, self._recompute = memory, stage, parts, recompute
         self._kept: dict[int, Mapping[str, nn.Module]] = {}  # of batches under way, by number
 
+    def enter(self, use: Use) -> None:
+        """A batch that uses these layers will come."""
+        own = self._own(use)
+        self._memory.enter(self._parts.modules(own))
+        self._memory.stay(self._parts.modules(use.layers[self._stage] - own))
+
     def has_room(self, use: Use) -> bool:
         """Whether a forward may begin. Where nothing would ever make room it may, and says that it can't."""
         return not self._kept or self._memory.has_room(self._own(use))
@@ -45,10 +51,7 @@ class TakingTurns:
                 "layers it uses, and MemorySwap has only those on the device that are used: let layers_of_batch of the "
                 "LightningModule say it, also in validation, or leave MemorySwap out"
             )
-        memory, use = self._memory, item.use
-        own = self._own(use)
-        parts = self._parts.modules(own)
-        memory.stay(self._parts.modules(use.layers[self._stage] - own))
+        memory, parts = self._memory, self._parts.modules(self._own(item.use))
         if item.training and not self._recompute and item.number not in self._kept:
             memory.acquire(parts)
             self._kept[item.number] = parts

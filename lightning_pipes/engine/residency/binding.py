@@ -174,7 +174,7 @@ class Binding:
 
 
 def _shape(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[object]:
-    """What differs when tensors come or go, as far as that can be seen without looking at each."""
+    """A list that differs when tensors come or go, as far as that can be seen without looking at each."""
     modules = [(id(child), *map(id, child._parameters.values()), len(child._buffers)) for child in module.modules()]
     states = [(id(o), *(len(state) for state in o.state.values())) for o in optimizers]
     groups = [tuple(map(id, group["params"])) for o in optimizers for group in o.param_groups]

@@ -33,7 +33,7 @@ class _Own:
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """What it remembers of the layer's parameters."""
+        """Its state of the layer's parameters."""
         return {p: self._optimizer.state[p] for p in self._parameters if p in self._optimizer.state}
 
 
@@ -49,8 +49,8 @@ class States(Protocol):
 class LayerMemory:
     """The layers of one rank, whose weights, buffers and optimizer states come and go.
 
-    A layer counts from its first use on; before that it stays where it is. Layers that several batches use at once, as
-    those that none steps, stay on the device for good.
+    A layer counts from when its first batch is known; before that it stays where it is. Layers that several batches use
+    at once, as those that none steps, stay on the device for good.
 
     Args:
         memory: where they take turns.
@@ -74,6 +74,12 @@ class LayerMemory:
         """Counts of what tasks met, layer by layer."""
         return self._swap.statistics
 
+    def enter(self, parts: Parts) -> None:
+        """These will be used; from now on they are counted."""
+        for name, part in parts.items():
+            if name not in self._parts:
+                self._add(name, part)
+
     def has_room(self, names: Iterable[str]) -> bool:
         """Whether these layers can be on the device beside those that have to stay there."""
         return self._swap.has_room(*(_key(name) for name in names if name in self._parts))
@@ -87,9 +93,6 @@ class LayerMemory:
         Raises:
             PlanError: there is no room.
         """
-        for name, part in parts.items():
-            if name not in self._parts:
-                self._add(name, part)
         missing = [_key(name) for name in parts if not self._leases[name]]
         if not self._swap.has_room(*map(_key, parts)):
             sizes = ", ".join(sorted(parts)[:6])
@@ -142,7 +145,7 @@ class LayerMemory:
             self.release(parts)
 
     def flush(self) -> None:
-        """What is on the host is up to date when this returns."""
+        """Returns when all that is on the host is up to date."""
         self._swap.flush()
 
     def close(self) -> None:
@@ -157,8 +160,11 @@ class LayerMemory:
 
     def _add(self, name: str, part: nn.Module) -> None:
         owns = self._owns(part)
-        self._bring(part, owns)
-        self._swap.add(_key(name), Binding(part, owns, self._device))  # type: ignore[arg-type]
+        known = any(own.state for own in owns)  # of which some lies on the host for good
+        if known:
+            self._bring(part, owns)
+        where = next((t.device for t in (*part.parameters(), *part.buffers())), self._device)
+        self._swap.add(_key(name), Binding(part, owns, self._device if known else where))  # type: ignore[arg-type]
         self._parts[name] = part, owns
 
     def _renew(self, name: str, known: Binding, there: Mapping[str, torch.Tensor]) -> None:
