@@ -133,9 +133,7 @@ def main() -> None:
     print(
         f"{platform.machine()}, 2 cores, torch {torch.__version__}, lightning {L.__version__}; real layers on the CPU"
     )
-    print(
-        f"{BLOCKS} blocks of {CANDIDATES} candidates, {ROWS} rows; subnets a second, median (least to most); best csp over it"
-    )
+    print(f"{BLOCKS} blocks of {CANDIDATES}, {ROWS} rows: subnets a second, median (least to most), best csp over it")
     for name, values in found.items():
         print(f"{name:16} {rate[name]:7.1f} ({min(values):.1f} to {max(values):.1f}) {csp / rate[name]:6.2f}")
     flushed = max(value for name, value in rate.items() if name.startswith(("1f1b", "zero")))
