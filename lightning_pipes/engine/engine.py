@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from lightning_pipes.cost import Link
 from lightning_pipes.engine.compute.executor import Executor
@@ -21,6 +22,7 @@ from lightning_pipes.engine.compute.weights import WeightVersions
 from lightning_pipes.engine.messages.clocks import measure_offsets
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.engine.messages.mailbox import Transport
+from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import (
     RECEIVES,
@@ -121,6 +123,7 @@ class Engine:
         self._window: _Window | None = None
         self._batches: Counter[int] = Counter()
         self._seed = seed
+        self._mirrors: tuple[Mirrors, Mapping[int, nn.Module]] | None = None
         self.plan = plan
         self._take(plan, stages)
         self._program = self._lowered(plan, order)
@@ -164,6 +167,11 @@ class Engine:
                 f"a batch of {item.rows} samples was injected, the plan cuts 1 to {most}; "
                 "adopt a plan for the larger batch"
             )
+        if item.use is not None and item.use.cut is not None and (self._mirrors is None or not self._is_endless):
+            raise PlanError(
+                "a batch has a cut of its own, and layers do not move between batches here: take a policy that does "
+                "not flush, and call `mirror` before, or leave the cut to the plan"
+            )
         if item.use is not None and item.use.delays and isinstance(self._program, Program):
             raise PlanError(
                 f"a batch reads layer {item.use.delays[0][0]!r} late, and this schedule's order is fixed before "
@@ -173,7 +181,8 @@ class Engine:
             if item.use is not None:
                 stage.check_use(item.use)
         batch = self._batches[item.job]
-        window.order.add((item.job, batch), item.rows, item.use or self._whole)
+        whole = self._whole if self._mirrors is None else Use.whole(window.executor.plan)
+        window.order.add((item.job, batch), item.rows, item.use or whole)
         window.executor.add(item, batch)
         self._batches[item.job] += 1
 
@@ -215,6 +224,22 @@ class Engine:
     def open(self) -> bool:
         """Whether a window is open: batches were injected and not drained."""
         return self._window is not None
+
+    def mirror(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
+        """From the next window on, batches may have cuts of their own: layers go to the ranks where batches use them,
+        and are at home again when the window is drained.
+
+        Args:
+            layers: all of the model, as `Stage` takes them.
+
+        Raises:
+            PlanError: a window is open.
+        """
+        if self._window is not None:
+            raise PlanError("layers begin to go from rank to rank between two windows only; drain first")
+        self._mirrors = mirrors, layers
+        for stage in self._stages:
+            stage.mirror(mirrors, layers)
 
     def evaluate(self, item: Item) -> list[tuple[Span, Any]]:
         """Forward only, without gradients: what the last stage returned per span; empty on ranks without it.
@@ -314,6 +339,8 @@ class Engine:
         self._whole = Use(tuple(here.get(s, frozenset()) for s in range(plan.n_stages)))
         for stage in self._stages:
             stage.seed, stage.device = self._seed, self._device
+            if self._mirrors is not None:
+                stage.mirror(*self._mirrors)
 
     def _finish(self) -> None:
         if self._turns is None:
@@ -340,9 +367,19 @@ class Engine:
     def _open(self, plan: Plan, order: Program | Policy) -> _Window:
         self._windows = self._windows + 1 if self._turns is None else self._turns.window()
         return _Window(
-            StaticOrder(order, self._rank) if isinstance(order, Program) else ReadyOrder(order, plan, self._rank),
+            StaticOrder(order, self._rank) if isinstance(order, Program) else self._ready_order(order, plan),
             Executor(plan, self._stages, self._transport, self._rank, self._windows, self._offsets),
         )
+
+    def _ready_order(self, policy: Policy, plan: Plan) -> ReadyOrder:
+        order = ReadyOrder(policy, plan, self._rank)
+        if self._mirrors is not None and policy.endless:
+            order.deliver(self._mirrors[0], self._transport.mailbox, self._windows)
+        return order
+
+    @property
+    def _is_endless(self) -> bool:
+        return isinstance(self._program, Policy) and self._program.endless
 
     def _discard(self) -> None:
         self._window = None

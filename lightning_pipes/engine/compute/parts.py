@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import PlanError, Use
 
 
@@ -16,10 +17,12 @@ class Parts:
     Args:
         stage: its number.
         layers: its layers, by their number in the whole model.
+        mirrors: has those of other ranks that batches run here, where they do.
     """
 
-    def __init__(self, stage: int, layers: Mapping[int, nn.Module]) -> None:
+    def __init__(self, stage: int, layers: Mapping[int, nn.Module], mirrors: Mirrors | None = None) -> None:
         self._stage = stage
+        self._mirrors = mirrors
         self._layers = dict(layers)
         self._modules: dict[str, nn.Module] = {}
         self._found: dict[str, tuple[nn.Parameter, ...]] = {}
@@ -31,7 +34,7 @@ class Parts:
             PlanError: there is one.
         """
         for name in use.layers[self._stage] if len(use.layers) > self._stage else ():
-            self._of(name)
+            self._module(name)
 
     def parameters(self, names: Iterable[str]) -> list[nn.Parameter]:
         """The parameters under these names, each once."""
@@ -52,9 +55,16 @@ class Parts:
             return {}
         here, late = use.layers[self._stage], {name for name, _ in use.delays}
         names = sorted((here - use.stepped(self._stage)) | (here & late))
-        return {f"{name}.{at}": buffer for name in names for at, buffer in self._module(name).named_buffers()}
+        return {f"{name}.{at}": buffer for name in names for at, buffer in self._buffers(name)}
+
+    def _buffers(self, name: str) -> Iterable[tuple[str, torch.Tensor]]:
+        if self._mirrors is not None and self._mirrors.away(name):
+            return self._mirrors.held(name).buffers.items()
+        return self._module(name).named_buffers()
 
     def _of(self, name: str) -> tuple[nn.Parameter, ...]:
+        if self._mirrors is not None and self._mirrors.away(name):
+            return tuple(self._mirrors.held(name).parameters.values())
         if name not in self._found:
             self._found[name] = tuple(self._module(name).parameters())
         return self._found[name]

@@ -76,7 +76,7 @@ class Layer:
         return self._copies.keys()
 
     def here(self, rank: int, stage: int, batch: int) -> tuple[Copy, Transfer | None]:
-        """The copy of a rank for a batch that uses it there, which is the newest; and how it gets there, if it has to."""
+        """A rank's copy for a batch that uses it there, which is the newest; and how it gets there, if it has to."""
         old, newest = self._copies.get(rank), self.newest
         if old is not None and old.version == newest.version:
             return old, None
@@ -95,8 +95,9 @@ class Layer:
     def outdated(self, rank: int, pending: set[Instruction]) -> bool:
         """Whether nobody needs the copy of a rank any more that is not at home."""
         copy = self._copies.get(rank)
-        unused = copy is None or (copy.version != self.newest.version and not copy.readers & pending)
-        return unused and rank != self.home
+        if rank == self.home or copy is None or copy.version == self.newest.version:
+            return False
+        return copy.stepper not in pending and not (copy.readers | copy.before) & pending
 
     def way_home(self) -> Transfer | None:
         """How the newest copy gets home, if it is not there."""

@@ -100,6 +100,10 @@ class Ledger:
         """Whether a rank has no use any more for its copy of a layer whose home is elsewhere."""
         return self._layers[name].outdated(rank, self._pending)
 
+    def pending(self, step: Instruction) -> bool:
+        """Whether a STEP of `stages` is still to run."""
+        return step in self._pending
+
     def ways_home(self) -> list[Transfer]:
         """The layers that have to travel when all batches have run, for each to be where the plan has it."""
         found = (self._layers[name].way_home() for name in sorted(self._layers))

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipes.engine.messages.parcels import Parcels
+from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.ir import PlanError, Span
 from lightning_pipes.trainer.module.hidden_state import HiddenState
-from lightning_pipes.trainer.module.layer_state import LayerState
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.ranks.holdings import Holdings

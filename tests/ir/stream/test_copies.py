@@ -153,10 +153,11 @@ def test_a_copy_that_nobody_needs_is_known() -> None:
     ledger.enter(0, Use.of(["2.0"], LAYERS, cut=cut_at(2, 5)))
     assert not ledger.outdated("2.0", 1)
     ledger.enter(1, Use.of(["2.0"], LAYERS, cut=cut_at(2, 5), steps=[]))
-    ledger.done(STEP(1, batch=0))
     ledger.enter(2, Use.of(["2.0"], LAYERS))
     assert not ledger.outdated("2.0", 1)  # batch 1 reads it
     ledger.done(STEP(1, batch=1))
+    assert not ledger.outdated("2.0", 1)  # batch 0 steps it
+    ledger.done(STEP(1, batch=0))
     assert ledger.outdated("2.0", 1)
     assert not ledger.outdated("2.0", 0)
 
