@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import signal
 import warnings
 from collections.abc import Sequence
@@ -113,6 +114,16 @@ class Lit(pl.LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"}]
 
 
+class Cut(Lit):
+    """Each subnet is cut by lot, on so many stages."""
+
+    stages = 1
+
+    def cut_of_batch(self, batch: Any) -> list[int]:
+        rng = random.Random(batch[-1].id)
+        return sorted(rng.choices(range(1, len(self.net)), k=self.stages - 1))
+
+
 class Batches(Dataset[Any]):
     def __init__(self, count: int) -> None:
         self.count = count
@@ -142,9 +153,9 @@ class Losses(Callback, Listener):
         self.found[batch[-1].id] = float(out).hex()
 
 
-def new_module(shared: str, dies_at: int = -1, bulk: int = 0) -> Lit:
+def new_module(shared: str, dies_at: int = -1, bulk: int = 0, kind: type[Lit] = Lit) -> Lit:
     torch.manual_seed(3)
-    return Lit(shared, dies_at, bulk)
+    return kind(shared, dies_at, bulk)
 
 
 def explorer(shared: str) -> Explorer:
@@ -165,6 +176,7 @@ def fit(
     every: int | None = None,
     schedule: str | Policy | None = None,
     bulk: int = 0,
+    kind: type[Lit] = Lit,
 ) -> dict[str, Any]:
     """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two. What is to be
     compared is in the folder, too."""
@@ -172,11 +184,13 @@ def fit(
     warnings.filterwarnings("ignore", ".*every batch steps layer.*")
     torch.set_num_threads(1)
     module, losses, stream = (
-        new_module(shared, dies_at if rank == 0 else -1, bulk),
+        new_module(shared, dies_at if rank == 0 else -1, bulk, kind),
         Losses(),
         SubnetStream(explorer(shared)),
     )
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every or batches * 10, save_top_k=-1)
+    if isinstance(module, Cut):
+        module.stages = ranks
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from lightning_pipes.engine.residency.mirrors import Mirrors
+from lightning_pipes.engine.residency.mirrors import Mirror, Mirrors
 from lightning_pipes.ir import PlanError, Use
 
 
@@ -40,6 +40,12 @@ class Parts:
         """The parameters under these names, each once."""
         return list({id(p): p for name in sorted(names) for p in self._of(name)}.values())
 
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """The parameters and buffers under this name as they are here, by name in it."""
+        mirror = self._mirror(name)
+        parameters = self._module(name).named_parameters() if mirror is None else mirror.parameters.items()
+        return {**dict(parameters), **dict(self._buffers(name))}
+
     def only_read(self, use: Use | None) -> frozenset[int]:
         """The ids of the parameters that train which a batch uses and does not step."""
         if use is None or use.steps is None:
@@ -58,13 +64,17 @@ class Parts:
         return {f"{name}.{at}": buffer for name in names for at, buffer in self._buffers(name)}
 
     def _buffers(self, name: str) -> Iterable[tuple[str, torch.Tensor]]:
-        if self._mirrors is not None and self._mirrors.away(name):
-            return self._mirrors.held(name).buffers.items()
-        return self._module(name).named_buffers()
+        mirror = self._mirror(name)
+        return self._module(name).named_buffers() if mirror is None else mirror.buffers.items()
+
+    def _mirror(self, name: str) -> Mirror | None:
+        """The copy here of a layer that is at home on another rank."""
+        return self._mirrors.held(name) if self._mirrors is not None and self._mirrors.away(name) else None
 
     def _of(self, name: str) -> tuple[nn.Parameter, ...]:
-        if self._mirrors is not None and self._mirrors.away(name):
-            return tuple(self._mirrors.held(name).parameters.values())
+        mirror = self._mirror(name)
+        if mirror is not None:
+            return tuple(mirror.parameters.values())
         if name not in self._found:
             self._found[name] = tuple(self._module(name).parameters())
         return self._found[name]

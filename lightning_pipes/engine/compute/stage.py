@@ -158,6 +158,10 @@ class Stage:
             return [p for layer in self.layers.values() for p in layer.parameters()]
         return self._parts.parameters(item.use.stepped(self.number))
 
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of a layer, or of a part of one, as this stage has them, by name in it."""
+        return self._parts.tensors(name)
+
     def run_layers(self, item: Item, span: Span, x: Any) -> Any:
         """`x` through the layers; each layer draws from its own random stream."""
         first_of_two = self.recompute and item.training and not self.recomputing

@@ -99,6 +99,14 @@ class Use:
         layers = plan.layers or [Span(s, s + 1) for s in range(plan.n_stages)]
         return cls(tuple(frozenset(map(str, range(*span))) for span in layers))
 
+    def cut_as(self, cut: Sequence[Span]) -> Use:
+        """The same layers where the batch has a cut of its own.
+
+        Raises:
+            PlanError: it leaves layers out.
+        """
+        return Use.of((n for names in self.layers for n in names), (), self.steps, dict(self.delays), cut)
+
     def stepped(self, stage: int) -> frozenset[str]:
         """Those that are stepped on `stage`."""
         return self.layers[stage] if self.steps is None else self.layers[stage] & self.steps

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.watch.trust import KNOWN, seal_of
 from lightning_pipes.ir import PipelineError, Policy, Use
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.loop.mirroring import Mirroring
 from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun, Training
 from lightning_pipes.trainer.loop.seen import seen_costs
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
@@ -34,6 +35,7 @@ from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.packing import Packed, unpacked
+from lightning_pipes.trainer.step.cuts import Cuts
 from lightning_pipes.trainer.step.steps import TrainingBatch
 from lightning_pipes.trainer.step.uses import Overlap, check_layers, use_of
 
@@ -75,6 +77,7 @@ class Streaming(Training):
         self._unsaid: deque[StreamedBatch] = deque()  # those that the last stage has not told of
         self._window = StreamWindow()
         self._overlap = Overlap()
+        self._mirroring = Mirroring(run) if Cuts.wanted(run.cut.module, schedule) else None
         self._ordering = run.plans
         self._optimizers: Sequence[Optimizer] = ()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -94,6 +97,8 @@ class Streaming(Training):
             run.turn_to(*plans.for_rows(rows))
         if self._optimizers is not optimizers:
             self._optimizers = optimizers
+            if self._mirroring is not None:
+                self._mirroring.trains_by(optimizers)
             for optimizer in optimizers:
                 private.expect_late_steps(optimizer)
         settings = [_settings(o) for o in optimizers]
@@ -105,6 +110,8 @@ class Streaming(Training):
             self._unsaid.append(data)
         use = use_of(run.cut.module, run.cut.full, batch, engine.plan)
         self._overlap.look(use, engine.plan)
+        if self._mirroring is not None and use is not None:
+            use = self._mirroring.use(batch, use, engine.plan)
         with run.hidden.batch(training=True), self._own_gradients():
             engine.inject(Item(number, rows, data, use=use))
             self._window.add(use or Use.whole(engine.plan))
@@ -138,19 +145,25 @@ class Streaming(Training):
         others = [(p, p.grad) for p in layers if p.grad is not None and id(p) not in mine]
         for p, _ in others:
             p.grad = None
-        for optimizer, settings in zip(self._optimizers, data.settings, strict=True):
-            now = _settings(optimizer)
-            _apply(optimizer, settings)
-            private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
-            optimizer.step()
-            _apply(optimizer, now)
-            optimizer.zero_grad()
+        with self._stepping(stage, item):
+            for optimizer, settings in zip(self._optimizers, data.settings, strict=True):
+                now = _settings(optimizer)
+                _apply(optimizer, settings)
+                private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
+                optimizer.step()
+                _apply(optimizer, now)
+                optimizer.zero_grad()
         for p, gradient in others:
             p.grad = gradient
         data.stepped += 1
         for listener in run.listeners:
             listener.stepped(stage, item)
         self._say()
+
+    def _stepping(self, stage: Stage, item: Item) -> AbstractContextManager[None]:
+        if self._mirroring is None or item.use is None:
+            return nullcontext()
+        return self._mirroring.stepping(item.use.stepped(stage.number))
 
     def give_back_gradients(self) -> None:
         pass
