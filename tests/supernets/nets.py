@@ -27,6 +27,7 @@ from lightning_pipes.supernets import (
     Explorer,
     Explores,
     Shared,
+    Subnet,
     SubnetStream,
     Supernet,
     Uniform,
@@ -122,6 +123,16 @@ class Cut(Lit):
     def cut_of_batch(self, batch: Any) -> list[int]:
         rng = random.Random(batch[-1].id)
         return sorted(rng.choices(range(1, len(self.net)), k=self.stages - 1))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(3)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", self.validated(batch))
+
+    def validated(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net((x, Subnet([n % CANDIDATES for n in range(BLOCKS)]))), y)
 
 
 class Batches(Dataset[Any]):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.supernets import SubnetStream
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from tests.supernets.nets import Cut, alone, fit
+from tests.supernets.nets import Cut, Stream, alone, explorer, fit, loader, new_module
+from tests.trainer.lit import quiet
 
 SHORT = 20
 """Subnets of each of two epochs."""
@@ -31,15 +39,94 @@ def plain(shared: str, batches: int, drains: tuple[int, ...] = ()) -> dict[str, 
     return alone(shared, batches, drains)
 
 
-def cut(rank: int, ranks: int, shared: str, batches: int, folder: str, resume: str | None = None, **more: Any) -> Any:
-    return fit(rank, ranks, shared, batches, folder, resume, kind=Cut, **more)
+def cut(
+    rank: int, ranks: int, shared: str, batches: int, folder: str, resume: str | None = None, dies_at: int = -1
+) -> dict[str, Any]:
+    """Validates after each epoch, and saves at subnet 30."""
+    return fit(rank, ranks, shared, batches, folder, resume, dies_at, every=30, kind=Cut)
 
 
-def in_turn(rank: int, ranks: int, folder: str) -> list[dict[str, Any]]:
-    return [cut(rank, ranks, shared, SHORT, folder) for shared in ("sequential", "delayed", "frozen")]
+def in_turn(rank: int, ranks: int, folder: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Several trainings on the same processes, the last one that of the first resumed; and the threads that they have left."""
+    found = [cut(rank, ranks, shared, SHORT, folder) for shared in ("delayed", "sequential", "frozen")]
+    found.append(cut(rank, ranks, "delayed", SHORT, folder, f"{folder}/step=30.ckpt"))
+    return found, [thread.name for thread in threading.enumerate() if "parcels" in thread.name]
+
+
+def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
+    """Without the losses of the first subnets, which a resumed run does not see."""
+    return found | {"losses": {n: loss for n, loss in found["losses"].items() if n >= subnet}}
+
+
+def steppers(folder: str) -> dict[str, set[str]]:
+    """The ranks that have stepped each layer, as each of them has written it down."""
+    found = defaultdict(set)
+    for path in Path(folder, "reproducibility").glob("*-rank*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            for name in line["layers"] if "B" in line else ():
+                found[name].add(path.stem.partition("-")[2])
+    return found
 
 
 def test_two_stages_train_as_one_process() -> None:
-    for found in run_ranks(in_turn, 2, 2, mkdtemp(), timeout=120):
-        for shared, each in zip(("sequential", "delayed", "frozen"), found, strict=True):
-            assert each == plain(shared, SHORT)
+    folder = mkdtemp()
+    for (delayed, sequential, frozen, resumed), threads in run_ranks(in_turn, 2, 2, folder, timeout=120):
+        assert sequential == plain("sequential", SHORT, (30,))
+        assert frozen == plain("frozen", SHORT, (30,))
+        assert delayed == plain("delayed", SHORT, (30,))
+        assert resumed == after(delayed, 30)
+        assert threads == []
+    on = steppers(folder)
+    assert sum(ranks == {"rank0", "rank1"} for ranks in on.values()) > len(on) / 2 > 10
+
+
+def test_validation_and_whole_module_have_the_newest_layers() -> None:
+    for logged, alone, accuracy in run_ranks(validated, 2, timeout=120):
+        assert logged == pytest.approx(alone, abs=1e-6)
+        assert accuracy == 0
+
+
+def validated(rank: int) -> tuple[float, float, int]:
+    """The value logged last, that of the module after training, and how many of its optimizer's groups have grown."""
+    quiet()
+    torch.set_num_threads(1)
+    module = new_module("sequential", kind=Cut)
+    assert isinstance(module, Cut)
+    module.stages = 2
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineStrategy(Stream(), 2, partition=[5]),
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    stream = SubnetStream(explorer("sequential"))
+    trainer.fit(module, stream.paired(loader(SHORT)))
+    logged = float(trainer.callback_metrics["validated"])
+    module.eval()
+    with torch.no_grad():
+        mean = sum(float(module.validated(batch)) for batch in loader(3)) / 3
+    more = len(trainer.optimizers[0].param_groups[0]["params"]) - len(list(module.parameters()))
+    return logged, mean, max(0, more)
+
+
+def test_a_killed_rank_ends_all_and_training_goes_on_on_more() -> None:
+    folder, wanted = mkdtemp(), plain("sequential", SHORT, (30,))
+    outcomes = watch_ranks(cut, 2, 2, "sequential", SHORT, folder, None, 34, timeout=60)
+    assert "exit code -9" in outcomes[0].error
+    assert "rank 0" in outcomes[1].error
+    assert outcomes[1].seconds - outcomes[0].seconds < 10
+    for found in run_ranks(cut, 4, 4, "sequential", SHORT, folder, f"{folder}/step=30.ckpt", timeout=120):
+        assert found == after(wanted, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 4, 8])
+@pytest.mark.parametrize("shared", ["sequential", "delayed", "per_choice"])
+def test_many_subnets_on_any_number_of_stages(shared: str, stages: int) -> None:
+    wanted = plain(shared, 100, (30, 60, 90, 120, 150, 180))
+    for found in run_ranks(cut, stages, stages, shared, 100, mkdtemp(), timeout=500):
+        assert found == wanted

@@ -10,7 +10,6 @@ from typing import IO, Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
 
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
@@ -77,7 +76,8 @@ class ReproducibilityLog(pl.Callback, Listener):
         if item.use is not None:  # others step what is at home here
             self._seen.update(name for number in range(len(item.use.layers)) for name in item.use.stepped(number))
         chosen = item.number % self.every_n_batches == 0
-        self._write({"B": item.number, "layers": {name: hash_of(stage.tensors(name)) if chosen else None for name in names}})
+        hashes = {name: hash_of(stage.tensors(name)) if chosen else None for name in names}
+        self._write({"B": item.number, "layers": hashes})
 
     def heard(self, number: int, batch: Any, out: Any) -> None:
         if self._tells:
