@@ -2,9 +2,9 @@
 
     python benchmarks/csp_decision.py [--microbatches 1 8] [--subnets 150]
 
-CPU time of the real path, in one process: `ReadyOrder` is told what has arrived, asked what to run, and told that it has
-run, with all that this sets free. Nothing is computed or sent; sends are taken as soon as they are ready. A decision is
-one forward, backward or step; entering a subnet is counted apart.
+CPU time of the real path in one process: `ReadyOrder` is told what has arrived, asked what to run, and told that it
+has run, with all that this sets free. Nothing is computed or sent; sends are taken once they are ready. A decision
+is one forward, backward or step; entering a subnet is counted apart.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Pictures of a search in a job array."""
+"""Pictures of searches: in a job array, and on a supernet."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,68 @@ def save_sweep(trials: Sequence[FrozenTrial], timeline: Timeline, path: Path, me
     draw_window(moment, timeline, start, stop, shade)
     moment.set_title(f"the pipeline after {start / 1e9:.1f} s: a letter a sibling, the number of its batch", **_HEADING)
     for axis in (curves, lanes):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+    figure.savefig(path, dpi=120)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A subnet that a search has tried.
+
+    Attributes:
+        by: the name of the search.
+        cost: in parameters.
+        worth: the higher the better: accuracy, less the price of the cost.
+    """
+
+    by: str
+    choices: tuple[int, ...]
+    accuracy: float
+    cost: int
+    worth: float
+
+
+def save_search(
+    tried: Mapping[str, Sequence[Tried]], best: Tried, retrained: float, timeline: Timeline, path: Path
+) -> None:
+    """Draws accuracy against cost with the front that no subnet is beyond, how each search got on, and a moment of the
+    pipeline in which the supernet was trained."""
+    figure = Figure(figsize=(13, 6.6), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=[3.0, 0.8], width_ratios=[1.6, 1.0])
+    costs, progress = (figure.add_subplot(grid[0, column]) for column in range(2))
+    moment = figure.add_subplot(grid[1, :])
+    colours = dict(zip(tried, ("#9aa3b2", "#2f6fde", "#e07b2f"), strict=False))
+    everything = [t for found in tried.values() for t in found]
+    for name, found in tried.items():
+        costs.plot(
+            [t.cost for t in found], [t.accuracy for t in found], ".", color=colours[name], label=name, alpha=0.6
+        )
+        so_far = [max(t.worth for t in found[: n + 1]) for n in range(len(found))]
+        progress.plot(range(1, len(found) + 1), so_far, color=colours[name], label=name)
+    front = [t for t in everything if not any(o.cost <= t.cost and o.accuracy > t.accuracy for o in everything)]
+    front.sort(key=lambda t: (t.cost, t.accuracy))
+    costs.step([t.cost for t in front], [t.accuracy for t in front], where="post", color="black", linewidth=1)
+    costs.plot(best.cost, best.accuracy, "o", markersize=11, markerfacecolor="none", color="black", label="the best")
+    costs.plot(best.cost, retrained, "*", markersize=12, color="black", label="the best, trained anew")
+    costs.set_title("subnets with the supernet's weights, and the front", **_HEADING)
+    costs.set_xlabel("parameters", fontsize=8)
+    costs.set_ylabel("accuracy on validation", fontsize=8)
+    costs.yaxis.set_major_formatter("{x:.0%}")
+    costs.set_ylim(max(0.0, sorted(t.accuracy for t in everything)[len(everything) // 50] - 0.01), None)
+    progress.set_title("best so far: accuracy less the price of parameters", **_HEADING)
+    progress.set_xlabel("subnets tried", fontsize=8)
+    for axis in (costs, progress):
+        axis.legend(fontsize=7, frameon=False, loc="lower right")
+    figure.draw_without_rendering()  # places the axes
+    start, stop = _middle(timeline)
+
+    def shade(i: Instruction) -> Any:
+        return colormaps["tab20"](i.batch % 20)
+
+    draw_window(moment, timeline, start, stop, shade)
+    moment.set_title("training the supernet: a colour a subnet", **_HEADING)
+    for axis in (costs, progress):
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
     figure.savefig(path, dpi=120)

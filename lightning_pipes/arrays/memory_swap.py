@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
+import lightning.pytorch as pl
 import psutil
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -15,13 +18,15 @@ from lightning_pipes.engine.residency.binding import Binding
 from lightning_pipes.engine.residency.copier import SlabCopier, copier_for
 from lightning_pipes.engine.residency.stopwatch import Stopwatch
 from lightning_pipes.engine.residency.swap import Swap
-from lightning_pipes.ir import PlanError, check_count, check_number, check_type
+from lightning_pipes.ir import PipelineError, PlanError, check_count, check_number, check_type
 from lightning_pipes.planning.switching import Switching
 from lightning_pipes.sim.residency import Statistics
+from lightning_pipes.trainer.loop.host import PipelineHost
 
 
-class MemorySwap(SiblingMemory):
-    """Keeps the states of all siblings of an array on the host, and those that are needed on the device.
+class MemorySwap(SiblingMemory, Callback):
+    """Keeps states on the host, and those that are needed on the device: of an array's siblings, or of the layers of a
+    supernet.
 
     A state is what a sibling has on a rank: weights, buffers and what its optimizers remember of them. It is on the
     device while something is computed for the sibling and while it has its turn, in which its optimizers step; those
@@ -31,7 +36,13 @@ class MemorySwap(SiblingMemory):
 
         JobArray(16, memory=MemorySwap(device_bytes=8 << 30))
 
-    Layers of one model and weight versions can take turns in the same memory; `states` gives what takes any key.
+    As a callback it has the layers take turns that batches choose, with what optimizers remember of them (NASPipe, Zhao
+    et al. 2022, S4.2): one is there while something is computed with it, those that come next are brought meanwhile.
+    Layers that all batches share stay. Batches have to say their layers, in validation too, and stages recompute:
+
+        Trainer(callbacks=[MemorySwap(device_bytes=8 << 30)], strategy=PipelineStrategy("csp", recompute=True))
+
+    Weight versions can take turns in the same memory; `states` gives what takes any key.
 
     Args:
         device_bytes: of each device for states.
@@ -82,6 +93,33 @@ class MemorySwap(SiblingMemory):
     def open(self, several: bool) -> None:
         self._several, self._largest, self._blocks = several, 0, None
         self.statistics, self.switching = Statistics(), None
+
+    # ---- as a callback
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not isinstance(trainer.strategy, PipelineHost):
+            raise PipelineError(
+                f"MemorySwap needs strategy=PipelineStrategy(...), got {type(trainer.strategy).__name__}; leave it out"
+            )
+        trainer.strategy.memory = self
+        self.open(several=False)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        every: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it where no type checker looks
+        if trainer.is_global_zero and trainer.logger is not None and trainer.global_step % every == 0:
+            found = self.statistics
+            trainer.logger.log_metrics(
+                {"memory_hit_rate": found.hit_rate, "memory_stall_seconds": found.stall_ns / 1e9}, trainer.global_step
+            )
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy, PipelineHost) and trainer.strategy.memory is self:
+            trainer.strategy.memory = None
+            self.close()
+
+    # ---- states
 
     def states(self, device: torch.device) -> Swap[Hashable]:
         """The states on `device` by their keys, from the first call until `close`; siblings are known by numbers."""

@@ -22,6 +22,7 @@ from lightning_pipes.engine.compute.weights import WeightVersions
 from lightning_pipes.engine.messages.clocks import measure_offsets
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.engine.messages.mailbox import Transport
+from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import (
@@ -124,6 +125,7 @@ class Engine:
         self._batches: Counter[int] = Counter()
         self._seed = seed
         self._mirrors: tuple[Mirrors, Mapping[int, nn.Module]] | None = None
+        self._memory: LayerMemory | None = None
         self.plan = plan
         self._take(plan, stages)
         self._program = self._lowered(plan, order)
@@ -180,6 +182,8 @@ class Engine:
         for stage in self._stages:
             if item.use is not None:
                 stage.check_use(item.use)
+                if stage.turns is not None:
+                    stage.turns.enter(item.use)
         batch = self._batches[item.job]
         whole = self._whole if self._mirrors is None else Use.whole(window.executor.plan)
         window.order.add((item.job, batch), item.rows, item.use or whole)
@@ -233,13 +237,30 @@ class Engine:
             layers: all of the model, as `Stage` takes them.
 
         Raises:
-            PlanError: a window is open.
+            PlanError: a window is open, or layers take turns on the device.
         """
         if self._window is not None:
             raise PlanError("layers begin to go from rank to rank between two windows only; drain first")
+        if self._memory is not None:
+            raise PlanError(
+                "layers of batches with cuts of their own go from rank to rank, and can't take turns on the device "
+                "meanwhile: leave out what cuts batches, or MemorySwap"
+            )
         self._mirrors = mirrors, layers
         for stage in self._stages:
             stage.mirror(mirrors, layers)
+
+    def take_turns(self, memory: LayerMemory) -> None:
+        """From the next window on, the layers that batches use are brought to the device for them.
+
+        Raises:
+            PlanError: a window is open.
+        """
+        if self._window is not None:
+            raise PlanError("layers begin to take turns between two windows only; drain first")
+        self._memory = memory
+        for stage in self._stages:
+            stage.take_turns(memory)
 
     def evaluate(self, item: Item) -> list[tuple[Span, Any]]:
         """Forward only, without gradients: what the last stage returned per span; empty on ranks without it.
@@ -341,6 +362,8 @@ class Engine:
             stage.seed, stage.device = self._seed, self._device
             if self._mirrors is not None:
                 stage.mirror(*self._mirrors)
+            if self._memory is not None:
+                stage.take_turns(self._memory)
 
     def _finish(self) -> None:
         if self._turns is None:
@@ -372,9 +395,15 @@ class Engine:
         )
 
     def _ready_order(self, policy: Policy, plan: Plan) -> ReadyOrder:
-        order = ReadyOrder(policy, plan, self._rank)
         if self._mirrors is not None and policy.endless:
+            order = ReadyOrder(policy, plan, self._rank)
             order.deliver(self._mirrors[0], self._transport.mailbox, self._windows)
+            return order
+        if self._memory is None or not policy.endless:
+            return ReadyOrder(policy, plan, self._rank)
+        turns = {stage.number: stage.turns for stage in self._stages if stage.turns is not None}
+        order = ReadyOrder(policy, plan, self._rank, lambda stage, use: turns[stage].has_room(use))
+        self._memory.coming = order.coming
         return order
 
     @property

@@ -184,11 +184,10 @@ class Residency(Generic[Key]):
         """These will probably be leased next, the first one first; nobody is held to it."""
         self._predicted = {key: at for at, key in enumerate(dict.fromkeys(keys))}
 
-    def has_room(self, key: Key) -> bool:
-        """Whether a lease would find a place, if others left that are not leased."""
-        leased = [each for each, held in self._held.items() if held.leased and each != key]
-        free = self._budget - sum(self._sizes[each] for each in leased)
-        return free >= self._sizes[key] and len(leased) < self._slots
+    def has_room(self, *keys: Key) -> bool:
+        """Whether leases of all these would find places, if others left that are not leased."""
+        wanted = {*keys, *(key for key, held in self._held.items() if held.leased)}
+        return sum(self._sizes[key] for key in wanted) <= self._budget and len(wanted) <= self._slots
 
     def lease(self, key: Key, write: bool = False) -> int:
         """The nanoseconds that were waited until the state is there. It stays until it is released.
@@ -226,6 +225,10 @@ class Residency(Generic[Key]):
         held.leased += 1
         held.dirty |= write
         return waited
+
+    def change(self, key: Key) -> None:
+        """The state, which is leased, is changed after all."""
+        self._held[key].dirty = True
 
     def release(self, key: Key) -> None:
         """The lease is over.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_pipes.ir import InputError, check_count, check_number
+from lightning_pipes.ir import InputError, check_count, check_number, check_type
 from lightning_pipes.supernets.explorers import Choices, Explorer, among, drawn, lot
 from lightning_pipes.supernets.subnet import Space
 
@@ -31,11 +31,11 @@ class Evolution(Explorer):
     def __init__(
         self, space: Space, population: int = 50, parents: int = 10, mutation: float = 0.1, seed: int = 0
     ) -> None:
-        self.space = space
+        self.space = check_type("space", space, Space)
         self.population = check_count("population", population)
         self.parents = check_count("parents", parents, "; subnets of the population", most=population)
         self.mutation = check_number("mutation", mutation, "a share from 0 to 1", lambda share: 0 <= share <= 1)
-        self.seed = seed
+        self.seed = check_type("seed", seed, int)
         self._asked: dict[int, Choices] = {}  # not told yet
         self._best: list[tuple[float, int, Choices]] = []
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_pipes.ir import InputError
+from lightning_pipes.ir import InputError, check_type
 from lightning_pipes.supernets.subnet import Space
 
 Choices = tuple[int, ...]
@@ -62,7 +62,7 @@ class Uniform(Explorer):
     """
 
     def __init__(self, space: Space, seed: int = 0) -> None:
-        self.space, self.seed = space, seed
+        self.space, self.seed = check_type("space", space, Space), check_type("seed", seed, int)
 
     def choices(self, number: int) -> Choices:
         return drawn(self.space, f"{self.seed}/{number}")
@@ -80,9 +80,9 @@ class Listed(Explorer):
         InputError: there are none, or one is not in the space.
     """
 
-    def __init__(self, subnets: Iterable[Sequence[int]], space: Space, repeat: bool = False) -> None:
-        self.space, self.repeat = space, repeat
-        self._subnets = [space.check(subnet) for subnet in subnets]
+    def __init__(self, subnets: Sequence[Sequence[int]], space: Space, repeat: bool = False) -> None:
+        self.space, self.repeat = check_type("space", space, Space), check_type("repeat", repeat, bool)
+        self._subnets = [self.space.check(subnet) for subnet in check_type("subnets", subnets, Sequence)]
         if not self._subnets:
             raise InputError("a list of subnets is empty; it needs at least one")
 
@@ -104,10 +104,9 @@ class Produced(Explorer):
     """
 
     def __init__(self, subnets: Iterable[Sequence[int]], space: Space) -> None:
-        self.space = space
-        self._source = subnets
+        self.space = check_type("space", space, Space)
         self._given = 0
-        self._producing = iter(subnets)
+        self._producing = iter(check_type("subnets", subnets, Iterable))
         self._latest: Choices = ()
 
     def choices(self, number: int) -> Choices:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import nn
 
-from lightning_pipes.ir import InputError, check_count, shown
+from lightning_pipes.ir import InputError, check_count, check_type, shown
 
 Sharing = Literal["sequential", "frozen", "per_choice", "delayed"]
 
@@ -29,7 +29,8 @@ class ChoiceBlock(nn.ModuleList):
     last = False
 
     def __init__(self, candidates: Iterable[nn.Module]) -> None:
-        super().__init__(candidates)
+        given = [check_type("a candidate", each, nn.Module) for each in check_type("candidates", candidates, Iterable)]
+        super().__init__(given)
         if not len(self):
             raise InputError("a ChoiceBlock needs candidates to choose from, got none")
 
@@ -41,7 +42,8 @@ class ChoiceBlock(nn.ModuleList):
             )
         if not self.place < len(subnet):
             raise InputError(
-                f"a subnet of {len(subnet)} choices reaches block {self.place}; it needs one for each block, from 0"
+                f"a subnet of {len(subnet)} choices reaches block {self.place}; it needs one for each block, from 0. "
+                "Where batches are cut into micro-batches take Subnet(choices): a plain list is cut with them"
             )
         choice = subnet[self.place]
         if not 0 <= choice < len(self):
@@ -81,19 +83,19 @@ class Shared(nn.Module):
 
     def __init__(self, layer: nn.Module, shared: Sharing = "sequential", delay: int | None = None) -> None:
         super().__init__()
-        if shared not in get_args(Sharing):
-            raise InputError(f"shared must be {' or '.join(map(repr, get_args(Sharing)))}, got {shown(shared)}")
+        check_type("layer", layer, nn.Module)
+        check_type("shared", shared, Sharing)
         if (shared == "delayed") != (delay is not None):
             raise InputError(
-                f"shared={shared!r} with delay={delay}: a delay belongs to shared='delayed', which needs one: as many "
-                "subnets as shall be under way at once, such as 8"
+                f"shared={shared!r} with delay={shown(delay)}: a delay belongs to shared='delayed', which needs one: "
+                "as many subnets as shall be under way at once, such as 8"
             )
         self.layer = layer
         self.shared: Sharing = shared
         self.delay = delay if delay is None else check_count("delay", delay, "; subnets between a step and its reader")
         if shared == "delayed":
             for name, part in layer.named_modules():
-                if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+                if getattr(part, "track_running_stats", False):
                     raise InputError(
                         f"{name or 'the layer'} is a {type(part).__name__} and can't be read late: its running "
                         "statistics change in every forward. Take shared='sequential' or 'per_choice' for it, "

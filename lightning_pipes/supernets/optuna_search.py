@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipes.ir import InputError, check_count
+from lightning_pipes.ir import InputError, check_count, check_type
 from lightning_pipes.supernets.explorers import Choices, Explorer
 from lightning_pipes.supernets.subnet import Space
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from optuna import Study, Trial
     from optuna.samplers import BaseSampler
 
@@ -29,9 +28,9 @@ class OptunaExplorer(Explorer):
     """
 
     def __init__(self, space: Space, sampler: Callable[[], BaseSampler], population: int = 50) -> None:
-        self.space = space
+        self.space = check_type("space", space, Space)
         self.population = check_count("population", population)
-        self._sampler = sampler
+        self._sampler: Callable[[], BaseSampler] = check_type("sampler", sampler, Callable[[], Any])
         self._told: list[float] = []
         self._begin()
 

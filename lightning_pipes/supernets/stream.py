@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_pipes.ir import InputError, check_number
+from lightning_pipes.ir import InputError, check_number, check_type
 from lightning_pipes.supernets.explorers import Explorer
 from lightning_pipes.supernets.subnet import Subnet
 
@@ -35,8 +35,8 @@ class SubnetStream(Iterable[Subnet]):
     """
 
     def __init__(self, explorer: Explorer, timeout: float = 300.0) -> None:
-        self.explorer = explorer
-        self.timeout = check_number("timeout", timeout, "a positive number of seconds", lambda s: s > 0)
+        self.explorer: Explorer = check_type("explorer", explorer, Explorer)
+        self.timeout = check_number("timeout", timeout, "a positive number of seconds", lambda s: 0 < s < 1e9)
         self.next = 0
         self.told = 0
 
@@ -88,7 +88,7 @@ class SubnetStream(Iterable[Subnet]):
         self.explorer.load_state_dict(state["explorer"])
 
     def _in_time(self, number: int) -> tuple[int, ...]:
-        """What the explorer says, by a thread of its own: it may be a program of its own, or a network away."""
+        """The explorer's answers, by a thread of its own: it may be a program of its own, or a network away."""
         answers: queue.Queue[tuple[int, ...] | BaseException] = queue.Queue()
 
         def ask() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_pipes.engine.watch import plain
-from lightning_pipes.ir import InputError, shown
+from lightning_pipes.ir import InputError, check_count, check_fields, check_type, shown
 
 
 class Subnet:
@@ -59,6 +59,9 @@ class Subnet:
 
 plain.allow(Subnet)
 
+MOST = 2**20
+"""Candidates of a block."""
+
 
 @dataclass(frozen=True)
 class Space:
@@ -74,6 +77,7 @@ class Space:
     blocks: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for number, candidates in enumerate(self.blocks):
             if not candidates or len(set(candidates)) < len(candidates) or min(candidates) < 0:
                 raise InputError(
@@ -83,8 +87,13 @@ class Space:
 
     @classmethod
     def of(cls, sizes: Sequence[int]) -> Space:
-        """All candidates of blocks that have so many."""
-        return cls(tuple(tuple(range(size)) for size in sizes))
+        """All candidates of blocks that have so many.
+
+        Raises:
+            InputError: a block has none.
+        """
+        given = check_type("sizes", sizes, Sequence[int])
+        return cls(tuple(tuple(range(check_count("sizes: a block's candidates", size, most=MOST))) for size in given))
 
     def only(self, candidates: Mapping[int, Sequence[int]]) -> Space:
         """The part of it in which some blocks have these candidates only, by number of the block.
@@ -106,6 +115,7 @@ class Space:
         Raises:
             InputError: they are not.
         """
+        check_type("a subnet's choices", choices, Sequence[int])
         if len(choices) != len(self.blocks):
             raise InputError(
                 f"a subnet of {len(choices)} choices, {shown(tuple(choices))}, for {len(self.blocks)} blocks; it "

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_pipes.ir import Delayed, InputError
+from lightning_pipes.ir import Delayed, InputError, check_type
 from lightning_pipes.supernets.layers import ChoiceBlock, PerChoice, Shared, Sharing, has_state
 from lightning_pipes.supernets.subnet import Space, Subnet
 
@@ -105,6 +105,7 @@ def _made(named: Mapping[str, nn.Module], shared: Sharing, delay: int | None) ->
     seen: set[int] = set()
     made: dict[str, nn.Module] = {}
     for name, layer in named.items():
+        check_type(f"layer {name}", layer, nn.Module)
         if isinstance(layer, ChoiceBlock):
             if id(layer) in seen:
                 raise InputError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -29,7 +29,7 @@ from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT
 from lightning_pipes.engine.watch.launcher import heed_launcher
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.engine.watch.trust import secret_for_children
-from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_count, check_type
+from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_count, check_type
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.callbacks.schedule_tuner import with_tuner
 from lightning_pipes.trainer.checkpoint.checkpoints import load_model
@@ -348,8 +348,14 @@ class PipelineStrategy(PipelineHost):
         if fitting:
             with_tuner(trainer, self.schedule)
         cutting.lay_out(decision)
-        training = Streaming if fitting and cutting.endless else Flushing
-        if training.streams:
+        streams = fitting and cutting.endless
+        if fitting and self.memory is not None and not streams:
+            raise PipelineError(
+                f"MemorySwap as a callback has the layers of a supernet take turns; schedule {self.schedule.name!r} "
+                "runs all of them for each batch. Use 'csp', or leave MemorySwap out"
+            )
+        training = partial(Streaming, memory=self.memory) if streams else Flushing
+        if streams:
             links.check_endless(self.schedule.name)
             check_streaming(trainer, self.schedule.name, ranks.grid, cutting.tied())
         self._undo += show_module(trainer, module)
@@ -366,7 +372,8 @@ class PipelineStrategy(PipelineHost):
         self._current = _Running(run, stops, prediction)
 
         self.setup_precision_plugin()
-        private.optimizers_to_device(self.optimizers, self.root_device)
+        if self.memory is None:
+            private.optimizers_to_device(self.optimizers, self.root_device)
         self._undo.append(
             GradientAgreement(self.precision_plugin, cutting.holdings, ranks.pipeline, self.root_device).remove
         )
@@ -430,6 +437,7 @@ class PipelineStrategy(PipelineHost):
     def _close(self, current: _Running) -> dict[str, Any] | None:
         """The state dict of the whole module, as `gather_run` gives it; None if the ranks can't be asked for it."""
         state, run = None, current.run
+        run.settle()
         if not self._down:
             about = describe_run(self, self._connected.links.trainings)
             state, reported = gather_run(run, self._connected.ranks.pipeline, self.optimizers, self.root_device, about)
@@ -441,7 +449,9 @@ class PipelineStrategy(PipelineHost):
         return state
 
     def model_to_device(self) -> None:
-        self._module.to(self.root_device)
+        layers = nullcontext() if self.memory is None or self._cut is None else self._cut.without_layers()
+        with layers:  # those that take turns are brought when they are used first
+            self._module.to(self.root_device)
 
     def process_dataloader(self, dataloader: object) -> object:
         if isinstance(dataloader, DataLoader) and private.seeded_workers(dataloader):

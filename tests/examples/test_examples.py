@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -231,3 +232,50 @@ def test_models_learn_on_an_ordinary_trainer(model: str) -> None:
     )
     trainer.fit(module, data.Digits())
     assert trainer.callback_metrics["val_accuracy"] > 0.9
+
+
+@pytest.mark.slow
+def test_supernet(tmp_path: Path) -> None:
+    """Trained, searched in three ways, the best trained anew, and its picture."""
+    few = ["search.subnets=30", "search.population=10", "trainer.max_epochs=4", "retrain.epochs=6"]
+    found = run("supernet.py", tmp_path, "hydra.run.dir=out", *few)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "supernet    92 subnets trained, one a batch; 46656 there are" in found.stdout
+    assert len(re.findall(r"^(?:by chance|evolution|Optuna) +accuracy", found.stdout, re.M)) == 3
+    retrained = re.search(r"^retrained +accuracy (\S+)% of", found.stdout, re.M)
+    assert retrained is not None
+    assert float(retrained[1]) > 80  # 10 is chance
+    assert (tmp_path / "out" / "supernet.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+@pytest.mark.usefixtures("examples")
+def test_a_supernet_learns_on_an_ordinary_trainer() -> None:
+    """What shares no step with a pipeline: the same module, stream and search."""
+    import data
+    import supernet
+
+    from lightning_pipes.supernets import Evolution, Explores, SubnetStream, Uniform
+
+    L.seed_everything(0)
+    digits = data.Digits(64)
+    digits.setup("fit")
+    net = supernet.supernet(24, 3, "sequential", None)
+    stream = SubnetStream(Uniform(net.space))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=6,
+        callbacks=[Explores(stream)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(supernet.TrainedSupernet(net, 3e-3), stream.paired(digits.train_dataloader()))
+    assert stream.told == trainer.global_step
+    images, labels = digits.val.tensors
+    settings = SimpleNamespace(subnets=20, price=0.05)
+    tried = supernet.search("evolution", Evolution(net.space, 10, 3), net.eval(), images, labels, settings)
+    best = max(tried, key=lambda t: t.worth)
+    assert best.accuracy > 0.7
+    assert best.cost == sum(p.numel() for p in net.subnet(best.choices).parameters())

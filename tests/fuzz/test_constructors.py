@@ -5,21 +5,31 @@ from __future__ import annotations
 import math
 import random
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import optuna
 import pytest
+import torch
 
-from lightning_pipes import JobArray, MemorySwap, OptunaPruning, PipelineStrategy, ScheduleTuner, TimelineLogger
+from lightning_pipes import (
+    JobArray,
+    MemorySwap,
+    OptunaPruning,
+    PipelineStrategy,
+    ReproducibilityLog,
+    ScheduleTuner,
+    TimelineLogger,
+)
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.cost.clusters import make_cluster
 from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds
 from lightning_pipes.cost.zoo import OPTIMIZERS, named_profile
 from lightning_pipes.ir import Cut, Kind, PipelineError, Plan, Policy, Schedule, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
+from lightning_pipes.supernets import Evolution, Listed, Shared, Space, SubnetStream, Uniform
 from lightning_pipes.tune.studies.study import optimize_array
 from tests.fuzz.values import Door, count, deadline, flag, integer, number, optional, perturbed, several, text
 
@@ -399,6 +409,46 @@ DOORS = [
     ),
 ]
 
+OF_SUPERNETS = [
+    Door("ReproducibilityLog", ReproducibilityLog, {"every_n_batches": count}, {}, {}),
+    Door("Uniform", Uniform, {"space": never, "seed": integer}, {"space": Space.of([2])}, {}),
+    Door("Space.of", Space.of, {"sizes": several(partial(count, most=2**20))}, {}, {}),
+    Door(
+        "Evolution",
+        Evolution,
+        {
+            "space": never,
+            "population": lambda v: count(v) and v >= 3,
+            "parents": partial(count, most=50),
+            "mutation": lambda v: number(v) and 0 <= v <= 1,
+            "seed": integer,
+        },
+        {"space": Space.of([2]), "parents": 3},
+        {"population": "population"},
+    ),
+    Door(
+        "Listed",
+        Listed,
+        {"subnets": several(lambda v: isinstance(v, list) and len(v) == 1 and v[0] in (0, 1)), "repeat": flag},
+        {"subnets": [(0,), (1,)], "space": Space.of([2])},
+        {"subnets": "subnet"},
+    ),
+    Door(
+        "SubnetStream",
+        SubnetStream,
+        {"explorer": never, "timeout": above_zero},
+        {"explorer": Uniform(Space.of([2]))},
+        {},
+    ),
+    Door(
+        "Shared",
+        Shared,
+        {"layer": never, "shared": lambda v: isinstance(v, str) and v == "delayed", "delay": count},
+        {"layer": torch.nn.Identity(), "shared": "delayed", "delay": 3},
+        {},
+    ),
+]
+
 
 def checked(door: Door, given: dict[str, Any]) -> str:
     """What is wrong with how the door took these arguments; empty if nothing is."""
@@ -431,20 +481,20 @@ def short(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-def wrong(seed: int, cases: int) -> list[str]:
+def wrong(seed: int, cases: int, doors: Sequence[Door] = DOORS) -> list[str]:
     rng = random.Random(seed)
-    found = (checked(door, perturbed(rng, door)) for door in (rng.choice(DOORS) for _ in range(cases)))
+    found = (checked(door, perturbed(rng, door)) for door in (rng.choice(doors) for _ in range(cases)))
     return sorted({each for each in found if each})
 
 
 def test_what_makes_no_sense_is_named_at_once():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = wrong(0, FEW)
+    found = wrong(0, FEW) + wrong(0, FEW, OF_SUPERNETS)
     assert not found, "\n".join(found)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "kibibytes more than before"
 
 
 @pytest.mark.slow
 def test_thirty_thousand():
-    found = wrong(1, MANY)
+    found = wrong(1, MANY) + wrong(1, MANY, OF_SUPERNETS)
     assert not found, "\n".join(found)

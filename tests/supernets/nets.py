@@ -8,8 +8,7 @@ import random
 import signal
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -18,9 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipes import PipelineStrategy, ReproducibilityLog
+from lightning_pipes import MemorySwap, PipelineStrategy, ReproducibilityLog
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
-from lightning_pipes.ir import Instruction, Plan, Policy, RankView, Span
+from lightning_pipes.ir import Policy, Span
+from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import (
     ChoiceBlock,
     Evolution,
@@ -41,18 +41,8 @@ CUTS: dict[int, list[int]] = {1: [], 2: [5], 4: [3, 5, 8], 8: [2, 3, 4, 5, 6, 7,
 PARTS = (Span(0, 4), Span(4, 8))
 """A batch's micro-batches."""
 DELAY = 5
-
-
-@dataclass(frozen=True)
-class Stream(Policy):
-    """Backwards and steps first, then the forward of the earliest batch."""
-
-    depth: int = 8
-    name: ClassVar[str] = "stream"
-    flushes: ClassVar[bool] = False
-
-    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction:
-        return ready[0]
+WARNED: list[str] = []
+"""By the last fit of this process."""
 
 
 class Mean(nn.Module):
@@ -109,6 +99,9 @@ class Lit(pl.LightningModule):
         if subnet.id == self.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
         return F.cross_entropy(self.net((x, subnet)), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.net((batch[0], Subnet([batch_idx] * BLOCKS))), batch[1]))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02, weight_decay=0.01)
@@ -187,32 +180,38 @@ def fit(
     every: int | None = None,
     schedule: str | Policy | None = None,
     bulk: int = 0,
+    memory: MemorySwap | None = None,
+    validates: int | None = None,
     kind: type[Lit] = Lit,
 ) -> dict[str, Any]:
     """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two. What is to be
     compared is in the folder, too."""
     quiet()
-    warnings.filterwarnings("ignore", ".*every batch steps layer.*")
     torch.set_num_threads(1)
-    module, losses, stream = (
-        new_module(shared, dies_at if rank == 0 else -1, bulk, kind),
-        Losses(),
-        SubnetStream(explorer(shared)),
-    )
+    module = new_module(shared, dies_at if rank == 0 else -1, bulk, kind)
+    losses, stream = Losses(), SubnetStream(explorer(shared))
+    others: list[Callback] = [] if memory is None else [memory]
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every or batches * 10, save_top_k=-1)
+    log, streams = ReproducibilityLog(folder, every_n_batches=1), schedule != "1f1b"
     if isinstance(module, Cut):
         module.stages = ranks
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=PipelineStrategy(schedule or Stream(), 2, partition=CUTS[ranks], recompute=recompute),
+        strategy=PipelineStrategy(schedule or CSP(depth=8), 2, partition=CUTS[ranks], recompute=recompute),
         max_epochs=2,
-        callbacks=[losses, Explores(stream), ReproducibilityLog(folder, every_n_batches=1), keeper],
+        val_check_interval=validates,
+        num_sanity_val_steps=0,
+        callbacks=[Explores(stream), keeper, *others, *([losses, log] if streams else [])],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, stream.paired(loader(batches)), ckpt_path=resume, weights_only=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        held_out = loader(3) if validates else None
+        trainer.fit(module, stream.paired(loader(batches)), held_out, ckpt_path=resume, weights_only=False)
+    WARNED[:] = [text for text in map(str, (each.message for each in caught)) if "every batch steps" in text]
     return {"weights": hashes(module), "losses": losses.found, "told": stream.told}
 
 

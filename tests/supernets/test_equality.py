@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pipes.supernets import Produced
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from tests.supernets.nets import alone, fit
+from tests.supernets import nets
+from tests.supernets.nets import BLOCKS, WARNED, alone, fit, supernet
 
 SHORT, LONG = 20, 250
 """Subnets of each of two epochs."""
@@ -37,7 +39,11 @@ def in_turn(rank: int, ranks: int, folder: str) -> list[dict[str, Any]]:
     the middle of its second epoch, the last one by an evolution that learns from losses."""
     saved = fit(rank, ranks, "delayed", SHORT, folder, every=30)
     resumed = fit(rank, ranks, "delayed", SHORT, folder, f"{folder}/step=30.ckpt", every=30)
-    return [fit(rank, ranks, "sequential", SHORT, folder), fit(rank, ranks, "frozen", SHORT, folder), saved, resumed]
+    frozen = fit(rank, ranks, "frozen", SHORT, folder)
+    assert not WARNED
+    sequential = fit(rank, ranks, "sequential", SHORT, folder)
+    assert len(WARNED) == (rank == 0)
+    return [sequential, frozen, saved, resumed]
 
 
 def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
@@ -81,6 +87,42 @@ def test_asynchronous_and_bulk_synchronous_training_depend_on_stages() -> None:
     assert weights(2, bulk=2) != weights(4, bulk=4)
     assert weights(2, bulk=4) == weights(4, bulk=4) != weights(2, bulk=1)
     assert weights(2) == weights(4) == plain("sequential", SHORT)["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_validation_ends_all_before_it(stages: int) -> None:
+    args = ("delayed", SHORT, mkdtemp(), None, -1, False, None, None, 0, None, 7)
+    for found in run_ranks(fit, stages, stages, *args, timeout=120):
+        assert found == plain("delayed", SHORT, (7, 14, 27, 34))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["sequential", "frozen"])
+def test_a_flush_after_each_subnet_is_one_after_another_too(shared: str) -> None:
+    """What one would do otherwise; an evolution is told its losses there as well."""
+    args = (shared, SHORT, mkdtemp(), None, -1, False, None, "1f1b")
+    for found in run_ranks(fit, 2, 2, *args, timeout=120):
+        assert (found["weights"], found["told"]) == (plain(shared, SHORT)["weights"], 2 * SHORT)
+
+
+@pytest.mark.slow
+def test_what_produces_subnets_fails_on_one_rank() -> None:
+    outcomes = watch_ranks(failing, 2, mkdtemp(), timeout=60)
+    assert "what produces subnets has failed at subnet 11: OSError: the line is down" in outcomes[0].error
+    assert "rank 0" in outcomes[1].error
+
+
+def failing(rank: int, folder: str) -> None:
+    nets.explorer = lambda shared: Produced(lines(rank), supernet(shared).space)
+    fit(rank, 2, "sequential", SHORT, folder)
+
+
+def lines(rank: int) -> Iterator[tuple[int, ...]]:
+    for number in range(2 * SHORT):
+        if number == 11 and rank == 0:
+            raise OSError("the line is down")
+        yield (number % 3,) * BLOCKS
 
 
 @pytest.mark.slow

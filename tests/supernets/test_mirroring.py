@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from lightning_pipes import PipelineStrategy
+from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import SubnetStream
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from tests.supernets.nets import Cut, Stream, alone, explorer, fit, loader, new_module
+from tests.supernets.nets import Cut, alone, explorer, fit, loader, new_module
 from tests.trainer.lit import quiet
 
 SHORT = 20
@@ -47,10 +48,14 @@ def cut(
 
 
 def in_turn(rank: int, ranks: int, folder: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Several trainings on the same processes, the last one that of the first resumed; and the threads that they have left."""
-    found = [cut(rank, ranks, shared, SHORT, folder) for shared in ("delayed", "sequential", "frozen")]
-    found.append(cut(rank, ranks, "delayed", SHORT, folder, f"{folder}/step=30.ckpt"))
-    return found, [thread.name for thread in threading.enumerate() if "parcels" in thread.name]
+    """Several trainings on the same processes: by lot, that resumed in the middle, and balanced ones; and the threads
+    that they have left."""
+    delayed = cut(rank, ranks, "delayed", SHORT, folder)
+    resumed = cut(rank, ranks, "delayed", SHORT, folder, f"{folder}/step=30.ckpt")
+    sequential = cut(rank, ranks, "sequential", SHORT, folder)
+    balanced = fit(rank, ranks, "frozen", SHORT, f"{folder}/balanced", schedule=CSP(depth=8, balanced=True))
+    left = [thread.name for thread in threading.enumerate() if "parcels" in thread.name]
+    return [delayed, resumed, sequential, balanced], left
 
 
 def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
@@ -70,20 +75,22 @@ def steppers(folder: str) -> dict[str, set[str]]:
 
 def test_two_stages_train_as_one_process() -> None:
     folder = mkdtemp()
-    for (delayed, sequential, frozen, resumed), threads in run_ranks(in_turn, 2, 2, folder, timeout=120):
-        assert sequential == plain("sequential", SHORT, (30,))
-        assert frozen == plain("frozen", SHORT, (30,))
+    for (delayed, resumed, sequential, balanced), threads in run_ranks(in_turn, 2, 2, folder, timeout=120):
         assert delayed == plain("delayed", SHORT, (30,))
         assert resumed == after(delayed, 30)
+        assert sequential == plain("sequential", SHORT)
+        assert balanced == plain("frozen", SHORT)
         assert threads == []
-    on = steppers(folder)
-    assert sum(ranks == {"rank0", "rank1"} for ranks in on.values()) > len(on) / 2 > 10
+    for where, share in ((folder, 0.5), (f"{folder}/balanced", 0.1)):
+        on = steppers(where)
+        assert len(on) > 20
+        assert sum(ranks == {"rank0", "rank1"} for ranks in on.values()) > share * len(on)
 
 
 def test_validation_and_whole_module_have_the_newest_layers() -> None:
-    for logged, alone, accuracy in run_ranks(validated, 2, timeout=120):
-        assert logged == pytest.approx(alone, abs=1e-6)
-        assert accuracy == 0
+    for logged, whole, more in run_ranks(validated, 2, timeout=120):
+        assert logged == pytest.approx(whole, abs=1e-6)
+        assert more == 0
 
 
 def validated(rank: int) -> tuple[float, float, int]:
@@ -96,7 +103,7 @@ def validated(rank: int) -> tuple[float, float, int]:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=PipelineStrategy(Stream(), 2, partition=[5]),
+        strategy=PipelineStrategy(CSP(depth=8), 2, partition=[5]),
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,

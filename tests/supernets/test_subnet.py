@@ -50,7 +50,7 @@ def test_a_part_of_a_space() -> None:
         (lambda: Space.of([2]).only({1: [0]}), "a space of 1 blocks has no block 1"),
         (lambda: Space.of([2]).only({0: [2]}), "chooses candidate 2 of block 0, which has"),
         (lambda: Space.of([2]).check([0, 0]), "a subnet of 2 choices"),
-        (lambda: Space.of([2]).check(["a"]), "chooses candidate 'a' of block 0"),
+        (lambda: Space.of([2]).check(["a"]), "a subnet's choices.0. must be a whole number, got 'a'"),
     ],
 )
 def test_refuses_what_makes_no_sense(make: Any, said: str) -> None:

@@ -14,10 +14,9 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.compute import autograd, split
 from lightning_pipes.engine.compute.autograd import Saved
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.late import LateWeights
 from lightning_pipes.engine.compute.spans import Shelf, take_rows
 from lightning_pipes.engine.compute.stage import Stage
-from lightning_pipes.engine.compute.weights import Version
+from lightning_pipes.engine.compute.weights import LateWeights, Version
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, Plan, Span, graphs, passes, receive_of, send_of
@@ -75,9 +74,10 @@ class Executor:
         item = self._items[i.job, i.batch]
         point(i.kind)
         if i.kind is Kind.STEP:
-            started = time.monotonic_ns()
-            self._step(i, item)
-            self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+            with self._stages[i.stage, i.job].around(i.kind, item):
+                started = time.monotonic_ns()
+                self._step(i, item)
+                self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
             return
         span = i.span.clip(item.rows)
         if not span.rows:  # a short batch ends before this span
@@ -87,9 +87,10 @@ class Executor:
         elif i.kind is Kind.SF or i.kind is Kind.SB:
             self._send(i, span)
         else:
-            started = time.monotonic_ns()
-            self._compute(i, item, span)
-            self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+            with self._stages[i.stage, i.job].around(i.kind, item):
+                started = time.monotonic_ns()
+                self._compute(i, item, span)
+                self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
 
     @property
     def holds_weights(self) -> bool:

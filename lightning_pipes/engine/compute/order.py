@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Protocol
@@ -143,19 +144,25 @@ class ReadyOrder:
 
     In an endless window what batches wait for comes with them, by the layers that they use, and they are forgotten when
     they are over.
+
+    Args:
+        has_room: whether a forward of a stage finds room for the layers that its batch uses.
     """
 
-    def __init__(self, policy: Policy, plan: Plan, rank: int) -> None:
+    def __init__(
+        self, policy: Policy, plan: Plan, rank: int, has_room: Callable[[int, Use], bool] | None = None
+    ) -> None:
         if policy.endless:
             plan = replace(plan, shared_weights=False)
-        self._policy, self._plan, self._rank = policy, plan, rank
+        self._policy, self._plan, self._rank, self._has_room = policy, plan, rank, has_room
         self._tracker = DependencyTracker(plan)
         self._ledger = Ledger(plan, plan.stages[rank])
         self._transfers: deque[Instruction] = deque()
-        self._ready: list[Instruction] = []
+        self._ready: list[Instruction] = []  # sorted
         self._unchecked: list[Instruction] = []  # receives whose message may have come before they were added
         self._rows: dict[Item, int] = {}
         self._left: dict[Item, int] = {}  # instructions of the batches under way, the oldest batch first
+        self._begun: dict[int, None] = {}  # batches under way of which something has run, in that order
         self._newest = -1
         self._closed = False
         self._receives = 0  # those not run yet
@@ -212,8 +219,8 @@ class ReadyOrder:
             return self._transfers.popleft()
         if not self._ready:
             return None
-        self._ready.sort(key=ready_key)
-        allowed = offered(self._ready, self._fits)
+        anybody = self._has_room is None and not self._plan.limits
+        allowed = tuple(self._ready) if anybody else offered(self._ready, self._fits)
         if not allowed:
             return None
         ledger = self._ledger
@@ -230,8 +237,23 @@ class ReadyOrder:
                 self._deliveries.before_forward(picked.batch, picked.stage)
         return picked
 
+    def coming(self) -> Iterator[str]:
+        """The layers of the tasks that will probably run next, the first one first: what is ready, as the policy takes
+        it where nothing arrives meanwhile, and then all batches under way."""
+        last = self._last
+        over = [last.batch] if last is not None and last.kind is not Kind.F and last.batch in self._begun else []
+        waiting = self._ledger.expected(dict.fromkeys([*over, *self._begun]))
+        ready = [(i.stage, i.batch) for i in self._ready]
+        others = [(stage, batch) for batch in waiting for stage in self._in_flight]
+        for stage, batch in dict.fromkeys(ready + others):
+            yield from sorted(self._ledger.uses[batch].stepped(stage))
+
     def _fits(self, i: Instruction) -> bool:
-        if i.kind is not Kind.F or not self._plan.limits:
+        if i.kind is not Kind.F:
+            return True
+        if self._has_room is not None and not self._has_room(i.stage, self._ledger.uses[i.batch]):
+            return False
+        if not self._plan.limits:
             return True
         rows = i.span.clip(self._rows[i.job, i.batch]).rows
         return self._in_flight[i.stage] + rows <= self._plan.limits[i.stage]
@@ -242,6 +264,7 @@ class ReadyOrder:
         rows = i.span.clip(self._rows[item]).rows
         if i.kind is Kind.F:
             self._in_flight[i.stage] += rows
+            self._begun[i.batch] = None
         elif i.kind is Kind.B or i.kind is Kind.W:
             self._in_flight[i.stage] -= rows
         elif i.kind is Kind.STEP and self._policy.endless:
@@ -256,6 +279,7 @@ class ReadyOrder:
     def _end(self, item: Item) -> None:
         """All of the batch has run here."""
         del self._left[item]
+        self._begun.pop(item[1], None)
         if self._policy.endless:
             del self._rows[item]
             self._ledger.leave(item[1])
@@ -296,4 +320,7 @@ class ReadyOrder:
 
     def _sort(self, ready: list[Instruction]) -> None:
         for i in ready:
-            (self._transfers if i.kind in SENDS or i.kind in RECEIVES else self._ready).append(i)
+            if i.kind in SENDS or i.kind in RECEIVES:
+                self._transfers.append(i)
+            else:
+                insort(self._ready, i, key=ready_key)

@@ -36,6 +36,10 @@ class Parts:
         for name in use.layers[self._stage] if len(use.layers) > self._stage else ():
             self._module(name)
 
+    def modules(self, names: Iterable[str]) -> dict[str, nn.Module]:
+        """The modules under these names."""
+        return {name: self._module(name) for name in sorted(names)}
+
     def parameters(self, names: Iterable[str]) -> list[nn.Parameter]:
         """The parameters under these names, each once."""
         return list({id(p): p for name in sorted(names) for p in self._of(name)}.values())

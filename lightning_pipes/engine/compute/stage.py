@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.in_parts import InParts
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.late import LateWeights
 from lightning_pipes.engine.compute.parts import Parts
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
-from lightning_pipes.engine.compute.weights import Version, WeightVersions
+from lightning_pipes.engine.compute.taking_turns import TakingTurns
+from lightning_pipes.engine.compute.weights import LateWeights, Version, WeightVersions
+from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrored import MirroredLayers
 from lightning_pipes.engine.residency.mirrors import Mirrors
-from lightning_pipes.ir import PlanError, Span, Use
+from lightning_pipes.ir import Kind, PlanError, Span, Use
 
 Body = Callable[["Stage", Item, Span, Any], Any]
 """Computes what a stage sends on: body(stage, item, span, received)."""
@@ -81,6 +82,8 @@ class Stage:
         self.recomputing = False
         """Whether the body runs for the second time on the same samples."""
         self.weights = WeightVersions(self.layers, most=1)
+        self.turns: TakingTurns | None = None
+        """Has the layers on the device where they take turns there."""
         self._version: Version | None = None
         self._only_read: frozenset[int] = frozenset()  # ids of parameters that the batch does not step
         self._recompute = recompute
@@ -130,6 +133,14 @@ class Stage:
         self._mirrored = MirroredLayers(self.number, mirrors, layers)
         self._parts = Parts(self.number, mirrors.layers, mirrors)
 
+    def take_turns(self, memory: LayerMemory) -> None:
+        """From now on the layers that tasks need are brought to the device for them."""
+        self.turns = TakingTurns(memory, self.number, self._parts, self._recompute)
+
+    def around(self, kind: Kind, item: Item) -> AbstractContextManager[None]:
+        """The context for a task to run in: its layers are on the device."""
+        return nullcontext() if self.turns is None else self.turns.around(kind, item)
+
     def check_use(self, use: Use) -> None:
         """Refuses a batch that uses layers which are not here.
 
@@ -139,7 +150,7 @@ class Stage:
         self._parts.check(use)
 
     def late_weights(self) -> LateWeights:
-        """What keeps the versions of these layers that batches of a new window read late."""
+        """The keeper of the versions of these layers that batches of a new window read late."""
         return LateWeights(self.number, self.layers, self._parts)
 
     def _check_kept(self, item: Item, kept: Mapping[str, tuple[torch.Tensor, int]]) -> None:

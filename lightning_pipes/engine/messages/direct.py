@@ -79,7 +79,7 @@ class _Stream:
             self._stream.synchronize()
 
     def hand_over(self, tree: Any) -> None:
-        """What was made on this stream is there, and whoever computes uses it."""
+        """Returns when all that was made on this stream is there; whoever computes uses `tree`."""
         if self._stream is not None:
             self._stream.synchronize()
             used_by(self._user, tree)

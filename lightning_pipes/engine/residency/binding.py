@@ -71,11 +71,20 @@ class _Entries:
         return tensor
 
     def hold(self, tensor: torch.Tensor) -> None:
+        held = _apart(tensor) if self.of_module else tensor
         for mapping, name in self.places:
-            mapping[name] = tensor
+            mapping[name] = held
 
     def is_held(self, tensor: torch.Tensor) -> bool:
-        return all(mapping.get(name) is tensor for mapping, name in self.places)
+        held = [mapping.get(name) for mapping, name in self.places]
+        return all(each is held[0] for each in held) and held[0] is not None and held[0].data_ptr() == tensor.data_ptr()
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, with a version counter of its own: a forward changes running statistics, and would else be taken
+    for one that changes the weights beside them."""
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class Binding:
@@ -165,7 +174,7 @@ class Binding:
 
 
 def _shape(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[object]:
-    """What differs when tensors come or go, as far as that can be seen without looking at each."""
+    """A list that differs when tensors come or go, as far as that can be seen without looking at each."""
     modules = [(id(child), *map(id, child._parameters.values()), len(child._buffers)) for child in module.modules()]
     states = [(id(o), *(len(state) for state in o.state.values())) for o in optimizers]
     groups = [tuple(map(id, group["params"])) for o in optimizers for group in o.param_groups]

@@ -32,8 +32,8 @@ class SlabCopier(Protocol):
         """Whether it has ended."""
 
     def follow(self, ticket: int) -> int:
-        """What is computed from now on finds the copy ended; the host need not wait for that. Returns nanoseconds for
-        which the device has stood still in calls of this, as far as they are known now and were not returned before.
+        """Nanoseconds for which the device has stood still in calls of this, as far as they are known and were not
+        returned before. All that is computed from now on finds the copy ended; the host need not wait for that.
 
         Raises:
             RuntimeError: the copy failed.

@@ -175,9 +175,9 @@ class StateCache(Generic[Key]):
         """Starts to load what is needed next, as far as there is room; returns how many."""
         return self._residency.prefetch()
 
-    def has_room(self, key: Key) -> bool:
-        """Whether a lease would find a place."""
-        return self._residency.has_room(key)
+    def has_room(self, *keys: Key) -> bool:
+        """Whether leases of all these would find places."""
+        return self._residency.has_room(*keys)
 
     @contextmanager
     def lease(self, key: Key, write: bool = False) -> Iterator[Tensors]:
@@ -198,6 +198,10 @@ class StateCache(Generic[Key]):
     def acquire(self, key: Key, write: bool = False) -> None:
         """A lease that lasts until `release`."""
         self._residency.lease(key, write)
+
+    def change(self, key: Key) -> None:
+        """The state, which is leased, is changed after all."""
+        self._residency.change(key)
 
     def release(self, key: Key) -> None:
         """The lease is over; what is being computed with it may still be under way."""

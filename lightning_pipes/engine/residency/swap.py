@@ -179,9 +179,9 @@ class Swap(Generic[Key]):
         """Starts to load what is needed next, as far as there is room; returns how many."""
         return self._cache.prefetch()
 
-    def has_room(self, key: Key) -> bool:
-        """Whether a lease would find a place."""
-        return self._cache.has_room(key)
+    def has_room(self, *keys: Key) -> bool:
+        """Whether leases of all these would find places."""
+        return self._cache.has_room(*keys)
 
     @contextmanager
     def lease(self, key: Key, write: bool = False) -> Iterator[None]:
@@ -208,6 +208,10 @@ class Swap(Generic[Key]):
             each.bound.hold(self._cache.on_device(key))
             each.here = True
 
+    def change(self, key: Key) -> None:
+        """The state, which is leased, is changed after all."""
+        self._cache.change(key)
+
     def release(self, key: Key) -> None:
         """The lease is over, if there is one; what is being computed may still be under way."""
         each = self._held.get(key)
@@ -219,6 +223,10 @@ class Swap(Generic[Key]):
         """Starts to write back what leases have changed, where states have to take turns."""
         if self._cache.crowded:
             self._cache.offload(key)
+
+    def flush(self) -> None:
+        """Returns when the host has all that leases have changed."""
+        self._cache.flush()
 
     def close(self) -> None:
         """Ends the copies that are under way. What is left here stays where it is."""

@@ -47,11 +47,13 @@ class Ledger:
 
     Attributes:
         uses: those of the batches under way, by batch.
+        follows: for each of them those that were under way when it came, and come before it at some layer.
         versions: of each layer that was stepped so far.
     """
 
     def __init__(self, plan: Plan, stages: Iterable[int]) -> None:
         self.uses: dict[int, Use] = {}
+        self.follows: dict[int, set[int]] = {}
         self.versions: dict[str, Stepped] = {}
         self._plan = plan
         self._stages = tuple(stages)
@@ -75,6 +77,8 @@ class Ledger:
         self._transfers[batch] = []
         before_stage = {stage: self._before(batch, stage, use) for stage in range(len(use.layers))}
         self.uses[batch] = use
+        ahead = {i.batch for found in before_stage.values() for some in found for i in some}
+        self.follows[batch] = ahead & self.uses.keys()
         self._note(batch, use)
         plan = self._plan
         waits: dict[Instruction, tuple[Instruction, ...]] = {}
@@ -118,9 +122,23 @@ class Ledger:
 
     def leave(self, batch: int) -> None:
         """All of the batch has run."""
-        del self.uses[batch], self._transfers[batch]
+        del self.uses[batch], self.follows[batch], self._transfers[batch]
         for stage in range(self._plan.n_stages):
             self._coming.pop((batch, stage), None)
+
+    def expected(self, begun: Iterable[int]) -> list[int]:
+        """The batches under way in the order in which a stage will probably turn to them.
+
+        Those that it has `begun`, in that order, come back one after the other; another one begins when the last of
+        those that it follows is back, and takes as long.
+        """
+        back = {batch: turn for turn, batch in enumerate(begun)}
+        takes, turns = len(back), dict(back)
+        for batch, before in self.follows.items():
+            if batch not in back:
+                turns[batch] = max((back[b] + 1 for b in before if b in back), default=0)
+                back[batch] = turns[batch] + takes
+        return sorted(turns, key=lambda batch: (turns[batch], batch))
 
     def _check(self, batch: int, use: Use) -> None:
         plan = self._plan

@@ -21,8 +21,8 @@ from lightning_pipes.trainer.loop.run import Listener
 
 class ReproducibilityLog(pl.Callback, Listener):
     """Writes each batch's loss, who read and stepped which layer in what order, and, every `every_n_batches`, a hash of
-    all parameters and buffers of the layers that the batch has stepped, at the end of all: `lightning-pipes compare RUN
-    RUN` finds where two runs part.
+    all parameters and buffers of the layers that the batch has stepped, at the end of an epoch of all: with
+    `lightning-pipes compare RUN RUN` one sees where two runs part.
 
     For schedules that do not flush. Nothing waits for it: a stage takes the hash of its own layers where it steps them,
     so the batches may be at any place in the pipeline, and the training is the same with and without.
@@ -57,7 +57,7 @@ class ReproducibilityLog(pl.Callback, Listener):
         self._write({"begins": trainer.fit_loop.total_batch_idx + 1})
         run.listeners.append(self)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         here = {str(number) for number in self._run.cut.local}
         hashes = {name: self._hash(name) for name in sorted(self._seen) if name.partition(".")[0] in here}
         self._write({"end": trainer.fit_loop.total_batch_idx, "layers": hashes})

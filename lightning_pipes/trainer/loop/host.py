@@ -6,6 +6,7 @@ from abc import abstractmethod
 
 from lightning.pytorch.strategies import ParallelStrategy
 
+from lightning_pipes.engine.residency.layer_memory import States
 from lightning_pipes.ir import Policy, Schedule
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.plan.decision import Decision
@@ -19,9 +20,11 @@ class PipelineHost(ParallelStrategy):
 
     Attributes:
         schedule: orders the batches from the next one on.
+        memory: where the layers that batches choose take turns, from the next run on; None where all stay.
     """
 
     schedule: Schedule | Policy
+    memory: States | None = None
 
     @property
     @abstractmethod

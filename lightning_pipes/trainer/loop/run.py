@@ -18,7 +18,7 @@ from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import Kind, Plan, Policy, Program, Span
+from lightning_pipes.ir import Kind, Plan, Policy, Program, Span, Use
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.part import Part
 from lightning_pipes.trainer.loop.stopping import StopAgreement
@@ -68,6 +68,13 @@ class Training(ABC):
     @abstractmethod
     def give_back_gradients(self) -> None:
         """Puts the gradients where the optimizer looks for them."""
+
+    def use(self, batch: Any) -> Use | None:
+        """The layers that a batch of an evaluation needs on the device; None means those that are there."""
+        return None
+
+    def close(self) -> None:  # noqa: B027  # most keep nothing
+        """The run is over."""
 
 
 class Listener:
@@ -250,7 +257,7 @@ class PipelineRun:
         self.check(batch, arguments[0] if arguments else 0, step.__name__)
         if not self._evaluated:
             self.part.buffers.before_batch()
-        item = Item(self._evaluation_number(), rows, training=False)
+        item = Item(self._evaluation_number(), rows, training=False, use=self._training.use(batch))
         data = item.data = EvaluationBatch(context)
         message = None
         with self.hidden.batch(training=False):
@@ -276,6 +283,10 @@ class PipelineRun:
         """The bytes that the stages of this rank hold, once one batch was trained."""
         held = {number: stage.layers.values() for number, stage in self.stages.items()}
         return self._saved_bytes.of(held, optimizers)
+
+    def settle(self) -> None:
+        """Nothing is trained any more: layers that took turns on the device have tensors of their own again."""
+        self._training.close()
 
     def close(self) -> None:
         """Ends the connections to the neighbours."""

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.engine.residency.layer_memory import LayerMemory, States
 from lightning_pipes.engine.watch.trust import KNOWN, seal_of
 from lightning_pipes.ir import PipelineError, Policy, Use
 from lightning_pipes.trainer import private_lightning as private
@@ -37,7 +38,7 @@ from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.packing import Packed, unpacked
 from lightning_pipes.trainer.step.cuts import Cuts
 from lightning_pipes.trainer.step.steps import TrainingBatch
-from lightning_pipes.trainer.step.uses import Overlap, check_layers, use_of
+from lightning_pipes.trainer.step.uses import Overlap, SaysLayers, check_layers, use_of
 
 Settings = list[dict[str, Any]]
 """Learning rate and all else that an optimizer's groups are told, by group."""
@@ -66,9 +67,14 @@ class Streaming(Training):
 
     streams = True
 
-    def __init__(self, run: PipelineRun) -> None:
+    def __init__(self, run: PipelineRun, memory: States | None = None) -> None:
         check_layers(run.cut.module, run.cut.full)
         self._run = run
+        self._memory: LayerMemory | None = None
+        if memory is not None:
+            check_turns(run)
+            self._memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
+            run.engine.take_turns(self._memory)
         schedule = run.plans.schedule
         depth = schedule.depth if isinstance(schedule, Policy) else 0
         self._apart = max(len(run.global_ranks), depth)
@@ -77,7 +83,8 @@ class Streaming(Training):
         self._unsaid: deque[StreamedBatch] = deque()  # those that the last stage has not told of
         self._window = StreamWindow()
         self._overlap = Overlap()
-        self._mirroring = Mirroring(run) if Cuts.wanted(run.cut.module, schedule) else None
+        several = len(run.global_ranks) > 1
+        self._mirroring = Mirroring(run) if several and Cuts.wanted(run.cut.module, schedule) else None
         self._ordering = run.plans
         self._optimizers: Sequence[Optimizer] = ()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -129,6 +136,8 @@ class Streaming(Training):
             with self._own_gradients():
                 engine.drain()
             self._tell()
+        if self._memory is not None:
+            self._memory.flush()
         run.windows.append(self._window.ended(engine, self._ordering))
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
@@ -167,6 +176,14 @@ class Streaming(Training):
 
     def give_back_gradients(self) -> None:
         pass
+
+    def use(self, batch: Any) -> Use | None:
+        run = self._run
+        return None if self._memory is None else use_of(run.cut.module, run.cut.full, batch, run.engine.plan)
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
 
     @contextmanager
     def _own_gradients(self) -> Iterator[None]:
@@ -284,6 +301,25 @@ def check_streaming(trainer: pl.Trainer, name: str, grid: Grid, shared: Sequence
             f"{', '.join(shared[:5])}: several ranks train these parameters, because they are outside of the pipelined "
             f"module or tied. With schedule {name!r} stages step at other times, and copies would become different; "
             f"put them into a layer of the nn.Sequential, {flush}"
+        )
+
+
+def check_turns(run: PipelineRun) -> None:
+    """Refuses runs in which layers can't take turns on the device.
+
+    Raises:
+        PipelineError: the module does not say which layers batches use, or forwards keep them.
+    """
+    module, plan = run.cut.module, run.engine.plan
+    if not isinstance(module, SaysLayers):
+        raise PipelineError(
+            f"MemorySwap has the layers on the device that batches use, and {type(module).__name__} does not say which "
+            "those are; give it layers_of_batch, as for a Supernet, or leave MemorySwap out"
+        )
+    if plan.n_stages > 1 and not all((*plan.recompute, False)[: plan.n_stages - 1]):
+        raise PipelineError(
+            "MemorySwap needs PipelineStrategy(recompute=True): a forward that waits for its backward keeps its layers "
+            "on the device, and batches under way could keep each other out"
         )
 
 

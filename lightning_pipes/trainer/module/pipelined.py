@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -235,6 +236,13 @@ class CutModule:
     def _let_go(self, layers: Collection[int]) -> None:
         here = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
         self._absent.add(slot for slot in self._slots_of(layers) if id(slot.tensor) not in here)
+
+    @contextmanager
+    def without_layers(self) -> Iterator[None]:
+        """The module has none of its layers for as long as the block runs."""
+        layers, self.proxy._modules = self.proxy._modules, {}
+        yield
+        self.proxy._modules = layers
 
     @property
     def layers(self) -> dict[int, nn.Module]:

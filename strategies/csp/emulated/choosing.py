@@ -12,8 +12,8 @@ from lightning_pipes.strategies.csp.emulated.stream import Rules, run
 from lightning_pipes.strategies.csp.emulated.systems import SYSTEMS, System
 
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-DEPTHS = (30,)
-"""The paper's queue."""
+QUEUE = 30
+"""The paper's."""
 AS_GOOD = 0.01
 """By what share less throughput is as good: fewer micro-batches and a shorter queue hold less, and kernels of larger
 pieces are never slower."""
@@ -22,7 +22,7 @@ SAMPLE = 300
 
 
 class Choice(NamedTuple):
-    """What to run with.
+    """The best settings.
 
     Attributes:
         throughput: subnets a second that it then has.
@@ -40,7 +40,7 @@ def choose(
     stages: int,
     rules: Rules | None = None,
     microbatches: Sequence[int] = MICROBATCHES,
-    depths: Sequence[int] = DEPTHS,
+    depths: Sequence[int] = (),
     system: System = SYSTEMS["CSP"],
 ) -> Choice:
     """The fewest micro-batches, and of these the shortest queue, that are as fast as any, in simulation.
@@ -51,13 +51,15 @@ def choose(
     Args:
         subnets: a sample of those to come, or the space of which they are drawn.
         rules: what else counts: fixed costs, messages, limits.
+        depths: by default the number of stages, twice as many, and the paper's queue.
 
     Raises:
         InputError: nothing to choose from.
     """
-    if not microbatches or not depths:
-        raise InputError(f"nothing to choose from: microbatches {shown(microbatches)}, depths {shown(depths)}")
+    if not microbatches:
+        raise InputError(f"nothing to choose from: microbatches is {shown(microbatches)}")
     rules = rules or Rules()
+    depths = depths or sorted({stages, 2 * stages, QUEUE})
     sample = subnets.draw(SAMPLE, seed=0) if isinstance(subnets, Space) else subnets
     placed = system.cut(sample, stages)
     tried = {

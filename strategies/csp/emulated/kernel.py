@@ -11,7 +11,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 FORWARD, BACKWARD, LAYER = 1, 2, 3
-"""What an event is: an input or a gradient that arrives, or a layer; below them, 0, a task that ends."""
+"""Kinds of events: an input or a gradient that arrives, or a layer; below them, 0, a task that ends."""
 
 
 def stream(shape, times, waits, rules, ran):

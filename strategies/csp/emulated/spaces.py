@@ -152,11 +152,3 @@ def space_of(name: str) -> Space:
     if name not in SPACES:
         raise InputError(f"there is no space {shown(name)}; there are {', '.join(SPACES)}")
     return SPACES[name]
-
-
-def collisions(space: Space, subnets: int) -> float:
-    """The probability that of so many subnets at least two share a layer (the birthday bound, over all blocks)."""
-    alone = 1.0
-    for n in range(subnets):
-        alone *= max(0.0, 1 - n / space.choices)
-    return 1 - alone**space.blocks

@@ -16,7 +16,7 @@ from lightning_pipes.strategies.csp.emulated.spaces import Array
 PLENTY = 1 << 40
 """More micro-batches than any stage holds."""
 FIXED = 200_000
-"""Nanoseconds that a task takes besides its share of the batch: about what the engine adds to one on a CPU."""
+"""Nanoseconds that a task takes besides its share of the batch: to launch its kernels, and the engine's own work."""
 
 
 @dataclass(frozen=True)

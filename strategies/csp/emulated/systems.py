@@ -60,10 +60,10 @@ SYSTEMS = {
 """By name; without scheduler the next subnet enters when the one before has left."""
 
 
-def one_by_one(subnets: Subnets, stages: int, rules: Rules, schedule: OneFOneB | ZeroBubble) -> float:
-    """Subnets a second, one after another, each balanced for itself, by a schedule that flushes. A backward in two
-    parts takes half its time in each; messages take no time."""
-    placed, m = balanced(subnets, stages), rules.microbatches
+def one_by_one(placed: Placed, rules: Rules, schedule: OneFOneB | ZeroBubble) -> float:
+    """Subnets a second, one after another, by a schedule that flushes. A backward in two parts takes half its time in
+    each; messages take no time."""
+    subnets, stages, m = placed.subnets, placed.stages, rules.microbatches
     plan = prepared(Plan.even(stages, m), schedule)
     program = schedule.program(plan)
     parts = 2 if plan.split_backward else 1

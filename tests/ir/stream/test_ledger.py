@@ -131,6 +131,17 @@ def test_versions_say_how_often_and_by_whom() -> None:
     assert ledger.enter(2, Use.of(["0", "1"], LAYERS)) == {}  # all that it waits for is over
 
 
+def test_says_in_which_order_a_stage_will_probably_turn_to_batches() -> None:
+    ledger = Ledger(PLAN, [0])
+    for batch, names in enumerate((["0"], ["1"], ["0"], ["1"], ["0"])):
+        ledger.enter(batch, Use.of(names, LAYERS))
+    assert ledger.follows == {0: set(), 1: set(), 2: {0}, 3: {1}, 4: {2}}
+    assert ledger.expected([]) == [0, 1, 2, 3, 4]
+    assert ledger.expected([1, 0]) == [1, 0, 3, 2, 4], "who has begun first is back first"
+    ledger.leave(0)
+    assert ledger.expected([1]) == [1, 2, 3, 4], "nobody waits for who has left"
+
+
 def test_depth_holds_back_batches() -> None:
     plan = unrolled(PLAN, [Use.of([str(n)], LAYERS) for n in range(6)], depth=2)
     tracker = DependencyTracker(plan)

@@ -10,8 +10,8 @@ import pytest
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Delayed, Plan, Span, Use
 from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.trainer.step.uses import LOOKED_AT, Overlap, speed_behind
-from tests.supernets.nets import Stream
 
 STAGES, BATCHES = 4, 100
 LAYERS = [Span(10 * s, 10 * s + 10) for s in range(STAGES)]
@@ -29,7 +29,7 @@ def uses(*shared: str, delays: dict[str, Delayed] | None = None) -> list[Use]:
 
 def seconds(microbatches: int, batches: list[Use]) -> float:
     costs = CostModel.uniform(STAGES, 1.0, 2.0)
-    return simulate(Stream(depth=8), plan(microbatches), costs, batches=batches).makespan
+    return simulate(CSP(depth=8), plan(microbatches), costs, batches=batches).makespan
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.csp.emulated.spaces import NLP, SPACES, Space, collisions, space_of
+from lightning_pipes.strategies.csp.emulated.spaces import NLP, SPACES, Space, space_of
 
 
 def test_shapes_of_the_paper() -> None:
@@ -42,17 +42,6 @@ def test_who_used_a_layer_last_and_who_does_next() -> None:
             later = [x for x in range(y + 1, 40) if drawn.choices[x, block] == mine]
             assert drawn.last_user[y, block] == (before[-1] if before else -1)
             assert drawn.next_user[y, block] == (later[0] if later else -1)
-
-
-def test_collisions_are_those_of_the_birthday_bound() -> None:
-    space = Space("small", 3, 5, NLP)
-    shared = 0
-    for seed in range(4000):
-        choices = space.draw(3, seed).choices
-        shared += any(len(set(choices[:, block])) < 3 for block in range(3))
-    assert shared / 4000 == pytest.approx(collisions(space, 3), abs=0.02)
-    assert collisions(space, 1) == 0
-    assert collisions(space, 6) == 1
 
 
 def test_refuses_what_is_no_space() -> None:

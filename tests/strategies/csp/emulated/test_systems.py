@@ -57,13 +57,13 @@ def test_one_by_one_is_what_the_simulator_says_of_each(schedule) -> None:  # typ
             seconds |= {(kind, s): ((1, 1e-9 * (backward // 2 + rules.overhead)),) for kind in (Kind.I, Kind.W)}
             seconds[Kind.STEP, s] = ((1, 0.0),)
         took += simulate(schedule.program(plan), plan, CostModel(seconds)).makespan
-    assert one_by_one(subnets, STAGES, rules, schedule) == pytest.approx(5e9 / took, rel=1e-12)
+    assert one_by_one(placed, rules, schedule) == pytest.approx(5e9 / took, rel=1e-12)
 
 
 def test_1f1b_without_a_flush_is_one_by_one_at_depth_1() -> None:
     subnets, rules = space_of("NLP.c1").draw(40, 0), Rules(4)
     alone = run(balanced(subnets, STAGES), Rules(4, depth=1))
-    assert 40e9 / alone.makespan == pytest.approx(one_by_one(subnets, STAGES, rules, OneFOneB()), rel=0.02)
+    assert 40e9 / alone.makespan == pytest.approx(one_by_one(balanced(subnets, STAGES), rules, OneFOneB()), rel=0.02)
 
 
 @pytest.mark.parametrize("seed", range(3))

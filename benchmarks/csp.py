@@ -1,0 +1,58 @@
+"""CSP on the paper's spaces, emulated, against the systems that it names; and the cost of a decision in the engine.
+
+python benchmarks/csp.py [--quick] [--json] [--part spaces|bounds|costs|scaling|swaps|decision ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable
+
+from csp_decision import decision_us
+from csp_emulated import Report, bounds, costs, scaling, spaces, swaps
+
+from lightning_pipes.strategies.csp.emulated.machine import load_loops
+from lightning_pipes.strategies.csp.planner import MICROBATCHES
+
+
+def decision(quick: bool) -> Report:
+    """The cost of a decision with 30 subnets queued, by number of micro-batches; `decision_us` is for the default."""
+    report = Report(["M   us a decision   us to take a subnet in   queued"])
+    for m in (1, MICROBATCHES, 2 * MICROBATCHES):
+        found = decision_us(m, subnets=80 if quick else 150)
+        report.lines.append(f"{m:2} {found.decision:15.1f} {found.entering:23.1f} {found.queued:10.1f}")
+        report.keys |= {"decision_us": found.decision} if m == MICROBATCHES else {f"decision_us_{m}": found.decision}
+    return report
+
+
+PARTS: dict[str, Callable[[bool], Report]] = {
+    "spaces": spaces,
+    "bounds": bounds,
+    "costs": costs,
+    "scaling": scaling,
+    "swaps": swaps,
+    "decision": decision,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer subnets and seeds; within 120 s")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
+    options = parser.parse_args()
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {load_loops()}\n")
+    keys: dict[str, float] = {}
+    for part in options.part:
+        report = PARTS[part](options.quick)
+        print("\n".join(report.lines) + "\n", flush=True)
+        keys |= report.keys
+    if options.json:
+        print(json.dumps({key: round(value, 4) for key, value in keys.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Searches for a small network: `python examples/supernet.py` trains a supernet for scikit-learn's digits in a pipeline
+of two processes, many subnets at once with the result of one after another; tries subnets of it by chance, by evolution
+and by Optuna; and trains the best anew. It leaves a picture behind.
+
+All settings are in conf/supernet.yaml.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning as L
+import torch
+import torch.nn.functional as F
+from data import Digits
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from optuna.samplers import TPESampler
+from plots import Tried, save_search
+from torch import Tensor, nn
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.supernets import ChoiceBlock, Evolution, Explorer, OptunaExplorer, SubnetStream, Supernet, Uniform
+from lightning_pipes.tune.messages import plain_errors
+
+HIDDEN = (8, 16, 32, 64, 128)
+"""Widths inside of the residual candidates; one more does nothing."""
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)  # type: ignore[no-any-return]
+
+
+def supernet(width: int, blocks: int, shared: Any, delay: int | None) -> Supernet:
+    stem = nn.Sequential(nn.Flatten(), nn.Linear(64, width))
+    choices = (ChoiceBlock([nn.Identity(), *(Residual(width, h) for h in HIDDEN)]) for _ in range(blocks))
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 10))
+    return Supernet(stem, *choices, head, shared=shared, delay=delay if shared == "delayed" else None)
+
+
+class Trained(L.LightningModule):
+    """Trains `net`, the subnet of each batch where batches have one: an ordinary LightningModule."""
+
+    def __init__(self, net: nn.Sequential, lr: float) -> None:
+        super().__init__()
+        self.net, self.lr = net, lr
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x, y), *subnet = batch if isinstance(batch[0], (list, tuple)) else (batch,)
+        loss = F.cross_entropy(self.net((x, *subnet) if subnet else x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+class TrainedSupernet(Trained):
+    def layers_of_batch(self, batch: Any) -> Any:  # all that the pipeline wants to know
+        return self.net.layers_of(batch[-1])  # type: ignore[operator]
+
+
+def accuracy(net: nn.Module, given: Any, labels: Tensor) -> float:
+    with torch.no_grad():
+        return float((net(given).argmax(-1) == labels).float().mean())
+
+
+def search(
+    name: str, explorer: Explorer, net: Supernet, images: Tensor, labels: Tensor, cfg: DictConfig
+) -> list[Tried]:
+    """Subnets that an explorer tries, with the weights of the supernet."""
+    stream, found = SubnetStream(explorer), []
+    dearest = parameters(net, [len(HIDDEN)] * len(net.space))
+    for _ in range(cfg.subnets):
+        subnet = next(stream)
+        right, cost = accuracy(net, (images, subnet), labels), parameters(net, subnet.choices)
+        stream.tell(subnet, 1 - right + cfg.price * cost / dearest)
+        found.append(Tried(name, subnet.choices, right, cost, right - cfg.price * cost / dearest))
+    return found
+
+
+def parameters(net: Supernet, choices: Any) -> int:
+    return sum(p.numel() for p in net.subnet(choices).parameters())
+
+
+@hydra.main(version_base="1.3", config_path="pkg://lightning_pipes.conf", config_name="supernet")
+def main(cfg: DictConfig) -> None:
+    for noise in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*", ".*hyperparameter.*"):
+        warnings.filterwarnings("ignore", noise)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    directory = Path(HydraConfig.get().runtime.output_dir)
+    L.seed_everything(cfg.seed, verbose=False)
+    data = Digits(cfg.data.batch_size)
+    data.setup("fit")
+    net = supernet(**cfg.supernet)
+    stream = SubnetStream(Uniform(net.space, cfg.seed))
+
+    strategy = PipelineStrategy(hydra.utils.instantiate(cfg.schedule), **OmegaConf.to_container(cfg.pipeline))  # type: ignore[arg-type]
+    trainer = L.Trainer(strategy=strategy, **quiet(cfg.trainer, directory))
+    trainer.fit(TrainedSupernet(net, cfg.optimizer.lr), stream.paired(data.train_dataloader()))
+
+    images, labels = data.val.tensors
+    net.eval()
+    explorers = {
+        "by chance": Uniform(net.space, cfg.seed + 1),
+        "evolution": Evolution(net.space, cfg.search.population, max(1, cfg.search.population // 5), seed=cfg.seed),
+        "Optuna": OptunaExplorer(net.space, lambda: TPESampler(seed=cfg.seed), cfg.search.population),
+    }
+    tried = {name: search(name, each, net, images, labels, cfg.search) for name, each in explorers.items()}
+    best = max((t for found in tried.values() for t in found), key=lambda t: t.worth)
+
+    L.seed_everything(cfg.seed, verbose=False)
+    alone = Trained(supernet(**cfg.supernet).subnet(best.choices), cfg.optimizer.lr)
+    again = L.Trainer(
+        strategy=PipelineStrategy("1f1b", **OmegaConf.to_container(cfg.pipeline)),  # type: ignore[arg-type]
+        **quiet(cfg.trainer, directory) | {"max_epochs": cfg.retrain.epochs},
+    )
+    again.fit(alone, data.train_dataloader())
+    alone.eval()
+    retrained = accuracy(alone.net, images, labels)
+
+    if trainer.is_global_zero:
+        report = strategy.report
+        print(f"supernet    {trainer.global_step} subnets trained, one a batch; {net.space.size} there are")
+        print(f"bubble      predicted {report.bubble_predicted:.1%}, measured {report.bubble_measured:.1%}")
+        for name, found in tried.items():
+            top = max(found, key=lambda t: t.worth)
+            print(f"{name:11} accuracy {top.accuracy:.1%} with {top.cost} parameters: {top.choices}")
+        print(f"retrained   accuracy {retrained:.1%} of {best.choices}, found by {best.by}")
+        save_search(tried, best, retrained, report.measured, directory / "supernet.png")
+        print(f"picture     {directory / 'supernet.png'}")
+
+
+def quiet(trainer: DictConfig, directory: Path) -> dict[str, Any]:
+    options: dict[str, Any] = OmegaConf.to_container(trainer)  # type: ignore[assignment]
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return {**off, "default_root_dir": directory, **options}
+
+
+if __name__ == "__main__":
+    with plain_errors():
+        main()

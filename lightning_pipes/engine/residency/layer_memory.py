@@ -1,0 +1,194 @@
+"""Layers that batches choose take turns on a device: each is there while something is computed with it.
+
+             runs F of batch 7        keeps                    brings meanwhile
+layers 0.3 1.1          on the device          0.2 1.4 (8 next)         0.0 1.1 (of 9)      others on the host
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipes.engine.residency.binding import Binding
+from lightning_pipes.engine.residency.swap import Swap
+from lightning_pipes.ir import PlanError
+from lightning_pipes.sim.residency import Statistics
+
+Parts = Mapping[str, nn.Module]
+"""Layers, or parts of them, by the names under which batches say what they use."""
+
+
+class _Own:
+    """One optimizer, as far as one layer is concerned: a `Binding` looks at nothing else of it."""
+
+    def __init__(self, optimizer: Optimizer, layer: nn.Module) -> None:
+        self._optimizer, self._parameters = optimizer, list(layer.parameters())
+        self.param_groups: list[dict[str, Any]] = []
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        """Its state of the layer's parameters."""
+        return {p: self._optimizer.state[p] for p in self._parameters if p in self._optimizer.state}
+
+
+class States(Protocol):
+    """Where states of any key take turns; `MemorySwap` is one."""
+
+    prefetch: bool
+
+    def states(self, device: torch.device) -> Swap[Hashable]:
+        """Those on `device`."""
+
+
+class LayerMemory:
+    """The layers of one rank, whose weights, buffers and optimizer states come and go.
+
+    A layer counts from when its first batch is known; before that it stays where it is. Layers that several batches use
+    at once, as those that none steps, stay on the device for good.
+
+    Args:
+        memory: where they take turns.
+        device: of this rank.
+        optimizers: those of the training, when they are known.
+
+    Attributes:
+        coming: gives the layers of the tasks that will probably run next, by name, the first one first.
+    """
+
+    def __init__(self, memory: States, device: torch.device, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        self._swap, self._prefetch = memory.states(device), memory.prefetch
+        self._device, self._optimizers = device, optimizers
+        self._parts: dict[str, tuple[nn.Module, list[_Own]]] = {}
+        self._leases: Counter[str] = Counter()
+        self._stay: set[str] = set()
+        self.coming: Callable[[], Iterable[str]] = tuple
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts of what tasks met, layer by layer."""
+        return self._swap.statistics
+
+    def enter(self, parts: Parts) -> None:
+        """These will be used; from now on they are counted."""
+        for name, part in parts.items():
+            if name not in self._parts:
+                self._add(name, part)
+
+    def has_room(self, names: Iterable[str]) -> bool:
+        """Whether these layers can be on the device beside those that have to stay there."""
+        return self._swap.has_room(*(_key(name) for name in names if name in self._parts))
+
+    def acquire(self, parts: Parts, write: bool = False) -> None:
+        """They are there until `release`, and what comes next is brought.
+
+        Args:
+            write: they are changed meanwhile; buffers always are.
+
+        Raises:
+            PlanError: there is no room.
+        """
+        missing = [_key(name) for name in parts if not self._leases[name]]
+        if not self._swap.has_room(*map(_key, parts)):
+            sizes = ", ".join(sorted(parts)[:6])
+            raise PlanError(
+                f"no room on the device for layers {sizes}, which are used at once, beside those that stay there; give "
+                "MemorySwap more device_bytes, or cut the model into more stages"
+            )
+        for name in parts:
+            self._leases[name] += 1
+        for key in sorted(missing, key=lambda key: key not in self._swap.resident):  # none leaves for another one
+            bound = self._swap.bound(key)
+            self._swap.acquire(key, write=isinstance(bound, Binding) and bound.has_buffers)
+        for name in parts if write else ():
+            self._swap.change(_key(name))
+        self._swap.predict(map(_key, self.coming()))
+        if self._prefetch:
+            self._swap.prefetch()
+
+    def release(self, parts: Parts) -> None:
+        """They may leave."""
+        for name in parts:
+            self._leases[name] -= 1
+            if not self._leases[name]:
+                self._swap.release(_key(name))
+                self._swap.relieve(_key(name))  # at once, so that nobody waits for that when its place is taken
+
+    def stepped(self, parts: Parts) -> None:
+        """An optimizer has stepped them, which are acquired; it may remember more of them than before."""
+        for name in parts:
+            module, owns = self._parts[name]
+            known, there = self._swap.bound(_key(name)), self._swap.on_device(_key(name))
+            assert isinstance(known, Binding)
+            if there is not None and not known.still_holds(there, module, owns):  # type: ignore[arg-type]
+                self._renew(name, known, there)
+
+    def stay(self, parts: Parts) -> None:
+        """They are used by several batches at once, and stay on the device."""
+        for name, part in parts.items():
+            if name not in self._stay:
+                self._stay.add(name)
+                self._bring(part, self._owns(part))
+
+    @contextmanager
+    def held(self, parts: Parts) -> Iterator[None]:
+        """They are there for as long as the block runs, and not changed."""
+        self.acquire(parts)
+        try:
+            yield
+        finally:
+            self.release(parts)
+
+    def flush(self) -> None:
+        """Returns when all that is on the host is up to date."""
+        self._swap.flush()
+
+    def close(self) -> None:
+        """All layers have tensors of their own again, on the host where they took turns."""
+        for name in self._parts:
+            self._swap.remove(_key(name))
+        self._parts.clear()
+        self._leases.clear()
+
+    def _owns(self, part: nn.Module) -> list[_Own]:
+        return [_Own(optimizer, part) for optimizer in self._optimizers()]
+
+    def _add(self, name: str, part: nn.Module) -> None:
+        owns = self._owns(part)
+        known = any(own.state for own in owns)  # of which some lies on the host for good
+        if known:
+            self._bring(part, owns)
+        where = next((t.device for t in (*part.parameters(), *part.buffers())), self._device)
+        self._swap.add(_key(name), Binding(part, owns, self._device if known else where))  # type: ignore[arg-type]
+        self._parts[name] = part, owns
+
+    def _renew(self, name: str, known: Binding, there: Mapping[str, torch.Tensor]) -> None:
+        """It has other tensors than before, and maybe more; then it leaves the device, where it has not been counted so
+        large: nothing is computed with it before its next use."""
+        module, owns = self._parts[name]
+        found = Binding(module, owns, self._device)  # type: ignore[arg-type]
+        key = _key(name)
+        if known.like(found):
+            self._swap.replace(key, found)
+            found.settle(there)
+            return
+        self._swap.remove(key)
+        self._bring(module, owns)
+        self._swap.add(key, Binding(module, owns, self._device))  # type: ignore[arg-type]
+
+    def _bring(self, part: nn.Module, owns: Sequence[_Own]) -> None:
+        """Puts what lies on the host onto the device, but for what optimizers keep there."""
+        part.to(self._device)
+        for p, state in ((p, state) for own in owns for p, state in own.state.items()):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == p.shape:
+                    state[key] = value.to(self._device)
+
+
+def _key(name: str) -> tuple[str, str]:
+    return "layer", name

@@ -1,0 +1,104 @@
+"""By its name in the Trainer: without micro-batches given, the same weights on any number of stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import Kind
+from lightning_pipes.strategies.csp.planner import MICROBATCHES
+from lightning_pipes.supernets import ChoiceBlock, Supernet
+from lightning_pipes.testing.ranks import run_ranks
+from tests.trainer.lit import plain_values, quiet
+
+BATCHES, ROWS, WIDTH, BLOCKS = 6, 16, 4, 4
+
+
+def choices(number: int) -> tuple[int, ...]:
+    return tuple(torch.randint(3, (BLOCKS,), generator=torch.Generator().manual_seed(number)).tolist())
+
+
+class Lit(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (
+            ChoiceBlock([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]) for _ in range(BLOCKS)
+        )
+        self.net = Supernet(*blocks)
+
+    def layers_of_batch(self, batch: Any) -> Any:
+        return self.net.layers_of(choices(batch[2]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y, number = batch
+        return F.mse_loss(self.net((x, choices(number))), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class Batches(Dataset[Any]):
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        g = torch.Generator().manual_seed(100 + number)
+        return torch.randn(ROWS, WIDTH, generator=g), torch.randn(ROWS, WIDTH, generator=g), number
+
+
+class Cut(Callback):
+    """Into how many micro-batches batches were cut."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        events = [e.instruction for window in trainer.strategy.running.windows for e in window.events]
+        self.microbatches = len({i.span for i in events if i.kind is Kind.F})
+
+
+def new_module() -> Lit:
+    torch.manual_seed(0)
+    return Lit()
+
+
+def fit(rank: int, ranks: int) -> tuple[dict[str, np.ndarray], int]:
+    quiet()
+    torch.set_num_threads(1)  # sums on two threads are others in their last bit
+    module, cut = new_module(), Cut()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=PipelineStrategy("csp", partition=[2] if ranks == 2 else []),
+        max_epochs=1,
+        callbacks=[cut],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(Batches(), batch_size=None))
+    return plain_values(dict(module.state_dict())), cut.microbatches
+
+
+def test_weights_are_those_of_one_after_another_on_any_number_of_stages() -> None:
+    module = new_module()
+    before, optimizer = torch.get_num_threads(), module.configure_optimizers()
+    torch.set_num_threads(1)
+    for x, y, number in (Batches()[n] for n in range(BATCHES)):
+        for rows in torch.arange(ROWS).chunk(MICROBATCHES):
+            loss = F.mse_loss(module.net((x[rows], choices(number))), y[rows])
+            (loss * (len(rows) / ROWS)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.set_num_threads(before)
+    wanted = plain_values(dict(module.state_dict()))
+    for ranks in (1, 2):
+        for weights, microbatches in run_ranks(fit, ranks, ranks, timeout=100):
+            assert microbatches == MICROBATCHES
+            assert all(np.array_equal(weights[name], value) for name, value in wanted.items())
