@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lightning_pipes import PipelineStrategy
+from lightning_pipes.sim.shown.training_record import TrainingRecord
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import SubnetStream
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
@@ -85,6 +86,11 @@ def test_two_stages_train_as_one_process() -> None:
         on = steppers(where)
         assert len(on) > 20
         assert sum(ranks == {"rank0", "rank1"} for ranks in on.values()) > share * len(on)
+    accesses = TrainingRecord.load(Path(folder, "balanced")).accesses
+    for name in on:
+        assert [(kind, batch) for batch, kind in accesses[name]] == [
+            (kind, batch) for batch in sorted({batch for batch, _ in accesses[name]}) for kind in "FB"
+        ], name
 
 
 def test_validation_and_whole_module_have_the_newest_layers() -> None:
