@@ -90,6 +90,14 @@ class LayerState:
         return {name: (_placed(*each, device), each[1]) for name, each in self.optimizers[number].items()}
 
 
+def laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """These values as `like` lies in memory, where the shapes are equal: kernels may go by that."""
+    strides = like.stride() if like.shape == values.shape and 0 not in like.stride() else None
+    if strides is None or strides == values.stride():
+        return values
+    return torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
+
+
 def _placed(state: Mapping[str, Any], on_host: Sequence[str], device: torch.device) -> dict[str, Any]:
     return {
         key: value if key in on_host else pytree.tree_map_only(torch.Tensor, _to(device), value)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.messages.parcels import Key
 from lightning_pipes.engine.messages.post import Expected, Post
 from lightning_pipes.engine.private_torch import unsaved_buffers
-from lightning_pipes.engine.residency.layer_state import LayerState
+from lightning_pipes.engine.residency.layer_state import LayerState, laid_out
 
 
 @dataclass
@@ -106,8 +106,12 @@ class Mirrors:
                 part.training = state.training[at]
                 if at in state.extra:
                     part.set_extra_state(state.extra[at])
+            like = dict(module.named_parameters())
             self.copies[name] = Mirror(
-                {at: nn.Parameter(p.to(device), trained) for at, (p, trained, _) in state.parameters.items()},
+                {
+                    at: nn.Parameter(laid_out(p.to(device), like[at]), trained)
+                    for at, (p, trained, _) in state.parameters.items()
+                },
                 {at: buffer.to(device) for at, buffer in state.buffers.items()},
                 [state.states_on(n, device) for n in range(len(state.optimizers))],
             )
