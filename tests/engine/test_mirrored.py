@@ -19,6 +19,7 @@ from torch import nn
 from lightning_pipes.engine import Item, Stage
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.engine.messages.parcel_format import content_of, described, packed
+from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, Policy, RankView, Span, Use
 from lightning_pipes.testing.loopback import Loopback
@@ -368,3 +369,16 @@ def test_refuses_cuts_that_nobody_follows() -> None:
     ranks.pipe.inject(lambda: item(0, plan))
     with pytest.raises(PlanError, match="between two windows only"):
         ranks.pipe.engines[0].mirror(ranks.mirrors[0], {})
+    ranks = ranks_of(plan, Jumbled())
+    ranks.pipe.engines[0].take_turns(LayerMemory(Nowhere(), torch.device("cpu"), list))
+    with pytest.raises(PlanError, match="can't take turns on the device meanwhile"):
+        ranks.pipe.engines[0].mirror(ranks.mirrors[0], {})
+
+
+class Nowhere:
+    """Where nothing is ever asked for."""
+
+    prefetch = False
+
+    def states(self, device: torch.device) -> Any:
+        return None

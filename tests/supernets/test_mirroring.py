@@ -94,22 +94,25 @@ def test_two_stages_train_as_one_process() -> None:
 
 
 def test_validation_and_whole_module_have_the_newest_layers() -> None:
-    for logged, whole, more in run_ranks(validated, 2, timeout=120):
+    for logged, whole, more, bubbles in run_ranks(validated, 2, timeout=120):
         assert logged == pytest.approx(whole, abs=1e-6)
         assert more == 0
+        assert all(0 <= bubble < 1 for bubble in bubbles)
 
 
-def validated(rank: int) -> tuple[float, float, int]:
-    """The value logged last, that of the module after training, and how many of its optimizer's groups have grown."""
+def validated(rank: int) -> tuple[float, float, int, tuple[float, float]]:
+    """The value logged last, that of the module after training, by how much a group of its optimizer has grown, and the
+    bubbles of the report, predicted and measured."""
     quiet()
     torch.set_num_threads(1)
     module = new_module("sequential", kind=Cut)
     assert isinstance(module, Cut)
     module.stages = 2
+    strategy = PipelineStrategy(CSP(depth=8), 2, partition=[5])
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=PipelineStrategy(CSP(depth=8), 2, partition=[5]),
+        strategy=strategy,
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,
@@ -123,7 +126,7 @@ def validated(rank: int) -> tuple[float, float, int]:
     with torch.no_grad():
         mean = sum(float(module.validated(batch)) for batch in loader(3)) / 3
     more = len(trainer.optimizers[0].param_groups[0]["params"]) - len(list(module.parameters()))
-    return logged, mean, max(0, more)
+    return logged, mean, max(0, more), (strategy.report.bubble_predicted, strategy.report.bubble_measured)
 
 
 def test_a_killed_rank_ends_all_and_training_goes_on_on_more() -> None:

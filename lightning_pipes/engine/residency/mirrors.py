@@ -20,6 +20,7 @@ from lightning_pipes.engine.messages.parcels import Key
 from lightning_pipes.engine.messages.post import Expected, Post
 from lightning_pipes.engine.private_torch import unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState, laid_out
+from lightning_pipes.ir import PlanError
 
 
 @dataclass
@@ -91,7 +92,11 @@ class Mirrors:
                 buffers.update({key: found[_join(_part(name), key)] for key in buffers})
 
     def send(self, name: str, rank: int, key: Key) -> None:
-        """Sends a layer, as it is now."""
+        """Sends a layer, as it is now.
+
+        Raises:
+            PlanError: something is registered on a parameter, which would not see the copy's gradients.
+        """
         self._post.send(rank, key, vars(self._state(name)))
 
     def expect(self, rank: int, key: Key, told: Callable[[], None]) -> Expected:
@@ -162,6 +167,12 @@ class Mirrors:
     def _state(self, name: str) -> LayerState:
         module = self._module(name)
         if not self.away(name):
+            for at, p in module.named_parameters():
+                if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                    raise PlanError(
+                        f"layer {name!r} goes to another rank for a batch, and {at} in it has a hook for its gradient, "
+                        "which would not run there; leave out the hook, or what cuts batches"
+                    )
             return LayerState.of(module, self.optimizers(), gradients=False)
         mirror, own = self.copies[name], LayerState.around(module)
         return LayerState(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from lightning_pipes.engine.residency.mirrors import Mirrors
+from lightning_pipes.ir import PlanError
 
 
 class Told(nn.Module):
@@ -97,3 +99,12 @@ def test_there_and_back() -> None:
     assert all(int(state["step"]) == 3 for state in optimizer.state.values())
     away.drop("1.0")
     assert not away.copies
+
+
+def test_what_would_not_see_gradients_is_refused() -> None:
+    layers, _, mirrors, _ = side(home=True)
+    handle = layers[1].get_submodule("0.conv").bias.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(PlanError, match=r"layer '1.0' goes to another rank .* conv.bias in it has a hook"):
+        mirrors.send("1.0", 1, "there")
+    handle.remove()
+    mirrors.send("1.0", 1, "there")

@@ -74,5 +74,5 @@ def test_when_batches_are_cut() -> None:
     assert Cuts.wanted(Says(), CSP(balanced=True))
     assert Cuts.wanted(SaysCut(), CSP())
     assert not Cuts.wanted(pl.LightningModule(), CSP(balanced=True))
-    with pytest.raises(PipelineError, match="OnlyCut has cut_of_batch, .* and not layers_of_batch"):
+    with pytest.raises(PipelineError, match=r"OnlyCut has cut_of_batch, .* and not layers_of_batch"):
         Cuts.wanted(OnlyCut(), CSP())
