@@ -28,6 +28,8 @@ class Evolution(Explorer):
         InputError: a number makes no sense.
     """
 
+    instant = True
+
     def __init__(
         self, space: Space, population: int = 50, parents: int = 10, mutation: float = 0.1, seed: int = 0
     ) -> None:

@@ -21,9 +21,11 @@ class Explorer(ABC):
 
     Attributes:
         space: that it explores.
+        instant: whether it answers at once, so that nobody has to watch how long it takes.
     """
 
     space: Space
+    instant: bool = False
 
     @abstractmethod
     def choices(self, number: int) -> Choices:
@@ -61,6 +63,8 @@ class Uniform(Explorer):
         seed: equal seeds give equal subnets, on any machine.
     """
 
+    instant = True
+
     def __init__(self, space: Space, seed: int = 0) -> None:
         self.space, self.seed = check_type("space", space, Space), check_type("seed", seed, int)
 
@@ -79,6 +83,8 @@ class Listed(Explorer):
     Raises:
         InputError: there are none, or one is not in the space.
     """
+
+    instant = True
 
     def __init__(self, subnets: Sequence[Sequence[int]], space: Space, repeat: bool = False) -> None:
         self.space, self.repeat = check_type("space", space, Space), check_type("repeat", repeat, bool)
@@ -150,6 +156,7 @@ class Several(Explorer):
                 "choose for the blocks of one supernet: take parts of its space, by space.only({block: candidates})"
             )
         self._explorers = explorers
+        self.instant = all(each.instant for each in explorers)
         merged = zip(*(each.space for each in explorers), strict=True)
         self.space = Space(tuple(tuple(sorted(set().union(*blocks))) for blocks in merged))
 

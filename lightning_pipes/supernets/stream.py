@@ -51,7 +51,8 @@ class SubnetStream(Iterable[Subnet]):
                 "Trainer give it the callback Explores(stream), and loaders that know their length; in a loop of your "
                 "own call stream.tell(subnet, loss)"
             )
-        choices = self.explorer.space.check(self._in_time(number))
+        found = self.explorer.choices(number) if self.explorer.instant else self._in_time(number)
+        choices = self.explorer.space.check(found)
         self.next += 1
         return Subnet(choices, number, self.explorer.which(number))
 

@@ -33,7 +33,7 @@ def array_and_alone(rank: int, jobs: list[Job], size: int) -> tuple[list[Any], l
     return together, alone
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_siblings_are_what_they_are_alone(ranks: int, tmp_path: Path) -> None:
     """Dropout, shuffling, other batch sizes, epochs, clipping; two stop early, one fails in its loss, one is late."""
     jobs = [
@@ -159,6 +159,7 @@ def test_rounds() -> None:
         assert second > max(end for (_, batch), end in ends.items() if batch == 0)
 
 
+@pytest.mark.slow
 def test_rounds_go_on_without_those_that_fail_or_end() -> None:
     """More siblings than places, early stops, and harm of every kind."""
     jobs = [Job(n, batch=(8, 20, 5)[n % 3], harm=harm, microbatches=1) for n, harm in enumerate(["", *HARMS, ""])]
@@ -194,7 +195,7 @@ def harmed(rank: int, size: int) -> list[Any]:
     return [(o.index, o.value, told_text(o.error)) for o in JobArray(size).run(jobs)]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_failure_ends_one_sibling_only(size: int) -> None:
     results = run_ranks(harmed, 2, size, timeout=90)
     for rank, result in enumerate(results):

@@ -150,6 +150,7 @@ def sized(rank: int, jobs: list[Job], rooms: list[int]) -> Any:
     return seen, max(living), array.size
 
 
+@pytest.mark.slow
 def test_as_many_siblings_as_memory_has_room_for() -> None:
     """The rank with the least room decides; more than two for each stage are of no use."""
     jobs = [Job(n, epochs=1) for n in range(6)]

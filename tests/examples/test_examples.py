@@ -53,7 +53,8 @@ def check_output(found: subprocess.CompletedProcess[str], out: Path) -> None:
     assert "val_loss" in (out / "metrics" / "metrics.csv").read_text()
 
 
-@pytest.mark.parametrize("model", ["gpt", pytest.param("mlp", marks=SLOW), pytest.param("resnet_digits", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "mlp", "resnet_digits"])
 def test_one_stage(model: str, tmp_path: Path) -> None:
     check_output(train(tmp_path, model, "trainer.devices=1"), tmp_path / "out")
 
@@ -106,6 +107,7 @@ def sweep(cwd: Path, *overrides: str, model: str = "mlp") -> subprocess.Complete
     return run("train.py", cwd, "-m", f"model={model}", *SHORT[model], *array, *overrides)
 
 
+@pytest.mark.slow  # tests/tune/test_multirun.py has the same of smaller modules
 def test_multirun(tmp_path: Path) -> None:
     found = sweep(tmp_path, "optimizer.lr=1e-2,1e-3", "data.batch_size=16,32")
     assert found.returncode == 0, found.stdout + found.stderr

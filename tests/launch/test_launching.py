@@ -86,6 +86,7 @@ def script(folder: Path, *launcher: str, stops: str = "") -> Iterator[Script]:
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 
 
+@pytest.mark.slow
 def test_who_raises_ends_though_a_stopped_rank_owes_it_an_answer(tmp_path):
     with script(tmp_path, stops="training1") as run:
         run.send(signal.SIGSTOP, 1, "training")

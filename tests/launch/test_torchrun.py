@@ -131,9 +131,10 @@ def on_two_hosts(folder: Path, options: list[str], kill: int | None = None) -> T
 ENDPOINT = f"{namespaces.address(0)}:29500"
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @needs_hosts
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_two_hosts_that_find_each_other(victim, undisturbed, tmp_path):
     """With the c10d rendezvous each host counts restarts for itself, and ranks may change hosts."""
     options = ["--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={ENDPOINT}", "--max-restarts=2"]

@@ -35,7 +35,8 @@ def output_of(code: str, broken: str, error: str = "AttributeError") -> str:
 
 
 @pytest.mark.parametrize(
-    ("first", "error"), [("lightning_pipes", "AttributeError"), ("lightning.pytorch", "SyntaxError")]
+    ("first", "error"),
+    [pytest.param("lightning_pipes", "AttributeError", marks=pytest.mark.slow), ("lightning.pytorch", "SyntaxError")],
 )
 def test_lightning_can_be_imported(first, error):
     second = {"lightning_pipes": "lightning.pytorch", "lightning.pytorch": "lightning_pipes"}[first]
@@ -45,6 +46,7 @@ def test_lightning_can_be_imported(first, error):
     assert f"{error}: nobody thought of this" in said
 
 
+@pytest.mark.slow
 def test_a_loader_that_can_t_be_changed():
     """As of an environment that brings a way of its own to import modules."""
     code = """

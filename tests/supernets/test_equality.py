@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
@@ -21,8 +23,9 @@ SHARED = ["sequential", "delayed", "frozen", "per_choice"]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As on the ranks: sums on two threads are others in their last bit."""
+def one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on the ranks: sums on two threads are others in their last bit. What runs write is cleared up by pytest."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -73,10 +73,18 @@ CASES["one rank", 1] = Case(LitOutside, strategy=pipeline("1f1b"), trainer=CLIPP
 CASES["two stages on one rank", 1] = Case(LitTied, strategy=pipeline("interleaved"), trainer=CLIPPED)
 
 
+QUICK = {"1f1b", "interleaved", "zero_bubble", "tied", "empty stages"}
+"""Cases of four ranks for everybody; all others are like those of two."""
+
+
+def is_slow(key: tuple[str, int]) -> bool:
+    return key[1] == 4 and key[0] not in QUICK
+
+
 @cache
-def in_a_pipeline(ranks: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """What each rank found, by case; all cases of a number of ranks run in the same processes."""
-    keys = [key for key in CASES if key[1] == ranks]
+def in_a_pipeline(ranks: int, slow: bool = False) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """What each rank found, by case; cases of a number of ranks run in the same processes."""
+    keys = [key for key in CASES if key[1] == ranks and is_slow(key) == slow]
     found = run_ranks(train_cases, ranks, [CASES[k] for k in keys], ranks, mkdtemp(), timeout=90)
     return {key: [of_rank[n] for of_rank in found] for n, key in enumerate(keys)}
 
@@ -86,9 +94,12 @@ def on_one_process(key: tuple[str, int]) -> dict[str, Any]:
     return train(CASES[key].plain(), 1, Path(mkdtemp()))
 
 
-@pytest.mark.parametrize("key", CASES, ids=lambda key: f"{key[0]} on {key[1]}")
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param(key, id=f"{key[0]} on {key[1]}", marks=[pytest.mark.slow] if is_slow(key) else []) for key in CASES],
+)
 def test_parity(key):
-    ranks, plain = in_a_pipeline(key[1])[key], on_one_process(key)
+    ranks, plain = in_a_pipeline(key[1], is_slow(key))[key], on_one_process(key)
     rows = ranks[0].pop("rows", plain["rows"])
     assert differences(rows, plain["rows"]) == []
     for found in ranks:
@@ -101,7 +112,7 @@ def test_parity(key):
 
 
 def test_every_rank_holds_its_layers_only():
-    ranks = in_a_pipeline(4)["1f1b", 4]
+    ranks = in_a_pipeline(4, False)["1f1b", 4]
     held = [set(found["gradients"][0]) for found in ranks]
     assert all(held)
     assert sum(map(len, held)) == len(set().union(*held))

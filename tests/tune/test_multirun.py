@@ -115,6 +115,7 @@ def search(rank: int, folder: str, *more: str) -> str:
     return multirun(rank, folder, *SEARCH, *more)
 
 
+@pytest.mark.slow
 def test_a_search_and_its_next_run(tmp_path: Path) -> None:
     """Streams trials into the array, prunes, gives the losses of solo runs, and can go on."""
     storage = f"hydra.sweeper.storage=sqlite:///{tmp_path}/study.db"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from lightning_pipes.engine.residency.mirrors import Mirror, Mirrors
+from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import PlanError, Use
 
 
@@ -41,14 +41,14 @@ class Parts:
         return {name: self._module(name) for name in sorted(names)}
 
     def parameters(self, names: Iterable[str]) -> list[nn.Parameter]:
-        """The parameters under these names, each once."""
+        """The parameters under these names that are here, each once."""
         return list({id(p): p for name in sorted(names) for p in self._of(name)}.values())
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         """The parameters and buffers under this name as they are here, by name in it."""
-        mirror = self._mirror(name)
-        parameters = self._module(name).named_parameters() if mirror is None else mirror.parameters.items()
-        return {**dict(parameters), **dict(self._buffers(name))}
+        mirrors = self._mirrors_of(name)
+        own = self._module(name).named_parameters() if mirrors is None else mirrors.copies[name].parameters.items()
+        return {**dict(own), **dict(self._buffers(name))}
 
     def only_read(self, use: Use | None) -> frozenset[int]:
         """The ids of the parameters that train which a batch uses and does not step."""
@@ -68,17 +68,17 @@ class Parts:
         return {f"{name}.{at}": buffer for name in names for at, buffer in self._buffers(name)}
 
     def _buffers(self, name: str) -> Iterable[tuple[str, torch.Tensor]]:
-        mirror = self._mirror(name)
-        return self._module(name).named_buffers() if mirror is None else mirror.buffers.items()
+        mirrors = self._mirrors_of(name)
+        return self._module(name).named_buffers() if mirrors is None else mirrors.copies[name].buffers.items()
 
-    def _mirror(self, name: str) -> Mirror | None:
-        """The copy here of a layer that is at home on another rank."""
-        return self._mirrors.held(name) if self._mirrors is not None and self._mirrors.away(name) else None
+    def _mirrors_of(self, name: str) -> Mirrors | None:
+        """Where the copies are of a layer that is at home on another rank."""
+        return self._mirrors if self._mirrors is not None and self._mirrors.away(name) else None
 
     def _of(self, name: str) -> tuple[nn.Parameter, ...]:
-        mirror = self._mirror(name)
-        if mirror is not None:
-            return tuple(mirror.parameters.values())
+        mirrors = self._mirrors_of(name)
+        if mirrors is not None:  # a batch under way may use what is not here yet
+            return tuple(mirrors.copies[name].parameters.values()) if name in mirrors.copies else ()
         if name not in self._found:
             self._found[name] = tuple(self._module(name).parameters())
         return self._found[name]

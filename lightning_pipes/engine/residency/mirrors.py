@@ -69,10 +69,6 @@ class Mirrors:
         """Whether a layer of that name has its home on another rank."""
         return not self._at_home(_number(name))
 
-    def held(self, name: str) -> Mirror:
-        """The copy here of a layer that is `away`."""
-        return self.copies[name]
-
     def of_layer(self, number: int, names: Iterable[str]) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
         """The parameters and buffers of a layer under those of `names` that are in it, by name in the layer."""
         parameters: dict[str, nn.Parameter] = {}

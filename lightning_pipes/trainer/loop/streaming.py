@@ -37,6 +37,7 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.packing import Packed, unpacked
 from lightning_pipes.trainer.step.cuts import Cuts
+from lightning_pipes.trainer.step.own_steps import OwnSteps
 from lightning_pipes.trainer.step.steps import TrainingBatch
 from lightning_pipes.trainer.step.uses import Overlap, SaysLayers, check_layers, use_of
 
@@ -87,6 +88,8 @@ class Streaming(Training):
         self._mirroring = Mirroring(run) if several and Cuts.wanted(run.cut.module, schedule) else None
         self._ordering = run.plans
         self._optimizers: Sequence[Optimizer] = ()
+        self._steps: OwnSteps | None = None  # of this window: layers move between windows
+        self._unstepped: dict[int, Item] = {}  # batches under way, which may have left gradients
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._latest: Any = torch.full((), torch.nan, device=run.device)
 
@@ -102,8 +105,9 @@ class Streaming(Training):
         if not engine.open:
             run.plans = self._ordering = plans
             run.turn_to(*plans.for_rows(rows))
+            self._steps = None
         if self._optimizers is not optimizers:
-            self._optimizers = optimizers
+            self._optimizers, self._steps = optimizers, None
             if self._mirroring is not None:
                 self._mirroring.trains_by(optimizers)
             for optimizer in optimizers:
@@ -119,8 +123,9 @@ class Streaming(Training):
         self._overlap.look(use, engine.plan)
         if self._mirroring is not None and use is not None:
             use = self._mirroring.use(batch, use, engine.plan)
+        item = self._unstepped[number] = Item(number, rows, data, use=use)
         with run.hidden.batch(training=True), self._own_gradients():
-            engine.inject(Item(number, rows, data, use=use))
+            engine.inject(item)
             self._window.add(use or Use.whole(engine.plan))
             engine.progress()
         self._tell()
@@ -149,13 +154,14 @@ class Streaming(Training):
         """Steps what the batch steps on this stage, as the optimizers were told when it came."""
         run, data = self._run, item.data
         run.check_loss(item)
-        mine = {id(p) for p in stage.stepped(item)}
-        layers = (p for each in run.stages.values() for layer in each.layers.values() for p in layer.parameters())
-        others = [(p, p.grad) for p in layers if p.grad is not None and id(p) not in mine]
+        mine = stage.stepped(item)
+        ids = {id(p) for p in mine}
+        others = [(p, p.grad) for p in self._with_gradients() if id(p) not in ids]
         for p, _ in others:
             p.grad = None
-        with self._stepping(stage, item):
-            for optimizer, settings in zip(self._optimizers, data.settings, strict=True):
+        steps = self._steps = self._steps or OwnSteps(self._optimizers)
+        for number, (optimizer, settings) in enumerate(zip(self._optimizers, data.settings, strict=True)):
+            with steps.only(number, optimizer, mine), self._stepping(stage, item):
                 now = _settings(optimizer)
                 _apply(optimizer, settings)
                 private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
@@ -165,6 +171,8 @@ class Streaming(Training):
         for p, gradient in others:
             p.grad = gradient
         data.stepped += 1
+        if data.stepped == len(run.stages):
+            del self._unstepped[item.number]
         for listener in run.listeners:
             listener.stepped(stage, item)
         self._say()
@@ -191,10 +199,15 @@ class Streaming(Training):
         for p, gradient in self._kept:
             p.grad = gradient
         yield
-        parameters = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
-        self._kept = [(p, p.grad) for p in parameters if p.grad is not None]
+        self._kept = [(p, p.grad) for p in self._with_gradients() if p.grad is not None]
         for p, _ in self._kept:
             p.grad = None
+
+    def _with_gradients(self) -> list[torch.Tensor]:
+        """The parameters of this rank that have any, by batches under way."""
+        stages, batches = self._run.stages.values(), self._unstepped.values()
+        found = {id(p): p for item in batches for stage in stages for p in stage.stepped(item) if p.grad is not None}
+        return list(found.values())
 
     def _say(self) -> None:
         """The last stage tells the others of the batches that it knows, as soon as it does: they wait for it where they

@@ -90,8 +90,8 @@ def order_of(ran: Ran, stage: int) -> list[Task]:
 
 
 def swapped(placed: Placed, rules: Rules, contexts: float, make: Make, jitter: float = 0.0, seed: int = 0) -> Swaps:
-    """A stream on stages that each have room for so many contexts, a context being what a subnet needs there on
-    average.
+    """A stream on stages that each have room for so many contexts, or for the largest one; a context is the layers
+    that a subnet needs there, on average.
 
     Args:
         jitter: by what share tasks take longer or shorter than the profile says, at random.

@@ -126,7 +126,8 @@ def test_utilisation_is_a_share_and_nothing_is_faster_than_the_work_of_a_stage(b
     assert one.ours().time / 1e9 >= busiest
 
 
-@pytest.mark.parametrize("model", [pytest.param("ResNet-152", marks=pytest.mark.slow), "GPT-2-1.5B"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["ResNet-152", "GPT-2-1.5B"])
 def test_more_memory_is_never_worse(bench, epoch, model):
     sizes = [24, 40, 80]
     for run in (
@@ -224,7 +225,9 @@ def runs(bench):
     return bench.paper.Runs(["BERT-large"], **SMALL)
 
 
-@pytest.mark.parametrize("name", ["f7", "f8", "f9", "f10a", "f10b", "f10c", "f10d", "f11"])
+@pytest.mark.parametrize(
+    "name", ["f7", "f8", "f9", "f10a", "f10b", "f10c", pytest.param("f10d", marks=pytest.mark.slow), "f11"]
+)
 def test_figures(bench, runs, name, tmp_path):
     tables = bench.paper.FIGURES[name](runs)
     for table in tables:

@@ -40,7 +40,7 @@ def continued(module: type[Lit], ranks: int, folder: Path, strategy: Any, **more
     return run_ranks(train_cases, ranks, [case], ranks, str(folder))[0][0]
 
 
-@pytest.mark.parametrize("module", [LitHooked, LitTied])
+@pytest.mark.parametrize("module", [LitHooked, pytest.param(LitTied, marks=pytest.mark.slow)])
 def test_resume_on_other_numbers_of_stages(module, tmp_path):
     """Plain, then 4 stages, then 2, then one rank, then plain again; one epoch each."""
     whole = train(Case(module, trainer={"max_epochs": 5}), 1, tmp_path / "whole")
@@ -116,7 +116,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("module", [LitHooked, LitTied, LitStateful])
+@pytest.mark.parametrize("module", [LitHooked, pytest.param(LitTied, marks=pytest.mark.slow), LitStateful])
 def test_resume_between_forms(module, tmp_path):
     """A folder on 3 stages, a file on 2, a folder on 1, then a file that plain Lightning reads, made of the last."""
     whole = train(Case(module, trainer={"max_epochs": 4}), 1, tmp_path / "whole")

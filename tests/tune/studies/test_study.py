@@ -56,7 +56,7 @@ def study_and_alone(rank: int, size: int) -> tuple[list[Any], list[float], int]:
     return summary(study), [fit(**t.params) for t in done], len(called)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trials_are_those_of_solo_runs_and_of_the_next_run(ranks: int) -> None:
     """With one seed all ranks and runs have the same trials; losses are those that `fit` gives alone."""
     results = [*run_ranks(study_and_alone, ranks, 3, timeout=90), *run_ranks(study_and_alone, ranks, 3, timeout=90)]
@@ -508,7 +508,8 @@ def six(rank: int) -> str:
     return str(summary(optimize_array(new_study(), objective, 6, 3, catch=ValueError)))
 
 
-@pytest.mark.parametrize("launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], TORCHRUN])
 def test_every_launcher_gives_the_same_trials(launcher: list[str], tmp_path: Path) -> None:
     """Lightning starts the second process in the middle of the first trial; torchrun before."""
     said, expected = script(tmp_path, *launcher), run_ranks(six, 2)
