@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from lightning_pipes.cost import Link
 from lightning_pipes.engine.compute.executor import Executor
@@ -22,6 +23,7 @@ from lightning_pipes.engine.messages.clocks import measure_offsets
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
+from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import (
     RECEIVES,
@@ -122,6 +124,7 @@ class Engine:
         self._window: _Window | None = None
         self._batches: Counter[int] = Counter()
         self._seed = seed
+        self._mirrors: tuple[Mirrors, Mapping[int, nn.Module]] | None = None
         self._memory: LayerMemory | None = None
         self.plan = plan
         self._take(plan, stages)
@@ -166,6 +169,11 @@ class Engine:
                 f"a batch of {item.rows} samples was injected, the plan cuts 1 to {most}; "
                 "adopt a plan for the larger batch"
             )
+        if item.use is not None and item.use.cut is not None and (self._mirrors is None or not self._is_endless):
+            raise PlanError(
+                "a batch has a cut of its own, and layers do not move between batches here: take a policy that does "
+                "not flush, and call `mirror` before, or leave the cut to the plan"
+            )
         if item.use is not None and item.use.delays and isinstance(self._program, Program):
             raise PlanError(
                 f"a batch reads layer {item.use.delays[0][0]!r} late, and this schedule's order is fixed before "
@@ -177,7 +185,8 @@ class Engine:
                 if stage.turns is not None:
                     stage.turns.enter(item.use)
         batch = self._batches[item.job]
-        window.order.add((item.job, batch), item.rows, item.use or self._whole)
+        whole = self._whole if self._mirrors is None else Use.whole(window.executor.plan)
+        window.order.add((item.job, batch), item.rows, item.use or whole)
         window.executor.add(item, batch)
         self._batches[item.job] += 1
 
@@ -219,6 +228,27 @@ class Engine:
     def open(self) -> bool:
         """Whether a window is open: batches were injected and not drained."""
         return self._window is not None
+
+    def mirror(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
+        """From the next window on, batches may have cuts of their own: layers go to the ranks where batches use them,
+        and are at home again when the window is drained.
+
+        Args:
+            layers: all of the model, as `Stage` takes them.
+
+        Raises:
+            PlanError: a window is open, or layers take turns on the device.
+        """
+        if self._window is not None:
+            raise PlanError("layers begin to go from rank to rank between two windows only; drain first")
+        if self._memory is not None:
+            raise PlanError(
+                "layers of batches with cuts of their own go from rank to rank, and can't take turns on the device "
+                "meanwhile: leave out what cuts batches, or MemorySwap"
+            )
+        self._mirrors = mirrors, layers
+        for stage in self._stages:
+            stage.mirror(mirrors, layers)
 
     def take_turns(self, memory: LayerMemory) -> None:
         """From the next window on, the layers that batches use are brought to the device for them.
@@ -330,6 +360,8 @@ class Engine:
         self._whole = Use(tuple(here.get(s, frozenset()) for s in range(plan.n_stages)))
         for stage in self._stages:
             stage.seed, stage.device = self._seed, self._device
+            if self._mirrors is not None:
+                stage.mirror(*self._mirrors)
             if self._memory is not None:
                 stage.take_turns(self._memory)
 
@@ -363,12 +395,20 @@ class Engine:
         )
 
     def _ready_order(self, policy: Policy, plan: Plan) -> ReadyOrder:
+        if self._mirrors is not None and policy.endless:
+            order = ReadyOrder(policy, plan, self._rank)
+            order.deliver(self._mirrors[0], self._transport.mailbox, self._windows)
+            return order
         if self._memory is None or not policy.endless:
             return ReadyOrder(policy, plan, self._rank)
         turns = {stage.number: stage.turns for stage in self._stages if stage.turns is not None}
         order = ReadyOrder(policy, plan, self._rank, lambda stage, use: turns[stage].has_room(use))
         self._memory.coming = order.coming
         return order
+
+    @property
+    def _is_endless(self) -> bool:
+        return isinstance(self._program, Policy) and self._program.endless
 
     def _discard(self) -> None:
         self._window = None

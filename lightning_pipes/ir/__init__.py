@@ -39,7 +39,7 @@ from lightning_pipes.ir.schedule import (
     ready_key,
 )
 from lightning_pipes.ir.span import Span, even_spans
-from lightning_pipes.ir.stream import Delayed, Ledger, Stepped, Use, Waits, unrolled
+from lightning_pipes.ir.stream import Delayed, Ledger, Stepped, Transfer, Use, Waits, unrolled
 from lightning_pipes.ir.verify import Facts, verify
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "Span",
     "Stepped",
     "Traits",
+    "Transfer",
     "Use",
     "W",
     "Waits",

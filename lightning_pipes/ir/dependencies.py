@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_pipes.ir.instruction import Instruction, Kind, send_of
 from lightning_pipes.ir.plan import Plan
-from lightning_pipes.ir.stream import Waits
+from lightning_pipes.ir.stream import Transfer
+
+Need = Instruction | Transfer
+"""What an instruction may wait for."""
 
 
 def needs(i: Instruction, plan: Plan) -> list[Instruction]:
@@ -64,14 +67,16 @@ class DependencyTracker:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._waiting: dict[Instruction, int] = {}
-        self._dependents: dict[Instruction, list[Instruction]] = {}
-        self._done: defaultdict[tuple[int, int], set[Instruction]] = defaultdict(set)  # by job and batch
+        self._dependents: dict[Need, list[Instruction]] = {}
+        self._done: defaultdict[tuple[int, int], set[Need]] = defaultdict(set)  # by job and batch
 
-    def add(self, instructions: Iterable[Instruction], waits: Waits | None = None) -> list[Instruction]:
+    def add(
+        self, instructions: Iterable[Instruction], waits: Mapping[Instruction, Sequence[Need]] | None = None
+    ) -> list[Instruction]:
         """Those of `instructions` that are ready already; `waits` are what some need besides."""
         ready = []
         for i in instructions:
-            wanted = needs(i, self.plan)
+            wanted: list[Need] = [*needs(i, self.plan)]
             if waits:
                 wanted += waits.get(i, ())
             unmet = [n for n in wanted if not self._is_done(n)]
@@ -83,7 +88,7 @@ class DependencyTracker:
                 ready.append(i)
         return ready
 
-    def complete(self, i: Instruction) -> list[Instruction]:
+    def complete(self, i: Need) -> list[Instruction]:
         """Those that are ready now that `i` has ended."""
         self._done[i.job, i.batch].add(i)
         ready = []
@@ -102,7 +107,7 @@ class DependencyTracker:
         """All of the batch has ended, and what is added from now on needs nothing of it."""
         self._done.pop((job, batch), None)
 
-    def _is_done(self, i: Instruction) -> bool:
+    def _is_done(self, i: Need) -> bool:
         return i in self._done.get((i.job, i.batch), ())
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ from lightning_pipes.ir.errors import PlanError
 from lightning_pipes.ir.instruction import Instruction, Kind
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program
+from lightning_pipes.ir.span import Span
 from lightning_pipes.ir.stream import Stepped, Use
 
 
@@ -107,6 +108,23 @@ class Policy(Traits, ABC):
     def endless(self) -> bool:
         """Whether batches can be added without end."""
         return not self.flushes
+
+    @property
+    def cuts_batches(self) -> bool:
+        """Whether `cut` is asked: batches that do not flush may then be in other stages than the plan's."""
+        return False
+
+    def cut(self, use: Use, cost: Callable[[str], float], plan: Plan) -> tuple[Span, ...] | None:
+        """The numbers of the layers that each stage runs for a batch that uses those; None for those of the plan.
+
+        A layer then goes to the rank that runs it, with what optimizers remember of it, see `Ledger.transfers`. Every
+        rank asks its own and must get the same: it may depend on nothing that happens while batches run.
+
+        Args:
+            use: by the stages of the plan.
+            cost: of what has a name in `use`: how long it takes, in any unit.
+        """
+        return None
 
     @abstractmethod
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:

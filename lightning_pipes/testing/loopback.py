@@ -42,6 +42,7 @@ class Loopback:
         for engine in self.engines:
             engine.end_window()
         self.progress()
+        self.progress()  # layers that were away come home when all ranks have sent them
         for rank, engine in enumerate(self.engines):
             assert engine.satisfied, f"rank {rank} still waits, and so do all others"
             engine.drain()

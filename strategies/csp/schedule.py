@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipes.ir import Instruction, Kind, Plan, Policy, RankView, check_count, check_fields
+from lightning_pipes.ir import Instruction, Kind, Plan, Policy, RankView, Span, Use, check_count, check_fields
+from lightning_pipes.strategies.csp.cutting import balanced_cut
 from lightning_pipes.strategies.csp.planner import SubnetPlanner
 
 
@@ -26,15 +27,34 @@ class CSP(Policy):
     Attributes:
         depth: batches from the oldest under way to the newest, the paper's queue of 30. A larger one finds more that is
             ready and holds the activations of more batches.
+        balanced: each batch has a cut of its own, by what the layers cost that it has chosen (S3.2), and a layer goes
+            to the rank that runs it, with what optimizers remember of it (S4.2). Layers that batches use whole, and not
+            one part of several, stay where the plan has them, as an embedding and a head. Otherwise all stay, and
+            stages take longer for some subnets than for others. The weights are the same.
     """
 
     depth: int = 30
+    balanced: bool = False
     name: ClassVar[str] = "csp"
     flushes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_count(f"depth of {self.name}", self.depth)
+
+    @property
+    def cuts_batches(self) -> bool:
+        return self.balanced
+
+    def cut(self, use: Use, cost: Callable[[str], float], plan: Plan) -> tuple[Span, ...] | None:
+        costs, pinned, late = [0.0] * plan.layers[-1].stop, {}, {name for name, _ in use.delays}
+        for stage, names in enumerate(use.layers):
+            for name in sorted(names):
+                number, _, part = name.partition(".")
+                costs[int(number)] += cost(name)
+                if not part or name in late:
+                    pinned[int(number)] = stage
+        return balanced_cut(costs, plan.n_stages, pinned)
 
     def planner(self) -> SubnetPlanner:
         return SubnetPlanner()

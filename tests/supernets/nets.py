@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import signal
 import warnings
 from collections.abc import Sequence
@@ -107,6 +108,26 @@ class Lit(pl.LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"}]
 
 
+class Cut(Lit):
+    """Each subnet is cut by lot, on so many stages."""
+
+    stages = 1
+
+    def cut_of_batch(self, batch: Any) -> list[int]:
+        rng = random.Random(batch[-1].id)
+        return sorted(rng.choices(range(1, len(self.net)), k=self.stages - 1))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(3)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", self.validated(batch))
+
+    def validated(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net((x, Subnet([n % CANDIDATES for n in range(BLOCKS)]))), y)
+
+
 class Batches(Dataset[Any]):
     def __init__(self, count: int) -> None:
         self.count = count
@@ -136,9 +157,9 @@ class Losses(Callback, Listener):
         self.found[batch[-1].id] = float(out).hex()
 
 
-def new_module(shared: str, dies_at: int = -1, bulk: int = 0) -> Lit:
+def new_module(shared: str, dies_at: int = -1, bulk: int = 0, kind: type[Lit] = Lit) -> Lit:
     torch.manual_seed(3)
-    return Lit(shared, dies_at, bulk)
+    return kind(shared, dies_at, bulk)
 
 
 def explorer(shared: str) -> Explorer:
@@ -161,16 +182,19 @@ def fit(
     bulk: int = 0,
     memory: MemorySwap | None = None,
     validates: int | None = None,
+    kind: type[Lit] = Lit,
 ) -> dict[str, Any]:
     """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two. What is to be
     compared is in the folder, too."""
     quiet()
     torch.set_num_threads(1)
-    module = new_module(shared, dies_at if rank == 0 else -1, bulk)
+    module = new_module(shared, dies_at if rank == 0 else -1, bulk, kind)
     losses, stream = Losses(), SubnetStream(explorer(shared))
     others: list[Callback] = [] if memory is None else [memory]
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every or batches * 10, save_top_k=-1)
     log, streams = ReproducibilityLog(folder, every_n_batches=1), schedule != "1f1b"
+    if isinstance(module, Cut):
+        module.stages = ranks
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,

@@ -10,11 +10,14 @@ from itertools import count
 from typing import Protocol
 
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox
+from lightning_pipes.engine.residency.deliveries import Deliveries
+from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import (
     RECEIVES,
     SENDS,
     DeadlockError,
     DependencyTracker,
+    F,
     Instruction,
     Kind,
     Ledger,
@@ -23,6 +26,7 @@ from lightning_pipes.ir import (
     Program,
     ProgramError,
     RankView,
+    Transfer,
     Use,
     offered,
     ready_key,
@@ -164,13 +168,19 @@ class ReadyOrder:
         self._receives = 0  # those not run yet
         self._in_flight: dict[int, int] = dict.fromkeys(plan.stages[rank], 0)
         self._last: Instruction | None = None
+        self._deliveries: Deliveries | None = None
+
+    def deliver(self, mirrors: Mirrors, mailbox: Mailbox, number: int) -> None:
+        """From now on, before the first batch, layers go to the ranks where batches use them; the window is that of
+        `number`, and who waits for `mailbox` is woken."""
+        self._deliveries = Deliveries(self._ledger, self._rank, number, mirrors, mailbox.ring)
 
     def add(self, item: Item, rows: int, use: Use) -> None:
         self._rows[item] = rows
         mine = window(self._plan, self._rank, *item)
         self._left[item] = len(mine)
         self._newest = item[1]
-        waits = self._ledger.enter(self._newest, use) if self._policy.endless else None
+        waits = self._waits(use) if self._policy.endless else None
         self._sort(self._tracker.add(mine, waits))
         receives = [i for i in mine if i.kind in RECEIVES]
         self._unchecked += receives
@@ -179,7 +189,29 @@ class ReadyOrder:
             if i.kind in RECEIVES and not i.span.clip(rows).rows:  # nothing will be sent for rows that are not there
                 self._sort(self._tracker.complete(send_of(i)))
 
+    def _waits(self, use: Use) -> dict[Instruction, tuple[Instruction | Transfer, ...]]:
+        """What the newest batch waits for, besides its data: other batches, and layers that have to come here."""
+        batch, plan = self._newest, self._plan
+        waits: dict[Instruction, tuple[Instruction | Transfer, ...]] = {**self._ledger.enter(batch, use)}
+        if self._deliveries is not None:
+            self._deliveries.enter(batch)
+            for stage in plan.stages[self._rank]:
+                missing = self._deliveries.missing(batch, stage)
+                for span in plan.spans(Kind.F, stage) if missing else ():
+                    i = F(stage, span, batch=batch)
+                    waits[i] = (*waits.get(i, ()), *missing)
+        return waits
+
+    def _deliver(self) -> None:
+        """Takes in the layers that have come; when all batches are over, lets them go home."""
+        if self._deliveries is not None:
+            for transfer in self._deliveries.arrived():
+                self._sort(self._tracker.complete(transfer))
+            if self._closed and not self._left:
+                self._deliveries.go_home()
+
     def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
+        self._deliver()
         self._arrived([(number, i) for i in self._unchecked if mailbox.holds((number, i))], number)
         self._unchecked.clear()
         self._arrived(mailbox.fresh(), number)
@@ -201,6 +233,8 @@ class ReadyOrder:
                 )
             self._ready.remove(picked)
             self._last = picked
+            if picked.kind is Kind.F and self._deliveries is not None:
+                self._deliveries.before_forward(picked.batch, picked.stage)
         return picked
 
     def coming(self) -> Iterator[str]:
@@ -235,6 +269,8 @@ class ReadyOrder:
             self._in_flight[i.stage] -= rows
         elif i.kind is Kind.STEP and self._policy.endless:
             self._ledger.done(i)
+            if self._deliveries is not None:
+                self._deliveries.stepped(i)
         self._sort(self._tracker.complete(i))
         self._left[item] -= 1
         if not self._left[item]:
@@ -250,7 +286,7 @@ class ReadyOrder:
             self._tracker.forget(*item)
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
-        if not self._receives:
+        if not self._receives and not self._travelling:
             raise DeadlockError(
                 f"rank {self._rank} waits although nothing is on its way: policy {self._policy.name!r} or the limits "
                 f"{self._plan.limits} hold back {', '.join(map(str, self._ready))}"
@@ -260,7 +296,12 @@ class ReadyOrder:
     @property
     def awaited(self) -> str:
         stages = ", ".join(map(str, self._in_flight))
-        return f"any of {self._receives} messages to stage {stages}"
+        layers = f" and {self._travelling} layers" if self._travelling else ""
+        return f"any of {self._receives} messages{layers} to stage {stages}"
+
+    @property
+    def _travelling(self) -> int:
+        return 0 if self._deliveries is None else self._deliveries.expected
 
     def close(self) -> None:
         self._closed = True
@@ -268,7 +309,7 @@ class ReadyOrder:
     @property
     def satisfied(self) -> bool:
         if self._closed or not self._policy.endless:
-            return not self._left
+            return not self._left and (self._deliveries is None or self._deliveries.over)
         oldest = next((batch for _, batch in self._left), self._newest + 1)
         return self._newest + 1 - oldest < self._policy.depth
 

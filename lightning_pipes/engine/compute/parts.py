@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import PlanError, Use
 
 
@@ -16,10 +17,12 @@ class Parts:
     Args:
         stage: its number.
         layers: its layers, by their number in the whole model.
+        mirrors: has those of other ranks that batches run here, where they do.
     """
 
-    def __init__(self, stage: int, layers: Mapping[int, nn.Module]) -> None:
+    def __init__(self, stage: int, layers: Mapping[int, nn.Module], mirrors: Mirrors | None = None) -> None:
         self._stage = stage
+        self._mirrors = mirrors
         self._layers = dict(layers)
         self._modules: dict[str, nn.Module] = {}
         self._found: dict[str, tuple[nn.Parameter, ...]] = {}
@@ -31,15 +34,21 @@ class Parts:
             PlanError: there is one.
         """
         for name in use.layers[self._stage] if len(use.layers) > self._stage else ():
-            self._of(name)
+            self._module(name)
 
     def modules(self, names: Iterable[str]) -> dict[str, nn.Module]:
         """The modules under these names."""
         return {name: self._module(name) for name in sorted(names)}
 
     def parameters(self, names: Iterable[str]) -> list[nn.Parameter]:
-        """The parameters under these names, each once."""
+        """The parameters under these names that are here, each once."""
         return list({id(p): p for name in sorted(names) for p in self._of(name)}.values())
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """The parameters and buffers under this name as they are here, by name in it."""
+        mirrors = self._mirrors_of(name)
+        own = self._module(name).named_parameters() if mirrors is None else mirrors.copies[name].parameters.items()
+        return {**dict(own), **dict(self._buffers(name))}
 
     def only_read(self, use: Use | None) -> frozenset[int]:
         """The ids of the parameters that train which a batch uses and does not step."""
@@ -56,9 +65,20 @@ class Parts:
             return {}
         here, late = use.layers[self._stage], {name for name, _ in use.delays}
         names = sorted((here - use.stepped(self._stage)) | (here & late))
-        return {f"{name}.{at}": buffer for name in names for at, buffer in self._module(name).named_buffers()}
+        return {f"{name}.{at}": buffer for name in names for at, buffer in self._buffers(name)}
+
+    def _buffers(self, name: str) -> Iterable[tuple[str, torch.Tensor]]:
+        mirrors = self._mirrors_of(name)
+        return self._module(name).named_buffers() if mirrors is None else mirrors.copies[name].buffers.items()
+
+    def _mirrors_of(self, name: str) -> Mirrors | None:
+        """Where the copies are of a layer that is at home on another rank."""
+        return self._mirrors if self._mirrors is not None and self._mirrors.away(name) else None
 
     def _of(self, name: str) -> tuple[nn.Parameter, ...]:
+        mirrors = self._mirrors_of(name)
+        if mirrors is not None:  # a batch under way may use what is not here yet
+            return tuple(mirrors.copies[name].parameters.values()) if name in mirrors.copies else ()
         if name not in self._found:
             self._found[name] = tuple(self._module(name).parameters())
         return self._found[name]

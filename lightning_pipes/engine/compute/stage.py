@@ -19,6 +19,8 @@ from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.engine.compute.taking_turns import TakingTurns
 from lightning_pipes.engine.compute.weights import LateWeights, Version, WeightVersions
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
+from lightning_pipes.engine.residency.mirrored import MirroredLayers
+from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import Kind, PlanError, Span, Use
 
 Body = Callable[["Stage", Item, Span, Any], Any]
@@ -70,6 +72,7 @@ class Stage:
         self.number = number
         self.layers = dict(layers)
         self._parts = Parts(number, self.layers if named is None else named)
+        self._mirrored: MirroredLayers | None = None
         self.body = body
         self.step = step
         self.job = job
@@ -124,6 +127,12 @@ class Stage:
         finally:
             self._version, self._in_parts, self.recomputing = None, None, False
 
+    def mirror(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
+        """From now on batches with a cut of their own may run any of `layers` here, which are all of the model, as
+        `Stage` takes them."""
+        self._mirrored = MirroredLayers(self.number, mirrors, layers)
+        self._parts = Parts(self.number, mirrors.layers, mirrors)
+
     def take_turns(self, memory: LayerMemory) -> None:
         """From now on the layers that tasks need are brought to the device for them."""
         self.turns = TakingTurns(memory, self.number, self._parts, self._recompute)
@@ -160,6 +169,10 @@ class Stage:
             return [p for layer in self.layers.values() for p in layer.parameters()]
         return self._parts.parameters(item.use.stepped(self.number))
 
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of a layer, or of a part of one, as this stage has them, by name in it."""
+        return self._parts.tensors(name)
+
     def run_layers(self, item: Item, span: Span, x: Any) -> Any:
         """`x` through the layers; each layer draws from its own random stream."""
         first_of_two = self.recompute and item.training and not self.recomputing
@@ -172,24 +185,29 @@ class Stage:
         return self._run_all(item, span, x)
 
     def _run_all(self, item: Item, span: Span, x: Any) -> Any:
-        for number, layer in self.layers.items():
+        mirrored = self._mirrored
+        layers = self.layers if mirrored is None else mirrored.layers_of(item.use, self.layers)
+        for number, layer in layers.items():
             seed = stream_seed(self.seed, self.job, number, item.number, span)
             self._seed(seed, f"layer {number}")
             if self._in_parts is not None:
                 self._in_parts.check_layer(number, layer)
             if not self._changes_input:
                 try:
-                    x = self._run_layer(number, layer, x)
+                    x = self._run_layer(item, number, layer, x)
                     continue
                 except RuntimeError as error:
                     if IN_PLACE not in str(error):
                         raise
                 self._changes_input = True
                 seed_all(seed, self.device)
-            x = self._run_layer(number, layer, pytree.tree_map(fresh, x))
+            x = self._run_layer(item, number, layer, pytree.tree_map(fresh, x))
         return x
 
-    def _run_layer(self, number: int, layer: nn.Module, x: Any) -> Any:
+    def _run_layer(self, item: Item, number: int, layer: nn.Module, x: Any) -> Any:
+        if self._mirrored is not None and item.use is not None and self._mirrored.away(number):
+            changes = item.training and not self.recomputing
+            return self._mirrored.run(item.use, number, layer, x, self._only_read, changes)
         tensors = self._tensors(number, layer)
         return functional_call(layer, tensors, (x,)) if tensors else layer(x)
 

@@ -57,6 +57,13 @@ class LocalMailbox(Mailbox):
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
+        self._wake()
+
+    def ring(self) -> None:
+        super().ring()
+        self._wake()
+
+    def _wake(self) -> None:
         with self._closing, suppress(OSError):  # closed, the number may belong to another file
             if not self._closed:
                 os.write(self._waker, b"!")
@@ -82,9 +89,10 @@ class LocalMailbox(Mailbox):
         self.fetch(seconds)
 
     def wait(self, key: Key | None = None) -> list[Key]:
-        while not (super().holds(key) if key is not None else self._unseen):
+        while not (super().holds(key) if key is not None else self._unseen or self._rung):
             self.check()
             self.fetch(None)
+        self._rung = self._rung and key is not None
         return super().fresh()
 
     def check(self) -> None:

@@ -24,6 +24,7 @@ class Mailbox:
         self._unseen: dict[Key, None] = {}
         self._bell: SimpleQueue[None] = SimpleQueue()  # rung after each change; says that something came, not what
         self._error: BaseException | None = None
+        self._rung = False
 
     def put(self, message: Message) -> None:
         """A message has arrived."""
@@ -34,6 +35,11 @@ class Mailbox:
     def fail(self, error: BaseException) -> None:
         """Whoever waits, or will, gets `error`."""
         self._error = self._error or error
+        self._bell.put(None)
+
+    def ring(self) -> None:
+        """Wakes who waits for anything new: what is here by another way, as a parcel."""
+        self._rung = True
         self._bell.put(None)
 
     def holds(self, key: Key) -> bool:
@@ -71,16 +77,17 @@ class Mailbox:
             self._bell.get(timeout=seconds)
 
     def wait(self, key: Key | None = None) -> list[Key]:
-        """Waits until `key`, or without a key anything new, has arrived; returns what is fresh.
+        """Waits until `key`, or without a key anything new, has arrived, or somebody has rung; returns what is fresh.
 
         Raises:
             PeerFailure: a rank has failed.
         """
-        while not (key in self._messages if key is not None else self._unseen):
+        while not (key in self._messages if key is not None else self._unseen or self._rung):
             if self._error is not None:
                 raise self._error
             with suppress(Empty):
                 self._bell.get(timeout=1.0)  # bounded, to let Ctrl-C in
+        self._rung = self._rung and key is not None
         return self.fresh()
 
 

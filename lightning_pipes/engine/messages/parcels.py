@@ -56,11 +56,13 @@ class Handle:
         seconds: from the call that made the handle until it was done.
     """
 
-    def __init__(self, what: str, watch: FailureWatch, changed: threading.Condition) -> None:
+    def __init__(
+        self, what: str, watch: FailureWatch, changed: threading.Condition, told: Callable[[], None] | None = None
+    ) -> None:
         self.what = what
         self.size = 0
         self.seconds = 0.0
-        self._watch, self._changed = watch, changed
+        self._watch, self._changed, self._told = watch, changed, told
         self._begun = time.monotonic()
         self._done = False
         self._content: Any = None
@@ -104,6 +106,8 @@ class Handle:
             self.size, self.seconds, self._content = size, time.monotonic() - self._begun, content
             self._done = True
             self._changed.notify_all()
+        if self._told is not None:
+            self._told()
 
 
 @dataclass
@@ -183,15 +187,18 @@ class Parcels:
         self._out[to].add(_Leaving(handle, key, description, tensors))
         return handle
 
-    def expect(self, source: int, key: Key) -> Handle:
+    def expect(self, source: int, key: Key, told: Callable[[], None] | None = None) -> Handle:
         """Gives what `source` sends, or has sent, by that key.
+
+        Args:
+            told: called when it is here, on the thread that has received it: to be short.
 
         Raises:
             InputError: no such rank.
             PeerFailure: a rank has failed.
         """
         self._check(source)
-        handle = Handle(f"parcel {key!r} from {self.watch.name(source)}", self.watch, self.changed)
+        handle = Handle(f"parcel {key!r} from {self.watch.name(source)}", self.watch, self.changed, told)
         with self.changed:
             here = self._arrived.get((source, self._checked(key)))
             if here:

@@ -16,6 +16,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import merge
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ class TrainingRecord:
     Attributes:
         losses: by batch, as float.hex() says them.
         hashes: of parameters and buffers, by batch and layer, where the batch has stepped the layer.
-        accesses: of each layer, in the order in which they came.
+        accesses: of each layer, in the order in which they came; where a layer was on several ranks, those of each in
+            their order, and of two ranks that of the earlier batch first.
     """
 
     losses: dict[int, str] = field(default_factory=dict)
@@ -68,9 +70,14 @@ class TrainingRecord:
             lines = {path: [*_lines(path)] for path in mine}
             begins = [line["begins"] for of_file in lines.values() for line in of_file if "begins" in line]
             record._forget(min(begins, default=0))
+            found: list[dict[str, list[Access]]] = []
             for path, of_file in lines.items():
+                found.append(defaultdict(list))
                 for line in of_file:
-                    record._add(line, path)
+                    record._add(line, path, found[-1])
+            for layer in sorted({name for of_file in found for name in of_file}):
+                accesses = merge(*(of_file[layer] for of_file in found if layer in of_file), key=_batch)
+                record.accesses[layer] += accesses
         return record
 
     def order(self, layer: str) -> str:
@@ -83,13 +90,13 @@ class TrainingRecord:
         for layer, accesses in self.accesses.items():
             self.accesses[layer] = [access for access in accesses if access.batch < begins]
 
-    def _add(self, line: Mapping[str, Any], path: Path) -> None:
+    def _add(self, line: Mapping[str, Any], path: Path, accesses: dict[str, list[Access]]) -> None:
         try:
             if "loss" in line:
                 self.losses[line["of"]] = line["loss"]
             for kind in ("F", "B"):
                 for layer in line["layers"] if kind in line else ():
-                    self.accesses[layer].append(Access(line[kind], kind))
+                    accesses[layer].append(Access(line[kind], kind))
             for kind in ("B", "end"):
                 for layer, value in line["layers"].items() if kind in line else ():
                     if value is not None:
@@ -166,6 +173,10 @@ def compared(a: TrainingRecord, b: TrainingRecord) -> Comparison:
         return Comparison(*counts, orders=orders)
     batch, _, layer, values = min(found, key=lambda each: each[:2])
     return Comparison(*counts, batch, layer, values, orders)
+
+
+def _batch(access: Access) -> int:
+    return access.batch
 
 
 def natural(name: str) -> list[tuple[bool, int, str]]:

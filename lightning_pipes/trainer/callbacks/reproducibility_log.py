@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
 
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
@@ -59,7 +58,8 @@ class ReproducibilityLog(pl.Callback, Listener):
         run.listeners.append(self)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        hashes = {name: self._hash(name) for name in sorted(self._seen)}
+        here = {str(number) for number in self._run.cut.local}
+        hashes = {name: self._hash(name) for name in sorted(self._seen) if name.partition(".")[0] in here}
         self._write({"end": trainer.fit_loop.total_batch_idx, "layers": hashes})
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -73,8 +73,11 @@ class ReproducibilityLog(pl.Callback, Listener):
     def stepped(self, stage: Stage, item: Item) -> None:
         names = sorted(_stepped(stage, item))
         self._seen.update(names)
+        if item.use is not None:  # others step what is at home here
+            self._seen.update(name for number in range(len(item.use.layers)) for name in item.use.stepped(number))
         chosen = item.number % self.every_n_batches == 0
-        self._write({"B": item.number, "layers": {name: self._hash(name) if chosen else None for name in names}})
+        hashes = {name: hash_of(stage.tensors(name)) if chosen else None for name in names}
+        self._write({"B": item.number, "layers": hashes})
 
     def heard(self, number: int, batch: Any, out: Any) -> None:
         if self._tells:
@@ -86,17 +89,18 @@ class ReproducibilityLog(pl.Callback, Listener):
 
     def _hash(self, name: str) -> str:
         number, _, part = name.partition(".")
-        return hash_of(self._run.cut.full[int(number)].get_submodule(part))
+        layer = self._run.cut.full[int(number)].get_submodule(part)
+        return hash_of({**dict(layer.named_parameters()), **dict(layer.named_buffers())})
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
 
 
-def hash_of(layer: nn.Module) -> str:
-    """A hash of all parameters and buffers of a layer: names, types, shapes and bits."""
+def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A hash of the parameters and buffers of a layer: names, types, shapes and bits."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+    for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
         digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())

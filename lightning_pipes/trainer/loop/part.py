@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipes.engine.messages.parcels import Parcels
+from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.ir import PlanError, Span
 from lightning_pipes.trainer.module.hidden_state import HiddenState
-from lightning_pipes.trainer.module.layer_state import LayerState
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.ranks.holdings import Holdings
@@ -94,7 +94,7 @@ class Part:
         point("move")
         for m in coming:
             self.cut.check_arrival(m.layer)
-        parcels = self._parcels = self._parcels or self._made_parcels()
+        parcels = self.parcels
         sent = [
             parcels.send(m.target, m.layer, self._packed(LayerState.of(self.cut.full[m.layer], optimizers), m.layer))
             for m in moves
@@ -128,9 +128,21 @@ class Part:
         if self._parcels is not None:
             self._parcels.close()
 
-    def _made_parcels(self) -> Parcels:
-        """On every rank at the first move, whichever ranks that is between."""
-        return Parcels(dist.get_rank(), self.holdings.grid.pipeline, self._control.watch)
+    @property
+    def parcels(self) -> Parcels:
+        """Those by which layers go; all ranks have to ask for them the first time at one place of training."""
+        if self._parcels is None:
+            self._parcels = Parcels(dist.get_rank(), self.holdings.grid.pipeline, self._control.watch)
+        return self._parcels
+
+    def group_of(self, optimizer: int, layer: int, name: str) -> int | None:
+        """The group in which an optimizer has a parameter, wherever that is; None if it has it not.
+
+        Args:
+            name: of the parameter in the layer.
+        """
+        groups = enumerate(self._layouts[optimizer].whole)
+        return next((group for group, names in groups if self._prefix(layer) + name in names), None)
 
     def _packed(self, state: LayerState, layer: int) -> tuple[dict[str, object], list[str]]:
         return vars(state), self.buffers.changing(self._prefix(layer))

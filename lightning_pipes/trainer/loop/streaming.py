@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from lightning_pipes.engine.residency.layer_memory import LayerMemory, States
 from lightning_pipes.engine.watch.trust import KNOWN, seal_of
 from lightning_pipes.ir import PipelineError, Policy, Use
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.loop.mirroring import Mirroring
 from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun, Training
 from lightning_pipes.trainer.loop.seen import seen_costs
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
@@ -35,6 +36,7 @@ from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.packing import Packed, unpacked
+from lightning_pipes.trainer.step.cuts import Cuts
 from lightning_pipes.trainer.step.own_steps import OwnSteps
 from lightning_pipes.trainer.step.steps import TrainingBatch
 from lightning_pipes.trainer.step.uses import Overlap, SaysLayers, check_layers, use_of
@@ -82,6 +84,8 @@ class Streaming(Training):
         self._unsaid: deque[StreamedBatch] = deque()  # those that the last stage has not told of
         self._window = StreamWindow()
         self._overlap = Overlap()
+        several = len(run.global_ranks) > 1
+        self._mirroring = Mirroring(run) if several and Cuts.wanted(run.cut.module, schedule) else None
         self._ordering = run.plans
         self._optimizers: Sequence[Optimizer] = ()
         self._steps: OwnSteps | None = None  # of this window: layers move between windows
@@ -104,6 +108,8 @@ class Streaming(Training):
             self._steps = None
         if self._optimizers is not optimizers:
             self._optimizers, self._steps = optimizers, None
+            if self._mirroring is not None:
+                self._mirroring.trains_by(optimizers)
             for optimizer in optimizers:
                 private.expect_late_steps(optimizer)
         settings = [_settings(o) for o in optimizers]
@@ -115,6 +121,8 @@ class Streaming(Training):
             self._unsaid.append(data)
         use = use_of(run.cut.module, run.cut.full, batch, engine.plan)
         self._overlap.look(use, engine.plan)
+        if self._mirroring is not None and use is not None:
+            use = self._mirroring.use(batch, use, engine.plan)
         item = self._unstepped[number] = Item(number, rows, data, use=use)
         with run.hidden.batch(training=True), self._own_gradients():
             engine.inject(item)
@@ -153,7 +161,7 @@ class Streaming(Training):
             p.grad = None
         steps = self._steps = self._steps or OwnSteps(self._optimizers)
         for number, (optimizer, settings) in enumerate(zip(self._optimizers, data.settings, strict=True)):
-            with steps.only(number, optimizer, mine):
+            with steps.only(number, optimizer, mine), self._stepping(stage, item):
                 now = _settings(optimizer)
                 _apply(optimizer, settings)
                 private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
@@ -168,6 +176,11 @@ class Streaming(Training):
         for listener in run.listeners:
             listener.stepped(stage, item)
         self._say()
+
+    def _stepping(self, stage: Stage, item: Item) -> AbstractContextManager[None]:
+        if self._mirroring is None or item.use is None:
+            return nullcontext()
+        return self._mirroring.stepping(item.use.stepped(stage.number))
 
     def give_back_gradients(self) -> None:
         pass

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.residency.layer_state import laid_out
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.private_lightning import in_grad_norm
 
@@ -221,9 +222,7 @@ class Absent:
 
 def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
     """Has a tensor without memory hold these, as `like` would lie in memory."""
-    strides = like.stride() if like.shape == values.shape and 0 not in like.stride() else None
-    if strides is not None and strides != values.stride():
-        values = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
+    values = laid_out(values, like)
     if tensor.is_meta:
         made = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
         torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]

@@ -13,10 +13,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_pipes.engine.private_torch import BatchNorm, forward_hooks, unsaved_buffers
+from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.elsewhere import Absent, HookScope, Slot
-from lightning_pipes.trainer.module.layer_state import LayerState
 from lightning_pipes.trainer.module.proxy import Layers, StageProxy
 from lightning_pipes.trainer.private_lightning import is_compiled
 

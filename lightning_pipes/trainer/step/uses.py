@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipes.ir import Delayed, Kind, PipelineError, Plan, Use
 from lightning_pipes.trainer.module.proxy import Layers
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -35,13 +37,22 @@ def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> 
     if not isinstance(module, SaysLayers):
         return None
     said = module.layers_of_batch(batch)
-    numbers = {name: str(number) for number, name in enumerate(full._modules)}
-    names = {name: ".".join((numbers.get(head, head), *rest)) for name in said for head, *rest in [name.split(".")]}
+    names = {name: inner for inner, name in numbered(full, {name: name for name in said}).items()}
     if not isinstance(said, Mapping):
         return Use.of(names.values(), plan.layers)
     steps = [names[name] for name, stepped in said.items() if stepped]
     delays = {names[name]: how for name, how in said.items() if isinstance(how, Delayed)}
     return Use.of(names.values(), plan.layers, None if len(steps) == len(said) else steps, delays)
+
+
+def numbered(full: Layers, said: Mapping[str, T]) -> dict[str, T]:
+    """By the numbers of layers what is said by their names."""
+    numbers = {name: str(number) for number, name in enumerate(full._modules)}
+    return {
+        ".".join((numbers.get(head, head), *rest)): what
+        for name, what in said.items()
+        for head, *rest in [name.split(".")]
+    }
 
 
 class Overlap:

@@ -99,3 +99,10 @@ def test_refuses_runs_with_nothing_in_common(tmp_path: Path) -> None:
     a = load(run(tmp_path / "a"))
     with pytest.raises(InputError, match="one has batches 0 to 3, the other none"):
         compared(a, TrainingRecord())
+
+
+def test_a_layer_on_several_ranks(tmp_path: Path) -> None:
+    for rank, batches in enumerate(((0, 3, 4), (1, 2))):
+        lines = [line for n in batches for line in batch(n, "0x1p+0", {"0": None})]
+        folder = written(tmp_path, f"000-rank{rank}.jsonl", {"begins": 0}, *lines)
+    assert load(folder).order("0") == "0F 0B 1F 1B 2F 2B 3F 3B 4F 4B"

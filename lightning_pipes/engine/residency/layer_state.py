@@ -34,19 +34,29 @@ class LayerState:
     optimizers: Sequence[Mapping[str, tuple[Mapping[str, Any], Sequence[str]]]]
 
     @classmethod
-    def of(cls, layer: nn.Module, optimizers: Sequence[Optimizer]) -> LayerState:
+    def of(cls, layer: nn.Module, optimizers: Sequence[Optimizer], gradients: bool = True) -> LayerState:
         """That of a layer on this rank. It refers to the tensors and copies none."""
-        modules = dict(layer.named_modules())
         return cls(
-            {name: (p.detach(), p.requires_grad, p.grad) for name, p in layer.named_parameters()},
+            {n: (p.detach(), p.requires_grad, p.grad if gradients else None) for n, p in layer.named_parameters()},
             {name: buffer.detach() for name, buffer in layer.named_buffers()},
-            {name: module.training for name, module in modules.items()},
-            {name: module.get_extra_state() for name, module in modules.items() if _says_more(module)},
+            *cls.around(layer),
             [
-                {name: _with_host(optimizer.state[p]) for name, p in layer.named_parameters() if p in optimizer.state}
+                {n: cls.with_host(optimizer.state[p]) for n, p in layer.named_parameters() if p in optimizer.state}
                 for optimizer in optimizers
             ],
         )
+
+    @staticmethod
+    def around(layer: nn.Module) -> tuple[dict[str, bool], dict[str, Any]]:
+        """`training` and `extra` of a layer, whose tensors may be elsewhere."""
+        modules = dict(layer.named_modules())
+        extra = {name: module.get_extra_state() for name, module in modules.items() if _says_more(module)}
+        return {name: module.training for name, module in modules.items()}, extra
+
+    @staticmethod
+    def with_host(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """What an optimizer remembers of a parameter, as it is in `optimizers`."""
+        return dict(state), [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"]
 
     def on(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and buffers there, by name."""
@@ -73,15 +83,26 @@ class LayerState:
         for optimizer, states in zip(optimizers, self.optimizers, strict=True):
             for name, p in layer.named_parameters():
                 if name in states:
-                    state, on_host = states[name]
-                    optimizer.state[p] = {
-                        key: value if key in on_host else pytree.tree_map_only(torch.Tensor, _to(device), value)
-                        for key, value in state.items()
-                    }
+                    optimizer.state[p] = _placed(*states[name], device)
+
+    def states_on(self, number: int, device: torch.device) -> dict[str, tuple[dict[str, Any], Sequence[str]]]:
+        """The states of optimizer `number` there."""
+        return {name: (_placed(*each, device), each[1]) for name, each in self.optimizers[number].items()}
 
 
-def _with_host(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    return dict(state), [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"]
+def laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """These values as `like` lies in memory, where the shapes are equal: kernels may go by that."""
+    strides = like.stride() if like.shape == values.shape and 0 not in like.stride() else None
+    if strides is None or strides == values.stride():
+        return values
+    return torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
+
+
+def _placed(state: Mapping[str, Any], on_host: Sequence[str], device: torch.device) -> dict[str, Any]:
+    return {
+        key: value if key in on_host else pytree.tree_map_only(torch.Tensor, _to(device), value)
+        for key, value in state.items()
+    }
 
 
 def _says_more(module: nn.Module) -> bool:

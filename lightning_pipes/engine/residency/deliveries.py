@@ -1,0 +1,113 @@
+"""Layers travel in time for the batches of one window: sent as soon as they are as they should be, awaited by the
+forwards that use them, and at home when all is over."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from lightning_pipes.engine.messages.parcels import Key
+from lightning_pipes.engine.messages.post import Expected
+from lightning_pipes.engine.residency.mirrors import Mirrors
+from lightning_pipes.ir import Instruction, Ledger, Transfer
+
+
+class Deliveries:
+    """Those of one rank.
+
+    Args:
+        ledger: says what travels.
+        window: its number.
+        mirrors: where layers of other ranks are kept here.
+        ring: wakes who waits for messages.
+    """
+
+    def __init__(self, ledger: Ledger, rank: int, window: int, mirrors: Mirrors, ring: Callable[[], None]) -> None:
+        self._ledger, self._rank, self._window, self._mirrors, self._ring = ledger, rank, window, mirrors, ring
+        self._leaving: dict[Instruction, list[Transfer]] = defaultdict(list)
+        self._expected: dict[Transfer, Expected] = {}
+        self._here: dict[Transfer, Any] = {}
+        self._going_home = self._told = False
+
+    @property
+    def expected(self) -> int:
+        """How many layers are on their way here."""
+        return len(self._expected)
+
+    @property
+    def over(self) -> bool:
+        """Whether all layers are at home."""
+        return self._going_home and not self._expected
+
+    def enter(self, batch: int) -> None:
+        """The ledger knows of one more batch."""
+        for transfer in self._ledger.transfers(batch):
+            self._start(transfer)
+
+    def missing(self, batch: int, stage: int) -> tuple[Transfer, ...]:
+        """What the forwards of a batch on a stage wait for."""
+        return tuple(t for t in self._ledger.coming(batch, stage) if t in self._expected)
+
+    def arrived(self) -> list[Transfer]:
+        """What has come since this was asked last.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+        if not self._told:
+            return []
+        self._told = False
+        found = [transfer for transfer, expected in self._expected.items() if expected.done()]
+        for transfer in found:
+            content = self._expected.pop(transfer).content
+            if transfer.batch < 0:
+                self._mirrors.install(transfer.name, content)
+            else:
+                self._here[transfer] = content
+        return found
+
+    def before_forward(self, batch: int, stage: int) -> None:
+        """Puts what has come for a batch where its forward finds it; nobody here needs what was there any more."""
+        for transfer in self._ledger.coming(batch, stage):
+            if transfer in self._here:
+                self._mirrors.install(transfer.name, self._here.pop(transfer))
+
+    def stepped(self, step: Instruction) -> None:
+        """The ledger knows that `step` has run: sends what others wait for, and forgets what nobody will use."""
+        for transfer in self._leaving.pop(step, ()):
+            self._send(transfer)
+        for name in self._ledger.uses[step.batch].layers[step.stage]:
+            self._forget(name)
+
+    def go_home(self) -> None:
+        """All batches of the window have run here."""
+        if not self._going_home:
+            self._going_home = True
+            for transfer in self._ledger.ways_home():
+                self._start(transfer)
+            self._mirrors.clear()
+
+    def _start(self, transfer: Transfer) -> None:
+        if transfer.target == self._rank:
+            self._expected[transfer] = self._mirrors.expect(transfer.source, self._key(transfer), self._tell)
+        elif transfer.source == self._rank:
+            if transfer.after is not None and self._ledger.pending(transfer.after):
+                self._leaving[transfer.after].append(transfer)
+            else:
+                self._send(transfer)
+                self._forget(transfer.name)
+
+    def _send(self, transfer: Transfer) -> None:
+        self._mirrors.send(transfer.name, transfer.target, self._key(transfer))
+
+    def _forget(self, name: str) -> None:
+        if self._mirrors.away(name) and self._ledger.outdated(name, self._rank):
+            self._mirrors.drop(name)
+
+    def _key(self, transfer: Transfer) -> Key:
+        return self._window, transfer.batch, transfer.name
+
+    def _tell(self) -> None:
+        self._told = True
+        self._ring()

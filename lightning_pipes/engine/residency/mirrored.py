@@ -1,0 +1,66 @@
+"""The layers that a stage runs for a batch with a cut of its own, with copies of weights that are at home elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.engine.residency.mirrors import Mirrors
+from lightning_pipes.ir import PlanError, Use
+
+
+class MirroredLayers:
+    """All layers of the model as one stage runs them.
+
+    Args:
+        stage: its number.
+        layers: by number, which may be wrapped around those of `mirrors`.
+    """
+
+    def __init__(self, stage: int, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
+        self._stage, self._mirrors, self._layers = stage, mirrors, layers
+
+    def layers_of(self, use: Use | None, own: Mapping[int, nn.Module]) -> Mapping[int, nn.Module]:
+        """Those that the stage runs for a batch; its `own` where the batch has no cut of its own."""
+        if use is None or use.cut is None:
+            return own
+        return {number: self._layers[number] for number in range(*use.cut[self._stage])}
+
+    def away(self, number: int) -> bool:
+        """Whether that layer is at home on another rank."""
+        return self._mirrors.away(str(number))
+
+    def run(self, use: Use, number: int, layer: nn.Module, x: Any, only_read: Set[int], changes: bool) -> Any:
+        """What a layer that is `away` makes of `x`, with those parts of it that the batch uses.
+
+        Args:
+            only_read: ids of parameters that get no gradients.
+            changes: whether buffers may change.
+
+        Raises:
+            PlanError: it needs more than the batch has said.
+        """
+        names = sorted(use.layers[self._stage])
+        parameters, buffers = self._mirrors.of_layer(number, names)
+        before = self._prefix(number, layer)
+        given = {f"{before}{at}": p.detach() if id(p) in only_read else p for at, p in parameters.items()}
+        given |= {f"{before}{at}": buffer if changes else buffer.clone() for at, buffer in buffers.items()}
+        out = functional_call(layer, given, (x,)) if given else layer(x)
+        if changes and buffers:
+            self._mirrors.replace_buffers(number, names, {at: given[f"{before}{at}"] for at in buffers})
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(out)):
+            raise PlanError(
+                f"layer {number} ran on stage {self._stage}, where it is for this batch only, and used weights that "
+                f"the batch does not say: it says {', '.join(names) or 'none'}. Let layers_of_batch name all that a "
+                "batch uses"
+            )
+        return out
+
+    def _prefix(self, number: int, layer: nn.Module) -> str:
+        inner = self._mirrors.layers[number]
+        return next(f"{at}." if at else "" for at, module in layer.named_modules() if module is inner)

@@ -1,0 +1,194 @@
+"""Layers of other ranks that batches run here: their weights, buffers and optimizer states, as long as these are the
+newest; see `ir.stream.copies`.
+
+They lie beside the module, whose own layers stay as they are, so that checkpoints, hooks and optimizers see each layer
+once, on the rank that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipes.engine.messages.parcels import Key
+from lightning_pipes.engine.messages.post import Expected, Post
+from lightning_pipes.engine.private_torch import unsaved_buffers
+from lightning_pipes.engine.residency.layer_state import LayerState, laid_out
+from lightning_pipes.ir import PlanError
+
+
+@dataclass
+class Mirror:
+    """One layer, or a part of one, by name of what is in it.
+
+    Attributes:
+        states: of the parameters, by optimizer; with the names of those tensors in them that stay on the host.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    states: list[dict[str, tuple[dict[str, Any], Sequence[str]]]]
+
+
+class Mirrors:
+    """The copies on one rank of layers that are at home on others, and the way between the two.
+
+    Args:
+        layers: all layers of the model, by number. Weights of those whose home is elsewhere are not looked at.
+        at_home: whether a layer's home is here.
+        post: to the other ranks.
+        optimizers: of the training, in the same order on every rank.
+        group_of: the group of an optimizer that a parameter belongs to: of optimizer number, number of the layer, and
+            name in it; None if to none.
+
+    Attributes:
+        copies: of layers of other ranks, by name.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, nn.Module],
+        at_home: Callable[[int], bool],
+        post: Post,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        group_of: Callable[[int, int, str], int | None],
+        device: torch.device | None = None,
+    ) -> None:
+        self.layers = layers
+        self._at_home, self._post, self.optimizers, self._group_of = at_home, post, optimizers, group_of
+        self._device = device or torch.device("cpu")
+        self.copies: dict[str, Mirror] = {}
+
+    def away(self, name: str) -> bool:
+        """Whether a layer of that name has its home on another rank."""
+        return not self._at_home(_number(name))
+
+    def of_layer(self, number: int, names: Iterable[str]) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
+        """The parameters and buffers of a layer under those of `names` that are in it, by name in the layer."""
+        parameters: dict[str, nn.Parameter] = {}
+        buffers: dict[str, torch.Tensor] = {}
+        for name in names:
+            if _number(name) == number:
+                mirror, at = self.copies[name], _part(name)
+                parameters.update({_join(at, key): p for key, p in mirror.parameters.items()})
+                buffers.update({_join(at, key): b for key, b in mirror.buffers.items()})
+        return parameters, buffers
+
+    def replace_buffers(self, number: int, names: Iterable[str], found: Mapping[str, torch.Tensor]) -> None:
+        """Those of `of_layer` that its forward has put others in place of."""
+        for name in names:
+            if _number(name) == number:
+                buffers = self.copies[name].buffers
+                buffers.update({key: found[_join(_part(name), key)] for key in buffers})
+
+    def send(self, name: str, rank: int, key: Key) -> None:
+        """Sends a layer, as it is now.
+
+        Raises:
+            PlanError: something is registered on a parameter, which would not see the copy's gradients.
+        """
+        self._post.send(rank, key, vars(self._state(name)))
+
+    def expect(self, rank: int, key: Key, told: Callable[[], None]) -> Expected:
+        """What another rank sends by that key, to be put by `install`."""
+        return self._post.expect(rank, key, told)
+
+    def install(self, name: str, content: Any) -> None:
+        """A layer is from now on here as it was sent."""
+        state, module, device = LayerState(**content), self._module(name), self._device
+        if self.away(name):
+            for at, part in module.named_modules():
+                part.training = state.training[at]
+                if at in state.extra:
+                    part.set_extra_state(state.extra[at])
+            like = dict(module.named_parameters())
+            self.copies[name] = Mirror(
+                {
+                    at: nn.Parameter(laid_out(p.to(device), like[at]), trained)
+                    for at, (p, trained, _) in state.parameters.items()
+                },
+                {at: buffer.to(device) for at, buffer in state.buffers.items()},
+                [state.states_on(n, device) for n in range(len(state.optimizers))],
+            )
+            return
+        state.put(module, device)
+        left_out = {_join(at, key) for at, part in module.named_modules() for key in unsaved_buffers(part)}
+        with torch.no_grad():
+            for at, p in module.named_parameters():
+                p.copy_(state.parameters[at][0])
+            for at, buffer in module.named_buffers():
+                if at not in left_out:
+                    buffer.copy_(state.buffers[at])
+        state.put_optimizer_states(module, self.optimizers(), device)
+
+    def drop(self, name: str) -> None:
+        """Forgets the copy of a layer, if there is one."""
+        self.copies.pop(name, None)
+
+    def clear(self) -> None:
+        """Forgets all copies: every layer is at home."""
+        self.copies.clear()
+
+    @contextmanager
+    def in_optimizers(self, names: Iterable[str]) -> Iterator[None]:
+        """In the block the optimizers have those of the layers that are `away`, in the groups where the layers' own
+        parameters are, and what they remember of them."""
+        mirrors = {name: self.copies[name] for name in sorted(names) if self.away(name)}
+        optimizers = self.optimizers()
+        own = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        for name, mirror in mirrors.items():
+            for number, optimizer in enumerate(optimizers):
+                for at, p in mirror.parameters.items():
+                    group = self._group_of(number, _number(name), _join(_part(name), at))
+                    if group is not None:
+                        optimizer.param_groups[group]["params"].append(p)
+                        if at in mirror.states[number]:
+                            optimizer.state[p] = mirror.states[number][at][0]
+        try:
+            yield
+        finally:
+            for number, optimizer in enumerate(optimizers):
+                for mirror in mirrors.values():
+                    found = {at: optimizer.state.pop(p) for at, p in mirror.parameters.items() if p in optimizer.state}
+                    mirror.states[number] = {at: LayerState.with_host(state) for at, state in found.items()}
+                for settings, count in zip(optimizer.param_groups, own[number], strict=True):
+                    del settings["params"][count:]
+
+    def _state(self, name: str) -> LayerState:
+        module = self._module(name)
+        if not self.away(name):
+            for at, p in module.named_parameters():
+                if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                    raise PlanError(
+                        f"layer {name!r} goes to another rank for a batch, and {at} in it has a hook for its gradient, "
+                        "which would not run there; leave out the hook, or what cuts batches"
+                    )
+            return LayerState.of(module, self.optimizers(), gradients=False)
+        mirror, own = self.copies[name], LayerState.around(module)
+        return LayerState(
+            {at: (p.detach(), p.requires_grad, None) for at, p in mirror.parameters.items()},
+            mirror.buffers,
+            *own,
+            mirror.states,
+        )
+
+    def _module(self, name: str) -> nn.Module:
+        return self.layers[_number(name)].get_submodule(_part(name))
+
+
+def _number(name: str) -> int:
+    return int(name.partition(".")[0])
+
+
+def _part(name: str) -> str:
+    return name.partition(".")[2]
+
+
+def _join(part: str, name: str) -> str:
+    return f"{part}.{name}" if part else name

@@ -1,0 +1,267 @@
+"""Batches that use different layers: who waits for whom, so that each finds and leaves its layers as if they ran one
+after another.
+
+    batch   0: layers 0 3      stage 0  F0     F1      B1  B0  STEP0 F2     two batches that share nothing overlap,
+            1: layers 1 4      stage 1      F0 B0 STEP0 F1 B1 STEP1     F2  the third waits for the layers that it
+            2: layers 0 4                                                   shares with them, stage by stage
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.instruction import STEP, F, Instruction, Kind
+from lightning_pipes.ir.plan import Plan
+from lightning_pipes.ir.stream.copies import Copy, Layer, Transfer, check_names
+from lightning_pipes.ir.stream.late import Late
+from lightning_pipes.ir.stream.use import Use
+
+Waits = Mapping[Instruction, tuple[Instruction, ...]]
+"""Other instructions that one waits for, besides its data."""
+
+
+class Stepped(NamedTuple):
+    """How far a layer is.
+
+    Attributes:
+        times: it was stepped.
+        batch: that has stepped it last.
+    """
+
+    times: int
+    batch: int
+
+
+class Ledger:
+    """The layers as the batches of a window use them, in the order in which these enter.
+
+    A layer that was used on one rank can't be used on another, where it would be another copy, until a batch has a cut
+    of its own: from then on layers go where batches use them, see `transfers`.
+
+    Args:
+        stages: those whose instructions are asked about.
+
+    Attributes:
+        uses: those of the batches under way, by batch.
+        follows: for each of them those that were under way when it came, and come before it at some layer.
+        versions: of each layer that was stepped so far.
+    """
+
+    def __init__(self, plan: Plan, stages: Iterable[int]) -> None:
+        self.uses: dict[int, Use] = {}
+        self.follows: dict[int, set[int]] = {}
+        self.versions: dict[str, Stepped] = {}
+        self._plan = plan
+        self._stages = tuple(stages)
+        self._home = {n: s for s, span in enumerate(plan.layers) for n in range(*span)}
+        self._layers: dict[str, Layer] = {}
+        self._late = Late()
+        self._parts: dict[str, set[str]] = defaultdict(set)  # of each name, those that begin with it
+        self._pending: set[Instruction] = set()
+        self._travel = False
+        self._transfers: dict[int, list[Transfer]] = {}
+        self._coming: dict[tuple[int, int], list[Transfer]] = {}
+
+    def enter(self, batch: int, use: Use) -> Waits:
+        """Batch number `batch`, the next one, uses these layers: what its instructions wait for.
+
+        Raises:
+            PlanError: a layer is on another rank than for a batch before, and none had a cut of its own; or `use` is
+                for other stages or other layers; or one is read late and was not before, or the other way round.
+        """
+        self._check(batch, use)
+        self._transfers[batch] = []
+        before_stage = {stage: self._before(batch, stage, use) for stage in range(len(use.layers))}
+        self.uses[batch] = use
+        ahead = {i.batch for found in before_stage.values() for some in found for i in some}
+        self.follows[batch] = ahead & self.uses.keys()
+        self._note(batch, use)
+        plan = self._plan
+        waits: dict[Instruction, tuple[Instruction, ...]] = {}
+        for stage in self._stages:
+            first, then = (tuple(sorted(found & self._pending)) for found in before_stage[stage])
+            if first:
+                waits |= dict.fromkeys((F(stage, span, batch=batch) for span in plan.spans(Kind.F, stage)), first)
+            if then:
+                waits[STEP(stage, batch=batch)] = then
+        self._pending |= {STEP(stage, batch=batch) for stage in self._stages}
+        return waits
+
+    def transfers(self, batch: int) -> Sequence[Transfer]:
+        """The layers that have to travel for a batch under way, between whichever ranks."""
+        return self._transfers[batch]
+
+    def coming(self, batch: int, stage: int) -> Sequence[Transfer]:
+        """How the layers have got, or get, to the rank of `stage` that the batch uses there and that were not made
+        there: its forwards wait for those that have not come."""
+        return self._coming.get((batch, stage), ())
+
+    def outdated(self, name: str, rank: int) -> bool:
+        """Whether a rank has no use any more for its copy of a layer whose home is elsewhere."""
+        return self._layers[name].outdated(rank, self._pending)
+
+    def pending(self, step: Instruction) -> bool:
+        """Whether a STEP of `stages` is still to run."""
+        return step in self._pending
+
+    def ways_home(self) -> list[Transfer]:
+        """The layers that have to travel when all batches have run, for each to be where the plan has it."""
+        found = (self._layers[name].way_home() for name in sorted(self._layers))
+        return [transfer for transfer in found if transfer is not None]
+
+    def done(self, step: Instruction) -> None:
+        """`step` has run."""
+        self._pending.discard(step)
+        for name in self.uses[step.batch].stepped(step.stage):
+            times = self.versions[name].times if name in self.versions else 0
+            self.versions[name] = Stepped(times + 1, step.batch)
+
+    def leave(self, batch: int) -> None:
+        """All of the batch has run."""
+        del self.uses[batch], self.follows[batch], self._transfers[batch]
+        for stage in range(self._plan.n_stages):
+            self._coming.pop((batch, stage), None)
+
+    def expected(self, begun: Iterable[int]) -> list[int]:
+        """The batches under way in the order in which a stage will probably turn to them.
+
+        Those that it has `begun`, in that order, come back one after the other; another one begins when the last of
+        those that it follows is back, and takes as long.
+        """
+        back = {batch: turn for turn, batch in enumerate(begun)}
+        takes, turns = len(back), dict(back)
+        for batch, before in self.follows.items():
+            if batch not in back:
+                turns[batch] = max((back[b] + 1 for b in before if b in back), default=0)
+                back[batch] = turns[batch] + takes
+        return sorted(turns, key=lambda batch: (turns[batch], batch))
+
+    def _check(self, batch: int, use: Use) -> None:
+        plan = self._plan
+        if len(use.layers) != plan.n_stages:
+            raise PlanError(
+                f"batch {batch} says which layers it uses for {len(use.layers)} stages, the plan has {plan.n_stages}"
+            )
+        if use.cut is None:
+            return
+        if use.cut[-1].stop != len(self._home):
+            raise PlanError(f"batch {batch} is cut into {use.cut[-1].stop} layers, the plan has {len(self._home)}")
+        self._travel = True
+        for name, _ in use.delays:
+            stage = next(s for s, names in enumerate(use.layers) if name in names)
+            if stage != self._home_of(name, stage):
+                raise PlanError(
+                    f"batch {batch} reads layer {name!r} late on stage {stage}, whose home is stage "
+                    f"{self._home_of(name, stage)}; cut batches so that what they read late stays at home"
+                )
+
+    def _before(self, batch: int, stage: int, use: Use) -> tuple[set[Instruction], set[Instruction]]:
+        """What the batch's forwards wait for on a stage, and its STEP."""
+        rank, late, stepped = self._plan.ranks[stage], dict(use.delays), use.stepped(stage)
+        reads: set[Instruction] = set()
+        writes: set[Instruction] = set()
+        for name in sorted(use.layers[stage]):
+            self._check_late(batch, name, name in late)
+            if name in late:
+                before, step = self._late.enter(name, STEP(stage, batch=batch), late[name], rank)
+                reads |= before
+                writes |= step
+                continue
+            for copy in self._overlapping(batch, name, rank, stage):
+                reads |= copy.before
+                if copy.stepper is not None:
+                    reads.add(copy.stepper)
+                if name in stepped:
+                    writes |= copy.readers
+        return reads, writes
+
+    def _overlapping(self, batch: int, name: str, rank: int, stage: int) -> list[Copy]:
+        """The copies here of the layer of this name, of those that it is a part of, and of its own parts."""
+        layers = [self._layers[other] for other in sorted(self._names(name)) if other in self._layers]
+        if not self._travel:
+            for layer in layers:
+                if layer.newest.rank != rank:
+                    raise PlanError(
+                        f"batch {batch} uses layer {name!r} on stage {stage}, and batch {layer.newest.batch} on stage "
+                        f"{layer.newest.stage}, which is on another rank with another copy of it; keep a layer on one "
+                        "rank, or give batches a cut of their own"
+                    )
+            return [layer.newest for layer in layers]
+        if name not in self._layers:
+            home = self._home_of(name, stage)
+            self._layers[name] = Layer(name, Copy(self._plan.ranks[home], home, batch))
+        own = self._layers[name]
+        others = [layer for layer in layers if layer is not own]
+        if others:
+            check_names(batch, name, rank, [*others, own])
+        copy, transfer = own.here(rank, stage, batch)
+        if transfer is not None:
+            self._transfers[batch].append(transfer)
+        if copy.transfer is not None:
+            self._coming.setdefault((batch, stage), []).append(copy.transfer)
+        return [copy, *(layer.newest for layer in others)]
+
+    def _home_of(self, name: str, stage: int) -> int:
+        return self._home.get(int(name.partition(".")[0]), stage)
+
+    def _check_late(self, batch: int, name: str, late: bool) -> None:
+        others = self._names(name) & (self._layers.keys() if late else self._late.keys())
+        if late:
+            others |= (self._names(name) & self._late.keys()) - {name}
+        if others:
+            raise PlanError(
+                f"batch {batch} reads layer {name!r} {'late' if late else 'as it is'}, and a batch before has read "
+                f"{sorted(others)[0]!r} otherwise; let all batches say the same of a layer, under the same name"
+            )
+
+    def _names(self, name: str) -> set[str]:
+        return {name, *_above(name), *self._parts.get(name, ())}
+
+    def _note(self, batch: int, use: Use) -> None:
+        late = {name for name, _ in use.delays}
+        for stage, names in enumerate(use.layers):
+            step, stepped, rank = STEP(stage, batch=batch), use.stepped(stage), self._plan.ranks[stage]
+            for name in names:
+                for above in _above(name):
+                    self._parts[above].add(name)
+                if name in late:
+                    continue
+                if name not in self._layers:
+                    self._layers[name] = Layer(name, Copy(rank, stage, batch))
+                copy, _ = self._layers[name].here(rank, stage, batch)
+                copy.stage, copy.batch = stage, batch
+                copy.readers &= self._pending
+                copy.before &= self._pending
+                if name in stepped:
+                    self._layers[name].stepped(copy, step)
+                else:
+                    copy.readers.add(step)
+
+
+def unrolled(plan: Plan, uses: Sequence[Use], depth: int) -> Plan:
+    """`plan` with the first batches of an endless window, which use those layers, as a finite one: to simulate, verify
+    and draw. On each rank batch n + depth waits until batch n and all before it have run.
+
+    Raises:
+        PlanError: see `Ledger.enter`.
+    """
+    ledger = Ledger(plan, range(plan.n_stages))
+    after: dict[Instruction, tuple[Instruction, ...]] = {}
+    for batch, use in enumerate(uses):
+        after |= ledger.enter(batch, use)
+        left = range(max(0, batch - 2 * depth + 1), batch - depth + 1)  # those before left when the last of these came
+        for stage, rank in enumerate(plan.ranks):
+            over = tuple(STEP(s, batch=n) for n in left for s in plan.stages[rank])
+            for span in plan.spans(Kind.F, stage) if over else ():
+                i = F(stage, span, batch=batch)
+                after[i] = tuple(dict.fromkeys((*over, *after.get(i, ()))))
+    return replace(plan, batches=max(1, len(uses)), shared_weights=False, after=after)
+
+
+def _above(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]

@@ -1,0 +1,116 @@
+"""The layers that a batch uses, and where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.plan import Plan
+from lightning_pipes.ir.span import Span
+
+
+class Delayed(NamedTuple):
+    """A layer is stepped by a batch that reads an older version of it.
+
+    Attributes:
+        by: batch i reads, forward and backward, what batch i - `by` of the window has left, or the window's first
+            version if there is no such batch.
+    """
+
+    by: int
+
+
+@dataclass(frozen=True)
+class Use:
+    """The layers that a batch uses, by name: "5" is the model's layer number 5, "5.2" the part of it called 2.
+
+    Attributes:
+        layers: those of each stage.
+        steps: those of them that the batch steps; None means all. The others are read as they are, get no gradients
+            from it, and must not change in its forward; several batches may do so at once.
+        delays: those of them that it reads late, sorted by name, and by how much.
+        cut: the numbers of the model's layers that each stage runs for this batch; None means those of the plan.
+
+    Raises:
+        PlanError: it steps what it does not use, or reads late what it does not step; or `cut` leaves layers out, or
+            runs them in another order.
+    """
+
+    layers: tuple[frozenset[str], ...]
+    steps: frozenset[str] | None = None
+    delays: tuple[tuple[str, Delayed], ...] = ()
+    cut: tuple[Span, ...] | None = None
+
+    def __post_init__(self) -> None:
+        cut = self.cut
+        if cut is not None and (
+            len(cut) != len(self.layers)
+            or cut[0].start != 0
+            or any(before.stop != span.start for before, span in pairwise(cut))
+            or any(span.start > span.stop for span in cut)
+        ):
+            raise PlanError(
+                f"a batch of {len(self.layers)} stages is cut into layers {[tuple(span) for span in cut]}; every layer "
+                "has to be in one stage, in order"
+            )
+        for name in sorted(self.steps or ()):
+            if not any(name in names for names in self.layers):
+                raise PlanError(f"a batch steps {name!r} and does not use it; it uses {_listed(self.layers)}")
+        for name, delay in self.delays:
+            if not any(name in self.stepped(stage) for stage in range(len(self.layers))):
+                raise PlanError(f"a batch reads {name!r} late and does not step it; it uses {_listed(self.layers)}")
+            if delay.by < 1:
+                raise PlanError(f"a batch reads {name!r} {delay.by} batches late; it can be 1 or more")
+
+    @classmethod
+    def of(
+        cls,
+        names: Iterable[str],
+        layers: Sequence[Span],
+        steps: Iterable[str] | None = None,
+        delays: Mapping[str, Delayed] | None = None,
+        cut: Sequence[Span] | None = None,
+    ) -> Use:
+        """Those layers, each on the stage that has its number; `layers` are those of the stages, as a plan has them,
+        unless the batch has a `cut` of its own.
+
+        Raises:
+            PlanError: no stage has one of them.
+        """
+        layers = layers if cut is None else cut
+        stages: list[set[str]] = [set() for _ in layers]
+        for name in names:
+            number = name.partition(".")[0]
+            found = [s for s, (a, b) in enumerate(layers) if number.isdecimal() and a <= int(number) < b]
+            if not found:
+                last = max((b for _, b in layers), default=0) - 1
+                raise PlanError(f"a batch uses a layer that is not there: no layer {name!r}, they are '0' to '{last}'")
+            stages[found[0]].add(name)
+        late = tuple(sorted((delays or {}).items()))
+        own = None if cut is None else tuple(cut)
+        return cls(tuple(map(frozenset, stages)), None if steps is None else frozenset(steps), late, own)
+
+    @classmethod
+    def whole(cls, plan: Plan) -> Use:
+        """All layers; of a plan that does not say which they are, one a stage."""
+        layers = plan.layers or [Span(s, s + 1) for s in range(plan.n_stages)]
+        return cls(tuple(frozenset(map(str, range(*span))) for span in layers))
+
+    def cut_as(self, cut: Sequence[Span]) -> Use:
+        """The same layers where the batch has a cut of its own.
+
+        Raises:
+            PlanError: it leaves layers out.
+        """
+        return Use.of((n for names in self.layers for n in names), (), self.steps, dict(self.delays), cut)
+
+    def stepped(self, stage: int) -> frozenset[str]:
+        """Those that are stepped on `stage`."""
+        return self.layers[stage] if self.steps is None else self.layers[stage] & self.steps
+
+
+def _listed(layers: Iterable[frozenset[str]]) -> str:
+    return ", ".join(sorted(name for names in layers for name in names)) or "none"

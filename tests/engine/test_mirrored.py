@@ -1,0 +1,384 @@
+"""Batches with cuts of their own: layers go from rank to rank between them, and the weights are those of one batch
+after another, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipes.engine import Item, Stage
+from lightning_pipes.engine.compute.rng import seed_all, stream_seed
+from lightning_pipes.engine.messages.parcel_format import content_of, described, packed
+from lightning_pipes.engine.residency.layer_memory import LayerMemory
+from lightning_pipes.engine.residency.mirrors import Mirrors
+from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, Policy, RankView, Span, Use
+from lightning_pipes.testing.loopback import Loopback
+from tests.engine.pipes import ROWS, WIDTH, assert_close, squared_error
+
+BATCHES, DEPTH, CANDIDATES = 24, 8, 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums on two threads are others in their last bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Jumbled(Policy):
+    """Any of what is ready, by lot; samples of a batch in their order."""
+
+    seed: int = 0
+    depth: int = 6
+    name: ClassVar[str] = "jumbled"
+    flushes: ClassVar[bool] = False
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction:
+        first = {(i.kind, i.batch, i.stage): i for i in reversed(ready)}
+        return min(first.values(), key=lambda i: zlib.crc32(f"{self.seed} {i}".encode()))
+
+
+class Counting(nn.Module):
+    """Replaces a buffer in its forward, and counts in another one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.count += 1
+        return self.lin(x)
+
+
+class Block(nn.Module):
+    """One of several."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        norm = nn.BatchNorm1d if number % 2 else nn.LayerNorm
+        self.nets = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(WIDTH), nn.Dropout(0.2), nn.Tanh()), Counting(), nn.ReLU()]
+        )
+
+    def forward(self, given: Any) -> Any:
+        x, choices = given
+        return x + self.nets[choices[self.number]](x), choices
+
+
+def model() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Block(n) for n in range(DEPTH)]
+
+
+def choices(number: int) -> tuple[int, ...]:
+    rng = random.Random(number)
+    return tuple(rng.randrange(CANDIDATES) for _ in range(DEPTH))
+
+
+def chosen(item: Item) -> tuple[int, ...]:
+    """The candidate of each block, by the layers that a batch says; the last one has none."""
+    assert item.use is not None
+    names = {name for names in item.use.layers for name in names}
+    return tuple(next((c for c in range(2) if f"{n}.nets.{c}" in names), 2) for n in range(DEPTH))
+
+
+def use_of(number: int, plan: Plan, own_cut: bool = True) -> Use:
+    """Every fourth batch leaves two of its layers as they are; every seventh is cut as the plan says."""
+    names = [f"{n}.nets.{c}" for n, c in enumerate(choices(number)) if c < 2]
+    still = [name for name in names if name.endswith(".0") and int(name[0]) % 2 == 0][:2] if number % 4 == 3 else []
+    rng = random.Random(-number)
+    ends = [0, *sorted(rng.choices(range(DEPTH + 1), k=plan.n_stages - 1)), DEPTH]
+    cut = None if number % 7 == 6 or not own_cut else [Span(a, b) for a, b in pairwise(ends)]
+    return Use.of(names, plan.layers, [n for n in names if n not in still] if still else None, cut=cut)
+
+
+def batch(number: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def rows_of(number: int) -> int:
+    return 6 if number % 5 == 4 else ROWS
+
+
+def item(number: int, plan: Plan) -> Item:
+    rows = rows_of(number)
+    return Item(number, rows, batch(number, rows), use=use_of(number, plan))
+
+
+def two(parameters: Mapping[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Adam in two groups for weights, and SGD with momentum for biases."""
+    found = [[p for n, p in parameters.items() if _kind(n) == kind] for kind in range(3)]
+    adam = torch.optim.Adam([{"params": found[0]}, {"params": found[1], "lr": 0.01}], 0.02, weight_decay=0.1)
+    return [adam, torch.optim.SGD([{"params": found[2]}], 0.05, momentum=0.9)]
+
+
+def _kind(name: str) -> int:
+    """Of a parameter of a layer: the group, of all."""
+    return 2 if name.endswith("bias") else int("lin" in name)
+
+
+@cache
+def one_after_another(spans: tuple[Span, ...], batches: int = BATCHES) -> dict[str, torch.Tensor]:
+    """No pipeline."""
+    layers = model()
+    optimizers = two({n: p for layer in layers for n, p in _unique(layer, layers)})
+    for number in range(batches):
+        rows = rows_of(number)
+        x, target = batch(number, rows)
+        for span in spans:
+            part = span.clip(rows)
+            out: Any = x[part.start : part.stop], choices(number)
+            for n, layer in enumerate(layers):
+                seed_all(stream_seed(0, 0, n, number, part), torch.device("cpu"))
+                out = layer(out)
+            loss = squared_error(out[0], target[part.start : part.stop]) * part.rows / rows
+            if loss.requires_grad:
+                loss.backward()
+        plan = Plan.even(1, 1, layers=(Span(0, DEPTH),))
+        use = replace(use_of(number, plan, own_cut=False))
+        mine = {id(p) for name in use.stepped(0) for p in nn.ModuleList(layers).get_submodule(name).parameters()}
+        for p in nn.ModuleList(layers).parameters():
+            p.grad = p.grad if id(p) in mine else None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return tensors(layers)
+
+
+def _unique(layer: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    return [(f"{layers.index(layer)}.{n}", p) for n, p in layer.named_parameters()]
+
+
+def tensors(layers: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Parameters and all buffers."""
+    modules = nn.ModuleList(layers)
+    return {n: t.detach().clone() for n, t in (*modules.named_parameters(), *modules.named_buffers())}
+
+
+class Letters:
+    """The post of ranks in one process, which takes its time."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[int, int, Any], Any] = {}
+        self.count = 0
+
+
+class Letter:
+    def __init__(self, letters: Letters, key: Any) -> None:
+        self.letters, self.key = letters, key
+
+    def done(self) -> bool:
+        return self.key in self.letters.sent
+
+    @property
+    def content(self) -> Any:
+        return self.letters.sent.pop(self.key)
+
+
+class LocalPost:
+    def __init__(self, letters: Letters, rank: int) -> None:
+        self.letters, self.rank = letters, rank
+        self.waiting: list[Any] = []
+
+    def send(self, rank: int, key: Any, content: Any) -> None:
+        description, found = packed(content)
+        skeleton, _ = described(description)
+        self.letters.sent[self.rank, rank, key] = content_of(skeleton, iter([t.detach().clone() for t in found]))
+        self.letters.count += 1
+
+    def expect(self, rank: int, key: Any, told: Any) -> Letter:
+        self.waiting.append(told)
+        return Letter(self.letters, (rank, self.rank, key))
+
+    def tell(self) -> None:
+        for told in self.waiting:
+            told()
+
+
+@dataclass
+class Ranks:
+    """What ranks hold in `layers`, by rank; nobody can use the layers of others."""
+
+    layers: list[list[nn.Module]]
+    pipe: Loopback
+    letters: Letters
+    mirrors: list[Mirrors]
+
+    def whole(self, plan: Plan) -> list[nn.Module]:
+        """Each layer as its home has it."""
+        homes = {n: plan.ranks[s] for s, span in enumerate(plan.layers) for n in range(*span)}
+        return [self.layers[homes[n]][n] for n in range(DEPTH)]
+
+
+def ranks_of(plan: Plan, policy: Policy) -> Ranks:
+    letters, all_layers, all_mirrors, posts = Letters(), [], [], []
+    made: dict[int, list[Stage]] = {}
+    for rank in range(plan.n_ranks):
+        layers = copy.deepcopy(model())
+        home = {n for s in plan.stages[rank] for n in range(*plan.layers[s])}
+        for n, layer in enumerate(layers):
+            for t in (*layer.parameters(), *layer.buffers()) if n not in home else ():
+                t.data = t.data * torch.nan
+        optimizers = two({f"{n}.{at}": p for n in sorted(home) for at, p in layers[n].named_parameters()})
+        post = LocalPost(letters, rank)
+        mirrors = Mirrors(
+            dict(enumerate(layers)),
+            home.__contains__,
+            post,
+            lambda optimizers=optimizers: optimizers,  # type: ignore[misc]
+            lambda optimizer, layer, name: {(0, 0): 0, (0, 1): 1, (1, 2): 0}.get((optimizer, _kind(name))),
+        )
+        made[rank] = [stage_of(s, plan, layers, mirrors, optimizers) for s in plan.stages[rank]]
+        all_layers.append(layers)
+        all_mirrors.append(mirrors)
+        posts.append(post)
+    pipe = Loopback(plan, policy, made.__getitem__)
+    for rank, engine in enumerate(pipe.engines):
+        engine.mirror(all_mirrors[rank], dict(enumerate(all_layers[rank])))
+        original = engine.progress
+
+        def progress(wait: bool = True, original: Any = original, post: LocalPost = posts[rank]) -> bool:
+            post.tell()
+            return bool(original(wait))
+
+        engine.progress = progress  # type: ignore[method-assign]
+    return Ranks(all_layers, pipe, letters, all_mirrors)
+
+
+def stage_of(
+    number: int, plan: Plan, layers: Sequence[nn.Module], mirrors: Mirrors, optimizers: Sequence[torch.optim.Optimizer]
+) -> Stage:
+    def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        x, target = item.data
+        given = (x[span.start : span.stop], chosen(item)) if received is None else received
+        out = stage.run_layers(item, span, given)
+        if number < plan.n_stages - 1:
+            return out
+        return squared_error(out[0], target[span.start : span.stop]) * span.rows / item.rows
+
+    def step(item: Item) -> None:
+        assert item.use is not None
+        mine = {id(p) for p in stage.stepped(item)}
+        with mirrors.in_optimizers(item.use.stepped(number)):
+            every = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+            others = {p: p.grad for p in every if id(p) not in mine}
+            for p in others:
+                p.grad = None
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for p, gradient in others.items():
+                p.grad = gradient
+
+    again = bool(plan.recompute) and plan.recompute[number]
+    stage = Stage(number, {n: layers[n] for n in range(*plan.layers[number])}, body, step, recompute=again)
+    return stage
+
+
+def planned(stages: int, microbatches: int, ranks: Sequence[int] | None = None, recompute: bool = False) -> Plan:
+    cuts = [s * DEPTH // stages for s in range(stages + 1)]
+    layers = [Span(a, b) for a, b in pairwise(cuts)]
+    return Plan.even(stages, microbatches, ROWS, ranks, layers, [recompute] * stages)
+
+
+PLANS = {
+    "1 stage": planned(1, 2),
+    "2 stages": planned(2, 2),
+    "4 stages": planned(4, 2),
+    "2 stages a rank": planned(4, 2, ranks=(0, 1, 0, 1)),
+    "recomputed": planned(4, 2, recompute=True),
+    "split backward": replace(planned(4, 2), split_backward=True),
+}
+
+
+@pytest.mark.parametrize("what", PLANS)
+def test_weights_are_those_of_one_after_another(what: str) -> None:
+    plan = PLANS[what]
+    ranks = ranks_of(plan, Jumbled(len(what)))
+    for number in range(BATCHES):
+        ranks.pipe.inject(lambda n=number: item(n, plan))  # type: ignore[misc]
+        if number % 6 == 5:
+            ranks.pipe.progress()
+        if number == 15:  # all layers go home in the middle
+            ranks.pipe.drain()
+            assert_close(tensors(ranks.whole(plan)), one_after_another(plan.spans(Kind.F, 0), 16), exact=True)
+            assert not any(mirrors.copies for mirrors in ranks.mirrors)
+    ranks.pipe.drain()
+    assert_close(tensors(ranks.whole(plan)), one_after_another(plan.spans(Kind.F, 0)), exact=True)
+    assert not ranks.letters.sent
+    for mirrors in ranks.mirrors:
+        for optimizer in mirrors.optimizers():
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            assert {id(p) for p in optimizer.state} <= mine
+    assert (ranks.letters.count > 40) == (plan.n_ranks > 1)
+
+
+def round_and_round(number: int, plan: Plan, steps: Sequence[str] | None = None) -> Item:
+    """One layer that is on the next rank each time."""
+    ends = [0, *[DEPTH if number % 4 <= s else 0 for s in range(3)], DEPTH]
+    use = Use.of(["0.nets.0"], plan.layers, steps, cut=[Span(a, b) for a, b in pairwise(ends)])
+    return Item(number, ROWS, batch(number, ROWS), use=use)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_copies_that_nobody_needs_are_forgotten(at_once: bool) -> None:
+    plan = PLANS["4 stages"]
+    ranks = ranks_of(plan, Jumbled(depth=20))
+    for number in range(12):
+        ranks.pipe.inject(lambda n=number: round_and_round(n, plan))  # type: ignore[misc]
+        if not at_once or number == 11:
+            ranks.pipe.progress()
+            assert [len(mirrors.copies) for mirrors in ranks.mirrors] == [0, *[int(number % 4 == r) for r in (1, 2, 3)]]
+    ranks.pipe.drain()
+
+
+def test_what_is_only_read_gets_no_gradients() -> None:
+    plan = PLANS["4 stages"]
+    ranks = ranks_of(plan, Jumbled())
+    ranks.pipe.inject(lambda: round_and_round(1, plan, steps=[]))
+    ranks.pipe.progress()
+    [mirror] = ranks.mirrors[1].copies.values()
+    assert all(p.grad is None and p.requires_grad for p in mirror.parameters.values())
+    ranks.pipe.drain()
+
+
+def test_refuses_cuts_that_nobody_follows() -> None:
+    plan, layers = PLANS["2 stages"], model()
+    pipe = Loopback(plan, Jumbled(), lambda r: [Stage(r, {n: layers[n] for n in range(*plan.layers[r])})])
+    with pytest.raises(PlanError, match="a cut of its own, and layers do not move between batches here"):
+        pipe.inject(lambda: item(0, plan))
+    ranks = ranks_of(plan, Jumbled())
+    ranks.pipe.inject(lambda: item(0, plan))
+    with pytest.raises(PlanError, match="between two windows only"):
+        ranks.pipe.engines[0].mirror(ranks.mirrors[0], {})
+    ranks = ranks_of(plan, Jumbled())
+    ranks.pipe.engines[0].take_turns(LayerMemory(Nowhere(), torch.device("cpu"), list))
+    with pytest.raises(PlanError, match="can't take turns on the device meanwhile"):
+        ranks.pipe.engines[0].mirror(ranks.mirrors[0], {})
+
+
+class Nowhere:
+    """Where nothing is ever asked for."""
+
+    prefetch = False
+
+    def states(self, device: torch.device) -> Any:
+        return None

@@ -1,0 +1,68 @@
+"""Cuts of single subnets: the best there is, by trying all."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from lightning_pipes.ir import Delayed, Plan, Span, Use
+from lightning_pipes.strategies.csp import CSP
+from lightning_pipes.strategies.csp.cutting import balanced_cut
+from lightning_pipes.strategies.csp.emulated.placed import balanced
+from lightning_pipes.strategies.csp.emulated.spaces import space_of
+
+LAYERS = (Span(0, 2), Span(2, 4), Span(4, 6))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_as_good_as_any(seed: int) -> None:
+    rng = random.Random(seed)
+    layers, stages = rng.randint(3, 8), rng.randint(1, 3)
+    costs = [rng.randint(0, 6) for _ in range(layers)]
+    home = [n * stages // layers for n in range(layers)]
+    pinned = {n: home[n] for n in range(layers) if rng.random() < 0.3}
+    cases = []
+    for inner in combinations(range(1, layers), stages - 1):
+        spans = [Span(a, b) for a, b in pairwise([0, *inner, layers])]
+        if all(spans[stage].start <= n < spans[stage].stop for n, stage in pinned.items()):
+            cases.append((max(sum(costs[a:b]) for a, b in spans), inner[::-1], tuple(spans)))
+    cut = balanced_cut(costs, stages, pinned)
+    assert cut is not None
+    best = min(case for case, _, _ in cases)
+    assert max(sum(costs[a:b]) for a, b in cut) == best
+    if not pinned:
+        assert len(cut) == stages
+
+
+def test_as_in_the_emulation() -> None:
+    subnets = space_of("NLP.c3").draw(6, seed=2)
+    cuts = balanced(subnets, 8).cuts
+    for row, forward, backward in zip(cuts, subnets.forward, subnets.backward, strict=True):
+        cut = balanced_cut(list(map(float, forward + backward)), 8, {})
+        assert cut is not None
+        assert np.array_equal([a for a, _ in cut], row[:-1])
+
+
+def test_no_cut_where_there_is_none() -> None:
+    assert balanced_cut([1.0, 1.0], 3, {}) is None
+    assert balanced_cut([1.0, 1.0], 2, {0: 1}) is None
+
+
+def test_choices_move_and_what_all_use_stays() -> None:
+    plan = Plan.even(3, 1, layers=LAYERS)
+    costs = {"0": 1.0, "1.0": 1.0, "1.1": 9.0, "2.0": 1.0, "3.0": 1.0, "4.0": 1.0, "5": 1.0}
+
+    def cut(*names: str, delays: dict[str, Delayed] | None = None) -> tuple[int, ...]:
+        found = CSP(balanced=True).cut(Use.of(names, LAYERS, delays=delays), costs.__getitem__, plan)
+        assert found is not None
+        return tuple(a for a, _ in found[1:])
+
+    rest = ("2.0", "3.0", "4.0", "5")
+    assert cut("0", "1.0", *rest) == (2, 4)
+    assert cut("0", "1.1", *rest) == (1, 2)
+    assert cut("0", "1.1", *rest, delays={"3.0": Delayed(1)}) == (2, 4)
+    assert cut("0", "1.1", "2.0", "3.0", "4.0", "5") == cut("5", "4.0", "3.0", "2.0", "1.1", "0")
+    assert not CSP().cuts_batches

@@ -1,0 +1,148 @@
+"""Subnets with cuts of their own, whose layers go from rank to rank: bit by bit one subnet after another."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.sim.shown.training_record import TrainingRecord
+from lightning_pipes.strategies.csp import CSP
+from lightning_pipes.supernets import SubnetStream
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from tests.supernets.nets import Cut, alone, explorer, fit, loader, new_module
+from tests.trainer.lit import quiet
+
+SHORT = 20
+"""Subnets of each of two epochs."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As on the ranks: sums on two threads are others in their last bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def plain(shared: str, batches: int, drains: tuple[int, ...] = ()) -> dict[str, Any]:
+    return alone(shared, batches, drains)
+
+
+def cut(
+    rank: int, ranks: int, shared: str, batches: int, folder: str, resume: str | None = None, dies_at: int = -1
+) -> dict[str, Any]:
+    """Validates after each epoch, and saves at subnet 30."""
+    return fit(rank, ranks, shared, batches, folder, resume, dies_at, every=30, kind=Cut)
+
+
+def in_turn(rank: int, ranks: int, folder: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Several trainings on the same processes: by lot, that resumed in the middle, and balanced ones; and the threads
+    that they have left."""
+    delayed = cut(rank, ranks, "delayed", SHORT, folder)
+    resumed = cut(rank, ranks, "delayed", SHORT, folder, f"{folder}/step=30.ckpt")
+    sequential = cut(rank, ranks, "sequential", SHORT, folder)
+    balanced = fit(rank, ranks, "frozen", SHORT, f"{folder}/balanced", schedule=CSP(depth=8, balanced=True))
+    left = [thread.name for thread in threading.enumerate() if "parcels" in thread.name]
+    return [delayed, resumed, sequential, balanced], left
+
+
+def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
+    """Without the losses of the first subnets, which a resumed run does not see."""
+    return found | {"losses": {n: loss for n, loss in found["losses"].items() if n >= subnet}}
+
+
+def steppers(folder: str) -> dict[str, set[str]]:
+    """The ranks that have stepped each layer, as each of them has written it down."""
+    found = defaultdict(set)
+    for path in Path(folder, "reproducibility").glob("*-rank*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            for name in line["layers"] if "B" in line else ():
+                found[name].add(path.stem.partition("-")[2])
+    return found
+
+
+def test_two_stages_train_as_one_process() -> None:
+    folder = mkdtemp()
+    for (delayed, resumed, sequential, balanced), threads in run_ranks(in_turn, 2, 2, folder, timeout=120):
+        assert delayed == plain("delayed", SHORT, (30,))
+        assert resumed == after(delayed, 30)
+        assert sequential == plain("sequential", SHORT)
+        assert balanced == plain("frozen", SHORT)
+        assert threads == []
+    for where, share in ((folder, 0.5), (f"{folder}/balanced", 0.1)):
+        on = steppers(where)
+        assert len(on) > 20
+        assert sum(ranks == {"rank0", "rank1"} for ranks in on.values()) > share * len(on)
+    accesses = TrainingRecord.load(Path(folder, "balanced")).accesses
+    for name in on:
+        assert [(kind, batch) for batch, kind in accesses[name]] == [
+            (kind, batch) for batch in sorted({batch for batch, _ in accesses[name]}) for kind in "FB"
+        ], name
+
+
+def test_validation_and_whole_module_have_the_newest_layers() -> None:
+    for logged, whole, more, bubbles in run_ranks(validated, 2, timeout=120):
+        assert logged == pytest.approx(whole, abs=1e-6)
+        assert more == 0
+        assert all(0 <= bubble < 1 for bubble in bubbles)
+
+
+def validated(rank: int) -> tuple[float, float, int, tuple[float, float]]:
+    """The value logged last, that of the module after training, by how much a group of its optimizer has grown, and the
+    bubbles of the report, predicted and measured."""
+    quiet()
+    torch.set_num_threads(1)
+    module = new_module("sequential", kind=Cut)
+    assert isinstance(module, Cut)
+    module.stages = 2
+    strategy = PipelineStrategy(CSP(depth=8), 2, partition=[5])
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    stream = SubnetStream(explorer("sequential"))
+    trainer.fit(module, stream.paired(loader(SHORT)))
+    logged = float(trainer.callback_metrics["validated"])
+    module.eval()
+    with torch.no_grad():
+        mean = sum(float(module.validated(batch)) for batch in loader(3)) / 3
+    more = len(trainer.optimizers[0].param_groups[0]["params"]) - len(list(module.parameters()))
+    return logged, mean, max(0, more), (strategy.report.bubble_predicted, strategy.report.bubble_measured)
+
+
+def test_a_killed_rank_ends_all_and_training_goes_on_on_more() -> None:
+    folder, wanted = mkdtemp(), plain("sequential", SHORT, (30,))
+    outcomes = watch_ranks(cut, 2, 2, "sequential", SHORT, folder, None, 34, timeout=60)
+    assert "exit code -9" in outcomes[0].error
+    assert "rank 0" in outcomes[1].error
+    assert outcomes[1].seconds - outcomes[0].seconds < 10
+    for found in run_ranks(cut, 4, 4, "sequential", SHORT, folder, f"{folder}/step=30.ckpt", timeout=120):
+        assert found == after(wanted, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 4, 8])
+@pytest.mark.parametrize("shared", ["sequential", "delayed", "per_choice"])
+def test_many_subnets_on_any_number_of_stages(shared: str, stages: int) -> None:
+    wanted = plain(shared, 100, (30, 60, 90, 120, 150, 180))
+    for found in run_ranks(cut, stages, stages, shared, 100, mkdtemp(), timeout=500):
+        assert found == wanted
