@@ -86,11 +86,6 @@ class Streaming(Training):
         self._overlap = Overlap()
         several = len(run.global_ranks) > 1
         self._mirroring = Mirroring(run) if several and Cuts.wanted(run.cut.module, schedule) else None
-        if memory is not None and self._mirroring is not None:
-            raise PipelineError(
-                "layers can't take turns on the device (MemorySwap) while they go from rank to rank for cuts that "
-                "batches have of their own; leave out MemorySwap, or what cuts batches (cut_of_batch, balanced=True)"
-            )
         self._ordering = run.plans
         self._optimizers: Sequence[Optimizer] = ()
         self._steps: OwnSteps | None = None  # of this window: layers move between windows
