@@ -1,6 +1,7 @@
-"""CSP on the paper's spaces, emulated, against the systems that it names; and the cost of a decision in the engine.
+"""CSP on the paper's spaces, emulated, against the systems that it names; the cost of a decision in the engine; whether
+results are the same on any number of processes.
 
-python benchmarks/csp.py [--quick] [--json] [--part spaces|bounds|costs|scaling|swaps|decision ...]
+python benchmarks/csp.py [--quick] [--json] [--part spaces|bounds|costs|scaling|swaps|decision|equality ...]
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 
 from csp_decision import decision_us
 from csp_emulated import Report, bounds, costs, scaling, spaces, swaps
+from csp_reproducibility import trained
 
 from lightning_pipes.strategies.csp.emulated.machine import load_loops
 from lightning_pipes.strategies.csp.planner import MICROBATCHES
@@ -28,6 +30,18 @@ def decision(quick: bool) -> Report:
     return report
 
 
+def equality(quick: bool) -> Report:
+    """Whether weights and losses are the same on any number of stages, really executed; `bit_equal` is 1 if they are."""
+    report, equal = Report([]), True
+    for system in ("CSP sequential", "CSP delayed by 16"):
+        found = {n: trained(system, n, 40 if quick else 200) for n in ((1, 2) if quick else (1, 2, 4, 8))}
+        same = len({(each.weights, *each.record.losses.values()) for each in found.values()}) == 1
+        equal = equal and same
+        report.lines.append(f"{system}: {'equal' if same else 'DIFFERENT'} on {', '.join(map(str, found))} processes")
+    report.keys["bit_equal"] = float(equal)
+    return report
+
+
 PARTS: dict[str, Callable[[bool], Report]] = {
     "spaces": spaces,
     "bounds": bounds,
@@ -35,6 +49,7 @@ PARTS: dict[str, Callable[[bool], Report]] = {
     "scaling": scaling,
     "swaps": swaps,
     "decision": decision,
+    "equality": equality,
 }
 
 
