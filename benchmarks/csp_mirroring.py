@@ -1,6 +1,7 @@
 """CSP with a cut for each subnet, against the same cut for all: subnets a second on ranks of this machine.
 
     python benchmarks/csp_mirroring.py [--ranks 4] [--subnets 60]
+    python benchmarks/csp_mirroring.py --simulate        the paper's spaces: gains by stages and micro-batches
 
 Layers sleep as long as those of a GPU would compute, and candidates of a block differ by a factor of 12, so that few
 cores are enough for many ranks. Beside them is what the simulator of `strategies/csp/emulated` says. Weights of both
@@ -13,6 +14,7 @@ import argparse
 import hashlib
 import json
 import time
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.strategies.csp.emulated.placed import balanced, fixed
-from lightning_pipes.strategies.csp.emulated.spaces import Kind, Space
+from lightning_pipes.strategies.csp.emulated.spaces import Kind, Space, space_of
 from lightning_pipes.strategies.csp.emulated.stream import Rules, run
 from lightning_pipes.supernets import ChoiceBlock, Explores, SubnetStream, Supernet, Uniform
 from lightning_pipes.testing.ranks import run_ranks
@@ -125,11 +127,25 @@ def predicted(ranks: int, subnets: int) -> tuple[float, float]:
     return subnets / one.makespan * 1e9, subnets / each.makespan * 1e9
 
 
+def simulated(subnets: int) -> None:
+    """Prints the gains in the paper's spaces, with their swap times."""
+    for name in ("NLP.c1", "NLP.c2", "NLP.c3", "CV.c1", "CV.c2", "CV.c3"):
+        drawn, gains = space_of(name).draw(subnets, seed=1), {}
+        for stages, microbatches in product((4, 8), (1, 4, 8)):
+            one, each = (run(place(drawn, stages), Rules(microbatches)).throughput for place in (fixed, balanced))
+            gains[f"{stages} stages, {microbatches}"] = round(each / one, 2)
+        print(name, json.dumps(gains))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--subnets", type=int, default=60)
+    parser.add_argument("--simulate", action="store_true")
     given = parser.parse_args()
+    if given.simulate:
+        simulated(300)
+        return
     one, each = (run_ranks(train, given.ranks, given.ranks, given.subnets, how, timeout=500) for how in (False, True))
     says = predicted(given.ranks, given.subnets)
     measured = [given.subnets / max(seconds for seconds, _, _ in ranks) for ranks in (one, each)]
