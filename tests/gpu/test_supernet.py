@@ -1,5 +1,4 @@
-"""Supernets on a GPU: subnets at once are subnets one after another, also with layers that take turns or go from rank to
-rank."""
+"""Supernets on a GPU: subnets at once are as one after another, also with layers that take turns or change ranks."""
 
 from __future__ import annotations
 
