@@ -31,7 +31,7 @@ def decision(quick: bool) -> Report:
 
 
 def equality(quick: bool) -> Report:
-    """Whether weights and losses are the same on any number of stages, really executed; `bit_equal` is 1 if they are."""
+    """Whether weights and losses are the same on any number of stages, executed; `bit_equal` is 1 if they are."""
     report, equal = Report([]), True
     for system in ("CSP sequential", "CSP delayed by 16"):
         found = {n: trained(system, n, 40 if quick else 200) for n in ((1, 2) if quick else (1, 2, 4, 8))}

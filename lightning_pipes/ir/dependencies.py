@@ -10,7 +10,7 @@ from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.stream import Transfer
 
 Need = Instruction | Transfer
-"""What an instruction may wait for."""
+"""Something that an instruction may wait for."""
 
 
 def needs(i: Instruction, plan: Plan) -> list[Instruction]:

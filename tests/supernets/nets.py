@@ -35,6 +35,7 @@ from lightning_pipes.supernets import (
 )
 from lightning_pipes.trainer.loop.run import Listener
 from tests.trainer.lit import quiet
+from tests.trainer.one_gpu import SHARED, on_one_gpu
 
 ROWS, WIDTH, TOKENS, BLOCKS, CANDIDATES = 8, 8, 12, 8, 6
 CUTS: dict[int, list[int]] = {1: [], 2: [5], 4: [3, 5, 8], 8: [2, 3, 4, 5, 6, 7, 8]}
@@ -183,6 +184,7 @@ def fit(
     memory: MemorySwap | None = None,
     validates: int | None = None,
     kind: type[Lit] = Lit,
+    gpu: bool = False,
 ) -> dict[str, Any]:
     """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two. What is to be
     compared is in the folder, too."""
@@ -195,10 +197,11 @@ def fit(
     log, streams = ReproducibilityLog(folder, every_n_batches=1), schedule != "1f1b"
     if isinstance(module, Cut):
         module.stages = ranks
+    place: dict[str, Any] = on_one_gpu(ranks) if gpu else {"accelerator": "cpu", "devices": ranks}
+    more: dict[str, Any] = SHARED if gpu else {}
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=PipelineStrategy(schedule or CSP(depth=8), 2, partition=CUTS[ranks], recompute=recompute),
+        **place,
+        strategy=PipelineStrategy(schedule or CSP(depth=8), 2, partition=CUTS[ranks], recompute=recompute, **more),
         max_epochs=2,
         val_check_interval=validates,
         num_sanity_val_steps=0,
@@ -216,7 +219,7 @@ def fit(
 
 
 def hashes(module: nn.Module) -> dict[str, str]:
-    return {n: hashlib.blake2b(t.numpy().tobytes()).hexdigest() for n, t in module.state_dict().items()}
+    return {n: hashlib.blake2b(t.cpu().numpy().tobytes()).hexdigest() for n, t in module.state_dict().items()}
 
 
 def alone(shared: str, batches: int, drains: Sequence[int] = ()) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_pipes import MemorySwap
+from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.testing.ranks import run_ranks
 from tests.supernets.nets import alone, fit
 
@@ -50,7 +51,7 @@ def test_bit_for_bit(ranks: int, shared: str, device_bytes: int, bandwidth: floa
         assert statistics.bytes_in > bytes_in, statistics
 
 
-def refused(rank: int, schedule: str, ranks: int, recompute: bool, device_bytes: int) -> str:
+def refused(rank: int, schedule: str | CSP, ranks: int, recompute: bool, device_bytes: int) -> str:
     try:
         fit(
             rank, ranks, "frozen", 6, mkdtemp(), schedule=schedule, recompute=recompute, memory=MemorySwap(device_bytes)
@@ -65,9 +66,10 @@ def refused(rank: int, schedule: str, ranks: int, recompute: bool, device_bytes:
     [
         ("1f1b", 1, False, 10**6, "Use 'csp', or leave MemorySwap out"),
         ("csp", 2, False, 10**6, r"PipelineError: MemorySwap needs PipelineStrategy\(recompute=True\)"),
+        (CSP(balanced=True), 2, True, 10**6, "go from rank to rank, and can't take turns on the device"),
         ("csp", 1, False, 9000, "PlanError: no room on the device for layers .*; give MemorySwap more device_bytes"),
         ("csp", 1, False, 900, "PlanError: state .* has .* bytes, the device's budget is 900; raise the budget"),
     ],
 )
-def test_says_what_is_missing(schedule: str, ranks: int, recompute: bool, device_bytes: int, says: str) -> None:
+def test_says_what_is_missing(schedule: str | CSP, ranks: int, recompute: bool, device_bytes: int, says: str) -> None:
     assert re.search(says, run_ranks(refused, ranks, schedule, ranks, recompute, device_bytes, timeout=60)[0])

@@ -190,7 +190,7 @@ class ReadyOrder:
                 self._sort(self._tracker.complete(send_of(i)))
 
     def _waits(self, use: Use) -> dict[Instruction, tuple[Instruction | Transfer, ...]]:
-        """What the newest batch waits for, besides its data: other batches, and layers that have to come here."""
+        """The needs of the newest batch, besides its data: other batches, and layers that have to come here."""
         batch, plan = self._newest, self._plan
         waits: dict[Instruction, tuple[Instruction | Transfer, ...]] = {**self._ledger.enter(batch, use)}
         if self._deliveries is not None:

@@ -12,7 +12,7 @@ from lightning_pipes.engine.messages.parcels import Key, Parcels
 
 
 class Expected(Protocol):
-    """What is to come."""
+    """A content that is to come."""
 
     def done(self) -> bool:
         """Whether it is here.
@@ -23,7 +23,7 @@ class Expected(Protocol):
 
     @property
     def content(self) -> Any:
-        """What was sent."""
+        """The content that was sent."""
 
 
 class Post(Protocol):
@@ -33,7 +33,7 @@ class Post(Protocol):
         """Starts to send; what is in `content` may change afterwards."""
 
     def expect(self, rank: int, key: Key, told: Callable[[], None]) -> Expected:
-        """What `rank` sends, or has sent, by that key; calls `told`, on whichever thread, when it is here."""
+        """The content that `rank` sends, or has sent, by that key; calls `told`, on any thread, when it is here."""
 
 
 class ParcelPost:

@@ -46,11 +46,11 @@ class Deliveries:
             self._start(transfer)
 
     def missing(self, batch: int, stage: int) -> tuple[Transfer, ...]:
-        """What the forwards of a batch on a stage wait for."""
+        """The needs of the forwards of a batch on a stage."""
         return tuple(t for t in self._ledger.coming(batch, stage) if t in self._expected)
 
     def arrived(self) -> list[Transfer]:
-        """What has come since this was asked last.
+        """All that has come since this was asked last.
 
         Raises:
             PeerFailure: a rank has failed.

@@ -55,7 +55,7 @@ class LayerState:
 
     @staticmethod
     def with_host(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """What an optimizer remembers of a parameter, as it is in `optimizers`."""
+        """The state that an optimizer has of a parameter, as it is in `optimizers`."""
         return dict(state), [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"]
 
     def on(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

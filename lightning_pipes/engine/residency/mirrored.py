@@ -36,7 +36,7 @@ class MirroredLayers:
         return self._mirrors.away(str(number))
 
     def run(self, use: Use, number: int, layer: nn.Module, x: Any, only_read: Set[int], changes: bool) -> Any:
-        """What a layer that is `away` makes of `x`, with those parts of it that the batch uses.
+        """The output of a layer that is `away` for `x`, with those parts of it that the batch uses.
 
         Args:
             only_read: ids of parameters that get no gradients.

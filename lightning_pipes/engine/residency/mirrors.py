@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.messages.parcels import Key
 from lightning_pipes.engine.messages.post import Expected, Post
-from lightning_pipes.engine.private_torch import unsaved_buffers
+from lightning_pipes.engine.private_torch import has_accumulate_hooks, has_gradient_hooks, unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState, laid_out
 from lightning_pipes.ir import PlanError
 
@@ -96,7 +96,7 @@ class Mirrors:
         self._post.send(rank, key, vars(self._state(name)))
 
     def expect(self, rank: int, key: Key, told: Callable[[], None]) -> Expected:
-        """What another rank sends by that key, to be put by `install`."""
+        """The content that another rank sends by that key, to be put by `install`."""
         return self._post.expect(rank, key, told)
 
     def install(self, name: str, content: Any) -> None:
@@ -164,7 +164,7 @@ class Mirrors:
         module = self._module(name)
         if not self.away(name):
             for at, p in module.named_parameters():
-                if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                if has_gradient_hooks(p) or has_accumulate_hooks(p):
                     raise PlanError(
                         f"layer {name!r} goes to another rank for a batch, and {at} in it has a hook for its gradient, "
                         "which would not run there; leave out the hook, or what cuts batches"

@@ -160,7 +160,7 @@ class Ledger:
                 )
 
     def _before(self, batch: int, stage: int, use: Use) -> tuple[set[Instruction], set[Instruction]]:
-        """What the batch's forwards wait for on a stage, and its STEP."""
+        """The needs of the batch's forwards on a stage, and of its STEP."""
         rank, late, stepped = self._plan.ranks[stage], dict(use.delays), use.stepped(stage)
         reads: set[Instruction] = set()
         writes: set[Instruction] = set()
