@@ -144,6 +144,7 @@ class PipelineRun:
         self.device = device = ranks.device
         self.hidden = part.hidden
         self._evaluated = 0
+        self._trained = 0  # batches, or begun to be
         self._saved_bytes = SavedBytes()
         self.lists = SampleLists()
         rank = self._rank = part.holdings.rank
@@ -299,7 +300,11 @@ class PipelineRun:
         Raises:
             PipelineError: now or a batch later: they differ.
         """
-        if min(batch_idx, len(self.windows)) < CHECKED_BATCHES and self.control.size > 1:
+        before = len(self.windows)
+        if what == TRAINING:  # a window may hold any number of batches, and ranks would wait for each other at each
+            before = self._trained
+            self._trained += 1
+        if min(batch_idx, before) < CHECKED_BATCHES and self.control.size > 1:
             settings = settings_of(self.trainer.optimizers) if what == TRAINING else {}
             found = self.control.start_all_gather((fingerprint(batch), settings))
             where = f"{what}, batch {batch_idx}"

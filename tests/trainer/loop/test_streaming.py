@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
+from lightning_pipes.trainer.loop import run
 from tests.trainer.lit import Keeper, Lit, LitOutside, LitTied, data, differences, plain_values, quiet
 
 BATCHES = 9  # of 4 samples, an epoch; the last one has 2
@@ -207,6 +208,29 @@ def test_other_ranks_know_losses_later() -> None:
     assert [isnan(loss) for loss in first["losses"]] == [True] * 3 + [False] * 15
     assert first["losses"][3] == last["losses"][0]
     assert first["losses"][4] == last["losses"][4]  # validation follows: all is finished
+
+
+def compared(rank: int) -> int:
+    """How many batches of an epoch the ranks compare, for which each waits for the others."""
+    quiet()
+    fingerprint, seen = run.fingerprint, []
+    run.fingerprint = lambda batch: seen.append(1) or fingerprint(batch)  # type: ignore[assignment, func-returns-value]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineStrategy("pipedream", microbatches=2),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Lit().double(), DataLoader(data(8 * 10), batch_size=8))
+    return len(seen)
+
+
+def test_ranks_compare_the_first_batches_only_for_they_would_go_in_step() -> None:
+    assert run_ranks(compared, 2, timeout=60) == [run.CHECKED_BATCHES] * 2
 
 
 def test_validates_where_it_should() -> None:
