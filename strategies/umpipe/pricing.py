@@ -112,11 +112,11 @@ def drifted(usual: CostModel, seen: CostModel, plan: Plan) -> tuple[CostModel, f
             if (kind, stage) not in seen.seconds or not 0 <= edge < plan.n_stages - 1:
                 continue
             rows = max(span.rows for span in plan.spans(kind, stage))
-            then = sum(usual.transfer(Instruction(kind, stage, span=Span(0, rows)), plan))
-            now = 1e9 * seen.time(kind, stage, rows)
+            busy, latency = usual.transfer(Instruction(kind, stage, span=Span(0, rows)), plan)
+            then, now = busy + latency, 1e9 * seen.time(kind, stage, rows)  # seen from its start to its arrival
             longest = max(1e9 * usual.time(Kind.F, each, rows) for each in range(plan.n_stages))
             if max(then, now) < NOTICED * longest:
                 continue
             most = max(most, abs(now - then) / max(then, NOTICED * longest))
-            seconds[kind, stage] = ((0, 0.0), (rows, now / 1e9))
+            seconds[kind, stage] = ((0, 0.0), (rows, max(0.0, now - latency) / 1e9))
     return replace(usual, seconds=seconds), most

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_pipes.cost import CostModel, Link
-from lightning_pipes.ir import B, Cut, F, Kind, Plan
+from lightning_pipes.ir import B, Cut, F, Instruction, Kind, Plan, Span
 from lightning_pipes.strategies.umpipe.planner import sized
-from lightning_pipes.strategies.umpipe.pricing import link_times, room_of, stage_options
+from lightning_pipes.strategies.umpipe.pricing import drifted, link_times, room_of, stage_options
 
 ROWS = 8
 TABLES = {
@@ -59,3 +61,15 @@ def test_room_in_bytes() -> None:
     # Stage 1 recomputes nothing; stage 0 would keep its input, which lies in the batch, and make 4 samples again.
     again = Plan.even(2, 1, ROWS, recompute=(True, False))
     assert [room_of(COSTS, again, 0, limit, 4) for limit in (147, 148)] == [-1, ROWS]
+
+
+@pytest.mark.parametrize("arrives", [0.012, 0.02])
+def test_what_was_seen_of_a_link_is_what_its_messages_take(arrives: float) -> None:
+    """From its start to its arrival, which has the link's latency in it."""
+    usual = CostModel({(kind, s): ((1, 0.001),) for kind in (Kind.F, Kind.B) for s in (0, 1)}, (1000.0,), (1000.0,))
+    usual = replace(usual, link=Link(bandwidth=1e6, latency=0.004))
+    plan = Plan.even(2, 2, 16)
+    rows = plan.spans(Kind.SF, 0)[0].rows
+    found, change = drifted(usual, CostModel({(Kind.SF, 0): ((rows, arrives),)}), plan)
+    assert sum(found.transfer(Instruction(Kind.SF, 0, span=Span(0, rows)), plan)) == pytest.approx(1e9 * arrives)
+    assert change == pytest.approx(arrives / 0.012 - 1)  # 8 rows of 1000 bytes at 1 MB/s, and 4 ms
