@@ -137,7 +137,7 @@ def main(cfg: DictConfig) -> None:
         for name, found in tried.items():
             top = max(found, key=lambda t: t.worth)
             print(f"{name:11} accuracy {top.accuracy:.1%} with {top.cost} parameters: {top.choices}")
-        print(f"retrained   accuracy {retrained:.1%} of {best.choices}, found by {best.by}")
+        print(f"retrained   accuracy {retrained:.1%} of {best.choices} ({best.by})")
         save_search(tried, best, retrained, report.measured, directory / "supernet.png")
         print(f"picture     {directory / 'supernet.png'}")
 
