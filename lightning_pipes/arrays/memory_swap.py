@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.arrays.sibling_memory import SiblingMemory
-from lightning_pipes.engine.residency.binding import Binding
+from lightning_pipes.engine.residency.binding import Binding, kept
 from lightning_pipes.engine.residency.copier import SlabCopier, copier_for
 from lightning_pipes.engine.residency.stopwatch import Stopwatch
 from lightning_pipes.engine.residency.swap import Swap
@@ -180,19 +180,13 @@ class MemorySwap(SiblingMemory, Callback):
 
     def end_turn(self, index: int, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         swap = self.states(device)
-        known = swap.bound(index)
-        there = None if known is None else swap.on_device(index)
-        if not (isinstance(known, Binding) and there is not None and known.still_holds(there, module, optimizers)):
-            found = Binding(module, optimizers, device)
-            if not (isinstance(known, Binding) and known.like(found)):
-                self.leave(index)
-                self._largest = max(self._largest, swap.add(index, found, lambda size: self._check(index, size)))
-                return
-            swap.replace(index, found)
-            if there is not None:
-                found.settle(there)
-        swap.release(index)
-        swap.relieve(index)
+        if kept(swap, index, module, optimizers, device):
+            swap.release(index)
+            swap.relieve(index)
+            return
+        self.leave(index)
+        found = Binding(module, optimizers, device)
+        self._largest = max(self._largest, swap.add(index, found, lambda size: self._check(index, size)))
 
     def begin_block(self, index: int, stage: int) -> None:
         self._stages.add(stage)

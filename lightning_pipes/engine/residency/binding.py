@@ -15,10 +15,22 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_pipes.engine.private_torch import has_accumulate_hooks, has_gradient_hooks
+from lightning_pipes.engine.residency.swap import Key, Swap
 from lightning_pipes.ir import PipelineError, PlanError
+
+
+class Remembers(Protocol):
+    """An optimizer, as far as its tensors are concerned."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameters, under "params" of each group."""
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """Its state of each parameter."""
 
 
 class _Holder(Protocol):
@@ -96,7 +108,7 @@ class Binding:
         device: what lies elsewhere stays there, such as steps that are counted on the host.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    def __init__(self, module: nn.Module, optimizers: Sequence[Remembers], device: torch.device) -> None:
         self._holders = _holders(module, optimizers, device)
         self._shape = _shape(module, optimizers)
 
@@ -129,7 +141,7 @@ class Binding:
         return self._described == other._described
 
     def still_holds(
-        self, tensors: Mapping[str, torch.Tensor], module: nn.Module, optimizers: Sequence[Optimizer]
+        self, tensors: Mapping[str, torch.Tensor], module: nn.Module, optimizers: Sequence[Remembers]
     ) -> bool:
         """Whether `module` and `optimizers` have these tensors where they were given them, and nothing else.
 
@@ -173,7 +185,25 @@ class Binding:
         ]
 
 
-def _shape(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[object]:
+def kept(swap: Swap[Key], key: Key, module: nn.Module, optimizers: Sequence[Remembers], device: torch.device) -> bool:
+    """Whether `module` and `optimizers`, which are bound to `key`, have their tensors where they had them. Values that
+    lie elsewhere are put there. Otherwise they have to be added anew."""
+    known = swap.bound(key)
+    if not isinstance(known, Binding):
+        return False
+    there = swap.on_device(key)
+    if there is not None and known.still_holds(there, module, optimizers):
+        return True
+    found = Binding(module, optimizers, device)
+    if not known.like(found):
+        return False
+    swap.replace(key, found)
+    if there is not None:
+        found.settle(there)
+    return True
+
+
+def _shape(module: nn.Module, optimizers: Iterable[Remembers]) -> list[object]:
     """A list that differs when tensors come or go, as far as that can be seen without looking at each."""
     modules = [(id(child), *map(id, child._parameters.values()), len(child._buffers)) for child in module.modules()]
     states = [(id(o), *(len(state) for state in o.state.values())) for o in optimizers]
@@ -181,7 +211,7 @@ def _shape(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[object]:
     return [modules, states, groups]
 
 
-def _holders(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> dict[str, _Holder]:
+def _holders(module: nn.Module, optimizers: Iterable[Remembers], device: torch.device) -> dict[str, _Holder]:
     holders: dict[str, _Holder] = {}
     entries: dict[int, _Entries] = {}
     names: dict[int, str] = {}
@@ -200,7 +230,7 @@ def _holders(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.d
     return holders
 
 
-def _parameters(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(module: nn.Module, optimizers: Iterable[Remembers]) -> Iterator[tuple[str, nn.Parameter]]:
     yield from module.named_parameters()
     for number, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
@@ -209,7 +239,7 @@ def _parameters(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[
 
 
 def _entries(
-    module: nn.Module, optimizers: Iterable[Optimizer], names: Mapping[int, str]
+    module: nn.Module, optimizers: Iterable[Remembers], names: Mapping[int, str]
 ) -> Iterator[tuple[str, MutableMapping[str, Any], str]]:
     for path, child in module.named_modules():
         for key in child._buffers:

@@ -7,18 +7,16 @@ layers 0.3 1.1          on the device          0.2 1.4 (8 next)         0.0 1.1 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.residency.binding import Binding
+from lightning_pipes.engine.residency.binding import Binding, kept
 from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.ir import PlanError
-from lightning_pipes.sim.residency import Statistics
 
 Parts = Mapping[str, nn.Module]
 """Layers, or parts of them, by the names under which batches say what they use."""
@@ -69,11 +67,6 @@ class LayerMemory:
         self._stay: set[str] = set()
         self.coming: Callable[[], Iterable[str]] = tuple
 
-    @property
-    def statistics(self) -> Statistics:
-        """Counts of what tasks met, layer by layer."""
-        return self._swap.statistics
-
     def enter(self, parts: Parts) -> None:
         """These will be used; from now on they are counted."""
         for name, part in parts.items():
@@ -95,9 +88,9 @@ class LayerMemory:
         """
         missing = [_key(name) for name in parts if not self._leases[name]]
         if not self._swap.has_room(*map(_key, parts)):
-            sizes = ", ".join(sorted(parts)[:6])
+            names = ", ".join(sorted(parts)[:6])
             raise PlanError(
-                f"no room on the device for layers {sizes}, which are used at once, beside those that stay there; give "
+                f"no room on the device for layers {names}, which are used at once, beside those that stay there; give "
                 "MemorySwap more device_bytes, or cut the model into more stages"
             )
         for name in parts:
@@ -123,10 +116,8 @@ class LayerMemory:
         """An optimizer has stepped them, which are acquired; it may remember more of them than before."""
         for name in parts:
             module, owns = self._parts[name]
-            known, there = self._swap.bound(_key(name)), self._swap.on_device(_key(name))
-            assert isinstance(known, Binding)
-            if there is not None and not known.still_holds(there, module, owns):  # type: ignore[arg-type]
-                self._renew(name, known, there)
+            if not kept(self._swap, _key(name), module, owns, self._device):
+                self._renew(name)
 
     def stay(self, parts: Parts) -> None:
         """They are used by several batches at once, and stay on the device."""
@@ -134,15 +125,6 @@ class LayerMemory:
             if name not in self._stay:
                 self._stay.add(name)
                 self._bring(part, self._owns(part))
-
-    @contextmanager
-    def held(self, parts: Parts) -> Iterator[None]:
-        """They are there for as long as the block runs, and not changed."""
-        self.acquire(parts)
-        try:
-            yield
-        finally:
-            self.release(parts)
 
     def flush(self) -> None:
         """Returns when all that is on the host is up to date."""
@@ -164,22 +146,16 @@ class LayerMemory:
         if known:
             self._bring(part, owns)
         where = next((t.device for t in (*part.parameters(), *part.buffers())), self._device)
-        self._swap.add(_key(name), Binding(part, owns, self._device if known else where))  # type: ignore[arg-type]
+        self._swap.add(_key(name), Binding(part, owns, self._device if known else where))
         self._parts[name] = part, owns
 
-    def _renew(self, name: str, known: Binding, there: Mapping[str, torch.Tensor]) -> None:
-        """It has other tensors than before, and maybe more; then it leaves the device, where it has not been counted so
-        large: nothing is computed with it before its next use."""
+    def _renew(self, name: str) -> None:
+        """It has more tensors than before, and leaves the device, where it has not been counted so large: nothing is
+        computed with it before its next use."""
         module, owns = self._parts[name]
-        found = Binding(module, owns, self._device)  # type: ignore[arg-type]
-        key = _key(name)
-        if known.like(found):
-            self._swap.replace(key, found)
-            found.settle(there)
-            return
-        self._swap.remove(key)
+        self._swap.remove(_key(name))
         self._bring(module, owns)
-        self._swap.add(key, Binding(module, owns, self._device))  # type: ignore[arg-type]
+        self._swap.add(_key(name), Binding(module, owns, self._device))
 
     def _bring(self, part: nn.Module, owns: Sequence[_Own]) -> None:
         """Puts what lies on the host onto the device, but for what optimizers keep there."""

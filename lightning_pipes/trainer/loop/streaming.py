@@ -329,7 +329,7 @@ def check_turns(run: PipelineRun) -> None:
             f"MemorySwap has the layers on the device that batches use, and {type(module).__name__} does not say which "
             "those are; give it layers_of_batch, as for a Supernet, or leave MemorySwap out"
         )
-    if plan.n_stages > 1 and not all((*plan.recompute, False)[: plan.n_stages - 1]):
+    if plan.n_stages > 1 and not (plan.recompute and all(plan.recompute[:-1])):
         raise PipelineError(
             "MemorySwap needs PipelineStrategy(recompute=True): a forward that waits for its backward keeps its layers "
             "on the device, and batches under way could keep each other out"
