@@ -145,17 +145,25 @@ def _caching_in(config: Any, folder: Path | None) -> Iterator[None]:
         config.CACHE_DIR = before
 
 
-class _Progress:
-    """How much this process has simulated: it decides when numba is loaded, never what comes out."""
+class Progress:
+    """How much this process has run of some loop: it decides when numba is loaded, never what comes out."""
 
-    steps = 0
+    def __init__(self) -> None:
+        self.done = 0
+
+    def pays(self, work: int, patience: int) -> bool:
+        """Whether more than `patience` will have been run with the next `work`, so that machine code pays."""
+        self.done += work
+        return self.done > patience
+
+
+_progress = Progress()
 
 
 def machine(steps: int) -> Machine:
     """The machine that takes the next `steps` steps: Python until it has taken PATIENCE of them, then numba if there
     is."""
-    _Progress.steps += steps
-    return PYTHON if _Progress.steps <= PATIENCE else numba_machine() or PYTHON
+    return (_progress.pays(steps, PATIENCE) and numba_machine()) or PYTHON
 
 
 def load_kernel() -> str:

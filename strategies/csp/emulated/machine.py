@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from types import SimpleNamespace
 
-from lightning_pipes.sim.loops.machine import Kernel, compiled
+from lightning_pipes.sim.loops.machine import Kernel, Progress, compiled
 from lightning_pipes.strategies.csp.emulated import kernel
 
 PATIENCE = 100_000
@@ -21,17 +21,13 @@ def numba_kernel() -> Kernel | None:
     return None if made is None else Kernel("numba", SimpleNamespace(**made))
 
 
-class _Progress:
-    """How much this process has run: it decides when numba is loaded, never what comes out."""
-
-    tasks = 0
+_progress = Progress()
 
 
 def kernel_for(tasks: int) -> Kernel:
     """The machine that runs the next so many tasks: Python until it has run PATIENCE of them, then numba if there
     is."""
-    _Progress.tasks += tasks
-    return PYTHON if _Progress.tasks <= PATIENCE else numba_kernel() or PYTHON
+    return (_progress.pays(tasks, PATIENCE) and numba_kernel()) or PYTHON
 
 
 def load_loops() -> str:

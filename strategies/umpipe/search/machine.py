@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from types import SimpleNamespace
 
-from lightning_pipes.sim.loops.machine import compiled
+from lightning_pipes.sim.loops.machine import Progress, compiled
 from lightning_pipes.strategies.umpipe.search import kernel
 
 FUNCTIONS = (
@@ -34,16 +34,12 @@ def numba_loops() -> SimpleNamespace | None:
     return None if made is None else SimpleNamespace(**made)
 
 
-class _Progress:
-    """How much this process has passed: it decides when numba is loaded, never what comes out."""
-
-    chunks = 0
+_progress = Progress()
 
 
 def loops(chunks: int) -> SimpleNamespace:
     """The loops for the next `chunks` chunks: Python until it has passed PATIENCE of them, then numba if there is."""
-    _Progress.chunks += chunks
-    return PYTHON if _Progress.chunks <= PATIENCE else numba_loops() or PYTHON
+    return (_progress.pays(chunks, PATIENCE) and numba_loops()) or PYTHON
 
 
 def load_loops() -> str:

@@ -28,7 +28,7 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 @pytest.fixture
 def fresh(monkeypatch):
     """As in a process that has not simulated yet."""
-    monkeypatch.setattr(machine._Progress, "steps", 0)
+    monkeypatch.setattr(machine._progress, "done", 0)
     monkeypatch.setattr(machine, "numba_machine", machine.numba_machine.__wrapped__)
 
 
