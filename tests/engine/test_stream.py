@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -25,7 +24,6 @@ from lightning_pipes.ir import (
     Kind,
     Plan,
     PlanError,
-    Policy,
     RankView,
     Schedule,
     Span,
@@ -35,34 +33,13 @@ from lightning_pipes.ir import (
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from tests.engine.jumbled import Jumbled
 from tests.engine.pipes import ROWS, WIDTH, assert_close, connect, squared_error, weights
+from tests.one_thread import one_thread  # noqa: F401  # a fixture
 
 BATCHES = 24
 DEPTH = 8
 WHOLE = ("0", "1", "2", "3", "5", "6", "7")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As on the ranks: sums on two threads are others in their last bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@dataclass(frozen=True)
-class Jumbled(Policy):
-    """Any of what is ready, by lot; samples of a batch in their order."""
-
-    seed: int = 0
-    depth: int = 6
-    name: ClassVar[str] = "jumbled"
-    flushes: ClassVar[bool] = False
-
-    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction:
-        first = {(i.kind, i.batch, i.stage): i for i in reversed(ready)}
-        return min(first.values(), key=lambda i: zlib.crc32(f"{self.seed} {i}".encode()))
 
 
 class Optional(nn.Module):

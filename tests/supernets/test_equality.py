@@ -10,10 +10,10 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_pipes.supernets import Produced
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from tests.one_thread import on_one_thread
 from tests.supernets import nets
 from tests.supernets.nets import BLOCKS, WARNED, alone, fit, supernet
 
@@ -26,10 +26,8 @@ SHARED = ["sequential", "delayed", "frozen", "per_choice"]
 def one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on the ranks: sums on two threads are others in their last bit. What runs write is cleared up by pytest."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with on_one_thread():
+        yield
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -20,20 +19,12 @@ from lightning_pipes.sim.shown.training_record import TrainingRecord
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import SubnetStream
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from tests.one_thread import one_thread  # noqa: F401  # a fixture
 from tests.supernets.nets import Cut, alone, explorer, fit, loader, new_module
 from tests.trainer.lit import quiet
 
 SHORT = 20
 """Subnets of each of two epochs."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As on the ranks: sums on two threads are others in their last bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

@@ -8,11 +8,11 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_pipes import MemorySwap
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.testing.ranks import run_ranks
+from tests.one_thread import on_one_thread
 from tests.supernets.nets import alone, fit
 
 BATCHES = 20
@@ -20,12 +20,8 @@ BATCHES = 20
 
 @cache
 def plain(shared: str) -> dict[str, Any]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as on the ranks: sums on two threads are others in their last bit
-    try:
+    with on_one_thread():
         return alone(shared, BATCHES)
-    finally:
-        torch.set_num_threads(before)
 
 
 def swapped(rank: int, ranks: int, shared: str, device_bytes: int, bandwidth: float | None, prefetch: bool) -> Any:

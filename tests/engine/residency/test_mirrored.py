@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import copy
 import random
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,34 +20,13 @@ from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.engine.messages.parcel_format import content_of, described, packed
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
-from lightning_pipes.ir import Instruction, Kind, Plan, PlanError, Policy, RankView, Span, Use
+from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Span, Use
 from lightning_pipes.testing.loopback import Loopback
+from tests.engine.jumbled import Jumbled
 from tests.engine.pipes import ROWS, WIDTH, assert_close, squared_error
+from tests.one_thread import one_thread  # noqa: F401  # a fixture
 
 BATCHES, DEPTH, CANDIDATES = 24, 8, 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums on two threads are others in their last bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@dataclass(frozen=True)
-class Jumbled(Policy):
-    """Any of what is ready, by lot; samples of a batch in their order."""
-
-    seed: int = 0
-    depth: int = 6
-    name: ClassVar[str] = "jumbled"
-    flushes: ClassVar[bool] = False
-
-    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction:
-        first = {(i.kind, i.batch, i.stage): i for i in reversed(ready)}
-        return min(first.values(), key=lambda i: zlib.crc32(f"{self.seed} {i}".encode()))
 
 
 class Counting(nn.Module):
