@@ -1,7 +1,7 @@
 """CSP on the paper's spaces, emulated, against the systems that it names; the cost of a decision in the engine; whether
 results are the same on any number of processes.
 
-python benchmarks/csp.py [--quick] [--json] [--part spaces|bounds|costs|scaling|swaps|decision|equality ...]
+python benchmarks/csp.py [--quick] [--json] [--part spaces|split|bounds|costs|scaling|swaps|decision|equality ...]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 from collections.abc import Callable
 
 from csp_decision import decision_us
-from csp_emulated import Report, bounds, costs, scaling, spaces, swaps
+from csp_emulated import Report, bounds, costs, scaling, spaces, split, swaps
 from csp_reproducibility import trained
 
 from lightning_pipes.strategies.csp.emulated.machine import load_loops
@@ -44,6 +44,7 @@ def equality(quick: bool) -> Report:
 
 PARTS: dict[str, Callable[[bool], Report]] = {
     "spaces": spaces,
+    "split": split,
     "bounds": bounds,
     "costs": costs,
     "scaling": scaling,

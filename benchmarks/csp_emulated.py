@@ -18,7 +18,7 @@ from lightning_pipes.strategies.csp.emulated.choosing import choose
 from lightning_pipes.strategies.csp.emulated.placed import Placed, balanced, fixed
 from lightning_pipes.strategies.csp.emulated.spaces import SPACES, Subnets
 from lightning_pipes.strategies.csp.emulated.stream import Rules, run
-from lightning_pipes.strategies.csp.emulated.swapped import Swaps, ahead, nothing, one_step, swapped
+from lightning_pipes.strategies.csp.emulated.swapped import Swaps, ahead, in_turn, nothing, one_step, swapped
 from lightning_pipes.strategies.csp.emulated.systems import (
     SYSTEMS,
     System,
@@ -137,7 +137,7 @@ def _space(name: str, samples: Samples, keys: dict[str, float]) -> str:
     printed, stale = _printed(name, samples, rules)
     short = name.split(".")[1] if name.startswith("NLP") else name
     keys |= {f"bubble_{short}": bubble, f"lost_{short}": lost, f"bound_{short}": bound, f"throughput_{name}": speed}
-    keys |= {f"vs_bsp_{short}": speed / equal, f"vs_bsp_{short}_best_bulk": speed / bulks[best]}
+    keys |= {f"vs_bsp_{short}_whole": speed / equal, f"vs_bsp_{short}_best_bulk": speed / bulks[best]}
     keys |= {f"vs_bsp_{short}_one_task": speed / whole, f"vs_one_by_one_{short}": speed / max(alone.values())}
     keys[f"vs_one_by_one_{short}_fixed"] = unmirrored / alone_fixed
     paper = f"{PAPER[name]:6.2f}" if name in PAPER else 6 * " "
@@ -160,6 +160,37 @@ def _printed(name: str, samples: Samples, rules: Rules) -> tuple[float, float]:
     placed = balanced(subnets, STAGES)
     ran = run(placed, rules, by_finished_list(placed, rules.depth))
     return ran.bubble, stale_reads(ran) / (subnets.last_user >= 0).sum()
+
+
+def split(quick: bool) -> Report:
+    """A backward in two parts beside a whole one, for CSP and for BSP, with the M that is best for CSP in each case.
+
+    `vs_bsp_c1` is the better CSP over BSP with a whole backward, with as many micro-batches.
+    """
+    report, samples = Report(), Samples.of(quick)
+    report.lines += [
+        "8 stages  whole:                                split:                         split CSP over BSP:",
+        "space      M depth   CSP bubble    BSP CSP/BSP   M depth    CSP bubble    BSP  split   whole",
+    ]
+    for name in ("NLP.c1", "NLP.c3", "CV.c1") if quick else PAPER:
+        line = name.ljust(8)
+        ratios: dict[bool, tuple[float, float]] = {}
+        for parts in (False, True):
+            rules = Rules(split=parts)
+            chosen = choose(SPACES[name], STAGES, rules, (4, 8, 12, 16, 24), (STAGES, 2 * STAGES))
+            rules = replace(rules, microbatches=chosen.microbatches, depth=chosen.depth)
+            bubble, _, speed = samples.ran(name, CSP, rules)
+            own, whole = (samples.ran(name, BSP, replace(rules, split=each)).throughput for each in (parts, False))
+            line += f" {rules.microbatches:3} {rules.depth:5} {speed:6.2f} {bubble:6.3f} {own:6.2f} {speed / own:7.2f}"
+            ratios[parts] = speed / own, speed / whole
+        report.lines.append(f"{line} {ratios[True][1]:7.2f}")
+        short = name.split(".")[1] if name.startswith("NLP") else name
+        report.keys |= {f"vs_bsp_{short}": max(ratios[False][0], ratios[True][1])}
+        report.keys |= {f"vs_bsp_{short}_both_split": ratios[True][0]}
+    report.lines.append(
+        "BSP: bulks of 8, all forwards first, the same M; each part takes half of a backward, and 0.2 ms."
+    )
+    return report
 
 
 def bounds(quick: bool) -> Report:
@@ -238,6 +269,7 @@ def swaps(quick: bool) -> Report:
             cases = {
                 "none": swapped(placed, rules, CONTEXTS, nothing()),
                 "algorithm 3": swapped(placed, rules, CONTEXTS, one_step(placed)),
+                "in turn": swapped(placed, rules, CONTEXTS, in_turn(rules)),
                 "exact": swapped(placed, rules, CONTEXTS, exact),
                 "exact, 10 % off": swapped(placed, rules, CONTEXTS, exact, jitter=0.1, seed=1),
             }
@@ -247,6 +279,7 @@ def swaps(quick: bool) -> Report:
                     "hit_rate": cases["algorithm 3"].hit_rate,
                     "hit_rate_switches": cases["algorithm 3"].switch_hit_rate,
                     "stall": cases["algorithm 3"].stall,
+                    "stall_in_turn": cases["in turn"].stall,
                     "hit_rate_exact": cases["exact"].hit_rate,
                     "hit_rate_switches_exact": cases["exact"].switch_hit_rate,
                     "stall_exact": cases["exact"].stall,

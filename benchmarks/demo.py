@@ -1,4 +1,5 @@
-"""Whether `make demo` ends balanced, and as fast as was predicted when its stages were cut: run after run.
+"""Whether `make demo` ends balanced, and as fast as was predicted, run after run: when its stages were cut, or by its
+first steps where these contradicted that.
 
 python benchmarks/demo.py              ten runs, each about a minute; exit status 1 unless all are right
 python benchmarks/demo.py --quick      one run of 40 batches
@@ -25,7 +26,7 @@ BALANCED = [3]
 CLOSE = 0.1
 """By what share a measured step may differ from the predicted one."""
 SHORT = ["trainer.limit_train_batches=40", "trainer.limit_val_batches=1", "trainer.val_check_interval=1.0"]
-_SAID = r"A step up to the optimizer: ([\d.e+]+) (s|ms|us) predicted when it was chosen, ([\d.e+]+) (s|ms|us) measured"
+_SAID = r"A step up to the optimizer: ([\d.e+]+) (s|ms|us) predicted, ([\d.e+]+) (s|ms|us) measured"
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
@@ -36,8 +37,8 @@ class Run:
     Attributes:
         cut: the layers at which stages begin.
         ratio: the busier stage's time over the other's.
-        predicted: seconds of a step up to the optimizer, when it was cut.
-        measured: the same, the median of the first hundred.
+        predicted: seconds of a step up to the optimizer, when it was cut, or when its first steps corrected that.
+        measured: the same, the median of the first hundred since then.
         contradicted: whether the pipeline contradicted times that layers took one by one.
     """
 

@@ -2,9 +2,19 @@
 
 Emulated stages sleep for their forward and backward time, so two cores can stand for eight devices: right for order,
 transport and overhead, and for nothing else. Empty stages take no time at all: what remains is the engine. The GPT is
-real: two stages, one thread each.
+real: two stages, one thread each. Ours sends through shared memory, as it does on one host by itself, torch through
+gloo; a third side is ours through gloo. torch is told to keep no outputs (`return_outputs=False`), as ours does.
 
-    python benchmarks/engine.py [--quick] [--json] [--pairs N]
+- *simulated* takes the times that stages were told to take, for the GPT the medians that the engine recorded, messages
+  and gaps between computations included.
+- *predicted* takes the times that stages were told to take and what the engine needs beside them, measured on another
+  shape: a 1F1B of `LEARNING` micro-batches on as many ranks. `sim_error` is how far it is off at worst.
+- *overhead* is what a step takes beyond the simulated one, for each forward or backward of a rank. For the GPT it
+  follows the spread of layer times: who waits for two ranks waits for the slower one, which medians do not know. So
+  there are *beyond own*, the same beyond each step's own recorded computations and messages and the median gap; and
+  *beyond computing*, beyond each step's own forwards and backwards alone: messages and gaps, all that the engine adds.
+
+    python benchmarks/engine.py [--quick] [--json] [--rounds N]
 """
 
 from __future__ import annotations
@@ -16,29 +26,32 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fidelity import Links, Overheads
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
-from lightning_pipes.ir import Plan, Schedule, Span
+from lightning_pipes.ir import COMPUTE, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.event import Event
-from lightning_pipes.testing.emulated import Emulated, sleeping, steady
+from lightning_pipes.testing.emulated import Emulated, Steps, sleeping, steady
 from lightning_pipes.testing.ranks import run_ranks
 
 FORWARD, BACKWARD = 0.005, 0.010
 EDGE_FLOATS = 64 * 1024 // 4
 WARM_UP = 2
+LEARNING = 6
+"""Micro-batches of the training that shows what the engine needs beside its stages."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +79,32 @@ class Cell:
             return 0.0, 0.0
         return FORWARD / self.stages_per_rank, BACKWARD / self.stages_per_rank
 
+    @property
+    def learning(self) -> bool:
+        """Whether it is there for the sake of others: nobody is compared with it."""
+        return self.model == "learning"
+
+    @property
+    def plan(self) -> Plan:
+        """Its stages and micro-batches."""
+        return make_plan(self)[1]
+
+    def costs(self, links: Links, overheads: Overheads | None) -> CostModel:
+        """What is known before it runs."""
+        costs = CostModel.uniform(self.plan.n_stages, *self.seconds)
+        if overheads is None:
+            return costs
+        seconds = {
+            (kind, stage): tuple((rows, t + overheads.computation.get(kind, 0.0)) for rows, t in table)
+            for (kind, stage), table in costs.seconds.items()
+        }
+        link = replace(costs.link, latency=overheads.message)
+        return replace(costs, seconds=seconds, links=links, link=link, overhead=overheads.between)
+
 
 @dataclass(frozen=True)
 class Row:
-    """What one cell gave; seconds, medians over the pairs.
-
-    `simulated` takes the times that a stage was told to take and free links, `predicted` those that were recorded.
-    """
+    """What one cell gave; seconds, medians over the rounds. `ratio` is ours over torch, `gloo` both on gloo."""
 
     cell: Cell
     ours: float
@@ -80,10 +112,13 @@ class Row:
     ratio: float
     ratio_low: float
     ratio_high: float
+    gloo: float
     efficiency: float
     overhead: float
     simulated: float
-    predicted: float
+    predicted: float | None
+    computing: float
+    own: float
 
 
 class Block(nn.Module):
@@ -157,10 +192,10 @@ def make_stages(cell: Cell, plan: Plan, rank: int) -> list[Stage]:
     return [Stage(s, {s: parts[s]}, body) for s in plan.stages[rank]]
 
 
-def make_ours(cell: Cell, rank: int, watch: FailureWatch) -> tuple[Callable[[int], None], Engine]:
-    """One step of our engine."""
+def make_ours(cell: Cell, rank: int, watch: FailureWatch, kind: str) -> tuple[Callable[[int], None], Engine]:
+    """One step of our engine, by a kind of transport."""
     schedule, plan = make_plan(cell)
-    transport = make_transport(plan, rank, range(cell.ranks), torch.device("cpu"), watch)
+    transport = make_transport(plan, rank, range(cell.ranks), torch.device("cpu"), watch, kind)
     stages = make_stages(cell, plan, rank)
     engine = Engine(plan, schedule.program(plan), stages, transport, rank=rank, watch=watch)
 
@@ -182,59 +217,84 @@ def make_torch(cell: Cell, rank: int) -> Callable[[int], None]:
     def step(number: int) -> None:
         arguments = (x,) if rank == 0 else ()
         if stages[-1].is_last:
-            schedule.step(*arguments, target=target)
+            schedule.step(*arguments, target=target, return_outputs=False)
         else:
-            schedule.step(*arguments)
+            schedule.step(*arguments, return_outputs=False)
 
     return step
 
 
-def rank_main(rank: int, cells: list[Cell], pairs: int) -> list[dict[str, Any]]:
+def rank_main(rank: int, cells: list[Cell], rounds: int) -> list[dict[str, Any]]:
     """This rank's step times and busy time, cell by cell."""
     steady()
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
     found = []
     for cell in cells:
-        ours, engine = make_ours(cell, rank, watch)
-        sides = {"ours": ours, "torch": make_torch(cell, rank)}
-        spans: dict[str, list[tuple[int, int]]] = {"ours": [], "torch": []}
-        busy: list[int] = []
+        ours, engine = make_ours(cell, rank, watch, "auto")
+        sides, engines = {"ours": ours}, [engine]
+        if not cell.learning:
+            sides["gloo"], other = make_ours(cell, rank, watch, "gloo")
+            sides["torch"] = make_torch(cell, rank)
+            engines.append(other)
+        spans: dict[str, list[tuple[int, int]]] = {side: [] for side in sides}
         windows: list[list[Event]] = []
-        for number in range(WARM_UP + pairs):
-            for side in ("ours", "torch") if number % 2 else ("torch", "ours"):
+        for number in range(WARM_UP + rounds):
+            for side in list(sides) if number % 2 else reversed(sides):
                 dist.barrier()
                 started = time.monotonic_ns()
                 sides[side](number)
                 spans[side].append((started, time.monotonic_ns()))
-            mine = [e for e in engine.events if e.rank == rank and e.instruction.kind in "FB"]
-            busy.append(sum(e.end - e.start for e in mine))
             windows.append(engine.events)
-        engine.close()
-        found.append({"spans": spans, "busy": busy, "windows": windows[WARM_UP:]})
+        for each in engines:
+            each.close()
+        found.append({"spans": spans, "windows": windows[WARM_UP:]})
     watch.close()
     return found
 
 
-def evaluate(cell: Cell, by_rank: list[dict[str, Any]], pairs: int) -> Row:
+def busiest(cell: Cell, by_rank: list[dict[str, Any]]) -> float:
+    """Seconds that the busiest rank computes in a step."""
+
+    def of(rank: int, window: list[Event]) -> int:
+        return sum(e.end - e.start for e in window if e.rank == rank and e.instruction.kind in "FB")
+
+    return max(statistics.median(of(n, w) for w in r["windows"]) for n, r in enumerate(by_rank)) / 1e9
+
+
+def learned(cell: Cell, by_rank: list[dict[str, Any]]) -> Overheads:
+    """What the engine needs beside its stages."""
+    steps = [Steps((), tuple(map(tuple, r["windows"]))) for r in by_rank]
+    return Overheads.of([(cell, steps)], {})
+
+
+def evaluate(cell: Cell, by_rank: list[dict[str, Any]], overheads: Overheads) -> Row:
     """One row from what all ranks measured."""
 
     def steps(side: str) -> list[float]:
         each = zip(*(r["spans"][side][WARM_UP:] for r in by_rank), strict=True)
         return [(max(end for _, end in s) - min(start for start, _ in s)) / 1e9 for s in each]
 
-    ours, peer = steps("ours"), steps("torch")
+    ours, gloo, peer = steps("ours"), steps("gloo"), steps("torch")
     ratios = sorted(a / b for a, b in zip(ours, peer, strict=True))
     quarter = len(ratios) // 4
     schedule, plan = make_plan(cell)
     program = schedule.program(plan)
-    recorded = [Timeline.gather(w, plan) for w in zip(*(r["windows"] for r in by_rank), strict=True)]
-    measured = CostModel.measured(recorded)
-    predicted = simulate(program, plan, measured).makespan / 1e9
-    nominal = measured if cell.model == "gpt" else CostModel.uniform(plan.n_stages, *cell.seconds)
-    simulated = simulate(program, plan, nominal).makespan / 1e9
-    busiest = max(statistics.median(r["busy"][WARM_UP:]) for r in by_rank) / 1e9
-    step = statistics.median(ours)
+    timelines = [Timeline.gather(w, plan) for w in zip(*(r["windows"] for r in by_rank), strict=True)]
+    measured = CostModel.measured(timelines)
+    alone = CostModel({key: table for key, table in measured.seconds.items() if key[0] in COMPUTE})
+
+    def takes(costs: CostModel) -> float:
+        return simulate(program, plan, costs).makespan / 1e9
+
+    def beyond(simulated: Sequence[float]) -> float:
+        return statistics.median(a - b for a, b in zip(ours, simulated, strict=True)) / each
+
+    own = [measured.recorded(t).each for t in timelines]
+    computing = [takes(replace(alone, each={i: s for i, s in e.items() if i.kind in COMPUTE})) for e in own]
+    simulated = takes(measured if cell.model == "gpt" else cell.costs({}, None))
+    emulated = cell.model == "emulated"
+    step, each = statistics.median(ours), 2 * cell.microbatches * cell.stages_per_rank
     return Row(
         cell,
         step,
@@ -242,21 +302,26 @@ def evaluate(cell: Cell, by_rank: list[dict[str, Any]], pairs: int) -> Row:
         statistics.median(ratios),
         ratios[quarter],
         ratios[-1 - quarter],
-        busiest / step,
-        (step - simulated) / (2 * cell.microbatches * cell.stages_per_rank),
+        statistics.median(a / b for a, b in zip(gloo, peer, strict=True)),
+        busiest(cell, by_rank) / step,
+        (step - simulated) / each,
         simulated,
-        predicted,
+        takes(cell.costs({}, overheads)) if emulated else None,
+        beyond(computing),
+        beyond([takes(replace(measured, each=e)) for e in own]),
     )
 
 
-def measure(cells: list[Cell], pairs: int) -> list[Row]:
+def measure(cells: list[Cell], rounds: int) -> list[Row]:
     """One row a cell; cells with the same number of ranks share one set of processes."""
     rows: dict[Cell, Row] = {}
     for ranks in sorted({c.ranks for c in cells}):
+        learning = Cell("1f1b", ranks, LEARNING, "learning")
         group = [c for c in cells if c.ranks == ranks]
-        found = run_ranks(rank_main, ranks, group, pairs, timeout=1800)
-        for number, cell in enumerate(group):
-            rows[cell] = evaluate(cell, [r[number] for r in found], pairs)
+        found = run_ranks(rank_main, ranks, [learning, *group], rounds, timeout=1800)
+        overheads = learned(learning, [r[0] for r in found])
+        for number, cell in enumerate(group, start=1):
+            rows[cell] = evaluate(cell, [r[number] for r in found], overheads)
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return [rows[c] for c in cells]
@@ -265,15 +330,16 @@ def measure(cells: list[Cell], pairs: int) -> list[Row]:
 def table(rows: list[Row]) -> str:
     """The rows as text."""
     lines = [
-        "model     schedule     S   M   ours ms  torch ms  ratio (quartiles)      efficiency  overhead us"
+        "model     schedule     S   M   ours ms  torch ms  ratio (quartiles)    both gloo  efficiency  overhead us"
         "  simulated ms  predicted ms"
     ]
     for r in rows:
         c = r.cell
         lines.append(
             f"{c.model:9} {c.schedule:11} {c.ranks:2} {c.microbatches:3} {1e3 * r.ours:9.1f} {1e3 * r.torch:9.1f}"
-            f"  {r.ratio:.3f} ({r.ratio_low:.3f}-{r.ratio_high:.3f})  {r.efficiency:10.3f} {1e6 * r.overhead:12.0f}"
-            f" {1e3 * r.simulated:13.1f} {1e3 * r.predicted:13.1f}"
+            f"  {r.ratio:.3f} ({r.ratio_low:.3f}-{r.ratio_high:.3f}) {r.gloo:10.3f} {r.efficiency:11.3f}"
+            f" {1e6 * r.overhead:12.0f} {1e3 * r.simulated:13.1f} "
+            + ("            -" if r.predicted is None else f"{1e3 * r.predicted:13.1f}")
         )
     return "\n".join(lines)
 
@@ -282,14 +348,21 @@ def headline(rows: list[Row]) -> dict[str, float]:
     """The figures by which the engine is judged."""
     by = {(r.cell.model, r.cell.schedule, r.cell.ranks, r.cell.microbatches): r for r in rows}
     emulated = [r for r in rows if r.cell.model == "emulated"]
+    gpt = [r for r in rows if r.cell.model == "gpt"]
     plain = by["emulated", "1f1b", 4, 16]
     return {
         "vs_torch_1f1b": plain.ratio,
         "vs_torch_gpipe": by["emulated", "gpipe", 4, 16].ratio,
+        "vs_torch_empty": by["empty", "1f1b", 2, 16].ratio,
+        "vs_torch_gpt": max(r.ratio for r in gpt),
+        "vs_torch_gloo": max(r.gloo for r in emulated + gpt),
         "worst_cell": max(r.ratio for r in emulated),
-        "vs_torch_gpt": max(r.ratio for r in rows if r.cell.model == "gpt"),
-        "overhead_us": 1e6 * plain.overhead,
-        "sim_error": max(abs(r.ours - r.predicted) / r.ours for r in emulated),
+        "overhead_us": 1e6 * max(r.overhead for r in gpt),
+        "beyond_own_us": 1e6 * max(r.own for r in gpt),
+        "beyond_computing_us": 1e6 * max(r.computing for r in gpt),
+        "empty_us": 1e6 * by["empty", "1f1b", 2, 16].computing,
+        "emulated_overhead_us": 1e6 * plain.overhead,
+        "sim_error": max(abs(r.ours - r.predicted) / r.ours for r in emulated if r.predicted is not None),
     }
 
 
@@ -297,7 +370,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="S=4, M=16, one cell more, and the GPT; within 120 s")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    parser.add_argument("--pairs", type=int, default=15, help="alternating pairs a cell")
+    parser.add_argument("--rounds", type=int, default=15, help="steps of every side, which alternate, a cell")
     options = parser.parse_args()
     if options.quick:
         cells = [Cell("1f1b", 4, 16), Cell("gpipe", 4, 16), Cell("interleaved", 4, 16), Cell("1f1b", 2, 8)]
@@ -306,12 +379,13 @@ def main() -> None:
         cells = [Cell(k, s, m) for s in (2, 4, 8) for m in (8, 16, 32) for k in kinds]
     cells.append(Cell("1f1b", 2, 16, "empty"))
     cells += [Cell(k, 2, 16, "gpt") for k in (("1f1b",) if options.quick else ("gpipe", "1f1b"))]
-    rows = measure(cells, options.pairs)
+    rows = measure(cells, options.rounds)
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}; "
     )
     print(
-        f"emulated stages sleep {1e3 * FORWARD:.0f} ms forward, {1e3 * BACKWARD:.0f} ms backward; {options.pairs} pairs"
+        f"emulated stages sleep {1e3 * FORWARD:.0f} ms forward, {1e3 * BACKWARD:.0f} ms backward; "
+        f"{options.rounds} rounds"
     )
     print(table(rows))
     if options.json:

@@ -7,8 +7,9 @@ random instant from launch to exit, or at one of the places that lightning_pipes
 An end is clean if every other process has ended within ten seconds of when it can know (of a kill at once, of a stop
 or a cut link after heartbeat_timeout, before hosts are connected after timeout), by itself and with an error, if
 the rank is named in what they say, unless it had told them that it ends, if no process and nothing in /dev/shm and
-TMPDIR is left, and if who was stopped ends within ten seconds of being continued. Then the same is started again; its
-weights in the end have to equal those of an undisturbed run, bit for bit.
+TMPDIR is left, and if who was stopped ends within ten seconds of being continued (on a host of its own that was not
+connected yet, of when it has waited for `timeout`, too). Then the same is started again; its weights in the end have to
+equal those of an undisturbed run, bit for bit.
 
     python benchmarks/faults.py [--quick] [--json] [--faults N] [--seed N] [--only N] [--at-once N] [--soon SECONDS]
 """
@@ -198,7 +199,7 @@ def case(draw: random.Random, number: int, hosts: bool) -> Case:
     if launcher == "torchrun" and after and draw.random() < 0.6:
         victim = LAUNCHER
     if act == "stop" and kind == "study" and phase in ("launch", "connecting"):
-        act = "kill"  # nobody can tell who has not come yet from who is slow, and a study waits for half an hour
+        act = "kill"  # tests/faults/test_stopped_early.py has those
     restarts = int(launcher == "torchrun" and act == "kill" and victim != LAUNCHER and draw.random() < 0.4)
     made = Case(number, kind, form, launcher, ranks, victim, act, phase, after=after, restarts=restarts)
     if after:
@@ -390,8 +391,10 @@ class Run:
             pid = self.pid()
             if pid is not None:
                 os.kill(pid, signal.SIGCONT)
-            if not wait_until(self.ended, LONG if alone else self.soon):
-                wrong.append(f"who was stopped is there {self.soon:.0f} s after it could go on")
+            # On a host of its own it waits for the others as long as they would have for it, had they not come yet.
+            patience = self.soon + (self.timeout if self.case.early and self.case.launcher == "hosts" else 0.0)
+            if not wait_until(self.ended, LONG if alone else patience):
+                wrong.append(f"who was stopped is there {patience:.0f} s after it could go on")
         return wrong, 0.0 if self.case.restarts else seconds
 
     @property

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import simulator
 import torch
@@ -52,6 +52,17 @@ WARM_UP = (RANKS,)
 Links = Mapping[tuple[int, int], Link]
 
 
+class Known(Protocol):
+    """A training of which it is known what its layers and links take."""
+
+    @property
+    def plan(self) -> Plan:
+        """Its stages and micro-batches."""
+
+    def costs(self, links: Links, overheads: Overheads | None) -> CostModel:
+        """What is known of it, and of the engine by `overheads`."""
+
+
 @dataclass(frozen=True)
 class Overheads:
     """Seconds that the engine needs besides what is known of layers and links.
@@ -67,7 +78,7 @@ class Overheads:
     message: float
 
     @classmethod
-    def of(cls, trainings: Sequence[tuple[Cell, Sequence[Steps]]], links: Links) -> Overheads:
+    def of(cls, trainings: Sequence[tuple[Known, Sequence[Steps]]], links: Links) -> Overheads:
         """Means of what trainings took beyond what their layers were told to take, and messages beyond what the links
         were set to."""
         between, messages, computation = [], [], {}

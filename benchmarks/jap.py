@@ -15,13 +15,14 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import jap_run
 import numpy as np
 from jap_schemes import Costs, Epoch
 from jap_single import Ordered, Spent
 
+from lightning_pipes.arrays.array_size import pieces
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import SENDS, Kind
 from lightning_pipes.sim import load_kernel
@@ -30,7 +31,7 @@ from lightning_pipes.strategies.hanayo import Hanayo
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.jap import ArrayProblem, Effort, Solution, solved
 from lightning_pipes.strategies.jap.generator import random_array, random_costs
-from lightning_pipes.strategies.jap.machine import numba_kernel
+from lightning_pipes.strategies.jap.solvers.machine import numba_kernel
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 
 STAGES = 8
@@ -47,12 +48,6 @@ SINGLE = {
     "Hanayo 1 wave": Ordered((Hanayo(waves=1),), recompute=(False,)),
 }
 """The generator's backwards recompute already."""
-
-
-def within(seconds: float) -> Effort:
-    """An effort that ends after so many seconds of this process."""
-    end = time.process_time() + seconds
-    return Effort(10**9, lambda: time.process_time() > end)
 
 
 def solver_rows(
@@ -75,14 +70,15 @@ def solver_rows(
 
 
 def methods(problem: ArrayProblem, seconds: float) -> dict[str, Solution]:
-    """Every way to order one array."""
+    """Every way to order one array, within so much of this process's time."""
+    limit = partial(Effort.within, clock=time.process_time)
     return {
         "algorithm 1": solved(problem, "algorithm 1"),
-        f"genetic {1.5 * seconds:g} s": solved(problem, "genetic", within(1.5 * seconds)),
+        f"genetic {1.5 * seconds:g} s": solved(problem, "genetic", limit(1.5 * seconds)),
         "longest first": solved(problem, "longest first"),
         "pyramid": solved(problem, "pyramid"),
-        f"search {0.1 * seconds:g} s": solved(problem, "search", within(0.1 * seconds)),
-        f"search {seconds:g} s": solved(problem, "search", within(seconds)),
+        f"search {0.1 * seconds:g} s": solved(problem, "search", limit(0.1 * seconds)),
+        f"search {seconds:g} s": solved(problem, "search", limit(seconds)),
     }
 
 
@@ -114,18 +110,23 @@ def generated(imbalance: float = 0.0, overhead: float | None = None) -> Costs:
     return costs
 
 
-def epoch_table() -> tuple[list[str], float]:
-    """Lines, and the ratio of as many resident jobs as stages."""
+def epoch_table(sizes: Sequence[int], all_schemes: bool) -> tuple[list[str], float]:
+    """Lines, and the ratio of as many resident jobs as stages.
+
+    Args:
+        sizes: resident jobs.
+        all_schemes: whether other schemes are compared.
+    """
     lines = ["epoch over the bottleneck's work, equal / unequal stages"]
     epochs = [Epoch(generated(imbalance), "language") for imbalance in (0.0, 0.4)]
-    sizes = (4, 8, 16, 19, 30, 64)
     lines.append(f"{'resident jobs':44}" + "".join(f"{a:>15}" for a in sizes))
-    rows: dict[str, Callable[[Epoch, int], Spent]] = {
-        "rounds, arrays in random order (the paper's)": lambda e, a: e.in_rounds(a),
-        "rounds, arrays grouped by batch size": lambda e, a: e.in_rounds(a, grouped=True),
-        "no rounds": lambda e, a: e.streamed(a),
-        "no rounds, automatic micro-batches": lambda e, a: e.streamed(a, microbatches=True),
-    }
+    rows: dict[str, Callable[[Epoch, int], Spent]] = {"no rounds": lambda e, a: e.streamed(a)}
+    if all_schemes:
+        rows |= {
+            "no rounds, batches cut where jobs are few": lambda e, a: e.streamed(a, microbatches=pieces(STAGES, a)),
+            "rounds, arrays in random order (the paper's)": lambda e, a: e.in_rounds(a),
+            "rounds, arrays grouped by batch size": lambda e, a: e.in_rounds(a, grouped=True),
+        }
     a8 = 0.0
     for name, run in rows.items():
         cells = []
@@ -164,7 +165,9 @@ def solver_table(rows: dict[tuple[str, int], dict[str, float]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer seeds, sets and siblings; within 120 s")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer seeds, sets, batches and rows of tables; three and a half minutes"
+    )
     parser.add_argument("--simulated", action="store_true", help="leave out what runs on processes")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args()
@@ -174,22 +177,33 @@ def main() -> None:
     sets = ["language"] if options.quick else list(SETS)
     solvers = solver_rows(sets, (16, 30, 64), 1 if options.quick else 3, 1.0)
     print("\n".join(solver_table(solvers)) + "\n", flush=True)
-    epochs, a8 = epoch_table()
+    epochs, a8 = epoch_table((8,) if options.quick else (4, 8, 16, 19, 30, 64), not options.quick)
     print("\n".join(epochs) + "\n", flush=True)
-    print("\n".join(overhead_table()) + "\n", flush=True)
+    if not options.quick:
+        print("\n".join(overhead_table()) + "\n", flush=True)
     keys = {f"solver_j{jobs}": solvers["language", jobs]["search 1 s"] for jobs in (30, 64)}
     keys["epoch_over_bottleneck_a8"] = a8
     if not options.simulated:
         if options.quick:
-            cases = [jap_run.Case(4, 8, 6, jap_run.slow_layers(4, 0.1))]
+            cases = [jap_run.Case(8, 16, 6, jap_run.slow_layers(8, 0.24))]
+            real = jap_run.Case(2, 8, 6, jap_run.gpt_profile(2), real=True)
         else:
-            cases = [jap_run.Case(stages, 16, 20, jap_run.slow_layers(stages, 0.24)) for stages in (4, 8)]
-            cases.append(jap_run.Case(2, 8, 12, jap_run.gpt_profile(2), real=True))
-        lines, measured = jap_run.executed(cases, pairs=1 if options.quick else 2)
+            cases = [jap_run.Case(ranks, 16, 20, jap_run.slow_layers(ranks, 0.24), contenders=2) for ranks in (4, 8)]
+            real = jap_run.Case(2, 8, 12, jap_run.gpt_profile(2), real=True, contenders=2)
+        for case in [*cases, real]:
+            lines, found = jap_run.executed(case, pairs=1 if options.quick else 2)
+            print("\n".join(lines), flush=True)
+            if case.real:
+                keys |= {
+                    "speedup_real": found["speedup"],
+                    "speedup_vs_processes": found["speedup_vs_processes"],
+                    "speedup_vs_ddp": found["speedup_vs_ddp"],
+                }
+            elif case.ranks == STAGES:
+                keys |= {"speedup_vs_sequential" if name == "speedup" else name: found[name] for name in found}
         equal = jap_run.bit_equal(2 if options.quick else 4)
-        print("\n".join(lines))
         print(f"losses and weights of siblings equal those of each alone, bit for bit: {equal}")
-        keys |= measured | {"bit_equal": float(equal)}
+        keys["bit_equal"] = float(equal)
     if options.json:
         print(json.dumps(keys))
 

@@ -1,6 +1,6 @@
 """The figures of ArrayPipe's paper, simulated, one command each: 64 jobs of four models on A100s.
 
-    python benchmarks/jap_paper.py f7|f8|f9|f10a|f10b|f10c|f10d|f11 ... [--quick] [--json] [--plot FILE.png]
+    python benchmarks/jap_paper.py f7|f8|f9|f10a|f10b|f10c|f10d|f11|ga ... [--quick] [--json] [--plot FILE.png]
 
 An epoch is 240 batches of the jobs with the smallest ones. Baselines run jobs one after another, each with its best
 number of micro-batches; ArX has batches of siblings where X has micro-batches; "rounds" is the paper's scheme, with our
@@ -22,6 +22,9 @@ from jap_schemes import ARRAYED, MODELS, Epoch, Hardware, of_model
 from jap_single import RECOMPUTING, SINGLE, Spent
 
 from lightning_pipes.sim import load_kernel
+from lightning_pipes.strategies.jap import Effort
+from lightning_pipes.strategies.jap.generator import random_array
+from lightning_pipes.strategies.jap.solvers.genetic import Genetic, evolved
 
 Scheme = Callable[[Epoch], Spent | None]
 SCHEMES: dict[str, Scheme] = {
@@ -199,7 +202,27 @@ def f11(runs: Runs) -> list[Table]:
     return tables
 
 
-FIGURES = {"f7": f7, "f8": f8, "f9": f9, "f10a": f10a, "f10b": f10b, "f10c": f10c, "f10d": f10d, "f11": f11}
+def ga(runs: Runs) -> list[Table]:
+    """The genetic algorithm's makespan over the lower bound, by generations of 100 individuals. From a random
+    population it goes on getting better for thousands of generations, the longer the more stages there are."""
+    counts = (100, 1_000) if len(runs.models) == 1 else (100, 1_000, 4_000)
+    tables = []
+    for jobs in (8, 16):
+        rows: dict[str, list[float]] = {}
+        for stages in (4, 10, 16):
+            problem = random_array(jobs, stages, seed=0)
+            for name, seeded in (("random", False), ("rules in it", True)):
+                made = [
+                    evolved(problem, Effort(1 << 40), settings=Genetic(generations=count, seeded=seeded))
+                    for count in counts
+                ]
+                rows[f"{stages} stages, first population {name}"] = [one.makespan / one.bound for one in made]
+        columns = tuple(f"{count} generations" for count in counts)
+        tables.append(Table(f"genetic, {jobs} jobs", columns, rows, ".3f", "makespan over the lower bound"))
+    return tables
+
+
+FIGURES = {"f7": f7, "f8": f8, "f9": f9, "f10a": f10a, "f10b": f10b, "f10c": f10c, "f10d": f10d, "f11": f11, "ga": ga}
 
 
 def draw(tables: Sequence[Table], path: Path, title: str) -> None:

@@ -1,7 +1,8 @@
 """Job arrays, executed: siblings by ordinary Trainers, over emulated stages whose times are those of a real layer.
 
-The same jobs run one after another with the best schedule and micro-batches of ours for each batch size, and step by
-step with torch.distributed.pipelining's best, in the same processes.
+In the same processes and in turn with them, the same jobs one after another: by the fastest of all schedules that
+ship, with their best numbers of micro-batches, and by torch.distributed.pipelining's. Simulation says which are worth
+running.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -20,33 +21,38 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from engine import gpt_parts
+from jap_peers import Single, by_torch, singles
+from jap_processes import data_parallel, side_by_side
 from silence import hush
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from lightning_pipes import JobArray, PipelineStrategy
+from lightning_pipes.arrays.first_batches import pyramid
 from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile
-from lightning_pipes.cost.model import Table
+from lightning_pipes.cost.table import Table
 from lightning_pipes.engine.compute.profiler import profile_layers
-from lightning_pipes.ir import B, Cut, F, Kind, Plan, Schedule, Span
-from lightning_pipes.planning.planner import even_plan
-from lightning_pipes.sim import makespan
+from lightning_pipes.ir import B, Cut, F, Kind, Plan, Span
+from lightning_pipes.sim import simulate
 from lightning_pipes.sim.timeline import Timeline
-from lightning_pipes.strategies.gpipe import GPipe
-from lightning_pipes.strategies.jap import Job, Stream
-from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.strategies.jap import Job, streamed
 from lightning_pipes.testing.emulated import Emulated, steady
 from lightning_pipes.testing.ranks import run_ranks
 
 ROWS = (8, 16, 24, 32)
 """Batch sizes of the siblings, in turn, as in the paper's language jobs."""
-MICROBATCHES = (1, 2, 4, 8)
+SIZES = (1, 2, 3, 4, 6, 8, 12, *ROWS[1:])
+"""Samples for which layers are measured."""
+MEASURED = 12
+"""So often is a layer measured that the others are to be like, and the layers of a GPT four times less often."""
+LAYERS = 4
+"""Of each rank, so that it can have one, two or four stages."""
 TOKENS = 96
+THIRD = 2
+"""The number of each sibling's third batch."""
 SHORT = 4
 """Batches of each sibling in an array of a real model which says what blocks take while all ranks compute."""
-SIMULATIONS, UNEVEN = 25, 0.005
+SIMULATIONS, UNEVEN = 9, 0.005
 """So many of an array, with stages that differ by so much from what they are said to take."""
-SCHEDULES: dict[str, Schedule] = {"gpipe": GPipe(), "1f1b": OneFOneB()}
 
 
 @dataclass(frozen=True)
@@ -57,63 +63,87 @@ class Case:
         profile: of the layers.
         batches: of each sibling; so all take part to the end, and the steady state is what is compared.
         real: layers compute, those of `gpt_parts`, instead of sleeping.
+        contenders: schedules of ours that run for one job, the fastest by simulation.
     """
 
-    stages: int
+    ranks: int
     siblings: int
     batches: int
     profile: ModelProfile
     real: bool = False
+    contenders: int = 1
 
     def rows(self, sibling: int) -> int:
         """Its batch size."""
         return ROWS[sibling % len(ROWS)]
 
-    @property
-    def layers(self) -> tuple[Span, ...]:
-        """Of the stages."""
-        if not self.real:
-            return tuple(Span(s, s + 1) for s in range(self.stages))
-        ends = list(accumulate(len(part) for part in gpt_parts(self.stages)))
-        return tuple(Span(start, stop) for start, stop in pairwise([0, *ends]))
+    def layers(self, stages: int) -> tuple[Span, ...] | None:
+        """Of the stages, if there are so many; None where the model can't be cut so."""
+        each, rest = divmod(len(self.profile.layers), stages)
+        if self.real and each:
+            ends = list(accumulate(len(part) for part in gpt_parts(stages)))
+            return tuple(Span(start, stop) for start, stop in pairwise([0, *ends]))
+        return None if rest else tuple(Span(each * s, each * (s + 1)) for s in range(stages))
 
-    @property
-    def costs(self) -> CostModel:
-        """Of the stages."""
-        return self.profile.costs(self.layers)
+    def costs(self, stages: int, split: bool = False) -> CostModel | None:
+        """Of so many stages."""
+        layers = self.layers(stages)
+        return None if layers is None else (self.profile if split else whole(self.profile)).costs(layers)
 
-    def best_single(self, rows: int) -> tuple[str, int]:
-        """The schedule and number of micro-batches that take least time for one job's batch, simulated."""
-        options = [(name, m) for name in SCHEDULES for m in MICROBATCHES if m <= rows]
+    def singles(self, rows: int) -> list[Single]:
+        """The contenders for one job's batch, and the fastest that torch has, too, as the last one."""
+        ours = singles(self.ranks, rows, self.costs)
+        return [*ours[: self.contenders], singles(self.ranks, rows, self.costs, torchs=True)[0]]
 
-        def step(option: tuple[str, int]) -> int:
-            plan = even_plan(SCHEDULES[option[0]], self.stages, option[1], rows)
-            return makespan(SCHEDULES[option[0]].program(plan), plan, self.costs)
+    def simulated(self, costs: CostModel) -> list[Steady]:
+        """The array in virtual time, when nothing but blocks takes any: many times, with blocks of each stage that take
+        `UNEVEN` more or less, for who comes first is often a matter of less than that, and what follows differs by some
+        percent."""
+        order = pyramid([self.rows(n) for n in range(self.siblings)])
+        jobs = [Job(Cut.even(self.rows(n), 1, self.ranks), self.batches) for n in order]
+        found = []
+        for seed in range(SIMULATIONS):
+            blocks = uneven(costs, seed)
+            array = streamed(jobs, blocks)
+            found.append(steady_state(simulate(array.program, array.plan, blocks)))
+        return found
 
-        return min(options, key=step)
 
-    @property
-    def simulated_one_by_one(self) -> float:
-        """Seconds of the same jobs one after another, each with its best schedule."""
-        total = 0
-        for n in range(self.siblings):
-            name, m = self.best_single(self.rows(n))
-            plan = even_plan(SCHEDULES[name], self.stages, m, self.rows(n))
-            total += self.batches * makespan(SCHEDULES[name].program(plan), plan, self.costs)
-        return total / 1e9
+@dataclass(frozen=True)
+class Steady:
+    """Of an array.
 
-    def simulated(self, costs: CostModel) -> list[float]:
-        """Seconds of the array in virtual time, when nothing but blocks takes any, in ascending order: many times, with
-        blocks of each stage that take `UNEVEN` more or less, for who comes first is often a matter of less than that,
-        and what follows differs by some percent."""
-        return sorted(self._simulated(uneven(costs, seed)) for seed in range(SIMULATIONS))
+    Attributes:
+        utilisation: the share of the time in which the busiest rank computes, from when all siblings have begun their
+            third batch until the first one is through.
+        rest: seconds from when all have begun their third batch to the last computation.
+    """
 
-    def _simulated(self, costs: CostModel) -> float:
-        stream = Stream(self.stages, costs, self.siblings)
-        for n in range(self.siblings):
-            earlier = (self.siblings - n) ** 4  # who has most to do begins first, and here they begin as they come
-            stream.admit(Job(n, Cut.even(self.rows(n), 1, self.stages), self.batches, expected=self.batches * earlier))
-        return stream.advance().time / 1e9
+    utilisation: float
+    rest: float
+
+
+def steady_state(timeline: Timeline) -> Steady:
+    """What a timeline has from each sibling's third batch on."""
+    begun: dict[int, int] = {}
+    last: dict[int, int] = {}
+    blocks = [e for e in timeline.computations if e.instruction.kind in (Kind.F, Kind.B)]
+    for e in blocks:
+        job = e.instruction.job
+        last[job] = max(e.end, last.get(job, 0))
+        if e.instruction.batch == THIRD:
+            begun[job] = min(e.start, begun.get(job, e.start))
+    begin, stop = max(begun.values()), min(last.values())
+    busy = [0] * len(timeline.busy)
+    for e in blocks:
+        busy[e.rank] += max(0, min(e.end, stop) - max(e.start, begin))
+    return Steady(max(busy) / (stop - begin), (max(last.values()) - begin) / 1e9)
+
+
+def whole(profile: ModelProfile) -> ModelProfile:
+    """Layers whose backward is not computed in two parts."""
+    layers = (replace(layer, input_backward=(), weight_backward=()) for layer in profile.layers)
+    return replace(profile, layers=tuple(layers))
 
 
 def uneven(costs: CostModel, seed: int) -> CostModel:
@@ -123,29 +153,60 @@ def uneven(costs: CostModel, seed: int) -> CostModel:
     return replace(costs, seconds={key: tuple((n, s * draw(1.0, UNEVEN)) for n, s in table) for key, table in tables})
 
 
-def slow_layers(stages: int, seconds: float) -> ModelProfile:
-    """Equal layers with the times of a transformer block on this machine by rows, stretched so that a batch of 16
-    takes `seconds`."""
-    torch.set_num_threads(1)
+def slow_layers(ranks: int, seconds: float) -> ModelProfile:
+    """Equal layers with the times of a transformer block on this machine by rows, stretched so that a batch of 16 takes
+    a rank `seconds`."""
+    torch.manual_seed(0)
     block = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
-    inputs = {rows: torch.randn(rows, 32, 128) for rows in (1, 2, 4, *ROWS)}
-    found = profile_layers([block], inputs, repeats=7).layers[0]
-    scale = seconds / sum(dict(table)[16] for table in (found.forward, found.backward))
+    found = least([block], {rows: torch.randn(rows, 32, 128) for rows in SIZES}).layers[0]
+    scale = seconds / LAYERS / sum(dict(table)[16] for table in (found.forward, found.backward))
 
     def stretched(table: Table) -> Table:
-        return tuple((rows, value * scale) for rows, value in table)
+        return tuple((rows, scale * t) for rows, t in table)
 
-    layer = LayerProfile("block", stretched(found.forward), stretched(found.backward), output=((1, 256),))
-    return ModelProfile((layer,) * stages)
+    layer = LayerProfile(
+        "block",
+        stretched(found.forward),
+        stretched(found.backward),
+        output=((1, 256),),
+        input_backward=stretched(found.input_backward),
+        weight_backward=stretched(found.weight_backward),
+    )
+    return ModelProfile((layer,) * ranks * LAYERS)
 
 
 def gpt_profile(stages: int) -> ModelProfile:
     """What the layers of a small byte GPT take on this machine, with the loss after them."""
-    torch.set_num_threads(1)
     layers = [layer for part in gpt_parts(stages) for layer in part]
-    sizes = sorted({-(-rows // m) for rows in ROWS for m in MICROBATCHES})
-    inputs = {rows: torch.randint(256, (rows, TOKENS)) for rows in sizes}
-    return profile_layers([*layers[:-1], _WithLoss(layers[-1])], inputs, repeats=5)
+    inputs = {rows: torch.randint(256, (rows, TOKENS)) for rows in SIZES}
+    return least([*layers[:-1], _WithLoss(layers[-1])], inputs)
+
+
+def least(layers: Sequence[nn.Module], inputs: dict[int, torch.Tensor]) -> ModelProfile:
+    """The least times that layers took in some measurements, on one core."""
+    found = run_ranks(_profiles, 1, layers, inputs, timeout=300)[0]
+
+    def of(tables: Iterable[Table]) -> Table:
+        return tuple(map(min, zip(*tables, strict=True)))
+
+    best = [
+        replace(
+            each[0],
+            forward=of(layer.forward for layer in each),
+            backward=of(layer.backward for layer in each),
+            input_backward=of(layer.input_backward for layer in each),
+            weight_backward=of(layer.weight_backward for layer in each),
+        )
+        for each in zip(*(profile.layers for profile in found), strict=True)
+    ]
+    return ModelProfile(tuple(best))
+
+
+def _profiles(rank: int, layers: Sequence[nn.Module], inputs: dict[int, torch.Tensor]) -> list[ModelProfile]:
+    steady()
+    torch.set_num_threads(1)
+    times = MEASURED if len(layers) == 1 else MEASURED // 4
+    return [profile_layers(layers, inputs, repeats=1, split=True) for _ in range(times)]
 
 
 class _WithLoss(nn.Module):
@@ -160,18 +221,33 @@ class _WithLoss(nn.Module):
         return nn.functional.cross_entropy(out, torch.zeros(len(out), out.shape[-1], dtype=torch.long))
 
 
-class Jobs(L.LightningModule):
-    """Layers that sleep, a stage each, or a small GPT."""
+def modules(case: Case, split: bool = False) -> list[nn.Module]:
+    """The layers: that sleep, or of a small GPT."""
+    if case.real:
+        return [layer for part in gpt_parts(case.ranks) for layer in part]
+    profile = case.profile if split else whole(case.profile)
+    return [Emulated(layer) for layer in profile.layers]
 
-    def __init__(self, case: Case) -> None:
+
+def loss_of(case: Case) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What is trained for."""
+    return nn.functional.cross_entropy if case.real else lambda out, _: out.mean()
+
+
+def samples(case: Case, rows: int) -> torch.Tensor:
+    """So many."""
+    return torch.randint(256, (rows, TOKENS)) if case.real else torch.ones(rows, 64)
+
+
+class Jobs(L.LightningModule):
+    """The layers as a user has them."""
+
+    def __init__(self, case: Case, split: bool) -> None:
         super().__init__()
-        self.real = case.real
-        layers = [layer for part in gpt_parts(case.stages) for layer in part] if case.real else []
-        self.layers = nn.Sequential(*(layers or map(Emulated, case.profile.layers)))
+        self.layers, self.loss = nn.Sequential(*modules(case, split)), loss_of(case)
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        out = self.layers(batch[0])
-        loss: torch.Tensor = nn.functional.cross_entropy(out, batch[0]) if self.real else out.mean()
+        loss = self.loss(self.layers(batch[0]), batch[0])
         self.log("loss", loss)
         return loss
 
@@ -179,22 +255,29 @@ class Jobs(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(case: Case, sibling: int, schedule: str, microbatches: int) -> None:
-    """An ordinary training."""
+def fit(case: Case, sibling: int, single: Single | None = None) -> None:
+    """An ordinary training, in an array or by itself."""
     rows = case.rows(sibling)
-    x = torch.randint(256, (rows * case.batches, TOKENS)) if case.real else torch.ones(rows * case.batches, 64)
-    data = torch.utils.data.TensorDataset(x)
+    layers = case.layers(case.ranks if single is None else single.stages)
+    assert layers is not None
+    strategy = PipelineStrategy(
+        "jap" if single is None else single.schedule,
+        microbatches=1 if single is None else single.microbatches,
+        partition=[span.start for span in layers[1:]],
+    )
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=case.stages,
-        strategy=PipelineStrategy(schedule, microbatches=microbatches, partition=[s.start for s in case.layers[1:]]),
+        devices=case.ranks,
+        strategy=strategy,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Jobs(case), torch.utils.data.DataLoader(data, rows))
+    data = torch.utils.data.TensorDataset(samples(case, rows * case.batches))
+    split = single is not None and single.schedule.splits_backward
+    trainer.fit(Jobs(case, split), torch.utils.data.DataLoader(data, rows))
 
 
 @dataclass(frozen=True)
@@ -204,36 +287,28 @@ class Took:
     Attributes:
         whole: from the call to the end of the last sibling, and of the array.
         seconds: of blocks, means.
-        work: in which the busiest stage computes.
-        busy: share of the steady state in which the busiest stage computes.
-        computing: between the first and the last computation of any stage.
-        start: of one sibling that trains one batch alone, start and end with it, the batch itself taken off.
+        work: in which the busiest rank computes.
+        computing: between the first and the last computation of any rank.
     """
 
     whole: float
     seconds: dict[tuple[Kind, int], Table]
     work: float
-    busy: float
     computing: float
-    start: float
-
-    @property
-    def rest(self) -> float:
-        """Before the first computation and after the last one: most of it connections."""
-        return self.whole - self.computing
+    steady: Steady
 
 
-def array(case: Case, start: float) -> Took:
+def array(case: Case) -> Took:
     """All siblings together."""
     started = time.monotonic()
     jobs: JobArray[None] = JobArray(case.siblings, progress=False)
-    for outcome in jobs.run(partial(fit, case, n, "jap", 1) for n in range(case.siblings)):
+    for outcome in jobs.run(partial(fit, case, n) for n in range(case.siblings)):
         if outcome.error is not None:
             raise outcome.error
     assert jobs.timeline is not None
-    whole, timeline = time.monotonic() - started, jobs.timeline
-    busy, work = utilisation(timeline), max(timeline.busy) / 1e9
-    return Took(whole, block_seconds(timeline), work, busy, timeline.makespan / 1e9, start)
+    took, timeline = time.monotonic() - started, jobs.timeline
+    seconds = block_seconds(timeline)
+    return Took(took, seconds, max(timeline.busy) / 1e9, timeline.makespan / 1e9, steady_state(timeline))
 
 
 def block_seconds(timeline: Timeline) -> dict[tuple[Kind, int], Table]:
@@ -249,81 +324,67 @@ def block_seconds(timeline: Timeline) -> dict[tuple[Kind, int], Table]:
     }
 
 
-def array_and_simulated(case: Case, start: float) -> tuple[Took, list[float]]:
-    """All siblings together, and the seconds of their simulations: of layers that sleep with what they are told, of
-    others with what blocks took in a short array just before."""
-    costs = CostModel(array(replace(case, batches=SHORT), start).seconds) if case.real else case.costs
-    return array(case, start), case.simulated(costs)
+def array_and_costs(case: Case) -> tuple[Took, CostModel]:
+    """All siblings together, and the costs to simulate them with: of layers that sleep what they are told, of others
+    what blocks took in a short array just before."""
+    costs = CostModel(array(replace(case, batches=SHORT)).seconds) if case.real else case.costs(case.ranks)
+    assert costs is not None
+    return array(case), costs
+
+
+def one_by_one(case: Case, chosen: dict[int, list[Single]]) -> dict[str, float]:
+    """Seconds of one job of each batch size, as often as there are siblings of it, by the same Trainer: with the
+    fastest of the contenders that run."""
+    found: dict[str, float] = {}
+    total = 0.0
+    for sibling, rows in enumerate(ROWS):
+        times = {}
+        for single in chosen[rows][:-1]:
+            dist.barrier()
+            started = time.monotonic()
+            fit(case, sibling, single)
+            dist.barrier()
+            times[str(single)] = time.monotonic() - started
+        best = min(times, key=times.__getitem__)
+        total += times[best] * case.siblings / len(ROWS)
+        found[f"{rows}: {best}"] = times[best]
+    return {"": total, **found}
+
+
+def one_by_one_by_torch(case: Case, chosen: dict[int, list[Single]], rank: int) -> float:
+    """Seconds of the same batches by torch alone."""
+    total = 0.0
+    for rows in ROWS:
+        single = chosen[rows][-1]
+        layers = case.layers(single.stages)
+        assert layers is not None
+        each = modules(case)
+        parts = [nn.Sequential(*each[span.start : span.stop]) for span in layers]
+        seconds = by_torch(single, parts, rank, samples(case, rows), loss_of(case), steps=2)
+        total += seconds * case.batches * case.siblings / len(ROWS)
+    return total
 
 
 def start_and_end(case: Case) -> float:
     """Seconds that a sibling's start and end take while nobody computes, the mean of some, without its one batch and
     without the array's own. The first of them load what is loaded once."""
-    few = replace(case, siblings=6, batches=1)
+    few = replace(case, siblings=4, batches=1)
     times: list[float] = []
     jobs: JobArray[None] = JobArray(1, progress=False)
-    for outcome in jobs.run(partial(fit, few, n, "jap", 1) for n in range(few.siblings)):
+    for outcome in jobs.run(partial(fit, few, n) for n in range(few.siblings)):
         if outcome.error is not None:
             raise outcome.error
         times.append(time.monotonic())
-    plan = {n: Plan.even(case.stages, 1, few.rows(n)) for n in range(2, few.siblings)}
+    plan = {n: Plan.even(case.ranks, 1, few.rows(n)) for n in range(2, few.siblings)}
+    costs = case.costs(case.ranks)
+    assert costs is not None
     batches = sum(
-        case.costs.duration(kind(s, Span(0, few.rows(n))), plan[n])
+        costs.duration(kind(s, Span(0, few.rows(n))), plan[n])
         for n in plan
         for kind in (F, B)
-        for s in range(case.stages)
+        for s in range(case.ranks)
     )
     return (times[-1] - times[1] - batches / 1e9) / len(plan)
-
-
-def utilisation(timeline: Timeline) -> float:
-    """Of the rank that is busy most, in the second half of the time until the first sibling is through: siblings of
-    different batch sizes have spread over the stages by then, and all take part."""
-    last: dict[int, int] = {}
-    for e in timeline.computations:
-        last[e.instruction.job] = max(e.end, last.get(e.instruction.job, 0))
-    begin, stop = min(e.start for e in timeline.computations), min(last.values())
-    middle = (begin + stop) // 2
-    busy = [0] * len(timeline.busy)
-    for e in timeline.computations:
-        busy[e.rank] += max(0, min(e.end, stop) - max(e.start, middle))
-    return max(busy) / (stop - middle)
-
-
-def one_by_one(case: Case) -> float:
-    """Seconds of the same jobs one after another, by the same Trainer."""
-    started = time.monotonic()
-    for n in range(case.siblings):
-        fit(case, n, *case.best_single(case.rows(n)))
-    return time.monotonic() - started
-
-
-def by_torch(case: Case, rank: int) -> float:
-    """Seconds of the same batches by torch's schedules alone, without a Trainer: a few steps of each batch size and
-    number of micro-batches, the best of them times the batches."""
-    total, device = 0.0, torch.device("cpu")
-    for rows in ROWS:
-        best = float("inf")
-        for kind in (ScheduleGPipe, Schedule1F1B):
-            for m in MICROBATCHES:
-                if kind is Schedule1F1B and m < case.stages:
-                    continue  # it refuses fewer micro-batches than stages
-                stage = PipelineStage(Emulated(case.profile.layers[rank]), rank, case.stages, device)
-                schedule = kind(stage, m, loss_fn=lambda out, target: out.mean())
-                x, times = torch.ones(rows, 64), []
-                for _ in range(3):
-                    dist.barrier()
-                    begun = time.monotonic()
-                    arguments = (x,) if rank == 0 else ()
-                    if stage.is_last:
-                        schedule.step(*arguments, target=x)
-                    else:
-                        schedule.step(*arguments)
-                    dist.barrier()
-                    times.append(time.monotonic() - begun)
-                best = min(best, statistics.median(times[1:]))
-        total += best * case.batches * sum(case.rows(n) == rows for n in range(case.siblings))
-    return total
 
 
 class Small(L.LightningModule):
@@ -387,72 +448,73 @@ def bit_equal(stages: int) -> bool:
     return all(run_ranks(equal_rank, stages, stages, timeout=300))
 
 
-def rank_main(rank: int, cases: Sequence[Case], pairs: int) -> list[dict[str, Any]]:
-    """What one rank measures, by case."""
+def rank_main(rank: int, case: Case, chosen: dict[int, list[Single]], pairs: int) -> dict[str, Any]:
+    """What one rank measures."""
     hush()
     steady()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    found = []
-    for case in cases:
-        start = start_and_end(case)
-        sides: dict[str, Callable[[Case], Any]] = {
-            "array": partial(array_and_simulated, start=start),
-            "alone": one_by_one,
-        }
-        measured: dict[str, list[Any]] = {name: [] for name in sides}
-        for pair in range(pairs):
-            for name in list(sides)[:: 1 if pair % 2 else -1]:
-                dist.barrier()
-                measured[name].append(sides[name](case))
-        found.append({**measured, "torch": float("nan") if case.real else by_torch(case, rank)})
-    return found
+    sides: dict[str, Callable[[], Any]] = {
+        "alone": partial(one_by_one, case, chosen),
+        "array": partial(array_and_costs, case),
+        "torch": partial(one_by_one_by_torch, case, chosen, rank),
+    }
+    if case.real:
+        jobs = [case.rows(n) for n in range(case.siblings)]
+        arguments = partial(modules, case), loss_of(case), partial(samples, case), jobs, case.batches
+        sides |= {"processes": partial(side_by_side, rank, *arguments), "ddp": partial(data_parallel, *arguments)}
+    measured: dict[str, list[Any]] = {name: [] for name in sides}
+    for pair in range(pairs):
+        for name in list(sides)[:: -1 if pair % 2 else 1]:
+            dist.barrier()
+            measured[name].append(sides[name]())
+    return {**measured, "start": start_and_end(case)}
 
 
-def executed(cases: Sequence[Case], pairs: int) -> tuple[list[str], dict[str, float]]:
-    """Lines, and the worst figures of all cases."""
-    lines = ["executed by ordinary Trainers: stages that sleep as long as a real transformer block of so many rows"]
-    lines[0] += " computes, and a real GPT, simulated with what its blocks took in a short array before"
-    lines.append(
-        f"{'layers':9}{'stages':>7}{'siblings':>10}{'array s':>10}{'simulated':>11}{'one by one':>12}{'speed-up':>10}"
-        f"{'by torch s':>12}{'speed-up':>10}{'utilisation':>13}"
-    )
-    worst = {"speedup_vs_sequential": float("inf"), "utilisation": float("inf"), "simulation_error": 0.0}
-    for case in cases:
-        (found,) = run_ranks(rank_main, case.stages, [case], pairs, timeout=1200)[0]
-        arrays: list[Took] = [took for took, _ in found["array"]]
-        whole = statistics.median(took.whole for took in arrays)
-        busy = statistics.median(took.busy for took in arrays)
-        computing = statistics.median(took.computing for took in arrays)
-        rest = statistics.median(took.rest for took in arrays)
-        simulations = sorted(seconds for _, several in found["array"] for seconds in several)
-        simulated = statistics.median(simulations)
-        ratios = sorted(alone / ours.whole for alone, ours in zip(found["alone"], arrays, strict=True))
-        speedup = statistics.median(ratios)
+def executed(case: Case, pairs: int) -> tuple[list[str], dict[str, float]]:
+    """Lines, and figures."""
+    chosen = {rows: case.singles(rows) for rows in ROWS}
+    found = run_ranks(rank_main, case.ranks, case, chosen, pairs, timeout=1200)[0]
+    tooks: list[Took] = [took for took, _ in found["array"]]
+    wholes = [took.whole for took in tooks]
+    alone = [each[""] for each in found["alone"]]
+    rivals = [min(pair) for pair in zip(alone, found["torch"], strict=True)]
+    ratios = sorted(rival / ours for rival, ours in zip(rivals, wholes, strict=True))
+    several = [case.simulated(costs) for _, costs in (found["array"] if case.real else found["array"][:1])]
+    simulated = [[each.rest for each in some] for some in several] * (1 if case.real else pairs)
+    expected = [statistics.median(some) for some in simulated]
+    errors = sorted(took.steady.rest / seconds - 1 for took, seconds in zip(tooks, expected, strict=True))
+    busy = [statistics.median(each.utilisation for each in some) for some in several]
+    figures = {
+        "speedup": statistics.median(ratios),
+        "utilisation": statistics.median(took.steady.utilisation for took in tooks),
+        "simulation_error": max(map(abs, errors)),
+    }
+    median = statistics.median
+    took = tooks[0]
+    kind, jobs = "a real GPT" if case.real else "emulated", f"{case.siblings} siblings with {case.batches} batches"
+    theirs = median(found["torch"])
+    lines = [
+        f"{kind}, {case.ranks} ranks, {jobs} of {ROWS} each, {pairs} pairs",
+        f"  array {median(wholes):.1f} s; one after another, ours {median(alone):.1f} s, torch's {theirs:.1f} s;"
+        f" times as fast as the faster one {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        "  ours: "
+        + "; ".join(f"batches of {name} {seconds:.1f} s" for name, seconds in found["alone"][0].items() if name),
+        "  torch's: " + "; ".join(f"batches of {rows}: {chosen[rows][-1]}" for rows in ROWS),
+        f"  from each sibling's third batch on: busiest rank {figures['utilisation']:.1%} (simulated"
+        f" {median(busy):.1%}); {median(t.steady.rest for t in tooks):.2f} s, {errors[0]:+.1%} to {errors[-1]:+.1%} of"
+        " the simulation, which takes"
+        f" {min(map(min, simulated)):.2f} to {max(map(max, simulated)):.2f} s where blocks vary by {UNEVEN:.1%}",
+        f"  first to last computation {took.computing:.1f} s, of which the busiest rank computes {took.work:.1f} s;"
+        f" start and end of a sibling, nobody computing, {1000 * found['start']:.0f} ms",
+    ]
+    if case.real:
+        for key in ("processes", "ddp"):
+            ratios = sorted(there / ours for there, ours in zip(found[key], wholes, strict=True))
+            figures[f"speedup_vs_{key}"] = median(ratios)
         lines.append(
-            f"{'real' if case.real else 'emulated':9}{case.stages:7}{case.siblings:10}{whole:10.2f}"
-            f"{simulated:11.2f}"
-            f"{statistics.median(found['alone']):12.2f}{speedup:10.2f}{found['torch']:12.2f}"
-            f"{found['torch'] / whole:10.2f}{busy:13.1%}"
+            f"  plain processes side by side {median(found['processes']):.1f} s, data parallel one after another"
+            f" {median(found['ddp']):.1f} s: the array is {figures['speedup_vs_processes']:.2f} and"
+            f" {figures['speedup_vs_ddp']:.2f} times as fast"
         )
-        errors = sorted(took.computing / statistics.median(several) - 1 for took, several in found["array"])
-        error = statistics.median(errors)
-        predicted = case.simulated_one_by_one / statistics.median(case.simulated(case.costs))
-        work = statistics.median(took.work for took in arrays)
-        lines.append(
-            f"        {case.batches} batches each; speed-ups {ratios[0]:.2f} to {ratios[-1]:.2f}; from first to last "
-            f"computation {computing:.2f} s, {error:+.1%} of the simulation ({errors[0]:+.1%} to {errors[-1]:+.1%}), "
-            f"which takes {simulations[0]:.2f} to {simulations[-1]:.2f} s where blocks vary by {UNEVEN:.1%}, and "
-            f"{rest:.2f} s besides; the busiest stage computes {work:.2f} s; "
-            f"simulated speed-up {predicted:.2f}"
-        )
-        lines.append(
-            f"        start and end of a sibling, nobody computing: {1000 * arrays[0].start:.0f} ms, of all of them "
-            f"{case.siblings * arrays[0].start / whole:.1%} of the array's time; the simulation has none"
-        )
-        if case.real:
-            continue
-        worst["speedup_vs_sequential"] = min(worst["speedup_vs_sequential"], speedup)
-        worst["utilisation"] = min(worst["utilisation"], busy)
-        worst["simulation_error"] = max(worst["simulation_error"], abs(error))
-    return lines, worst
+    return lines, figures

@@ -18,8 +18,8 @@ from jap_replay import replayed
 from jap_single import OneJob, Spent, spent_in
 
 from lightning_pipes.cost import Cluster, CostModel, Link
-from lightning_pipes.cost.model import Table, at_rows
-from lightning_pipes.cost.profile import added
+from lightning_pipes.cost.layer import added
+from lightning_pipes.cost.table import Table, at_rows
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, Program, Schedule, Span, even_spans
 from lightning_pipes.planning.partition import even_partition
@@ -27,7 +27,7 @@ from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
-from lightning_pipes.strategies.jap import ArrayProblem, Effort, Job, Stream, problem_of, solved, tuned
+from lightning_pipes.strategies.jap import ArrayProblem, Effort, Job, problem_of, solved, streamed
 from lightning_pipes.strategies.jap.generator import KINDS, batch_sizes
 from lightning_pipes.strategies.jap.memory import Footprint, array_size, switching
 from lightning_pipes.strategies.jap.problem import Array
@@ -225,9 +225,13 @@ class Epoch:
     @property
     def work(self) -> int:
         """What the stage with most work computes in an epoch."""
-        problem = self.problem(Mode())
         runs = np.array([self.iterations[rows] * self.sizes.count(rows) for rows in self.kinds])
-        return int((runs[:, None] * sum(problem.occupied)).sum(0).max())
+        return int((runs[:, None] * sum(self.problem(Mode()).occupied)).sum(0).max())
+
+    @property
+    def _work(self) -> Array:
+        """What a batch of each size takes all stages."""
+        return np.asarray(sum(self.problem(Mode()).occupied).sum(1))  # type: ignore[union-attr]
 
     def problem(self, mode: Mode, switch: Sequence[float] = ()) -> ArrayProblem:
         """A batch of each size; `switch` has seconds by stage."""
@@ -319,29 +323,25 @@ class Epoch:
         most = max((min(self.stages, self.array_size(mode, swapped=True)) for mode in modes), default=0)
         return next((mode for mode in modes if self.array_size(mode, swapped=True) >= most), None)
 
-    def streamed(
-        self, resident: int, microbatches: bool = False, mode: Mode = Mode(), budgets: Sequence[int] = ()
-    ) -> Spent:
-        """Without rounds, the longest job first.
+    def streamed(self, resident: int, mode: Mode = Mode(), microbatches: int = 1, budgets: Sequence[int] = ()) -> Spent:
+        """Without rounds, the job with most work first.
 
         Args:
-            microbatches: whether batches are cut as `tuned` says.
+            microbatches: of each batch.
             budgets: bytes of each stage for states, where they are switched.
         """
         costs = self.blocks(mode)
-        setup = tuned(self.stages, costs, resident, self.kinds) if microbatches else None
-        stream = Stream(self.stages, costs, resident, backward_first=bool(setup and setup.backward_first))
-        for number, rows in enumerate(self.sizes):
-            cut = Cut.even(rows, setup.microbatches[rows] if setup else 1, self.stages)
-            stream.admit(Job(number, cut, self.iterations[rows]))
-        piece = stream.advance()
-        time, waited = piece.time, 0
+        work = dict(zip(self.kinds, self._work.tolist(), strict=True))
+        sizes = sorted(self.sizes, key=lambda rows: -self.iterations[rows] * work[rows])
+        jobs = [Job(Cut.even(rows, min(microbatches, rows), self.stages), self.iterations[rows]) for rows in sizes]
+        array = streamed(jobs, costs, resident)
+        time, waited = array.time, 0
         if budgets:
             states = [each.state for each in self.footprints(mode)]
             time, waited = replayed(
-                piece.rows, stream.plan, costs, states, budgets, self.hardware.hosts, self.hardware.host
+                array.program.head, array.plan, costs, states, budgets, self.hardware.hosts, self.hardware.host
             )
-        parts = {rows: setup.microbatches[rows] if setup else mode.parts for rows in self.kinds}
+        parts = dict.fromkeys(self.kinds, mode.parts if microbatches == 1 else microbatches)
         return replace(self._all(mode, time, parts), switching=waited)
 
     def ours(self, modes: Sequence[bool] = (False, True)) -> Spent | None:
@@ -369,8 +369,9 @@ class Epoch:
             for parts in PARTS[1:]:
                 few = min(self.array_size(Mode(recompute, parts), gradients=True), enough)
                 if few:
-                    spent = self.streamed(few, microbatches=True, mode=mode)
-                    found.append(replace(spent, setting=f"{few} jobs{name}, cut"))
+                    found += [
+                        replace(self.streamed(few, mode, m), setting=f"{few} jobs{name}, m={m}") for m in PARTS[1:]
+                    ]
                     break
         return min(found, key=lambda spent: spent.time, default=None)
 

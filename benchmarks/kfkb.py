@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from kfkb_changing import FIRST, INTERVAL, Course, run
 from kfkb_links import AUTO, TORCH, Measured, Trial, bandwidth, measure
+from kfkb_split import emulated, gpt
 from replay import Direction, Replay, Trace
 
 from lightning_pipes.cost import CostModel
@@ -349,7 +350,7 @@ def executed(case: Situation) -> Iterator[tuple[str, Any]]:
 
 def replayed(case: Situation, quick: bool) -> Iterator[tuple[str, Any]]:
     """The same without links, event by event."""
-    gains = ready_gain(case, range(3 if quick else 16), 40 if quick else 100)
+    gains = ready_gain(case, range(2 if quick else 16), 40 if quick else 100)
     yield "ready_gain_fluctuating", statistics.median(gains)
     spread = f"{statistics.median(gains):.3f} ({min(gains):.3f} to {max(gains):.3f})"
     yield "", f"ready over kfkb k=2, links switching: {spread}"
@@ -428,12 +429,33 @@ def choices_replayed(seeds: Iterable[int], forward: int = QUICK_MS, steps: int =
     yield "choices_right_replayed", sum(right) / len(right)
 
 
-PARTS = ("steady", "links", "eight", "flows", "executed", "choices", "choices_replayed", "replayed")
+def split(case: Situation, message: int, quick: bool) -> Iterator[tuple[str, Any]]:
+    """Figures by name, and lines of a table by "": backwards in two parts beside whole ones, all links alike; with more
+    time also one link that is slow, and a real model."""
+    runs: dict[str, tuple[str, Callable[[], Iterator[tuple[str, Any]]]]] = {
+        "split_gain_x1": (
+            "four stages, a message as long as a forward, at most 8 micro-batches held",
+            lambda: emulated(STAGES, MICROBATCHES, case.forward / 1e3, message, 8, 7, 1.0),
+        ),
+        "split_gain_far": (
+            "eight stages, messages of two forwards on the link before the last one, at most 12 held",
+            lambda: emulated(8, MICROBATCHES, 0.010, MESSAGE, 12, 5, 2.0, slow=6),
+        ),
+        "split_gain_gpt": ("GPT of two stages, 256 wide, 4 micro-batches, at most 4 held", lambda: gpt(12)),
+    }
+    for name in list(runs)[: 1 if quick else None]:
+        title, work = runs[name]
+        yield "", title
+        for key, found in work():
+            yield (name, found) if key else ("", f"  {found}")
+
+
+PARTS = ("split", "steady", "links", "eight", "flows", "executed", "choices", "choices_replayed", "replayed")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="steady and replayed, shorter, forwards of 5 ms")
+    parser.add_argument("--quick", action="store_true", help="split, steady and replayed, shorter, forwards of 5 ms")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts")
     parser.add_argument("--speeds", nargs="+", type=float, default=SPEEDS, help="messages in forwards, for steady")
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), help="first and last but one, for choices")
@@ -449,8 +471,9 @@ def main() -> None:
     parts: dict[str, tuple[str, Callable[[], Iterator[tuple[str, Any]]]]] = {
         "steady": (
             f"Steady links, measured; ms of a step, emulated stages, F {case.forward} ms",
-            lambda: measured(case, message, speeds, 5 if quick else 4, wide=not quick),
+            lambda: measured(case, message, speeds, 4, wide=not quick),
         ),
+        "split": ("Backwards in two parts, measured; ms of a step", lambda: split(case, message, quick)),
         "links": ("What links are measured to do while steps run", lambda: link_times(case, message)),
         "eight": (
             "The same with eight stages and 32 micro-batches",
@@ -467,7 +490,7 @@ def main() -> None:
     }
     results: dict[str, Any] = {}
     reason = why_not()
-    for part in options.only if not quick else [p for p in options.only if p in ("replayed", "steady")]:
+    for part in options.only if not quick else [p for p in options.only if p in ("split", "replayed", "steady")]:
         if reason and "replayed" not in part:
             print(f"\n{part} can't be measured here: {reason}")
             continue

@@ -126,11 +126,15 @@ class Measured:
     def links(self, name: str) -> dict[Direction, float]:
         """Seconds that a message keeps each direction of each link busy, as the tuner has it after the steps of a
         schedule: averages over the last ones."""
-        steps = list(zip(*(seen.samples[name] for seen in self.by_rank), strict=True))
-        costs = averages(steps[-WINDOW:]).costs()
+        costs = self.costs(name)
         edges = [(s, s + 1) for s in range(self.trial.stages - 1)]
         there = {(a, b): costs.time(Kind.SF, a, 1) for a, b in edges}
         return there | {(b, a): costs.time(Kind.SB, b, 1) for a, b in edges}
+
+    def costs(self, name: str) -> CostModel:
+        """Averages over the last steps of a schedule."""
+        steps = list(zip(*(seen.samples[name] for seen in self.by_rank), strict=True))
+        return averages(steps[-WINDOW:]).costs()
 
     @property
     def decision(self) -> Verdict:

@@ -1,9 +1,12 @@
 """What Lightning's loop and our strategy cost a step, on top of the bare engine: a real GPT in two stages. And what
 Lightning's loop costs alone, in one process.
 
-Both train the same model on the same batches with the same optimizer, some steps of each in turn within one training.
+Both train the same model on the same batches with the same optimizer, a step of each in turn within one training. The
+layers compute all that they do, and go on computing until as much time has passed as nine in ten took at most in the
+first steps: what they take swings by more than what is looked for. `ours_ms` is what the pipeline's step takes more
+than the bare engine's, less what Lightning takes more than a plain loop in one process, `lightning_ms`.
 
-    python benchmarks/lightning_layer.py [--quick] [--json] [--turns N]
+    python benchmarks/lightning_layer.py [--quick] [--json] [--pairs N]
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import count, pairwise
+from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from engine import gpt_parts
 from silence import hush
 from torch import nn
@@ -28,23 +32,102 @@ from lightning_pipes.testing.emulated import steady
 from lightning_pipes.testing.ranks import run_ranks
 
 RANKS, MICROBATCHES, ROWS, TOKENS = 2, 8, 16, 96
-STEPS = 6
-"""In a turn; from the end of the first to the end of the last."""
+WARM_UP = 5
+"""Pairs of steps that show how long layers take."""
 
 
-def batches(turns: int, rows: int) -> torch.utils.data.DataLoader[Any]:
+class Pace:
+    """How long a layer takes, forward and backward: as it does at first, then always as long as it mostly did."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[float]] = {"forward": [], "backward": []}
+        self._seconds: dict[str, float] = {}
+        self._started = {"forward": 0.0, "backward": 0.0}
+        self._matrix = torch.eye(64)
+
+    def start(self, what: str) -> None:
+        """The layer begins."""
+        self._started[what] = time.perf_counter()
+
+    def end(self, what: str) -> None:
+        """Returns when the layer may end."""
+        if self._seconds:
+            end = self._started[what] + self._seconds[what]
+            while time.perf_counter() < end:  # a sleep would let caches and clocks go cold
+                torch.mm(self._matrix, self._matrix)
+        else:
+            self._seen[what].append(time.perf_counter() - self._started[what])
+
+    def settle(self) -> None:
+        """From now on always the same."""
+        for what, seen in self._seen.items():
+            seen.sort()
+            self._seconds[what] = seen[9 * len(seen) // 10] if seen else 0.0
+
+
+class _Mark(torch.autograd.Function):
+    """Passes a tensor on, and calls `reached` when its gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, reached: Callable[[], None]) -> torch.Tensor:
+        ctx.reached = reached
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.reached()
+        return gradients[0], None
+
+
+class Paced(nn.Module):
+    """A layer that takes as long as its pace says."""
+
+    def __init__(self, layer: nn.Module, pace: Pace) -> None:
+        super().__init__()
+        self.layer, self.pace = layer, pace
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.pace.start("forward")
+        if x.is_floating_point():
+            x = _Mark.apply(x, lambda: self.pace.end("backward"))  # type: ignore[no-untyped-call]
+        out = self.layer(x)
+        if x.is_floating_point():
+            out = _Mark.apply(out, lambda: self.pace.start("backward"))  # type: ignore[no-untyped-call]
+        self.pace.end("forward")
+        return out  # type: ignore[no-any-return]
+
+
+class Paces:
+    """Those of the model's layers, wherever they are."""
+
+    def __init__(self) -> None:
+        self._paces = [[Pace() for _ in part] for part in gpt_parts(RANKS)]
+
+    def parts(self) -> list[nn.Sequential]:
+        """The model, stage by stage."""
+        pairs = zip(gpt_parts(RANKS), self._paces, strict=True)
+        return [nn.Sequential(*map(Paced, part, paces)) for part, paces in pairs]
+
+    def settle(self) -> None:
+        """From now on every layer always takes the same time."""
+        for pace in (pace for part in self._paces for pace in part):
+            pace.settle()
+
+
+def batches(pairs: int, rows: int) -> torch.utils.data.DataLoader[Any]:
     """The same batches for everybody."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randint(256, (turns * STEPS * rows, TOKENS + 1), generator=generator)
+    x = torch.randint(256, ((WARM_UP + pairs) * rows, TOKENS + 1), generator=generator)
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=rows)
 
 
 class Plain:
     """A plain loop, in one process or around the engine: the same model, schedule and optimizer, and nothing else."""
 
-    def __init__(self, turns: int, rows: int) -> None:
-        self._batches = iter(batches(turns, rows))
-        self._layers = layers_of(gpt_parts(RANKS))
+    def __init__(self, pairs: int, rows: int, paces: Paces) -> None:
+        self._batches = iter(batches(pairs, rows))
+        self._parts = paces.parts()
+        self._layers = layers_of(self._parts)
         self._train = self._forward_and_backward
         self.close: Callable[[], None] = lambda: None
 
@@ -54,7 +137,8 @@ class Plain:
         from lightning_pipes.ir import Plan, Schedule, Span
         from lightning_pipes.ir.registry import make_schedule
 
-        plan = Plan.even(RANKS, MICROBATCHES, ROWS)
+        where = tuple(reversed(range(RANKS)))  # as in the training: the last stage on rank 0
+        plan = Plan.even(RANKS, MICROBATCHES, ROWS, where)
 
         def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
             rows = item.data[span.start : span.stop]
@@ -65,8 +149,9 @@ class Plain:
 
         schedule = make_schedule("1f1b")
         assert isinstance(schedule, Schedule)
-        self._layers = nn.Sequential(*gpt_parts(RANKS)[rank])
-        stage = Stage(rank, dict(enumerate(self._layers)), body)
+        number = where.index(rank)
+        self._layers = self._parts[number]
+        stage = Stage(number, dict(enumerate(self._layers)), body)
         transport = make_transport(plan, rank, range(RANKS), torch.device("cpu"), watch)
         engine = Engine(plan, schedule.program(plan), [stage], transport, rank=rank, watch=watch)
         numbers = count()
@@ -99,22 +184,21 @@ def layers_of(parts: Sequence[nn.Sequential]) -> nn.Sequential:
     return nn.Sequential(*(layer for part in parts for layer in part))
 
 
-Turns = list[list[float]]
-"""Seconds of each step, by turn."""
+Took = tuple[int, int]
+"""Start and end, in nanoseconds of the monotonic clock."""
 
 
-def in_turns(plain: Plain, turns: int, rows: int, **options: Any) -> tuple[Turns, Turns]:
-    """Steps of the plain loop, and through Lightning, from the end of one batch to the end of the next. The plain loop
+def in_turns(plain: Plain, paces: Paces, pairs: int, rows: int, **options: Any) -> list[tuple[Took, Took]]:
+    """A step of the plain loop and one through Lightning, pair by pair; all ranks begin each together. The plain loop
     runs in a callback of the same training."""
     import lightning as L
 
-    alone: Turns = []
-    through: Turns = []
+    spans: list[tuple[Took, Took]] = []
 
     class GPT(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = layers_of(gpt_parts(RANKS))
+            self.layers = layers_of(paces.parts())
 
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
             (rows,) = batch
@@ -126,21 +210,24 @@ def in_turns(plain: Plain, turns: int, rows: int, **options: Any) -> tuple[Turns
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     class TakeTurns(L.Callback):
-        """STEPS batches of the training, then as many of the plain loop."""
+        """A batch of the training, from the end of the plain loop's on: then one of the plain loop."""
 
         def __init__(self) -> None:
-            self.ends: list[float] = []
+            self.before: Took | None = None  # the plain step
+            self.started = 0
 
         def on_train_batch_end(self, *args: Any) -> None:
-            self.ends.append(time.perf_counter())
-            if len(self.ends) == STEPS:
-                through.append([b - a for a, b in pairwise(self.ends)])
-                ends = []
-                for _ in range(STEPS):
-                    plain.step()
-                    ends.append(time.perf_counter())
-                alone.append([b - a for a, b in pairwise(ends)])
-                self.ends.clear()
+            ended = time.monotonic_ns()
+            if self.before is not None:
+                spans.append((self.before, (self.started, ended)))
+            if len(spans) == WARM_UP:
+                paces.settle()
+            together()
+            started = time.monotonic_ns()
+            plain.step()
+            self.before = (started, time.monotonic_ns())
+            together()
+            self.started = time.monotonic_ns()
 
     trainer = L.Trainer(
         accelerator="cpu",
@@ -152,9 +239,15 @@ def in_turns(plain: Plain, turns: int, rows: int, **options: Any) -> tuple[Turns
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(GPT(), batches(turns, rows))
+    trainer.fit(GPT(), batches(pairs, rows))
     plain.close()
-    return alone[1:], through[1:]
+    return spans[WARM_UP:]
+
+
+def together() -> None:
+    """Returns when all ranks are here."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def quiet() -> None:
@@ -164,10 +257,8 @@ def quiet() -> None:
     hush()
 
 
-def piped_rank(rank: int, turns: int) -> tuple[Turns, Turns]:
+def piped_rank(rank: int, pairs: int) -> list[tuple[Took, Took]]:
     """Two stages, ours on either side."""
-    import torch.distributed as dist
-
     from lightning_pipes import PipelineStrategy
     from lightning_pipes.engine import FailureWatch
 
@@ -175,35 +266,45 @@ def piped_rank(rank: int, turns: int) -> tuple[Turns, Turns]:
     dist.init_process_group("gloo")
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
     strategy = PipelineStrategy("1f1b", microbatches=MICROBATCHES, partition=[len(gpt_parts(RANKS)[0])])
-    found = in_turns(Plain(turns, ROWS).piped(rank, watch), turns, ROWS, devices=RANKS, strategy=strategy)
+    paces = Paces()
+    plain = Plain(pairs, ROWS, paces).piped(rank, watch)
+    found = in_turns(plain, paces, pairs, ROWS, devices=RANKS, strategy=strategy)
     watch.close()
     return found
 
 
-def single_rank(rank: int, turns: int) -> tuple[Turns, Turns]:
+def single_rank(rank: int, pairs: int) -> list[tuple[Took, Took]]:
     """One process with nothing of ours, and a micro-batch a step: Lightning takes the same time beside any step."""
     quiet()
-    few = ROWS // MICROBATCHES
-    return in_turns(Plain(turns, few), turns, few, devices=1, strategy="single_device")
+    few, paces = ROWS // MICROBATCHES, Paces()
+    return in_turns(Plain(pairs, few, paces), paces, pairs, few, devices=1, strategy="single_device")
+
+
+def seconds(spans: Sequence[Took]) -> float:
+    """Of a step, from the first rank's start to the last one's end."""
+    return (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="15 turns")
+    parser.add_argument("--quick", action="store_true", help="60 pairs")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=200, help="steps of either kind")
     options = parser.parse_args()
-    turns = 15 if options.quick else options.turns
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; {turns - 1} pairs of turns")
+    pairs = 60 if options.quick else options.pairs
+    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; {pairs} pairs of steps")
     keys: dict[str, float] = {}
     for name, rank_main, ranks in (("pipeline", piped_rank, RANKS), ("one_process", single_rank, 1)):
-        plain, through = run_ranks(rank_main, ranks, turns, timeout=600)[0]
-        pairs = zip(map(statistics.median, plain), map(statistics.median, through), strict=True)
-        low, overhead, high = statistics.quantiles(1e3 * (b - a) for a, b in pairs)
-        alone, whole = (1e3 * statistics.median(step for turn in side for step in turn) for side in (plain, through))
-        print(f"{name:12} plain loop {alone:.1f} ms a step, through Lightning {whole:.1f} ms: ", end="")
+        by_rank = run_ranks(rank_main, ranks, pairs, timeout=600)
+        steps = [tuple(seconds(spans) for spans in zip(*pair, strict=True)) for pair in zip(*by_rank, strict=True)]
+        low, overhead, high = statistics.quantiles(1e3 * (through - plain) for plain, through in steps)
+        plain, through = (1e3 * statistics.median(side) for side in zip(*steps, strict=True))
+        print(f"{name:12} plain loop {plain:.1f} ms a step, through Lightning {through:.1f} ms: ", end="")
         print(f"{overhead:.2f} ms more (quartiles {low:.2f} and {high:.2f})", flush=True)
-        keys |= {f"{name}_overhead_ms": overhead, f"{name}_step_ms": alone}
+        keys |= {f"{name}_overhead_ms": overhead, f"{name}_step_ms": plain}
+    keys["lightning_ms"] = keys["one_process_overhead_ms"]
+    keys["ours_ms"] = keys["pipeline_overhead_ms"] - keys["lightning_ms"]
+    print(f"of a step in the pipeline {keys['lightning_ms']:.2f} ms are Lightning's, {keys['ours_ms']:.2f} ms are ours")
     if options.json:
         print(json.dumps(keys))
 

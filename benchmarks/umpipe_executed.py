@@ -135,11 +135,15 @@ def equal_best(
     return min((improved(profile, fit, place) for fit in close), key=lambda fit: fit.seconds)
 
 
-def unequal_best(profile: ModelProfile, place: Deployment, schedule: UMPipe | UM1F1B) -> Fit:
-    """The planner's choice, layers included."""
-    plan = planned(Problem(schedule, RANKS, ROWS, profile=profile, place=place))
-    order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
-    return evaluated(profile, order, plan, place)
+def unequal_best(profile: ModelProfile, place: Deployment, *schedules: UMPipe | UM1F1B) -> Fit:
+    """The fastest of the planners' choices, layers included, of schedules that have layers enough."""
+    fits = []
+    for schedule in schedules:
+        if len(schedule.placement(RANKS)) <= len(profile.layers):
+            plan = planned(Problem(schedule, RANKS, ROWS, profile=profile, deployment=place))
+            order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
+            fits.append(evaluated(profile, order, plan, place))
+    return min(fits, key=lambda fit: fit.seconds)
 
 
 def ready_ones(m: int) -> list[Schedule | Policy]:
@@ -248,7 +252,7 @@ def emulated(quick: bool) -> list[Executed]:
             "best equal gpipe": equal_best(profile, place, lambda m: [GPipe()]),
             "umpipe": unequal_best(profile, place, UMPipe()),
             "best equal schedule": equal_best(profile, place, ready_ones),
-            "um1f1b": unequal_best(profile, place, UM1F1B()),
+            "um1f1b": unequal_best(profile, place, UM1F1B(), UM1F1B(stages_per_rank=2)),
         }
         found += execute(network, profile, fits, 2 if quick else 8)
     return found

@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from lightning_pipes.arrays.array import JobArray
     from lightning_pipes.arrays.memory_swap import MemorySwap
     from lightning_pipes.trainer import PipelineStrategy, ScheduleTuner, TimelineLogger
+    from lightning_pipes.trainer.callbacks.gradient_probe import GradientProbe
+    from lightning_pipes.trainer.callbacks.interference_monitor import InterferenceMonitor
     from lightning_pipes.trainer.callbacks.reproducibility_log import ReproducibilityLog
     from lightning_pipes.trainer.checkpoint.sharded import consolidate
     from lightning_pipes.tune.studies.pruning import OptunaPruning
     from lightning_pipes.tune.studies.study import optimize_array
 
 _WHERE = {
+    "GradientProbe": "lightning_pipes.trainer.callbacks.gradient_probe",
+    "InterferenceMonitor": "lightning_pipes.trainer.callbacks.interference_monitor",
     "JobArray": "lightning_pipes.arrays.array",
     "MemorySwap": "lightning_pipes.arrays.memory_swap",
     "OptunaPruning": "lightning_pipes.tune.studies.pruning",
@@ -31,6 +35,8 @@ _WHERE = {
 }
 
 __all__ = [
+    "GradientProbe",
+    "InterferenceMonitor",
     "JobArray",
     "MemorySwap",
     "OptunaPruning",

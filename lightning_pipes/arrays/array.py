@@ -3,9 +3,10 @@
 Siblings are the user's ordinary functions, each with a Trainer and a PipelineStrategy of its own. Every rank runs all
 of them, one thread each, and one thread at a time. A sibling has its turn until it has handed a batch to the pipeline;
 it gets the next one when the pipeline is through with that batch here, and turns come in the order in which batches
-were handed in. So all ranks give the same turns in the same order, whatever takes how long, and everything that
-siblings say to their like on other ranks in their turns finds its partner. Between turns, and while a sibling waits for
-another rank in its own, a rank computes whatever batch of whichever sibling can be computed.
+were handed in; the first ones are put in an order that keeps all stages busy. So all ranks give the same turns in the
+same order, whatever takes how long, and everything that siblings say to their like on other ranks in their turns finds
+its partner. Between turns, and while a sibling waits for another rank in its own, a rank computes whatever batch of
+whichever sibling can be computed.
 
 Definition 1 and section III-A of ArrayPipe, without its barrier after each iteration: nothing makes one sibling wait
 for the batch of another.
@@ -13,6 +14,7 @@ for the batch of another.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -25,8 +27,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipes.arrays.array_display import ArrayDisplay
 from lightning_pipes.arrays.array_record import ArrayRecord
-from lightning_pipes.arrays.array_size import AUTO, decided_size, enough_siblings
+from lightning_pipes.arrays.array_size import AUTO, decided_size, pieces
 from lightning_pipes.arrays.arrivals import Arrivals
+from lightning_pipes.arrays.first_batches import pyramid
 from lightning_pipes.arrays.interrupts import Interrupts
 from lightning_pipes.arrays.memory_swap import MemorySwap
 from lightning_pipes.arrays.rounds import RoundOrder, Rounds
@@ -124,7 +127,7 @@ class JobArray(Generic[T]):
         self._looked = 0.0
 
     def run(self, jobs: Iterable[Callable[[], T]]) -> Iterator[Outcome[T]]:
-        """How each sibling ended, as they end. The next job is asked for when a place is free.
+        """How each sibling ended, as they end. The next job is asked for when a slot is free.
 
         A sibling that raises ends alone; whoever iterates decides whether the others go on.
 
@@ -160,7 +163,9 @@ class JobArray(Generic[T]):
                     self._living[self._begun] = sibling
                     self._begun += 1
                     yield from self._have_turn(sibling, filling)
-                filling = False
+                if filling:
+                    self._order_first_batches()
+                    filling = False
                 if not self._queue and self._terminated:
                     raise terminated()
                 if not self._queue:
@@ -192,8 +197,7 @@ class JobArray(Generic[T]):
     def microbatches(self, stages: int) -> int:
         """In how many a batch is cut where a sibling does not say it: as few as keep all stages busy, of siblings with
         batches of different sizes, too."""
-        size = enough_siblings(stages) if self._rounds is not None or self._decides is not None else self.size
-        return -(-enough_siblings(stages) // size)
+        return 1 if self._rounds is not None or self._decides is not None else pieces(stages, self.size)
 
     @property
     def told_to_end(self) -> bool:
@@ -235,6 +239,19 @@ class JobArray(Generic[T]):
         set_own_random_state(self._home)
         yield sibling.outcome
 
+    def _order_first_batches(self) -> None:
+        """Puts the siblings that have handed in their first batches in an order that keeps all stages busy, the same on
+        all ranks, though one of them may have loaded something else."""
+        if self._rounds is not None or len(self._queue) < 3:
+            return
+        board = self.shared.board
+        mine = [0 if s is None or s.engine is None else s.engine.plan.jobs[0].rows for s in self._queue]
+        board.tell("rows", json.dumps(mine))
+        self._work_until(lambda: board.all_told("rows"), idle=True)
+        told = [json.loads(each) for each in board.values("rows")] if board.others else [mine]
+        order = pyramid([max(each) for each in zip(*told, strict=True)])
+        self._queue = deque(self._queue[n] for n in order)
+
     def _end_turn(self, sibling: Sibling[T]) -> None:
         trainer, memory = sibling.trainer, self.memory
         assert trainer is not None, "who has a window has a trainer"
@@ -268,7 +285,7 @@ class JobArray(Generic[T]):
             self._display.ended(sibling.index, sibling.counts)
 
     def _ends_later_elsewhere(self, sibling: Sibling[T]) -> bool:
-        """Whether a sibling that has ended here goes on to its next turn on other ranks, so that its place is taken
+        """Whether a sibling that has ended here goes on to its next turn on other ranks, so that its slot is taken
         until then. One that has returned does the same everywhere, or fails by the same turn."""
         board, later = self.shared.board, False
         ended, late = f"ended/{sibling.index}", f"late/{sibling.index}"

@@ -14,7 +14,7 @@ _REDRAW_SECONDS = 0.2
 
 
 class ArrayDisplay:
-    """A line a place of the array: epoch, batches, time left, and what the sibling shows in its progress bar. In front
+    """A line a slot of the array: epoch, batches, time left, and what the sibling shows in its progress bar. In front
     of them how many siblings have ended, and which part of the time this rank computed.
 
     Args:
@@ -23,7 +23,7 @@ class ArrayDisplay:
 
     def __init__(self, shown: bool) -> None:
         self._bars: dict[int, Any] = {}
-        self._places: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
         self._started = time.monotonic()
         self._drawn: dict[int, float] = {}
         self._computed = 0.0
@@ -40,8 +40,8 @@ class ArrayDisplay:
         if not self._shown or trainer is None:
             return
         if index not in self._bars:
-            place = self._places[index] = next(n for n in count(1) if n not in self._places.values())
-            self._bars[index] = tqdm(position=place, leave=False, file=sys.stderr, unit="batch")
+            slot = self._slots[index] = next(n for n in count(1) if n not in self._slots.values())
+            self._bars[index] = tqdm(position=slot, leave=False, file=sys.stderr, unit="batch")
         bar, now = self._bars[index], time.monotonic()
         bar.n, bar.total = trainer.fit_loop.total_batch_idx + 1, _batches(trainer)
         if now > self._drawn.get(index, 0.0) + _REDRAW_SECONDS:
@@ -56,7 +56,7 @@ class ArrayDisplay:
         self._ended += counts
         bar = self._bars.pop(index, None)
         if bar is not None:
-            del self._places[index]
+            del self._slots[index]
             bar.close()
         self._draw()
 

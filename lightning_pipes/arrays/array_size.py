@@ -18,6 +18,11 @@ def enough_siblings(stages: int) -> int:
     return _PER_STAGE * stages
 
 
+def pieces(stages: int, siblings: int) -> int:
+    """In how many micro-batches each of so many siblings cuts its batches: as few as keep all stages busy."""
+    return -(-enough_siblings(stages) // siblings)
+
+
 def decided_size(rooms: Sequence[int], stages: int) -> int:
     """As many siblings as are of use on so many stages and all ranks have room for, S V-B1 of ArrayPipe; it is logged.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,11 +23,12 @@ from lightning_pipes.ir import PipelineError, PlanError, check_count, check_numb
 from lightning_pipes.planning.switching import Switching
 from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.ranks.notices import Notices
 
 
 class MemorySwap(SiblingMemory, Callback):
-    """Keeps states on the host, and those that are needed on the device: of an array's siblings, or of the layers of a
-    supernet.
+    """Keeps states on the host, and those that are needed on the device: of an array's siblings, of the layers of a
+    supernet, or of weight versions.
 
     A state is what a sibling has on a rank: weights, buffers and what its optimizers remember of them. It is on the
     device while something is computed for the sibling and while it has its turn, in which its optimizers step; those
@@ -42,7 +44,11 @@ class MemorySwap(SiblingMemory, Callback):
 
         Trainer(callbacks=[MemorySwap(device_bytes=8 << 30)], strategy=PipelineStrategy("csp", recompute=True))
 
-    Weight versions can take turns in the same memory; `states` gives what takes any key.
+    With a schedule that stashes weights, such as "pipedream" or "dynpipe", it has the versions take turns that batches
+    under way will go back through. The newest are the live weights, which stay; the one that is read is there, too, and
+    the next one is brought meanwhile (DynPipe). Stages recompute:
+
+        Trainer(callbacks=[MemorySwap(device_bytes=8 << 30)], strategy=PipelineStrategy("dynpipe", recompute=True))
 
     Args:
         device_bytes: of each device for states.
@@ -54,7 +60,8 @@ class MemorySwap(SiblingMemory, Callback):
             shows what that is worth.
 
     Attributes:
-        statistics: of this rank, over the array's run: hits, late ones and misses among leases, stalls, bytes.
+        statistics: of this rank, over the array's run or the fit: hits, late ones and misses among leases, stalls,
+            bytes.
         switching: the paper's E2 with what was measured in that run: whether copies were hidden, and what would help;
             None where nothing was copied.
 
@@ -89,10 +96,12 @@ class MemorySwap(SiblingMemory, Callback):
         self._stages: set[int] = set()
         self._largest = 0
         self._blocks: Stopwatch | None = None
+        self._notices: Notices | None = None
+        self._all: Statistics | None = None
 
     def open(self, several: bool) -> None:
         self._several, self._largest, self._blocks = several, 0, None
-        self.statistics, self.switching = Statistics(), None
+        self.statistics, self.switching, self._all = Statistics(), None, None
 
     # ---- as a callback
 
@@ -106,17 +115,38 @@ class MemorySwap(SiblingMemory, Callback):
         trainer.strategy.memory = self
         self.open(several=False)
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(trainer.strategy, PipelineHost)
+        self._notices = Notices(trainer.strategy.control)
+
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Every rank leaves what it has counted, and the first one logs what it finds: nobody waits."""
         every: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it where no type checker looks
-        if trainer.is_global_zero and trainer.logger is not None and trainer.global_step % every == 0:
-            found = self.statistics
-            trainer.logger.log_metrics(
-                {"memory_hit_rate": found.hit_rate, "memory_stall_seconds": found.stall_ns / 1e9}, trainer.global_step
-            )
+        if self._notices is None or trainer.global_step % every:
+            return
+        self._notices.put(_name(trainer.global_rank), astuple(self.statistics))
+        if trainer.is_global_zero and trainer.logger is not None:
+            others = (self._notices.find(_name(rank)) for rank in range(1, trainer.world_size))
+            found = Statistics.total([self.statistics, *(Statistics(*each) for each in others if each is not None)])
+            values = {
+                "memory_hit_rate": found.hit_rate,
+                "memory_late": float(found.late),
+                "memory_stall_seconds": found.stall_ns / 1e9,
+                "memory_gigabytes": (found.bytes_in + found.bytes_out) / 1e9,
+            }
+            trainer.logger.log_metrics(values, trainer.global_step)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._notices is None:
+            return
+        self._notices.put(_name(trainer.global_rank, "end"), astuple(self.statistics))
+        if trainer.is_global_zero:
+            others = (self._notices.get(_name(rank, "end")) for rank in range(1, trainer.world_size))
+            self._all = Statistics.total([self.statistics, *(Statistics(*each) for each in others)])
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, PipelineHost) and trainer.strategy.memory is self:
-            trainer.strategy.memory = None
+            trainer.strategy.memory = self._notices = None
             self.close()
 
     # ---- states
@@ -141,15 +171,14 @@ class MemorySwap(SiblingMemory, Callback):
         if self._swap is None or self._copier is None:
             return
         self._swap.close()
-        found, rate = self.statistics, self._copier.bandwidth
+        found, rate = self._all or self.statistics, self._copier.bandwidth
         shortest = float("inf") if self._blocks is None else self._blocks.shortest()
         if rate is not None and shortest < float("inf"):
             self.switching = Switching(tuple(sorted(self._stages)), self._largest / rate, shortest)
         self._swap = self._copier = None
-        leases = found.hits + found.late + found.misses
         rank_zero_info(
-            f"MemorySwap: {found.hits} of {leases} uses found their state on the device, {found.late} waited for one "
-            f"on its way, {found.misses} for one that was not; {found.stall_ns / 1e9:.3g} s of waiting, "
+            f"MemorySwap: {found.hits} of {found.leases} uses found their state on the device, {found.late} waited for "
+            f"one on its way, {found.misses} for one that was not; {found.stall_ns / 1e9:.3g} s of waiting, "
             f"{found.bytes_in / 1e9:.3g} GB in, {found.bytes_out / 1e9:.3g} GB out"
             + ("" if self.switching is None or not found.stall_ns else f". {self.switching}")
         )
@@ -219,3 +248,7 @@ class MemorySwap(SiblingMemory, Callback):
                 f"sibling {index} has a state of {size} bytes, and device_bytes={self.device_bytes} has no room for "
                 f"two: the one in use and the next. Use {2 * size} or more, or cut the model into more stages"
             )
+
+
+def _name(rank: int, when: str = "now") -> str:
+    return f"memory/{when}/{rank}"

@@ -1,9 +1,15 @@
 """The costs of a plan: seconds and bytes of stages and links. Numbers only; who runs when is `sim`'s business."""
 
-from lightning_pipes.cost.cluster import FREE, Cluster, Device, Link
+from lightning_pipes.cost.cluster import Cluster, Device
+from lightning_pipes.cost.costs import Costs
 from lightning_pipes.cost.deployment import Deployment
-from lightning_pipes.cost.model import CostModel, Costs, Recorded, Table
-from lightning_pipes.cost.profile import LayerProfile, ModelProfile
+from lightning_pipes.cost.layer import LayerProfile
+from lightning_pipes.cost.links.link import FREE, Link
+from lightning_pipes.cost.links.regime import Regime
+from lightning_pipes.cost.model import CostModel
+from lightning_pipes.cost.profile import ModelProfile
+from lightning_pipes.cost.recorded import Recorded
+from lightning_pipes.cost.table import Table
 
 __all__ = [
     "FREE",
@@ -16,5 +22,6 @@ __all__ = [
     "Link",
     "ModelProfile",
     "Recorded",
+    "Regime",
     "Table",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_pipes.cost.cluster import FREE, Cluster, Link
+from lightning_pipes.cost.cluster import Cluster
+from lightning_pipes.cost.links.link import FREE, Link
 from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds, named
 from lightning_pipes.ir import InputError, shown
 

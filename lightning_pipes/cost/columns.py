@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.cost.model import Table, at_rows
+from lightning_pipes.cost.table import Table, at_rows
 from lightning_pipes.ir import Kind, Span
 
 Array = npt.NDArray[np.float64]

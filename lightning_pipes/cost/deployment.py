@@ -9,7 +9,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.cost.cluster import Cluster, Link
+from lightning_pipes.cost.cluster import Cluster
+from lightning_pipes.cost.links.link import Link
 from lightning_pipes.ir import InputError, check_count, check_fields, check_type, shown
 
 Array = npt.NDArray[np.float64]

@@ -3,79 +3,36 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import median
-from typing import Protocol, runtime_checkable
+from itertools import chain, pairwise
+from statistics import fmean
 
-from lightning_pipes.cost.cluster import FREE, LONGEST, Cluster, Link
+from lightning_pipes.cost.cluster import Cluster
+from lightning_pipes.cost.links.link import FREE, Link
+from lightning_pipes.cost.links.regime import Regime, regime_named
+from lightning_pipes.cost.links.vain import in_vain
+from lightning_pipes.cost.memory import held_bytes, resident_bytes
+from lightning_pipes.cost.recorded import Measurement, Recorded, durations, lags
+from lightning_pipes.cost.table import Table, at_rows, check_table, check_tables, nanoseconds
 from lightning_pipes.ir import (
     COMPUTE,
     MOST_STAGES,
-    RECEIVES,
+    RECOMPUTES,
     SENDS,
     InputError,
     Instruction,
     Kind,
-    Pass,
     Plan,
     check_count,
     check_fields,
     check_number,
     check_type,
-    needs,
     passes,
-    send_of,
     shown,
 )
-
-Table = tuple[tuple[int, float], ...]
-"""(rows, seconds), rows ascending."""
-
-_BACKWARD = {Kind.B, Kind.I}  # either runs the forward again where a stage recomputes
-
-
-class Costs(Protocol):
-    """The costs that a simulation asks for, in integer nanoseconds and bytes. `CostModel` answers it for most; give
-    your own where cost depends on more than kind, stage and rows, such as on the batch. What an object says is
-    remembered: for other costs make another."""
-
-    @property
-    def overhead_ns(self) -> int:
-        """Nanoseconds that a rank needs before each computation."""
-
-    def duration(self, i: Instruction, plan: Plan) -> int:
-        """Nanoseconds of the computation `i`, all of its `ir.passes`; equal kind, stage, job, batch and `ir.alike` mean
-        equal cost."""
-
-    def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Nanoseconds that the send `i` occupies its link at the link's bandwidth, and nanoseconds until it is there
-        after that."""
-
-    def between(self, source: int, target: int) -> Link:
-        """The link from rank `source` to rank `target`: what `transfer` does not say of it."""
-
-    def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Bytes that the computation `i` takes when it starts, and bytes that it gives back when it ends."""
-
-    def resident(self, rank: int, plan: Plan) -> int:
-        """Bytes that `rank` holds throughout."""
-
-
-@runtime_checkable
-class Recorded(Protocol):
-    """The measurements that a model is made from; a `Timeline` is one."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that ran."""
-
-    @property
-    def events(self) -> Sequence[tuple[int, Instruction, int, int]]:
-        """(rank, instruction, start, end) in nanoseconds; sends from the start of the transfer to its arrival."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +55,15 @@ class CostModel:
         working_bytes: bytes per row that stage s needs while it computes, on top of what it keeps; empty means none.
         waiting_messages: messages that lie with their receiver before they are needed, of each stage and direction.
         overhead: seconds that a rank spends before each computation once its inputs are there.
+        regime: what ranks and wires do while a message is on its way, by its name; see `cost.Regime`.
+        each: seconds of single operations in place of `seconds`: micro-batches or batches that take another time than
+            others of their size. Of a backward all that it does, of a send the time that it occupies its link.
+        scatter: by (kind, stage), what operations were seen to take as multiples of `seconds`. A simulation is without
+            chance and leaves it out; `sim.spread` draws from it.
 
     Raises:
-        InputError: a negative or infinite number, rows that do not ascend, or tables of different lengths.
+        InputError: a negative or infinite number, rows that do not ascend, tables of different lengths, or a regime
+            that nobody knows.
     """
 
     seconds: Mapping[tuple[Kind, int], Table] = field(hash=False)
@@ -114,24 +77,24 @@ class CostModel:
     working_bytes: tuple[float, ...] = ()
     waiting_messages: int = 0
     overhead: float = 0.0
+    regime: str = Regime.ASYNCHRONOUS
+    each: Mapping[Instruction, float] = field(default_factory=dict, hash=False)
+    scatter: Mapping[tuple[Kind, int], tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         try:
             self._check()
         except (TypeError, ValueError, AttributeError):  # searches make thousands: entries are looked at only now
+            check_tables(self.seconds)
             check_fields(self)
             raise
 
     def _check(self) -> None:
         check_fields(self, entries=False)
+        object.__setattr__(self, "regime", regime_named(self.regime))
         n = self.n_stages
         for (kind, stage), table in self.seconds.items():
-            rows = [r for r, _ in table]
-            if not table or rows != sorted(set(rows)) or not all(0 <= t < math.inf for _, t in table):
-                raise InputError(
-                    f"seconds of {kind}{stage} need ascending rows and times that are finite and not negative, got "
-                    f"{shown(table)}"
-                )
+            check_table(f"{kind}{stage}", table)
         lengths = {"forward_bytes": n - 1, "backward_bytes": n - 1, "activation_bytes": n, "weight_bytes": n}
         lengths |= {"state_bytes": n, "working_bytes": n}
         for name, entries in lengths.items():
@@ -141,6 +104,13 @@ class CostModel:
         if not all(isinstance(link, Link) for link in self.links.values()):
             raise TypeError
         check_number("overhead", self.overhead, "finite seconds, not negative", lambda x: 0 <= x < math.inf)
+        if not all(isinstance(i, Instruction) for i in self.each) or not all(
+            isinstance(k, tuple) for k in self.scatter
+        ):
+            raise TypeError
+        for what, times in (("each", self.each.values()), ("scatter", chain.from_iterable(self.scatter.values()))):
+            if not all(0 <= t < math.inf for t in times):
+                raise InputError(f"{what} needs finite numbers, none negative, got {shown(getattr(self, what))}")
         if self.waiting_messages < 0:
             raise InputError(f"waiting_messages count from 0, got {shown(self.waiting_messages)}")
 
@@ -158,6 +128,7 @@ class CostModel:
         activation_bytes: int = 0,
         weight_bytes: int = 0,
         overhead: float = 0.0,
+        regime: str = Regime.ASYNCHRONOUS,
     ) -> CostModel:
         """Equal stages: seconds of a forward, a backward (I and W take half of it each) and a step.
 
@@ -188,6 +159,7 @@ class CostModel:
             forward_bytes=edges,
             backward_bytes=edges,
             link=link,
+            regime=regime,
             activation_bytes=(activation_bytes,) * stages,
             weight_bytes=(weight_bytes,) * stages,
             overhead=overhead,
@@ -205,40 +177,44 @@ class CostModel:
             InputError: nothing was recorded.
         """
         base = base or cls({})
-        computed: list[tuple[Instruction, int, Plan]] = []
-        sent: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        waited: list[int] = []
-        for timeline in [timelines] if isinstance(timelines, Recorded) else timelines:
-            waited += lags(timeline)
-            for _, i, start, end in timeline.events:
-                if i.kind in COMPUTE:
-                    computed.append((i, end - start, timeline.plan))
-                elif i.kind in SENDS:
-                    latency = _ns(base._link_of(i, timeline.plan).latency)
-                    sent[i.kind, i.stage][i.span.rows].append(max(0, end - start - latency))
-        seen = {**times_of_passes(computed), **sent}
-        if not seen:
+        given = [timelines] if isinstance(timelines, Recorded) else [*timelines]
+        found = Measurement.of(given, base._latency)
+        if not found.seconds:
             raise InputError("a cost model can't be measured from timelines without events")
-        tables = {key: {rows: median(times) / 1e9 for rows, times in by.items()} for key, by in seen.items()}
-        for (kind, _), points in tables.items():
-            if len(points) == 1 and kind is not Kind.STEP:
-                points[0] = 0.0
-        measured = {key: tuple(sorted(points.items())) for key, points in tables.items()}
-        if any(kind in SENDS for kind, _ in measured):
+        if any(kind in SENDS for kind, _ in found.seconds):
             links = {pair: replace(link, burst=0.0) for pair, link in base.links.items()}
             base = replace(base, link=replace(base.link, burst=0.0), links=links)
-        overhead = median(waited) / 1e9 if waited else base.overhead
-        return replace(base, seconds={**base.seconds, **measured}, overhead=overhead)
+        overhead = base.overhead if found.overhead is None else found.overhead
+        seconds, scatter = {**base.seconds, **found.seconds}, {**base.scatter, **found.scatter}
+        return replace(base, seconds=seconds, scatter=scatter, overhead=overhead)
+
+    def recorded(self, timeline: Recorded) -> CostModel:
+        """The same model where each operation of `timeline` takes what it took there, and others what they take here;
+        the overhead of computations is their mean there.
+
+        Medians hide what is slow now and then, and the pipeline waits for it: an operation, or what a rank does between
+        two batches. So what is simulated with this and the order that ran is what this model explains of the timeline;
+        the rest is something else.
+        """
+        waited = lags(timeline)
+        overhead = fmean(waited) / 1e9 if waited else self.overhead
+        return replace(self, each={**self.each, **durations(timeline, self._latency)}, overhead=overhead)
+
+    def _latency(self, i: Instruction, plan: Plan) -> int:
+        return nanoseconds(self._link_of(i, plan).latency)
 
     def on(self, cluster: Cluster, ranks: tuple[int, ...]) -> CostModel:
         """The same model on `cluster`, for stages that sit on `ranks`: its links, and times by its devices' speed."""
-        pairs = {(a, b) for a in set(ranks) for b in set(ranks) if a != b}
+        pairs = {(a, b) for a, b in (*pairwise(ranks), *pairwise(ranks[::-1])) if a != b}
         scaled = {
             (kind, stage): tuple((rows, seconds / cluster.devices[ranks[stage]].speed) for rows, seconds in table)
             for (kind, stage), table in self.seconds.items()
             if kind in COMPUTE
         }
-        return replace(self, seconds=scaled, links={pair: cluster.link(*pair) for pair in pairs})
+        each = {
+            i: seconds / cluster.devices[ranks[i.stage]].speed for i, seconds in self.each.items() if i.kind in COMPUTE
+        }
+        return replace(self, seconds=scaled, each=each, links={pair: cluster.link(*pair) for pair in pairs})
 
     @cached_property
     def n_stages(self) -> int:
@@ -262,21 +238,23 @@ class CostModel:
     @property
     def overhead_ns(self) -> int:
         """Nanoseconds that a rank needs before each computation."""
-        return _ns(self.overhead)
+        return nanoseconds(self.overhead)
 
     def duration(self, i: Instruction, plan: Plan) -> int:
         """Nanoseconds of the computation `i`, pass by pass; a backward includes the forward that it runs again."""
+        if self.each and i in self.each:
+            return nanoseconds(self.each[i])
         found = 0
         for rows, again in passes(i, plan):
             found += self._pass(i.kind, i.stage, rows)
-            if again and i.kind in _BACKWARD:
+            if again and i.kind in RECOMPUTES:
                 found += self._pass(Kind.F, i.stage, rows)
         return found
 
     def _pass(self, kind: Kind, stage: int, rows: int) -> int:
         known = self._durations.get((kind, stage, rows))
         if known is None:
-            known = self._durations[kind, stage, rows] = _ns(self.time(kind, stage, rows))
+            known = self._durations[kind, stage, rows] = nanoseconds(self.time(kind, stage, rows))
         return known
 
     @cached_property
@@ -286,124 +264,52 @@ class CostModel:
     def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Nanoseconds that the send `i` occupies its link at the link's bandwidth, and of latency after that."""
         link = self._link_of(i, plan)
+        if self.each and i in self.each:
+            return nanoseconds(self.each[i]), nanoseconds(link.latency)
         if (i.kind, i.stage) in self.seconds:
-            return _ns(self.time(i.kind, i.stage, i.span.rows)), _ns(link.latency)
+            return nanoseconds(self.time(i.kind, i.stage, i.span.rows)), nanoseconds(link.latency)
         table, edge = (self.forward_bytes, i.stage) if i.kind is Kind.SF else (self.backward_bytes, i.stage - 1)
-        return _ns(link.seconds(table[edge] * i.span.rows if table else 0.0)), _ns(link.latency)
+        return nanoseconds(link.seconds(table[edge] * i.span.rows if table else 0.0)), nanoseconds(link.latency)
 
     def _link_of(self, i: Instruction, plan: Plan) -> Link:
         target = i.stage + 1 if i.kind is Kind.SF else i.stage - 1
-        return self.between(plan.ranks[i.stage], plan.ranks[target])
+        return self.links.get((plan.ranks[i.stage], plan.ranks[target]), self.link)
 
     def between(self, source: int, target: int) -> Link:
-        """The link from rank `source` to rank `target`."""
-        return self.links.get((source, target), self.link)
+        """The link from rank `source` to rank `target`, in the model's regime."""
+        return Regime(self.regime).applied(self.links.get((source, target), self.link), source, target)
+
+    @property
+    def apart(self) -> bool:
+        """Whether operations of one size may cost different times."""
+        return bool(self.each)
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that the model does not know all stages of, and warn of what it says in vain; the simulator
+        asks.
+
+        Raises:
+            InputError: the plan has more stages.
+        """
+        n = self.n_stages
+        if n < plan.n_stages:
+            lacking = ", ".join(map(str, range(n, plan.n_stages)[:4])) + (", ..." if plan.n_stages - n > 4 else "")
+            raise InputError(
+                f"the cost model has times of {n} stages and the plan has {plan.n_stages}: nothing is known of stage "
+                f"{lacking}. Give seconds of each kind that it runs, as in seconds[Kind.F, {n}] = ((1, 0.01),), or "
+                f"make the model with stages={plan.n_stages}"
+            )
+        if self.links or self.link.bandwidth < math.inf:
+            sized = {kind for kind, _ in self.seconds} | {i.kind for i in self.each}
+            sized |= {Kind.SF} if any(self.forward_bytes) else set()
+            sized |= {Kind.SB} if any(self.backward_bytes) else set()
+            for sentence in in_vain(plan, self.links, self.link, sized):
+                warnings.warn(sentence, stacklevel=2)
 
     def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Bytes of activations that `i` takes when it starts, and bytes that it gives back when it ends. A forward in
-        several passes takes what it comes to hold at most; a backward starts with all that it has to make again."""
-        if i.kind is Kind.STEP or not (self.activation_bytes or self.working_bytes):
-            return 0, 0
-        s = i.stage
-        all_of_it = self.activation_bytes[s] if self.activation_bytes else 0
-        received = int(self.forward_bytes[s - 1]) if s > 0 and self.forward_bytes else 0
-        kept = made_again = most = working = 0
-        for rows, again in passes(i, plan):
-            at_work = int(self.working_bytes[s] * rows) if self.working_bytes else 0
-            working = max(working, at_work)
-            kept += (received if again else all_of_it) * rows
-            made_again += all_of_it * rows if again else 0
-            most = max(most, kept + at_work)
-        match i.kind:
-            case Kind.F:
-                return most, most - kept
-            case Kind.I:
-                return made_again + working, working
-            case Kind.B:
-                return made_again + working, kept + made_again + working
-            case _:
-                return working, kept + made_again + working
+        """Bytes that `i` takes when it starts, and bytes that it gives back when it ends; see `memory.held_bytes`."""
+        return held_bytes(self, i, plan)
 
     def resident(self, rank: int, plan: Plan) -> int:
-        """Bytes that `rank` holds throughout: weights, of every weight version that the plan allows, gradients,
-        optimizer states and messages that wait to be taken."""
-        stages = plan.stages[rank]
-        weights = sum(self.weight_bytes[s] * plan.versions[s] for s in stages) if self.weight_bytes else 0
-        states = sum(self.state_bytes[s] for s in stages) if self.state_bytes else 0
-        return len(plan.jobs) * (weights + states + self._waiting(stages, plan))
-
-    def _waiting(self, stages: Sequence[int], plan: Plan) -> int:
-        if not self.waiting_messages:
-            return 0
-        size = 0.0
-        for s in stages:
-            if s and plan.crosses(s - 1) and self.forward_bytes:
-                size += self.forward_bytes[s - 1] * max(span.rows for span in plan.spans(Kind.RF, s))
-            if s + 1 < plan.n_stages and plan.crosses(s) and self.backward_bytes:
-                size += self.backward_bytes[s] * max(span.rows for span in plan.spans(Kind.RB, s))
-        return int(self.waiting_messages * size)
-
-
-def times_of_passes(
-    computed: Iterable[tuple[Instruction, float, Plan]],
-) -> dict[tuple[Kind, int], dict[int, list[float]]]:
-    """Nanoseconds of single passes, by kind and stage, and by rows, from those of whole computations.
-
-    Passes share the time of their computation by their samples, as no more is to be seen from outside. Forwards that a
-    backward ran again are taken off: the median of those that were seen.
-    """
-    found: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    later: list[tuple[Instruction, float, tuple[Pass, ...]]] = []
-
-    def share(i: Instruction, took: float, each: Sequence[Pass]) -> None:
-        for rows, _ in each:
-            found[i.kind, i.stage][rows].append(took if len(each) == 1 else took * rows / i.span.rows)
-
-    for i, took, plan in computed:
-        each = passes(i, plan)
-        if i.kind in _BACKWARD and any(again for _, again in each):
-            later.append((i, took, each))
-        else:
-            share(i, took, each)
-    forward: dict[int, Table] = {}
-    for i, took, each in later:
-        if i.stage not in forward:
-            points = {rows: median(times) for rows, times in found[Kind.F, i.stage].items()}
-            forward[i.stage] = tuple(sorted(({0: 0.0} | points if len(points) == 1 else points).items()))
-        again = sum(at_rows(forward[i.stage], rows) for rows, runs_again in each if runs_again)
-        share(i, max(0.0, took - again), each)
-    return {key: by for key, by in found.items() if by}
-
-
-def _ns(seconds: float) -> int:
-    if not seconds < LONGEST:
-        raise InputError(f"{seconds:g} s are more than can be simulated; look for a unit that is wrong, or a slow link")
-    return round(seconds * 1e9)
-
-
-def lags(timeline: Recorded, of: Set[Kind] = COMPUTE) -> list[int]:
-    """Nanoseconds from the moment when a computation had its inputs and its rank was free until it started, for those
-    kinds of computations."""
-    arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SENDS}
-    free: dict[int, int] = {}
-    found = []
-    for rank, i, start, end in sorted(timeline.events, key=lambda e: e[2]):
-        if i.kind in COMPUTE:
-            inputs = [arrivals.get(send_of(n), 0) for n in needs(i, timeline.plan) if n.kind in RECEIVES]
-            if i.kind in of and (rank in free or inputs):
-                found.append(max(0, start - max(free.get(rank, 0), *inputs, 0)))
-            free[rank] = end
-    return found
-
-
-def at_rows(table: Table, rows: int) -> float:
-    """`table` at `rows`: linear, beyond its ends too, never negative; 0 where it is empty."""
-    if not table:
-        return 0.0
-    if len(table) == 1:
-        return table[0][1]
-    right = min(max(bisect_left(table, (rows, -1.0)), 1), len(table) - 1)
-    (x0, y0), (x1, y1) = table[right - 1], table[right]
-    if rows == x1:
-        return y1  # exact: no rounding by the line through it
-    return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
+        """Bytes that `rank` holds throughout; see `memory.resident_bytes`."""
+        return resident_bytes(self, rank, plan)

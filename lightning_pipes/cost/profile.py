@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from lightning_pipes.cost.columns import Columns
-from lightning_pipes.cost.model import CostModel, Table, at_rows
+from lightning_pipes.cost.layer import LayerProfile, per_row
+from lightning_pipes.cost.model import CostModel
+from lightning_pipes.cost.table import at_rows
 from lightning_pipes.cost.written import check_written, read_object
 from lightning_pipes.ir import MOST_STAGES, InputError, Kind, Span, check_fields, check_number, shown
 from lightning_pipes.ir.checks import hints
@@ -21,60 +22,9 @@ FORMAT = 1
 """Of the file; raised when a reader of an older one would misread it."""
 MOST_LAYERS = MOST_STAGES
 """More would never be cut apart."""
-
-
-@dataclass(frozen=True)
-class LayerProfile:
-    """One layer's seconds and bytes. Tables are ((rows, value), ...), rows ascending; empty means none.
-
-    Attributes:
-        forward: seconds.
-        backward: seconds of the full backward.
-        input_backward: seconds of the gradients of inputs alone (I); empty where nobody measured it.
-        weight_backward: seconds of the gradients of weights alone (W).
-        step: seconds of its share of the optimizer step.
-        weight_bytes: of its parameters and buffers.
-        gradient_bytes: of the gradients of its parameters.
-        optimizer_bytes: of its optimizer state.
-        saved: bytes that it keeps from forward to backward: not weights, and not what an earlier layer keeps.
-        keeps_input: whether it keeps its input too, which an earlier layer counts where they share a stage.
-        output: bytes that it hands on, and that come back as gradients.
-        working: bytes that it needs besides while it runs, forward or backward, whichever is more.
-
-    Raises:
-        InputError: a negative or infinite number, or rows that do not ascend.
-    """
-
-    name: str
-    forward: Table
-    backward: Table
-    input_backward: Table = ()
-    weight_backward: Table = ()
-    step: float = 0.0
-    weight_bytes: int = 0
-    gradient_bytes: int = 0
-    optimizer_bytes: int = 0
-    saved: Table = ()
-    keeps_input: bool = False
-    output: Table = ()
-    working: Table = ()
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        where = f"layer {self.name!r}"
-        for name, value in vars(self).items():
-            if isinstance(value, tuple):
-                rows = [r for r, _ in value]
-                if (
-                    rows != sorted(set(rows))
-                    or min(rows, default=0) < 0
-                    or not all(0 <= x < math.inf for _, x in value)
-                ):
-                    raise InputError(
-                        f"{where}: {name} needs ascending rows and finite numbers, none negative, got {shown(value)}"
-                    )
-            elif not isinstance(value, str | bool):
-                check_number(f"{where}: {name}", value, "finite and not negative", lambda x: 0 <= x < math.inf)
+LEAST_ROWS = "least_rows"
+"""In a profile's notes: the fewest samples that the model was found to run on, where fewer were tried in vain."""
+_NOTHING_BEFORE, _NOTHING_AFTER = (LayerProfile(name, ((1, 0.0),), ((1, 0.0),)) for name in ("before", "after"))
 
 
 @dataclass(frozen=True)
@@ -95,8 +45,8 @@ class ModelProfile:
     """
 
     layers: tuple[LayerProfile, ...]
-    before: LayerProfile = LayerProfile("before", ((1, 0.0),), ((1, 0.0),))
-    after: LayerProfile = LayerProfile("after", ((1, 0.0),), ((1, 0.0),))
+    before: LayerProfile = _NOTHING_BEFORE
+    after: LayerProfile = _NOTHING_AFTER
     overhead: float = 0.0
     widened: float = 1.0
     device: str = ""
@@ -116,6 +66,11 @@ class ModelProfile:
         parts = (self.before, *self.layers, self.after)
         return all(part.input_backward and part.weight_backward for part in parts if part.gradient_bytes)
 
+    @property
+    def least_rows(self) -> int:
+        """The fewest samples of a micro-batch that the model runs on, as far as it is known."""
+        return int(self.notes.get(LEAST_ROWS, 1))
+
     def seconds(self, kind: Kind, layer: int, rows: int) -> float:
         """Seconds of one computation of a layer; STEP has no rows.
 
@@ -125,14 +80,14 @@ class ModelProfile:
         found = self.layers[layer]
         if kind is Kind.STEP:
             return found.step
-        return at_rows(_table(found, kind), rows)
+        return at_rows(found.times(kind), rows)
 
     @cached_property
     def columns(self) -> Columns:
         """All numbers as arrays."""
         parts = (self.before, *self.layers, self.after)
         return Columns(
-            {kind: [_table(part, kind) for part in parts] for kind in self.kinds},
+            {kind: [part.times(kind) for part in parts] for kind in self.kinds},
             {
                 "step": [part.step for part in parts],
                 "weights": [part.weight_bytes for part in parts],
@@ -189,11 +144,11 @@ class ModelProfile:
             kept += per_row(self.after.saved)
         return round(kept)
 
-    def stretched(self, factors: Sequence[float], ends: float = 1.0) -> ModelProfile:
-        """The same where each layer's forward and backward take that many times as long, and the `ends` that many
-        times: what runs before and after the layers."""
-        layers = tuple(_stretched(layer, factor) for layer, factor in zip(self.layers, factors, strict=True))
-        return replace(self, layers=layers, before=_stretched(self.before, ends), after=_stretched(self.after, ends))
+    def stretched(self, factors: Sequence[float], before: float = 1.0, after: float = 1.0) -> ModelProfile:
+        """The same where each layer's forward and backward take that many times as long, as does what runs `before` and
+        `after` the layers."""
+        layers = tuple(layer.stretched(factor) for layer, factor in zip(self.layers, factors, strict=True))
+        return replace(self, layers=layers, before=self.before.stretched(before), after=self.after.stretched(after))
 
     def without_steps(self) -> ModelProfile:
         """The same where steps of optimizers take no time: up to them."""
@@ -203,16 +158,11 @@ class ModelProfile:
     def mean(profiles: Sequence[ModelProfile]) -> ModelProfile:
         """The first of several profiles of the same layers with the mean seconds of all; an end that one has not
         measured is empty there."""
-
-        def mean(parts: Sequence[LayerProfile]) -> LayerProfile:
-            means: dict[str, Any] = {name: _mean_table([getattr(p, name) for p in parts]) for name in _TIMES}
-            return replace(parts[0], step=sum(p.step for p in parts) / len(parts), **means)
-
         return replace(
             profiles[0],
-            layers=tuple(map(mean, zip(*(p.layers for p in profiles), strict=True))),
-            before=mean([p.before for p in profiles]),
-            after=mean([p.after for p in profiles]),
+            layers=tuple(map(LayerProfile.mean, zip(*(p.layers for p in profiles), strict=True))),
+            before=LayerProfile.mean([p.before for p in profiles]),
+            after=LayerProfile.mean([p.after for p in profiles]),
         )
 
     def data(self) -> dict[str, Any]:
@@ -251,51 +201,6 @@ class ModelProfile:
         except InputError as error:
             raise InputError(f"{path} is no profile that `lightning-pipes profile` wrote: {error}") from error
         raise InputError(f"{path} has format {shown(found['format'])}, this version reads {FORMAT}; profile again")
-
-
-_TIMES = ("forward", "backward", "input_backward", "weight_backward")
-
-
-def _stretched(part: LayerProfile, factor: float) -> LayerProfile:
-    times: dict[str, Any] = {
-        name: tuple((rows, value * factor) for rows, value in getattr(part, name)) for name in _TIMES
-    }
-    return replace(part, **times)
-
-
-def _mean_table(tables: Sequence[Table]) -> Table:
-    """Means where tables have entries; those that are not empty have the same rows."""
-    given = [table for table in tables if table]
-    return tuple((at[0][0], sum(value for _, value in at) / len(at)) for at in zip(*given, strict=True))
-
-
-def added(tables: Iterable[Table]) -> Table:
-    """The sum of tables, at all rows that any of them has; linear between them, as each of them is."""
-    given = [table for table in tables if table]
-    rows = sorted(set(chain.from_iterable((r for r, _ in table) for table in given)))
-    return tuple((r, sum(at_rows(table, r) for table in given)) for r in rows) or ((1, 0.0),)
-
-
-def per_row(table: Table) -> float:
-    """Bytes per row at the most rows that the table has."""
-    return table[-1][1] / max(table[-1][0], 1) if table else 0.0
-
-
-def _table(layer: LayerProfile, kind: Kind) -> Table:
-    """The table of a layer for F, B, I or W; without weights I is all of B."""
-    if kind is Kind.F:
-        return layer.forward
-    if kind is Kind.B:
-        return layer.backward
-    if not layer.gradient_bytes:
-        return layer.backward if kind is Kind.I else ((1, 0.0),)
-    table = layer.input_backward if kind is Kind.I else layer.weight_backward
-    if not table:
-        raise InputError(
-            f"the profile of layer {layer.name!r} has no times of {kind}; measure them with split=True, "
-            "or choose a schedule with full backwards"
-        )
-    return table
 
 
 def _layer(where: str, found: object) -> LayerProfile:

@@ -18,12 +18,13 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.order import Order, ReadyOrder, StaticOrder
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.stage import Stage
-from lightning_pipes.engine.compute.weights import WeightVersions
+from lightning_pipes.engine.compute.weights import TurningVersions, WeightVersions
 from lightning_pipes.engine.messages.clocks import measure_offsets
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
+from lightning_pipes.engine.residency.version_memory import VersionMemory
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import (
     RECEIVES,
@@ -66,6 +67,8 @@ class Turns(Protocol):
         """Returns when the open window of `engine` is through on this rank, by `advance`."""
 
 
+AHEAD = 2
+"""Batches that are known before they begin where layers take turns: those of one are brought while another runs."""
 _AFTER = SENDS | {Kind.STEP}
 """Runs what follows a computation at once."""
 
@@ -126,6 +129,7 @@ class Engine:
         self._seed = seed
         self._mirrors: tuple[Mirrors, Mapping[int, nn.Module]] | None = None
         self._memory: LayerMemory | None = None
+        self._stash: VersionMemory | None = None
         self.plan = plan
         self._take(plan, stages)
         self._program = self._lowered(plan, order)
@@ -189,12 +193,14 @@ class Engine:
         window.order.add((item.job, batch), item.rows, item.use or whole)
         window.executor.add(item, batch)
         self._batches[item.job] += 1
+        if self._memory is not None:
+            self._memory.look_ahead()
 
     def progress(self, wait: bool = True) -> bool:
         """Runs what can be run for the batches injected so far; says whether anything was.
 
         With `wait` it returns when all of them are through as far as the order allows without another batch, else
-        when it would have to wait for a message.
+        when it would have to wait for a message; and before that where the order asks for another batch.
 
         Raises:
             PeerFailure: another rank failed.
@@ -261,6 +267,17 @@ class Engine:
         self._memory = memory
         for stage in self._stages:
             stage.take_turns(memory)
+
+    def stash(self, memory: VersionMemory) -> None:
+        """From the next window on, the versions of weights take turns in `memory`, those of stages that recompute.
+
+        Raises:
+            PlanError: a window is open.
+        """
+        if self._window is not None:
+            raise PlanError("weight versions begin to take turns between two windows only; drain first")
+        self._stash = memory
+        self._give_versions(self.plan)
 
     def evaluate(self, item: Item) -> list[tuple[Span, Any]]:
         """Forward only, without gradients: what the last stage returned per span; empty on ranks without it.
@@ -373,7 +390,7 @@ class Engine:
 
     def _progress(self, window: _Window, wait: bool) -> bool:
         ran = False
-        while True:
+        while not window.order.asks:
             i = window.order.next(self._transport.mailbox, window.executor.window)
             if i is not None:
                 self._run(window, i)
@@ -386,13 +403,17 @@ class Engine:
             window.order.wait(self._transport.mailbox, window.executor.window)
             if self._watch is not None:
                 self._watch.doing = None
+        return ran
 
     def _open(self, plan: Plan, order: Program | Policy) -> _Window:
         self._windows = self._windows + 1 if self._turns is None else self._turns.window()
-        return _Window(
-            StaticOrder(order, self._rank) if isinstance(order, Program) else self._ready_order(order, plan),
-            Executor(plan, self._stages, self._transport, self._rank, self._windows, self._offsets),
-        )
+        executor = Executor(plan, self._stages, self._transport, self._rank, self._windows, self._offsets)
+        if not isinstance(order, Program):
+            return _Window(self._ready_order(order, plan), executor)
+        static = StaticOrder(order, self._rank)
+        if self._stash is not None:
+            self._stash.coming = lambda: (version.key for version in executor.versions(static.coming()))
+        return _Window(static, executor)
 
     def _ready_order(self, policy: Policy, plan: Plan) -> ReadyOrder:
         if self._mirrors is not None and policy.endless:
@@ -402,7 +423,7 @@ class Engine:
         if self._memory is None or not policy.endless:
             return ReadyOrder(policy, plan, self._rank)
         turns = {stage.number: stage.turns for stage in self._stages if stage.turns is not None}
-        order = ReadyOrder(policy, plan, self._rank, lambda stage, use: turns[stage].has_room(use))
+        order = ReadyOrder(policy, plan, self._rank, lambda stage, use: turns[stage].has_room(use), AHEAD)
         self._memory.coming = order.coming
         return order
 
@@ -437,7 +458,9 @@ class Engine:
     def _give_versions(self, plan: Plan) -> None:
         for stage in self._stages:
             most = plan.versions[stage.number] if plan.shared_weights else 1
-            if stage.weights.most != most:
+            if self._stash is not None and most > 1 and stage.recompute:
+                stage.weights = TurningVersions(stage.layers, most, stage.number, self._stash, self._device)
+            elif stage.weights.most != most:
                 stage.weights = WeightVersions(stage.layers, most)
 
 

@@ -5,13 +5,15 @@ Each is pinned by a test, so that a new version that renames or changes one is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -23,6 +25,18 @@ CheckpointNode: type[Any] = CheckpointFunction._backward_cls
 """That of a reentrant checkpoint."""
 BatchNorm = _BatchNorm
 """Batch normalisation of any number of dimensions."""
+
+
+def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
+    """The end of `torch.autograd.backward`; what that checks before takes longer than a small graph. On the CPU
+    only: elsewhere backward runs in threads, for which it prepares more."""
+    backward: Any = Variable._execution_engine.run_backward
+    backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def like_root(root: torch.Tensor | GradientEdge) -> Any:
+    """The shape, type and device of the tensor where a backward starts."""
+    return root.node._input_metadata[root.output_nr] if isinstance(root, GradientEdge) else root
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

@@ -19,19 +19,21 @@ COLUMNS = 6
 """Steps that are drawn, the last ones."""
 
 
-def deadlock(done: Iterable[Instruction], stuck: Mapping[int, Instruction], plan: Plan) -> DeadlockError:
+def deadlock(done: Iterable[Instruction], stuck: Mapping[int, Instruction], plan: Plan, why: str = "") -> DeadlockError:
     """The error for ranks that wait for each other, with the `grid` of what has run.
 
     Args:
         done: what has run, in an order in which it could.
         stuck: what each rank that is not through waits at.
+        why: a sentence on it, where one is known.
     """
     ran = dict.fromkeys(done)
     waits = []
     for rank, i in sorted(stuck.items()):
         missing = ", ".join(str(n) for n in needs(i, plan) if n not in ran)
         waits.append(f"rank {rank} waits at {i} for {missing}")
-    return DeadlockError(f"the ranks wait for each other: {'; '.join(waits)}; so far ran\n{grid(ran, plan)}")
+    begin = f"{why}. The ranks" if why else "the ranks"
+    return DeadlockError(f"{begin} wait for each other: {'; '.join(waits)}; so far ran\n{grid(ran, plan)}")
 
 
 def grid(done: Iterable[Instruction], plan: Plan) -> str:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_pipes.ir.span import Span
@@ -36,6 +37,8 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.STEP})
+RECOMPUTES = frozenset({Kind.B, Kind.I})
+"""Either runs the forward again where a stage recomputes."""
 SENDS = frozenset({Kind.SF, Kind.SB})
 RECEIVES = frozenset({Kind.RF, Kind.RB})
 
@@ -87,6 +90,7 @@ def STEP(stage: int, job: int = 0, batch: int = 0) -> Instruction:
     return Instruction(Kind.STEP, stage, job, batch)
 
 
+@lru_cache(maxsize=4096)  # asked for every message, and the same come with every batch
 def receive_of(send: Instruction) -> Instruction:
     """The receive, on the neighbouring stage, of what `send` sends."""
     if send.kind is Kind.SF:
@@ -94,6 +98,7 @@ def receive_of(send: Instruction) -> Instruction:
     return send._replace(kind=Kind.RB, stage=send.stage - 1)
 
 
+@lru_cache(maxsize=4096)
 def send_of(receive: Instruction) -> Instruction:
     """The send, on the neighbouring stage, of what `receive` receives."""
     if receive.kind is Kind.RF:

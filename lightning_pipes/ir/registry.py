@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -46,10 +47,27 @@ def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
     try:
         made = factory(**settings)
     except TypeError as error:
-        raise PlanError(f"schedule {name!r} does not take {shown(settings)}: {error}") from error
+        why = _unknown(factory, settings) or error
+        raise PlanError(f"schedule {name!r} does not take {shown(settings)}: {why}") from error
     if not isinstance(made, (Schedule, Policy)):
         raise PlanError(
             f"{factory!r} made a {type(made).__name__}, which is neither a Schedule nor a Policy: "
             "it has to inherit one of them from lightning_pipes.ir"
         )
     return made
+
+
+def _unknown(factory: Any, settings: Mapping[str, Any]) -> str:
+    """Which of the settings there are not, and what there is; empty where there are all of them."""
+    try:
+        known = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return ""
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+        return ""
+    unknown = next((name for name in settings if name not in known), None)
+    if unknown is None:
+        return ""
+    close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"there is no {unknown!r}; {hint}" + (f"there is {', '.join(known)}" if known else "there are no settings")

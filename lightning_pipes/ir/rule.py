@@ -19,10 +19,12 @@ class Rule:
         limits: most samples that each stage may hold between F and B, besides the plan's own limits; empty means none.
         alternate: where a forward and something else are both ready, take the sort that did not run last, a forward at
             the start; otherwise forwards come last.
+        weights_last: whether weight gradients (W) wait until there is nothing else to run.
     """
 
     limits: tuple[int, ...] = ()
     alternate: bool = True
+    weights_last: bool = False
 
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
         """The instruction that a policy with this rule picks; see `Policy.pick`."""
@@ -30,9 +32,10 @@ class Rule:
         if limits:
             ready = offered(ready, lambda i: i.kind is not Kind.F or has_room(i, view.in_flight, limits))
         forward = next((i for i in ready if i.kind is Kind.F), None)
-        other = next((i for i in ready if i.kind is not Kind.F), None)
+        late = (Kind.F, Kind.W) if self.weights_last else (Kind.F,)
+        other = next((i for i in ready if i.kind not in late), None)
         if forward is None or other is None:
-            return forward or other
+            return forward or other or next((i for i in ready if i.kind is Kind.W), None)
         after_forward = view.last is not None and view.last.kind is Kind.F
         return forward if self.alternate and not after_forward else other
 

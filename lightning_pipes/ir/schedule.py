@@ -22,17 +22,20 @@ class Traits:
 
     Attributes:
         name: under which people choose it.
-        splits_backward: whether backward runs as I and W.
         flushes: whether all stages end a batch before the next one begins; where they do not its window is endless.
     """
 
     name: ClassVar[str]
-    splits_backward: ClassVar[bool] = False
     flushes: ClassVar[bool] = True
 
     @property
     def tunes(self) -> bool:
         """Whether a run shall change, while it goes on, to what its planner offers."""
+        return False
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward runs as I and W."""
         return False
 
     def placement(self, n_ranks: int) -> tuple[int, ...]:

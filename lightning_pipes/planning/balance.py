@@ -1,17 +1,51 @@
-"""Whether a cut by measured time is worth leaving the even one for."""
+"""Layers cut by measured time, where that is worth leaving the even cut for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from lightning_pipes.cost import Deployment, ModelProfile
-from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, Span
-from lightning_pipes.planning.fit import evaluated, fit_layers, ordered
+from lightning_pipes.cost import Cluster, Deployment, Device, ModelProfile
+from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Schedule, Span
+from lightning_pipes.planning.fit import edge_seconds, evaluated, fit_layers, ordered, stage_seconds
+from lightning_pipes.planning.partition import light_partitions
+from lightning_pipes.planning.planner import Planner, Problem, Solution
 from lightning_pipes.sim.units import seconds_text
 
 WORTH_IT = 0.05
 """The share of a step that another cut must save: what is measured once, in a second, is not exact."""
+
+
+@dataclass(frozen=True)
+class BalancedPlanner(Planner):
+    """The plans of another planner, with layers cut by time, within the devices' memory: where that saves enough.
+
+    That is a share of the step that the fallback takes. Without a profile, or where layers are decided, nothing is
+    balanced. It is asked where a run begins, or is cut anew; who cuts batches of other sizes is the `inner` planner.
+    """
+
+    inner: Planner
+    wants_profile: ClassVar[bool] = True
+
+    def plan(self, problem: Problem) -> Plan:
+        return self.solve(problem).plan
+
+    def solve(self, problem: Problem) -> Solution:
+        if problem.profile is None or problem.layers or not problem.fallback:
+            return self.inner.solve(problem)
+        plan = self.inner.solve(replace(problem, fallback=())).plan
+        deployment = problem.deployment or Deployment(Cluster((Device(),) * problem.ranks))
+        balance = balanced if problem.schedule.flushes else balanced_stream
+        found = balance(problem.profile, problem.schedule, plan, problem.fallback, deployment)
+        return Solution(replace(problem, layers=found.layers), replace(plan, layers=found.layers), found.why)
+
+    def measures(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
+        return self.inner.measures(rows, stages, microbatches)
+
+    def most_rows(self, rows: int, stages: int, microbatches: int | None) -> int:
+        return self.inner.most_rows(rows, stages, microbatches)
 
 
 @dataclass(frozen=True)
@@ -28,8 +62,35 @@ class Balance:
     why: str
 
 
+def balanced_stream(
+    profile: ModelProfile, schedule: Schedule | Policy, plan: Plan, even: Sequence[Span], deployment: Deployment
+) -> Balance:
+    """The cut whose heaviest stage, or message, is lightest, for a schedule that does not flush: when the pipeline is
+    full that one decides. `even` where it does not save enough."""
+    loads = stage_seconds(profile, plan, deployment.pipeline)
+    edges = edge_seconds(profile, plan, deployment.pipeline)
+    m = len(plan.spans(Kind.F, 0))
+
+    def step(layers: Sequence[Span]) -> float:
+        stages = (float(load[span.start, span.stop]) for load, span in zip(loads, layers, strict=True))
+        return m * max(*stages, *(float(edges[span.start]) for span in layers[1:]))
+
+    best = light_partitions(loads, edges, slacks=(1.0,))[0]
+    at, now = [span.start for span in even[1:]], step(even)
+    if not math.isfinite(now) or step(best) > now * (1 - WORTH_IT):
+        why = f"stages begin at layers {at}, evenly by parameters: by measured time nothing is worth changing"
+        return Balance(tuple(even), now, why)
+    return Balance(
+        best,
+        step(best),
+        f"stages begin at layers {[span.start for span in best[1:]]}: by measured time a full pipeline takes "
+        f"{seconds_text(1e9 * step(best))} a batch instead of {seconds_text(1e9 * now)} with {at}, evenly by "
+        "parameters",
+    )
+
+
 def balanced(
-    profile: ModelProfile, schedule: Schedule | Policy, plan: Plan, even: Sequence[Span], place: Deployment
+    profile: ModelProfile, schedule: Schedule | Policy, plan: Plan, even: Sequence[Span], deployment: Deployment
 ) -> Balance:
     """The fastest cut within the devices' memory if it saves enough, else `even`.
 
@@ -39,23 +100,20 @@ def balanced(
         PlanError: the schedule does not flush between batches, so there is no step to simulate.
     """
     order, _ = ordered(schedule, plan)
-    before = evaluated(profile, order, replace(plan, layers=tuple(even)), place)
-    limits = [device.memory for device in place.pipeline.devices]
+    before = evaluated(profile, order, replace(plan, layers=tuple(even)), deployment)
+    limits = [device.memory for device in deployment.pipeline.devices]
     fits = all(limit is None or size <= limit for size, limit in zip(before.peak_bytes, limits, strict=True))
     at = [span.start for span in even[1:]]
     try:
-        best = fit_layers(profile, schedule, plan, place)
+        best = fit_layers(profile, schedule, plan, deployment)
     except PlanError as error:
         if fits:
             raise
         return Balance(tuple(even), before.seconds, f"stages begin at layers {at}, evenly by parameters: {error}")
     if fits and best.seconds > before.seconds * (1 - WORTH_IT):
-        return Balance(
-            tuple(even),
-            before.seconds,
-            f"stages begin at layers {at}, evenly by parameters: by measured time a step would take "
-            f"{seconds_text(1e9 * best.seconds)} instead of {seconds_text(1e9 * before.seconds)}",
-        )
+        now, then = seconds_text(1e9 * before.seconds), seconds_text(1e9 * best.seconds)
+        why = f"stages begin at layers {at}, evenly by parameters: by measured time a step takes {now}"
+        return Balance(tuple(even), before.seconds, why + (f", and {then} with {best.cuts}" if best.cuts != at else ""))
     saved = f"instead of {seconds_text(1e9 * before.seconds)} with {at}, evenly by parameters"
     return Balance(
         best.plan.layers,

@@ -55,7 +55,7 @@ def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, 
     return occupied + min(latencies), min(quickest)
 
 
-def step_bound(profile: ModelProfile, plan: Plan, place: Deployment) -> float:
+def step_bound(profile: ModelProfile, plan: Plan, deployment: Deployment) -> float:
     """Seconds of a step that no partition and no order of `plan` can beat; infinite where stages outnumber layers, and
     0 where they cut the batch in different ways.
 
@@ -68,12 +68,12 @@ def step_bound(profile: ModelProfile, plan: Plan, place: Deployment) -> float:
     cut = plan.jobs[0]
     if {*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links} != {cut.forward[0]}:
         return 0.0
-    return _Bound(profile, plan, place).seconds()
+    return _Bound(profile, plan, deployment).seconds()
 
 
 class _Bound:
-    def __init__(self, profile: ModelProfile, plan: Plan, place: Deployment) -> None:
-        self.profile, self.plan, self.place = profile, plan, place
+    def __init__(self, profile: ModelProfile, plan: Plan, deployment: Deployment) -> None:
+        self.profile, self.plan, self.deployment = profile, plan, deployment
         spans = plan.spans(Kind.F, 0)
         sizes = [span.rows for span in spans]
         self.m, self.rows = len(sizes), max(sizes)
@@ -82,7 +82,7 @@ class _Bound:
         self.one_share = min(sizes) / self.rows
         self.overhead = profile.overhead * (3 if plan.split_backward else 2)
         self.edge = min((profile.edge_bytes(cut) for cut in range(1, len(profile.layers))), default=0.0)
-        self.speeds = [device.speed for device in place.pipeline.devices[: plan.n_ranks]]
+        self.speeds = [device.speed for device in deployment.pipeline.devices[: plan.n_ranks]]
 
     def seconds(self) -> float:
         one = self.plan.n_stages == self.plan.n_ranks
@@ -91,7 +91,7 @@ class _Bound:
     def _links(self) -> float:
         """How long the busiest link is occupied, if every cut is where least passes. With one stage a rank there is a
         whole way forward and back besides: what its first message passes before, and its last one after."""
-        plan, cluster = self.plan, self.place.pipeline
+        plan, cluster = self.plan, self.deployment.pipeline
         there = Counter((plan.ranks[s], plan.ranks[s + 1]) for s in range(plan.n_stages - 1) if plan.crosses(s))
         both = there + Counter({(b, a): n for (a, b), n in there.items()})
         size = self.rows * self.edge
@@ -110,11 +110,11 @@ class _Bound:
         forward, back = self._passed(Kind.F), self._passed(Kind.B)
         hops, hops_back = self._hops(), self._hops(back=True)
         first = self._step(0)[0, 1]  # rank 0 has the first layer at least
-        loads = stage_seconds(self.profile, self.plan, self.place.pipeline)
+        loads = stage_seconds(self.profile, self.plan, self.deployment.pipeline)
         steps: dict[tuple[object, ...], Array] = {}
         found = []
         for stage, (load, rank) in enumerate(zip(loads, self.plan.ranks, strict=True)):
-            key = self.speeds[rank], self.place.rings[rank] if self.place.rings else None
+            key = self.speeds[rank], self.deployment.rings[rank] if self.deployment.rings else None
             if key not in steps:
                 steps[key] = self._step(rank)
             end = steps[key]
@@ -165,7 +165,7 @@ class _Bound:
             seconds = self.profile.overhead
             if plan.crosses(s):
                 pair = (plan.ranks[s + 1], plan.ranks[s]) if back else (plan.ranks[s], plan.ranks[s + 1])
-                link = self.place.pipeline.link(*pair)
+                link = self.deployment.pipeline.link(*pair)
                 seconds += _least(link, self.edge * self.rows * self.one_share) + link.latency
             found.append(found[-1] + seconds)
         return np.array(found)
@@ -175,7 +175,7 @@ class _Bound:
         columns = self.profile.columns
         kind = Kind.W if self.plan.split_backward else Kind.B
         backward = between(columns.at(kind, self.rows)[1:-1]) / self.speeds[rank]
-        left = self.place.exposed(rank, np.maximum(between(columns.of_layers("averaged")), 0.0), backward)
+        left = self.deployment.exposed(rank, np.maximum(between(columns.of_layers("averaged")), 0.0), backward)
         return np.asarray(between(columns.of_layers("step")) / self.speeds[rank] + left)
 
 

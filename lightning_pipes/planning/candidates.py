@@ -90,11 +90,12 @@ def candidate(
     schedule: Schedule | Policy, plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[int]
 ) -> Candidate | None:
     """`schedule` on `plan`, whose stages hold that many micro-batches at most; None if that does not fit."""
+    plan = prepared(plan, schedule)
     m = len(plan.spans(Kind.F, 0))
     peak = tuple(stage_peak(plan, costs, s, min(most, m)) for s, most in enumerate(held))
     if any(a > b for a, b in zip(peak, limits_of(memory_limit, plan.n_ranks), strict=True)):
         return None
-    return Candidate(schedule, prepared(plan, schedule), peak)
+    return Candidate(schedule, plan, peak)
 
 
 def nothing_fits(plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[int]) -> InputError:

@@ -61,7 +61,7 @@ def fit_layers(
     Raises:
         PlanError: fewer layers than stages, or no partition fits; names the stage that lacks most.
     """
-    place = deployed(cluster or Cluster((Device(),) * plan.n_ranks))
+    deployment = deployed(cluster or Cluster((Device(),) * plan.n_ranks))
     n = len(profile.layers)
     if n < plan.n_stages:
         raise PlanError(f"{n} layers can't fill {plan.n_stages} stages; use fewer ranks, or fewer stages a rank")
@@ -73,29 +73,29 @@ def fit_layers(
     order, held = ordered(schedule, plan)
     if order.endless:
         raise PlanError(f"{schedule.name} does not flush between batches, so there is no step to plan; choose another")
-    loads = stage_seconds(profile, plan, place.pipeline)
-    edges = edge_seconds(profile, plan, place.pipeline)
-    candidates = light_partitions(_allowed(profile, plan, place.pipeline, held, loads), edges)
+    loads = stage_seconds(profile, plan, deployment.pipeline)
+    edges = edge_seconds(profile, plan, deployment.pipeline)
+    candidates = light_partitions(_allowed(profile, plan, deployment.pipeline, held, loads), edges)
     if plan.n_stages > plan.n_ranks:  # what each stage may take of its rank's memory is a guess: try others too
         candidates += light_partitions(loads, edges)
-    if not candidates or hopeless(profile, plan, place.pipeline, held):
-        raise PlanError(_lacking(profile, order, plan, place, light_partitions(loads, edges, slacks=(1.0,))[0]))
+    if not candidates or hopeless(profile, plan, deployment.pipeline, held):
+        raise PlanError(_lacking(profile, order, plan, deployment, light_partitions(loads, edges, slacks=(1.0,))[0]))
     if plan.layers:
         candidates.insert(0, plan.layers)
     found = [
         fit
         for layers in list(dict.fromkeys(candidates))[: _affordable(plan)]
-        if (fit := _evaluated(profile, order, replace(plan, layers=layers), place)) is not None
+        if (fit := _evaluated(profile, order, replace(plan, layers=layers), deployment)) is not None
     ]
     if not found:
-        raise PlanError(_lacking(profile, order, plan, place, candidates[0]))
-    return improved(profile, min(found, key=lambda fit: fit.seconds), place, trials)
+        raise PlanError(_lacking(profile, order, plan, deployment, candidates[0]))
+    return improved(profile, min(found, key=lambda fit: fit.seconds), deployment, trials)
 
 
 def improved(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, trials: int = 60) -> Fit:
     """The same plan with cuts moved by a layer as long as that makes it faster, in at most `trials` simulations, fewer
     where the plan is large. The heaviest stages give layers away first."""
-    place = deployed(cluster)
+    deployment = deployed(cluster)
     seen = {fit.plan.layers}
     left = min(trials, _affordable(fit.plan))
     moved = True
@@ -108,7 +108,7 @@ def improved(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, tri
                 return fit
             left -= 1
             seen.add(layers)
-            other = _evaluated(profile, fit.order, replace(fit.plan, layers=layers), place)
+            other = _evaluated(profile, fit.order, replace(fit.plan, layers=layers), deployment)
             if other is not None and other.seconds < fit.seconds:
                 fit, moved = other, True
                 break
@@ -154,12 +154,12 @@ def evaluated(profile: ModelProfile, order: Program | Policy, plan: Plan, cluste
 
 
 def _evaluated(
-    profile: ModelProfile, order: Program | Policy, plan: Plan, place: Deployment, limited: bool = True
+    profile: ModelProfile, order: Program | Policy, plan: Plan, deployment: Deployment, limited: bool = True
 ) -> Fit | None:
     """None where a rank needs more memory than it has."""
-    costs = _costs(profile, plan, place)
+    costs = _costs(profile, plan, deployment)
     bare = replace(plan, layers=())  # equal for all partitions, so that the order is lowered once
-    limits = [device.memory if limited else None for device in place.pipeline.devices[: plan.n_ranks]]
+    limits = [device.memory if limited else None for device in deployment.pipeline.devices[: plan.n_ranks]]
 
     def fits(peak: Sequence[int]) -> bool:
         return all(limit is None or size <= limit for size, limit in zip(peak, limits, strict=True))
@@ -172,19 +172,19 @@ def _evaluated(
     return Fit(plan, order, costs, timeline.makespan / 1e9, peak) if fits(peak) else None
 
 
-def _costs(profile: ModelProfile, plan: Plan, place: Deployment) -> CostModel:
+def _costs(profile: ModelProfile, plan: Plan, deployment: Deployment) -> CostModel:
     """Seconds and bytes of the stages where they sit. A STEP waits for what is left of averaging its gradients: buckets
     leave while the last backward goes on. Stages of one rank take turns on its ring."""
-    speeds = [place.pipeline.devices[rank].speed for rank in plan.ranks]
+    speeds = [deployment.pipeline.devices[rank].speed for rank in plan.ranks]
     costs = profile.costs(plan.layers, speeds)
     seconds = dict(costs.seconds)
-    if place.replicas > 1:
+    if deployment.replicas > 1:
         for stage, size in enumerate(profile.columns.total("averaged", plan.layers)):
             kind = Kind.W if plan.split_backward else Kind.B
             backward = costs.time(kind, stage, plan.spans(kind, stage)[-1].rows)
-            left = float(place.exposed(plan.ranks[stage], np.array(size), np.array(backward)))
+            left = float(deployment.exposed(plan.ranks[stage], np.array(size), np.array(backward)))
             seconds[Kind.STEP, stage] = ((0, costs.time(Kind.STEP, stage) + left),)
-    return replace(costs, seconds=seconds, links=_links(plan, place.pipeline))
+    return replace(costs, seconds=seconds, links=_links(plan, deployment.pipeline))
 
 
 def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[Array]:
@@ -244,13 +244,13 @@ def _allowed(
 
 
 def _lacking(
-    profile: ModelProfile, order: Program | Policy, plan: Plan, place: Deployment, layers: tuple[Span, ...]
+    profile: ModelProfile, order: Program | Policy, plan: Plan, deployment: Deployment, layers: tuple[Span, ...]
 ) -> str:
     """Which stage of a good partition lacks most memory."""
     whole = replace(plan, layers=layers)
-    costs = _costs(profile, whole, place)
+    costs = _costs(profile, whole, deployment)
     peak = peak_bytes(order if isinstance(order, Program) else simulate(order, plan, costs).program(), whole, costs)
-    limits = [device.memory for device in place.pipeline.devices[: plan.n_ranks]]
+    limits = [device.memory for device in deployment.pipeline.devices[: plan.n_ranks]]
     short = [size - (limit if limit is not None else size) for size, limit in zip(peak, limits, strict=True)]
     rank = max(range(plan.n_ranks), key=lambda r: short[r])
     weights = costs.resident(rank, plan)

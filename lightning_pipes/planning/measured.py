@@ -9,9 +9,9 @@ from functools import lru_cache
 from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
-from lightning_pipes.cost import CostModel, Table
-from lightning_pipes.cost.model import lags, times_of_passes
-from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, passes
+from lightning_pipes.cost import CostModel, ModelProfile, Table
+from lightning_pipes.cost.recorded import lags, times_of_passes
+from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Span, passes
 
 Key = tuple[Kind, int, int]
 """Kind, stage and rows."""
@@ -92,11 +92,15 @@ class Averages:
 
     Attributes:
         latency: seconds of messages without content, by (from stage, to stage), where somebody has measured them.
+        parts: by stage, what input and weight gradients (I and W) take over a whole backward, where somebody has
+            measured layers both ways. While a run does one, this prices the other.
     """
 
     window: int = WINDOW
     drift: float = DRIFT
     latency: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    parts: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    _own: dict[int, tuple[float, float]] = field(default_factory=dict)
     _recent: dict[Key, deque[float]] = field(default_factory=dict)
     _known: dict[Key, float] = field(default_factory=dict)
     _settled: set[Key] = field(default_factory=set)
@@ -162,6 +166,8 @@ class Averages:
                 ((rows, seconds),) = known.items()
                 known[0] = min(self.latency.get(_edge(kind, stage), 0.0), seconds) if kind in SENDS else 0.0
         tables: dict[tuple[Kind, int], Table] = {key: tuple(sorted(known.items())) for key, known in points.items()}
+        for stage, parts in {**self.parts, **self._own}.items():
+            tables = _other_way(tables, stage, parts) | tables
         base = base or CostModel({})
         steady = {pair: replace(link, burst=0.0, latency=0.0) for pair, link in base.links.items()}
         return replace(
@@ -186,10 +192,55 @@ class Averages:
             if len(recent) == self.window:
                 self._settled.add(key)
         elif abs(average - self._known[key]) > self.drift * self._known[key]:
+            self._forget_other_way(key)
             self._known[key] = average
             self._settled.discard(key)
             recent.clear()
             self.drifted = (*self.drifted, key)
+
+    def _forget_other_way(self, key: Key) -> None:
+        """Has what does not run any more, as backward is split now or is whole again, priced by what runs and has
+        drifted: in the proportion in which both were measured."""
+        kind, stage, rows = key
+        known = [self._known.get((each, stage, rows), 0.0) for each in (Kind.B, Kind.I, Kind.W)]
+        if kind is Kind.F or not all(known[:1]) or not any(known[1:]):
+            return
+        whole, *parts = known
+        self._own[stage] = parts[0] / whole, parts[1] / whole
+        for each in (Kind.I, Kind.W) if kind is Kind.B else (Kind.B,):
+            self._known.pop((each, stage, rows), None)
+            self._recent.pop((each, stage, rows), None)
+            self._settled.discard((each, stage, rows))
+
+
+def parts_of(profile: ModelProfile | None, layers: Sequence[Span]) -> dict[int, tuple[float, float]]:
+    """By stage, what I and W take over a whole backward of the largest micro-batch that was measured; empty where the
+    parts were not. Nothing leads from the first stage's layers to what they got, so all of its backward is W."""
+    if profile is None or not profile.has_split:
+        return {}
+    costs, rows = profile.costs(layers), profile.layers[0].forward[-1][0]
+    found = {0: (0.0, 1.0)}
+    for s in range(1, len(layers)):
+        whole = costs.time(Kind.B, s, rows)
+        found[s] = (costs.time(Kind.I, s, rows) / whole, costs.time(Kind.W, s, rows) / whole) if whole else (0.0, 1.0)
+    return found
+
+
+def _other_way(
+    tables: Mapping[tuple[Kind, int], Table], stage: int, parts: tuple[float, float]
+) -> dict[tuple[Kind, int], Table]:
+    """The times of whole backwards of a stage by those of their parts, or of the parts by those of the whole."""
+    whole = tables.get((Kind.B, stage), ())
+    found = {(kind, stage): _times(whole, share) for kind, share in zip((Kind.I, Kind.W), parts, strict=True)}
+    total = parts[0] + parts[1]
+    if not whole and total:
+        both = zip(tables.get((Kind.I, stage), ()), tables.get((Kind.W, stage), ()), strict=False)
+        found = {(Kind.B, stage): tuple((rows, (i + w) / total) for (rows, i), (_, w) in both)}
+    return {key: table for key, table in found.items() if table}
+
+
+def _times(table: Table, share: float) -> Table:
+    return tuple((rows, seconds * share) for rows, seconds in table)
 
 
 def _kinds(plan: Plan, stage: int) -> list[Kind]:

@@ -51,9 +51,13 @@ def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...
 
 def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
     """The most bytes that the rank of `stage` needs, if it has no other, to keep so many micro-batches of the largest
-    size between F and the end of B, and to compute on one of them. What `peak_bytes` finds is never more."""
-    forwards, backwards = ([costs.held(i, plan) for i, _ in sorts(kind, stage, plan)] for kind in (Kind.F, Kind.B))
+    size between F and the end of B, or of W, and to compute on one of them. What `peak_bytes` finds is never more."""
+    kinds = (Kind.I, Kind.W) if plan.split_backward else (Kind.B,)
+    forwards = [costs.held(i, plan) for i, _ in sorts(Kind.F, stage, plan)]
+    backwards = [costs.held(i, plan) for kind in kinds for i, _ in sorts(kind, stage, plan)]
     kept = max(taken - working for taken, working in forwards)
+    if plan.split_backward:  # I that makes activations again leaves them for W
+        kept += max(taken - freed for taken, freed in (costs.held(i, plan) for i, _ in sorts(Kind.I, stage, plan)))
     needed = max(*(working for _, working in forwards), *(taken for taken, _ in backwards))
     return costs.resident(plan.ranks[stage], plan) + held * kept + needed
 

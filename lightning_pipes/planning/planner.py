@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
 
 from lightning_pipes.cost import CostModel, Deployment, ModelProfile
 from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Schedule, Span, prepared
+from lightning_pipes.planning.replanning.seen import Seen
 
+Way = Literal["drain", "ahead", "buffered"]
+"""How layers move: while everybody waits; or beside the batches, whose steps both ranks take, or which wait."""
+WAYS: tuple[str, ...] = get_args(Way)
+DRAIN, AHEAD, BUFFERED = WAYS
 MICROBATCHES_PER_STAGE = 2
 """Where nobody says how many pieces a batch is cut into."""
 
@@ -24,9 +31,18 @@ class Problem:
         recompute: whether all stages but the last are to keep only their input.
         layers: of each stage, where that is decided; a plan then keeps to it.
         profile: seconds and bytes of the layers; None where nobody has measured them.
-        place: devices, links and memory limits; None where nobody has asked for them.
+        deployment: devices, links and memory limits; None where nobody has asked for them.
         costs: what the stages and links of the plan that runs took in its last batches, for the sizes that they have;
             None before anything has run.
+        seen: windows of the plan that runs, from one `replan` to the next, the oldest first; of another plan none.
+        before: windows of plans that ran before this one, the oldest first, each with its plan.
+        remaining: batches that are left in the run; None where nobody knows.
+        tied: numbers of layers that share a parameter: together in one stage they can go to another one together, and
+            otherwise they stay.
+        moves: how layers would move.
+        fallback: the layers of each stage where nothing is known for which it is worth to leave them, as a cut that is
+            even by parameters, or the one that runs; empty where there are none.
+        least: the fewest samples that a micro-batch is to have, where the batch has so many.
     """
 
     schedule: Schedule | Policy
@@ -36,8 +52,34 @@ class Problem:
     recompute: bool = False
     layers: tuple[Span, ...] = ()
     profile: ModelProfile | None = None
-    place: Deployment | None = None
+    deployment: Deployment | None = None
     costs: CostModel | None = None
+    seen: tuple[Seen, ...] = ()
+    before: tuple[tuple[Plan, Seen], ...] = ()
+    remaining: int | None = None
+    tied: tuple[tuple[int, ...], ...] = ()
+    moves: str = DRAIN
+    least: int = 1
+    fallback: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A problem in which nothing is open, and its plan.
+
+    Attributes:
+        problem: the one that was asked, with what the planner has decided in it: the layers, and where it chooses
+            these, too, the schedule, the number of micro-batches and recomputation. Who asks a schedule's own planner
+            for another batch gives it this problem with other `rows`.
+        plan: of the batch, ordered by the schedule of `problem`.
+        why: for people; empty where there was nothing to choose.
+        table: what was compared, for people.
+    """
+
+    problem: Problem
+    plan: Plan
+    why: str = ""
+    table: str = ""
 
 
 class Planner(ABC):
@@ -47,13 +89,15 @@ class Planner(ABC):
 
     Attributes:
         every: training batches from one `replan` to the next; it is never asked where that is 0.
+        wants_profile: whether layers are to be measured even where the user says how they are cut.
     """
 
     every: int = 0
+    wants_profile: ClassVar[bool] = False
 
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
-        """How the batch is cut, on the ranks where the schedule places its stages; `prepared` for it by `planned`.
+        """How the batch is cut, on the ranks where the schedule places its stages; `prepared` for it by `solve`.
 
         A batch of another size is another problem, as is the last one of an epoch.
 
@@ -61,11 +105,50 @@ class Planner(ABC):
             PlanError: there is no such plan.
         """
 
+    def solve(self, problem: Problem) -> Solution:
+        """The plan with the backward and the weight versions that its schedule asks for, and all that was decided for
+        it. Layers that the planner has not cut are those of the problem, or its fallback.
+
+        A planner that decides more than a plan overrides this; its `plan` keeps to the schedule of the problem.
+
+        Raises:
+            PlanError: there is no plan, or it is for other ranks, rows or layers than those of the problem.
+        """
+        schedule = problem.schedule
+        plan = self.plan(problem)
+        if not plan.layers:
+            plan = replace(plan, layers=problem.layers or problem.fallback)
+        where = schedule.placement(problem.ranks)
+        for what, got, needed in (
+            ("stages on ranks", plan.ranks, where),
+            ("rows", tuple(cut.rows for cut in plan.jobs), (problem.rows,)),
+            ("layers", plan.layers, problem.layers or plan.layers),
+        ):
+            if got != needed:
+                raise PlanError(
+                    f"the planner of schedule {schedule.name!r} planned for {what} {got}, asked for {needed}"
+                )
+        return Solution(replace(problem, layers=plan.layers), prepared(plan, schedule))
+
+    def explained(self, problem: Problem, plan: Plan) -> str:
+        """A sentence for people on why `plan`, which it made of the problem, cuts a batch as it does; empty where there
+        is nothing to say."""
+        return ""
+
     def measures(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
         """The numbers of samples for which times of layers are wanted before a batch of `rows` is planned; by default
         an even micro-batch and half of one."""
         one = -(-rows // (microbatches or MICROBATCHES_PER_STAGE * stages))
         return tuple(sorted({max(1, one // 2), one}))
+
+    def most_rows(self, rows: int, stages: int, microbatches: int | None) -> int:
+        """The most samples that a micro-batch of a batch of `rows` may get."""
+        return max(self.measures(rows, stages, microbatches))
+
+    def throttles(self, looks: Sequence[Seen]) -> bool:
+        """Whether batches of a schedule that does not flush are to run one by one for now, by what was seen of the plan
+        that runs, the oldest look first. Asked before `replan`."""
+        return False
 
     def replan(self, plan: Plan, seen: Problem) -> Plan | None:
         """Another plan for batches like that of `plan`, by what was seen while it ran; None to go on with it.
@@ -105,22 +188,12 @@ def planner_of(schedule: Schedule | Policy) -> Planner:
 
 
 def planned(problem: Problem) -> Plan:
-    """The plan of the schedule's planner, with the backward and the weight versions that the schedule asks for.
+    """The plan of the schedule's own planner; see `Planner.solve`.
 
     Raises:
         PlanError: there is none, or the planner's is for other ranks, rows or layers than those of the problem.
     """
-    schedule = problem.schedule
-    plan = planner_of(schedule).plan(problem)
-    where = schedule.placement(problem.ranks)
-    for what, got, needed in (
-        ("stages on ranks", plan.ranks, where),
-        ("rows", tuple(cut.rows for cut in plan.jobs), (problem.rows,)),
-        ("layers", plan.layers, problem.layers or plan.layers),
-    ):
-        if got != needed:
-            raise PlanError(f"the planner of schedule {schedule.name!r} planned for {what} {got}, asked for {needed}")
-    return prepared(plan, schedule)
+    return planner_of(problem.schedule).solve(problem).plan
 
 
 def even_plan(schedule: Schedule | Policy, ranks: int, microbatches: int, rows: int, recompute: bool = False) -> Plan:

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
 from typing import NamedTuple
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import B, F, Instruction, Kind, Plan, PlanError, Policy, Program, Schedule, check_number, verify
+from lightning_pipes.ir import (
+    B,
+    F,
+    I,
+    Instruction,
+    Kind,
+    Plan,
+    PlanError,
+    Policy,
+    Program,
+    Schedule,
+    W,
+    check_number,
+    verify,
+)
 from lightning_pipes.planning.bounds import least_step
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.measured import Averages
@@ -27,7 +41,7 @@ UNSTEADY = 0.3
 _KEPT = 128
 
 
-class Regime(StrEnum):
+class Effect(StrEnum):
     """The effect of links on the pipeline; the best number of micro-batches under way differs."""
 
     FREE = "free links"
@@ -40,7 +54,7 @@ class Regime(StrEnum):
     """Ranks do not compute while they send: next to nothing can be hidden, whatever is under way."""
 
 
-def regime_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> Regime:
+def effect_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> Effect:
     """The effect of the links of `plan`, if every micro-batch is as its first one.
 
     Args:
@@ -50,17 +64,18 @@ def regime_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> Regime:
     pace, busy, trips, sent = 0, 0, 0, []
     for s in range(plan.n_stages):
         span = plan.spans(Kind.F, s)[0]
-        pace = max(pace, costs.duration(F(s, span), plan) + costs.duration(B(s, span), plan))
+        backward = (I(s, span), W(s, span)) if plan.split_backward else (B(s, span),)
+        pace = max(pace, sum(costs.duration(i, plan) for i in (F(s, span), *backward)))
         for kind, edge in ((Kind.SF, s), (Kind.SB, s - 1)):
             if 0 <= edge < plan.n_stages - 1 and plan.crosses(edge):
                 takes, latency = costs.transfer(Instruction(kind, s, span=plan.spans(kind, s)[0]), plan)
                 busy, trips = max(busy, takes), trips + takes + latency
                 sent.append(takes + latency)
     if trips <= 0.03 * plan.n_stages * pace:  # what 1F1B waits for messages while p micro-batches pass
-        return Regime.FREE
+        return Effect.FREE
     if lag * 1e9 > max(sum(sent) / len(sent) / 2, pace / 20):
-        return Regime.BLOCKING
-    return Regime.BANDWIDTH if busy > pace else Regime.LATENCY
+        return Effect.BLOCKING
+    return Effect.BANDWIDTH if busy > pace else Effect.LATENCY
 
 
 class Ranked(NamedTuple):
@@ -79,14 +94,14 @@ class Verdict:
         ranked: candidates whose steps were worked out, the fastest first: as many as it takes to be sure.
         current: what runs now, by its own costs.
         chosen: what shall run.
-        regime: what the links do.
+        effect: what the links do.
         unsteadiness: standard deviation over mean of the transfers of the worst link.
     """
 
     ranked: tuple[Ranked, ...]
     current: Ranked
     chosen: Ranked
-    regime: Regime
+    effect: Effect
     unsteadiness: float = 0.0
 
     @property
@@ -104,10 +119,10 @@ class Verdict:
     def __str__(self) -> str:
         now, then = self.current, self.chosen
         if not self.switches:
-            return f"{self.regime}: stays with {now.candidate.label}, {1e3 * now.seconds:.1f} ms a step"
+            return f"{self.effect}: stays with {now.candidate.label}, {1e3 * now.seconds:.1f} ms a step"
         note = ", extrapolated" if then.extrapolated else ""
         return (
-            f"{self.regime}: {now.candidate.label} takes {1e3 * now.seconds:.1f} ms a step; changes to "
+            f"{self.effect}: {now.candidate.label} takes {1e3 * now.seconds:.1f} ms a step; changes to "
             f"{then.candidate.label} with {1e3 * then.seconds:.1f} ms, {self.gain:.1%} less{note}"
         )
 
@@ -144,17 +159,18 @@ class Chooser:
         """
         if not candidates:
             raise PlanError("there is nothing to choose from")
-        regime = regime_of(current.plan, measured.costs(base), measured.lag)
-        blocking = regime is Regime.BLOCKING
-        unsteady = measured.unsteadiness > UNSTEADY and regime is not Regime.FREE
+        effect = effect_of(current.plan, measured.costs(base), measured.lag)
+        blocking = effect is Effect.BLOCKING
+        unsteady = measured.unsteadiness > UNSTEADY and effect is not Effect.FREE
         costs = measured.costs(base, overhead=not blocking)
+        costs = replace(costs, regime="blocking") if blocking else costs
         plans = {*(c.plan for c in candidates), current.plan}
         sizes = {plan: measured.knows(plan) for plan in plans}
         least = {plan: least_step(plan, costs) / 1e9 for plan in plans}
 
         def ranked(candidate: Candidate) -> Ranked:
             known = self._rehearsal(candidate)
-            seconds = known.makespan(costs, blocking_sends=blocking) / 1e9
+            seconds = known.makespan(costs) / 1e9
             return Ranked(candidate, seconds, not sizes[candidate.plan])
 
         every: dict[int, Ranked] = {}
@@ -175,7 +191,7 @@ class Chooser:
         chosen = best if worth_it or better_order or listed is None else now
         if chosen is not now:
             self._verify(chosen.candidate)
-        return Verdict(tuple(_sorted(every)), now, chosen, regime, measured.unsteadiness)
+        return Verdict(tuple(_sorted(every)), now, chosen, effect, measured.unsteadiness)
 
     def prepare(self, candidates: Iterable[Candidate], costs: CostModel) -> None:
         """Does for candidates that are known before anything is measured what their first decision would have to: sets

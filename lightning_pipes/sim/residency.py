@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Generic, Protocol, TypeVar
 
 from lightning_pipes.ir import PlanError
@@ -105,18 +105,31 @@ class Statistics:
     refused: int = 0
     wasted: int = 0
 
+    @classmethod
+    def total(cls, each: Iterable[Statistics]) -> Statistics:
+        """Of several devices."""
+        return cls(*map(sum, zip(*map(astuple, each), strict=True)))
+
+    @property
+    def leases(self) -> int:
+        """All that came."""
+        return self.hits + self.late + self.misses
+
     @property
     def hit_rate(self) -> float:
         """Of the leases, how many met their state; 1 where there was none."""
-        leases = self.hits + self.late + self.misses
-        return self.hits / leases if leases else 1.0
+        return self.hits / self.leases if self.leases else 1.0
 
 
 @dataclass
 class _Held:
-    """A state on the device."""
+    """A state on the device.
 
-    ticket: int
+    Attributes:
+        ticket: of the copy that brought it; None where it was made there.
+    """
+
+    ticket: int | None
     used: int  # number of its last lease, or of its loading
     leased: int = 0
     dirty: bool = False
@@ -174,6 +187,25 @@ class Residency(Generic[Key]):
             )
         self._sizes[key] = size
 
+    def make(self, key: Key, size: int) -> int:
+        """One more state, which comes to be on the device and not on the host: a version of weights. Others leave for
+        it. Returns the nanoseconds that were waited for its place.
+
+        Raises:
+            PlanError: it is larger than the budget, or all that is there is leased.
+        """
+        self.add(key, size)
+        if not self._make_room(size):
+            del self._sizes[key]
+            raise self._no_room(key, size)
+        after = self._room_ends()
+        waited = 0 if after is None else self._copier.wait(after)
+        self.statistics.stall_ns += waited
+        self._turn += 1
+        self._used += size
+        self._held[key] = _Held(None, self._turn, dirty=True, fresh=False)
+        return waited
+
     def expect(self, keys: Iterable[Key]) -> None:
         """These leases follow those that were expected before."""
         for key in keys:
@@ -208,17 +240,13 @@ class Residency(Generic[Key]):
         if held is None:
             self.statistics.misses += 1
             if not self._make_room(self._sizes[key]):
-                leased = [each for each, other in self._held.items() if other.leased]
-                raise PlanError(
-                    f"no room for state {key} of {self._sizes[key]} bytes: {leased} are leased, of a budget of "
-                    f"{self._budget}; release one before, or raise the budget"
-                )
+                raise self._no_room(key, self._sizes[key])
             held = self._load(key)
-        elif self._copier.done(held.ticket):
+        elif held.ticket is None or self._copier.done(held.ticket):
             self.statistics.hits += 1
         else:
             self.statistics.late += 1
-        waited = self._copier.wait(held.ticket)
+        waited = 0 if held.ticket is None else self._copier.wait(held.ticket)
         self.statistics.stall_ns += waited
         self._turn += 1
         held.used, held.fresh = self._turn, False
@@ -312,6 +340,13 @@ class Residency(Generic[Key]):
             self._evict(key)
         return True
 
+    def _no_room(self, key: Key, size: int) -> PlanError:
+        leased = [each for each, held in self._held.items() if held.leased]
+        return PlanError(
+            f"no room for state {key} of {size} bytes: {leased} are leased, of a budget of {self._budget}; release one "
+            "before, or raise the budget"
+        )
+
     def _victims(self) -> list[Key]:
         """The keys that may leave, the first one first."""
         free = [key for key, held in self._held.items() if not held.leased]
@@ -330,11 +365,14 @@ class Residency(Generic[Key]):
         return self._copier.store(key, self._sizes[key])
 
     def _load(self, key: Key) -> _Held:
-        """The place is taken from what left: nothing is loaded before that is on the host."""
-        after = max(self._leaving.values(), default=None)
+        after = self._room_ends()
         self._turn += 1
         self._used += self._sizes[key]
         self.statistics.bytes_in += self._sizes[key]
         held = self._held[key] = _Held(self._copier.load(key, self._sizes[key], after), self._turn)
-        self._leaving = {each: ticket for each, ticket in self._leaving.items() if not self._copier.done(ticket)}
         return held
+
+    def _room_ends(self) -> int | None:
+        """A place is taken from what left: the copy after which all of that is on the host; None if it is."""
+        self._leaving = {key: ticket for key, ticket in self._leaving.items() if not self._copier.done(ticket)}
+        return max((ticket for key, ticket in self._leaving.items() if key not in self._held), default=None)

@@ -11,8 +11,9 @@ from lightning_pipes.cost import Costs
 from lightning_pipes.ir import InputError, Instruction, Plan, Policy, Program, Use, check_stream, unrolled
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.loops.dispatch import dispatch
+from lightning_pipes.sim.loops.given import check_order
 from lightning_pipes.sim.loops.memory import Bytes, Limit, peaks
-from lightning_pipes.sim.loops.operations import Operations, Timed
+from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, priced_by
 from lightning_pipes.sim.loops.static import compiled, ends_under, run
 from lightning_pipes.sim.loops.tables import Array
 from lightning_pipes.sim.loops.window import opened
@@ -26,13 +27,13 @@ def simulate(
     *,
     batches: int | Sequence[Use] | None = None,
     memory_limit: Limit = None,
-    blocking_sends: bool = False,
 ) -> Timeline:
     """When everything runs if `costs` are true: integer nanoseconds, the same on every machine.
 
     A rank computes one thing at a time. A link moves one message at a time in each direction, in the order in which
-    they were sent; latency does not occupy it; see `cost.Link` for what else it may do. Sends and computations overlap
-    unless `blocking_sends`: then a rank computes on when the last byte has left. Receives take no time of their own.
+    they were sent; latency does not occupy it; see `cost.Link` for what else it may do. Sends and computations overlap,
+    and directions do not disturb each other, unless the costs are of another `cost.Regime`. Receives take no time of
+    their own.
 
     Args:
         order: a program, run in exactly its order and lowered first if it has no transfers yet; or a policy, asked in
@@ -41,33 +42,31 @@ def simulate(
             once for an endless order. For an endless policy also what each of them uses; else they use all layers. A
             finite program has its own number.
         memory_limit: bytes of every rank, or of each. What would not fit waits.
-        blocking_sends: whether a rank waits for its sends.
 
     Raises:
         DeadlockError: ranks wait for each other, for memory, or for a policy that picks nothing; names who and what.
-        InputError: the costs do not know some stage, or the weights alone exceed the limit.
+        InputError: the costs do not know some stage, or the weights alone exceed the limit; or this is neither a
+            program nor a policy.
         PlanError: an endless policy can't order the plan.
-        TypeError: neither a program nor a policy.
+        ProgramError: the program is one of another plan.
     """
+    check_order("simulate", order, plan)
     if isinstance(order, Policy) and order.endless:
         check_stream(order, plan)
         asked = order.depth + 3 if batches is None else batches
         uses = [Use.whole(plan)] * asked if isinstance(asked, int) else list(asked)
         plan = unrolled(plan, uses, order.depth)
-        return _by_policy(order, plan, plan.batches, costs, memory_limit, blocking_sends, uses)
+        return _by_policy(order, plan, plan.batches, costs, memory_limit, uses)
     if not (batches is None or isinstance(batches, int)):
         raise InputError("only batches of an endless policy say which layers they use; give their number")
     if isinstance(order, Program):
         program = order.unroll(order.head_batches + 3 if batches is None else batches) if order.endless else order
-        fixed = compiled(program, plan)
-        timed = run(fixed, fixed.prices(costs), blocking_sends)
-        return _timeline(fixed, timed, peaks(fixed, plan, costs, memory_limit))
-    if not isinstance(order, Policy):
-        raise TypeError(f"simulate takes a Program or a Policy, got {order!r}; a schedule's is schedule.program(plan)")
-    return _by_policy(order, plan, batches or plan.batches, costs, memory_limit, blocking_sends)
+        fixed, prices = priced_by(costs, compiled(program, plan))
+        return _timeline(fixed, prices, run(fixed, prices), peaks(fixed, plan, costs, memory_limit))
+    return _by_policy(order, plan, batches or plan.batches, costs, memory_limit)
 
 
-def makespan(order: Program | Policy, plan: Plan, costs: Costs, *, blocking_sends: bool = False) -> int:
+def makespan(order: Program | Policy, plan: Plan, costs: Costs) -> int:
     """Nanoseconds that a finite program or a policy takes: `simulate(...).makespan` without its timeline, for searches.
 
     Keep the objects: what depends on order and plan is set up once for each pair, and the costs used last are
@@ -76,75 +75,79 @@ def makespan(order: Program | Policy, plan: Plan, costs: Costs, *, blocking_send
 
     Raises:
         DeadlockError: ranks wait for each other, or for a policy that picks nothing.
-        InputError: the costs do not know some stage.
+        InputError: the costs do not know some stage; or this is neither a program nor a policy.
+        ProgramError: the program is one of another plan.
     """
-    return Rehearsal(order, plan).makespan(costs, blocking_sends=blocking_sends)
+    return Rehearsal(order, plan).makespan(costs)
 
 
 class Rehearsal:
     """A finite program or a policy, set up to be simulated again and again under other costs.
 
     Raises:
-        ProgramError: the program has not as many rows as the plan has ranks.
+        ProgramError: the program is one of another plan.
         DeadlockError: ranks wait for each other.
+        InputError: this is neither a program nor a policy.
     """
 
     def __init__(self, order: Program | Policy, plan: Plan) -> None:
+        check_order("makespan", order, plan)
         self._policy = None if isinstance(order, Program) else order
         self._fixed = compiled(order, plan) if isinstance(order, Program) else None
         self._open = opened(plan, plan.batches) if self._fixed is None else None
 
-    def makespan(self, costs: Costs, *, blocking_sends: bool = False) -> int:
+    def makespan(self, costs: Costs) -> int:
         """See the function of this name."""
         if self._fixed is not None:
-            return run(self._fixed, self._fixed.prices(costs), blocking_sends).makespan
+            return run(*priced_by(costs, self._fixed)).makespan
         assert self._open is not None
         assert self._policy is not None
-        return dispatch(self._policy, self._open, costs, Bytes.uncounted(self._open), blocking_sends).timed.makespan
+        queues, prices = priced_by(costs, self._open)
+        return dispatch(self._policy, queues, prices, Bytes.uncounted(queues)).timed.makespan
 
 
-def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, blocking_sends: bool = False) -> Array:
+def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, apart: bool = False) -> Array:
     """Nanoseconds that the finite `program` takes under each of many costs, in one go.
 
     Args:
         costs: what holds for all of them: overhead, and links except for the time that messages take.
         times: integer nanoseconds, a row for each case; a column for each of `priced(program, plan)`.
+        apart: whether there is a column for each operation.
 
     Raises:
         DeadlockError: ranks wait for each other.
         InputError: the costs do not know some stage, or times of another shape or type.
+        ProgramError: the program is one of another plan.
     """
+    check_order("makespans", program, plan, Program)
     fixed = compiled(program, plan)
+    fixed = fixed.apart if apart else fixed
     if times.ndim != 2 or times.shape[1] != len(fixed.like) or times.dtype != np.int64:
         raise InputError(
             f"times needs int64 nanoseconds in {len(fixed.like)} columns, one for each of priced(program, plan); "
             f"got {times.dtype} in shape {times.shape}"
         )
-    return ends_under(fixed, fixed.prices(costs), times, blocking_sends)
+    return ends_under(fixed, fixed.prices(costs), times)
 
 
-def priced(program: Program, plan: Plan) -> tuple[Instruction, ...]:
-    """One instruction for each group of those that cost the same: equal kind, stage, job, batch and rows."""
-    return compiled(program, plan).like
+def priced(program: Program, plan: Plan, *, apart: bool = False) -> tuple[Instruction, ...]:
+    """One instruction for each group of those that cost the same: equal kind, stage, job, batch and rows; with `apart`
+    all of them, as operations of one size may differ too."""
+    check_order("priced", program, plan, Program)
+    return compiled(program, plan).instructions if apart else compiled(program, plan).like
 
 
 def _by_policy(
-    policy: Policy,
-    plan: Plan,
-    batches: int,
-    costs: Costs,
-    memory_limit: Limit,
-    blocking_sends: bool,
-    uses: Sequence[Use] = (),
+    policy: Policy, plan: Plan, batches: int, costs: Costs, memory_limit: Limit, uses: Sequence[Use] = ()
 ) -> Timeline:
-    queues = opened(plan, batches)
+    queues, prices = priced_by(costs, opened(plan, batches))
     memory = Bytes.of(queues, plan, costs, memory_limit)
-    ran = dispatch(policy, queues, costs, memory, blocking_sends, uses)
-    return _timeline(queues, ran.timed, tuple(map(int, ran.held.peak)), policy.name)
+    ran = dispatch(policy, queues, prices, memory, uses)
+    return _timeline(queues, prices, ran.timed, tuple(map(int, ran.held.peak)), policy.name)
 
 
-def _timeline(operations: Operations, timed: Timed, peak: tuple[int, ...], name: str = "") -> Timeline:
+def _timeline(operations: Operations, prices: Prices, timed: Timed, peak: tuple[int, ...], name: str = "") -> Timeline:
     starts, ends, turn = timed.lists
     rows = sorted(zip(starts, ends, operations.ranks, turn, operations.instructions, strict=True))
     made = map(tuple.__new__, repeat(Event), [(rank, i, start, end) for start, end, rank, _, i in rows])
-    return Timeline(tuple(made), operations.plan, peak, name)
+    return Timeline(tuple(made), operations.plan, peak, name, regimes=prices.regimes)

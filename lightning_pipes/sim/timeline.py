@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
+from lightning_pipes.cost.links.regime import Regime, spoken
 from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Program
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.gantt import gantt
@@ -21,6 +22,7 @@ class Timeline:
         events: computations and transfers.
         peak_bytes: most bytes held by each rank, where known.
         name: what it shows, for titles.
+        regimes: of a prediction, those of the links on which messages take time; None for what was measured.
     """
 
     events: tuple[Event, ...]
@@ -28,6 +30,7 @@ class Timeline:
     peak_bytes: tuple[int, ...] = ()
     name: str = ""
     attributes: dict[str, str] = field(default_factory=dict, hash=False)
+    regimes: tuple[Regime, ...] | None = None
 
     @classmethod
     def of(cls, events: Iterable[Event], plan: Plan, **more: object) -> Timeline:
@@ -50,6 +53,11 @@ class Timeline:
             for events, offset in zip(by_rank, offsets or (0,) * len(by_rank), strict=True)
         )
         return cls.of(chain.from_iterable(moved), plan, **more)
+
+    @property
+    def regime(self) -> str:
+        """The world of a prediction, such as "asynchronous links"; empty for what was measured."""
+        return "" if self.regimes is None else spoken(self.regimes)
 
     @cached_property
     def makespan(self) -> int:
@@ -112,4 +120,5 @@ class Timeline:
     def gantt(self, width: int = 100) -> str:
         """A drawing in text, `width` characters for the makespan; see `sim.gantt`."""
         title = f"{self.name + ': ' if self.name else ''}{seconds_text(self.makespan)}"
+        title += f", {self.regime}" if self.regimes else ""
         return gantt(self.plan, self.events, self.makespan, self.bubble, title, width)

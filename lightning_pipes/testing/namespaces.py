@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
-from lightning_pipes.testing.ranks import Outcome, die_with_parent, values, watch_ranks
+from lightning_pipes.testing.ranks import RankResult, die_with_parent, values, watch_ranks
 
 DEVICE = "eth0"
 """The network device of each host; gloo has to be told by GLOO_SOCKET_IFNAME."""
@@ -93,7 +93,7 @@ class Hosts:
 
     def watch_ranks(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
-    ) -> list[Outcome]:
+    ) -> list[RankResult]:
         """`ranks.watch_ranks` with one rank on each host; the first one's hosts their store."""
         meeting = {
             "TORCHELASTIC_USE_AGENT_STORE": "False",

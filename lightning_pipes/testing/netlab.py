@@ -46,10 +46,15 @@ class NetLab(Hosts):
             holds within 0.5 % on a machine that keeps up.
         burst: bytes that pass at full speed after idleness.
         queue: bytes that may wait before a link.
+        bands: what waits before a link goes by the priority of its connection (SO_PRIORITY), in three bands
+            (pfifo_fast), and is not counted in bytes.
     """
 
-    def __init__(self, n: int, bandwidth: float | None = None, *, burst: int = BURST, queue: int = QUEUE) -> None:
+    def __init__(
+        self, n: int, bandwidth: float | None = None, *, burst: int = BURST, queue: int = QUEUE, bands: bool = False
+    ) -> None:
         super().__init__(n)
+        self._bands = bands
         self._bandwidth = bandwidth
         self._burst, self._queue = burst, queue
         self._shapers: dict[int, _Shaper] = {}
@@ -139,7 +144,7 @@ class NetLab(Hosts):
                 way = ("dev", device, "src", address(here), "congctl", "cubic")
                 self._in(holder, "ip", "route", "add", f"{address(there)}/32", *way)
         for host in range(self._n):
-            self._shapers[host] = _Shaper(self._open_tc(host))
+            self._shapers[host] = _Shaper(self._open_tc(host), self._bands)
         self._links = dict.fromkeys(self.directions, Link())
         self.shape(self._bandwidth)
 
@@ -174,14 +179,16 @@ class NetLab(Hosts):
 class _Shaper:
     """Sets the token buckets of one host, by a tc that takes commands."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[str], bands: bool) -> None:
+        self._process, self._bands = process, bands
         self._shaped: set[str] = set()
 
     def shape(self, device: str, setting: str) -> None:
         """An empty setting takes the bucket away."""
         if setting:
             command = f"qdisc replace dev {device} root handle 1: {setting}"
+            if self._bands and device not in self._shaped:
+                command += f"\nqdisc replace dev {device} parent 1:1 handle 10: pfifo_fast"
         elif device in self._shaped:
             command = f"qdisc del dev {device} root"
         else:
@@ -207,12 +214,14 @@ class Competition:
 
     Attributes:
         received: bytes that have come through.
+        senders: the ends that send.
     """
 
     def __init__(
         self, senders: list[socket.socket], receivers: list[socket.socket], rng: random.Random, on: float, off: float
     ) -> None:
         self.received = 0
+        self.senders = senders
         self._senders, self._receivers = senders, receivers
         self._ended = threading.Event()
         self._on, self._off = on, off

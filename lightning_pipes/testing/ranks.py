@@ -38,7 +38,7 @@ PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_pipes.t
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankResult:
     """How one rank ended.
 
     Attributes:
@@ -71,22 +71,22 @@ def run_ranks(
     return values(watch_ranks(fn, n, *args, timeout=timeout, env=env))
 
 
-def values(outcomes: Sequence[Outcome]) -> list[Any]:
+def values(results: Sequence[RankResult]) -> list[Any]:
     """The values that ranks returned.
 
     Raises:
         RanksFailedError: any of them did not.
     """
-    if any(o.error for o in outcomes):
+    if any(o.error for o in results):
         raise RanksFailedError(
-            "\n".join(f"--- rank {o.rank} after {o.seconds:.1f} s\n{o.error}" for o in outcomes if o.error)
+            "\n".join(f"--- rank {o.rank} after {o.seconds:.1f} s\n{o.error}" for o in results if o.error)
         )
-    return [o.value for o in outcomes]
+    return [o.value for o in results]
 
 
 def watch_ranks(
     fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None
-) -> list[Outcome]:
+) -> list[RankResult]:
     """How each of `n` processes that run `fn(rank, *args)` ends; nothing is raised and no process survives."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -116,16 +116,16 @@ def watch_ranks(
             process.start()
         for _, writer in pipes:
             writer.close()
-        outcomes = _collect(processes, [reader for reader, _ in pipes], started, timeout, folder)
+        results = _collect(processes, [reader for reader, _ in pipes], started, timeout, folder)
     for process in processes:
         process.close()
-    return outcomes
+    return results
 
 
 def _collect(
     processes: Sequence[Any], readers: Sequence[Connection], started: float, timeout: float, folder: str
-) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
+) -> list[RankResult]:
+    results: dict[int, RankResult] = {}
     replies: dict[int, tuple[Any, str]] = {}
     open_readers = {reader: rank for rank, reader in enumerate(readers)}
     sentinels = {process.sentinel: rank for rank, process in enumerate(processes)}
@@ -145,7 +145,7 @@ def _collect(
                 processes[rank].join()
                 code = processes[rank].exitcode
                 value, error = replies.get(rank, (None, f"the process ended with exit code {code} and said nothing"))
-                outcomes[rank] = Outcome(rank, value, error, code, time.monotonic() - started)
+                results[rank] = RankResult(rank, value, error, code, time.monotonic() - started)
         if not ready:  # the deadline
             for rank in sentinels.values():
                 processes[rank].kill()
@@ -153,9 +153,9 @@ def _collect(
                 processes[rank].join()
                 where = _stacks(os.path.join(folder, str(rank)))
                 error = f"no end after {time.monotonic() - started:.0f} s; where it was after {timeout} s:\n{where}"
-                outcomes[rank] = Outcome(rank, None, error, None, time.monotonic() - started)
+                results[rank] = RankResult(rank, None, error, None, time.monotonic() - started)
             break
-    return [outcomes[rank] for rank in sorted(outcomes)]
+    return [results[rank] for rank in sorted(results)]
 
 
 def _stacks(path: str) -> str:

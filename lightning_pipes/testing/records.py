@@ -68,7 +68,7 @@ def record_of(
         costs,
         seconds={key: tuple((r, 1.02 * t) for r, t in table) for key, table in costs.seconds.items()},
     )
-    measured = replace(simulate(order, plan, slower), name="measured")
+    measured = replace(simulate(order, plan, slower), name="measured", regimes=None)
     costs = CostModel.measured(measured, base=costs)
     return RunRecord(
         replace(simulate(order, plan, costs), name="predicted"),

@@ -57,7 +57,7 @@ class Checkpointing:
     def model_state(self, cut: CutModule) -> dict[str, Any]:
         """The state dict of the whole module where it is written, as the form of the checkpoints has it."""
         if self._sharded:
-            return cut.local_state(outside=self._ranks.grid.place == 0)
+            return cut.local_state(outside=self._ranks.grid.position == 0)
         self._ranks.pipeline.connect()
         return {} if self._ranks.grid.replica else checkpoints.gather_model(cut, self._ranks.pipeline)
 

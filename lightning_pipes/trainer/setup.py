@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins import Precision
@@ -10,23 +12,41 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_pipes.engine.compute.rng import replica_seed
-from lightning_pipes.trainer.loop.connections import Connections
-from lightning_pipes.trainer.loop.part import Part
+from lightning_pipes.engine.residency.layer_memory import States
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.planning.planner import Planner
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.connected import Connected
+from lightning_pipes.trainer.loop.flushing import Flushing
 from lightning_pipes.trainer.loop.run import PipelineRun, Training
+from lightning_pipes.trainer.loop.stopping import StopAgreement
+from lightning_pipes.trainer.loop.streaming import Streaming, check_streaming
+from lightning_pipes.trainer.loop.wrapping import wrap_hooks
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut
 from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
-from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.pipelined import (
+    LEAST_FOR_STATISTICS,
+    CutModule,
+    batch_statistics,
+    find_pipelined,
+    layer_sizes,
+)
 from lightning_pipes.trainer.module.proxy import Layers
-from lightning_pipes.trainer.plan.container import warn_about_outside
+from lightning_pipes.trainer.moves.part import Part
+from lightning_pipes.trainer.plan.container import find_container, warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
-from lightning_pipes.trainer.plan.decision import Decision, Wanted
-from lightning_pipes.trainer.plan.settings import Settings
+from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.prediction import Prediction
+from lightning_pipes.trainer.plan.request import RunRequest
+from lightning_pipes.trainer.plan.settings import PRIORITY, Settings
 from lightning_pipes.trainer.ranks.holdings import Holdings
-from lightning_pipes.trainer.ranks.ranks import Ranks
-from lightning_pipes.trainer.ranks.replicas import Replicas
+from lightning_pipes.trainer.reports.summary import show_module
+from lightning_pipes.trainer.running import Running
+from lightning_pipes.trainer.step.clipping import GradientAgreement
+from lightning_pipes.trainer.step.logs import metrics_gather_over
 from lightning_pipes.trainer.step.steps import Steps
 
 
@@ -35,85 +55,160 @@ class PipelineSetup:
 
     Args:
         path: the pipelined container in the module.
-        connections: to the other ranks.
+        undo: gets what `teardown` is to call, in the order in which it is.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, path: str, ranks: Ranks, connections: Connections
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        path: str,
+        connected: Connected,
+        settings: Settings,
+        undo: list[Callable[[], None]],
     ) -> None:
         full = module.get_submodule(path)
         assert isinstance(full, Layers)
         self.path = path
         self.full = full
         self._trainer = trainer
+        self._fitting = trainer.state.fn == TrainerFn.FITTING
         self._module = module
-        self._ranks = ranks
-        self._connections = connections
+        self._connected = connected
+        self._ranks = connected.ranks
+        self._links = connected.links
+        self._settings = settings
+        self._undo = undo
         warn_about(module, full)
         self._deferred = DeferredWeights(module, path)
 
-    def decide(self, wanted: Wanted, plain: Decision, transport: str) -> Decision:
+    def decide(self, request: RunRequest) -> Decision:
+        """The decision: as asked for, as measured where something is trained, or as siblings have made it."""
+        length = self._ranks.grid.length
+        request = self._links.requested(request, length)
+        plain = request.unmeasured(layer_sizes(self.full), length)
+        decide = partial(self._measured, request, plain) if self._fitting else lambda: plain
+        return self._links.decide(self._module, plain, decide)
+
+    def _measured(self, request: RunRequest, plain: Decision) -> Decision:
         """The decision by the times of layers on these devices; `plain` where they are not measured."""
-        made = Deciding(self._trainer, self.path, self._ranks, transport).decide(wanted, plain)
+        made = Deciding(self._trainer, self.path, self._ranks, self._settings.transport).decide(request, plain)
         if self._ranks.grid.length > 1:
             warn_about_outside(self._module, self.path, made.profile)
         return made
 
-    def lay_out(self, decision: Decision) -> None:
-        """Looks at the whole module as it will be cut: who holds what."""
+    def lay_out(self, decision: Decision, replanner: Planner | None = None) -> None:
+        """Looks at the whole module as it will be cut: who holds what; and who may have layers move later.
+
+        Raises:
+            PipelineError: layers would move, which siblings' can't.
+        """
+        if replanner is not None and self._links.turns is not None:
+            raise PipelineError(
+                "replan moves layers, which siblings of a job array can't while they share the ranks; leave it out, or "
+                "run this training alone"
+            )
+        self._decision = decision
         self.holdings = holdings = Holdings(self._ranks.grid, decision.ranks, decision.layers)
         holdings.look_at(self._module, self.path)
-        self._plans = decision.plans()
+        least = LEAST_FOR_STATISTICS if batch_statistics(self.full) else 1
+        self._plans = decision.plans(replanner, holdings.tied, least, self._settings.moves)
         self._plan, order = self._plans.for_rows(self._plans.trial_rows)
-        if self._trainer.state.fn == TrainerFn.FITTING and self._plans.microbatches > 1:
+        if self._fitting and self._plans.microbatches > 1:
             warn_about_pieces(self.full)
-        self.endless = order.endless
+        self._streams = self._fitting and order.endless
         self._ranks.control.watch.stages = dict(holdings.stages_of_processes())
         self._hidden = HiddenState(
             self._module,
             self.path,
             holdings,
             self._ranks.pipeline,
-            self._connections.check_later,
+            self._links.check_later,
         )
 
-    def tied(self) -> list[str]:
+    def training(self, memory: States | None) -> Callable[[PipelineRun], Training]:
+        """A function that makes what trains by the schedule; with `memory` layers or weight versions take turns there.
+
+        Raises:
+            PlanError, PipelineError: it can't train so.
+        """
+        schedule = self._decision.schedule
+        if self._fitting and memory is not None and not self._streams:
+            raise PipelineError(
+                "MemorySwap as a callback has the layers of a supernet take turns, or weight versions; schedule "
+                f"{schedule.name!r} runs all layers for each batch, and has one version. Leave MemorySwap out, or "
+                "use 'csp' for a supernet, or a schedule that stashes weights, such as 'pipedream' or 'dynpipe'"
+            )
+        if not self._streams:
+            return Flushing
+        self._links.check_endless(schedule.name)
+        check_streaming(self._trainer, schedule, self._ranks.grid, self._tied())
+        return partial(Streaming, control=self._ranks.control, memory=memory)
+
+    def _tied(self) -> list[str]:
         """Names of parameters that several ranks train."""
         who = self.holdings.holders
         return [n for n, p in self._module.named_parameters() if p.requires_grad and len(who.get(id(p), ())) > 1]
 
-    def cut(self, seed: int, spread: bool) -> CutModule:
-        """The module with the layers of this rank alone; those made on `meta` get values, which depend on `seed`.
+    def cut(self, spread: bool) -> CutModule:
+        """The module with the layers of this rank alone; those made on `meta` get values, which depend on the seed.
         `spread` says whether an earlier run has left the layers of any rank spread out."""
         local = self.holdings.local
+        self._undo += show_module(self._trainer, self._module)
         self._interceptor = Interceptor(f"self.{self.path}", loop=isinstance(self.full, nn.ModuleList))
         if spread:
             check_same_cut(self._module, self.path, local, self._ranks.control)
         self._cut = CutModule(self._module, self.path, local, self._interceptor, self._ranks.device)
-        self._deferred.make(local, self.holdings.place_of_layer, seed, self._ranks.device, self._ranks.pipeline)
+        where, device = self.holdings.position_of_layer, self._ranks.device
+        self._deferred.make(local, where, self._settings.seed, device, self._ranks.pipeline)
+        self._connected.checkpointing.load_waiting(self._cut)
         return self._cut
 
     def start(
         self,
         training: Callable[[PipelineRun], Training],
-        replicas: Replicas,
         precision: Precision,
-        settings: Settings,
         layouts: Sequence[OptimizerLayout],
-    ) -> PipelineRun:
+        writing_at_once: Callable[[], AbstractContextManager[None]],
+    ) -> Running:
         """The run of the cut module, whose weights are on the device by now; it trains by what `training` makes."""
-        holdings, ranks, connections = self.holdings, self._ranks, self._connections
+        holdings, ranks, links, settings = self.holdings, self._ranks, self._links, self._settings
+        stops = StopAgreement(self._trainer, ranks.control, writing_at_once, lambda: links.told_to_end)
+        self._undo.append(stops.remove)
         seed = replica_seed(settings.seed, ranks.grid.replica)
-        bound = connections.turns is not None
-        return PipelineRun(
+        bound, first = links.turns is not None, settings.parcels == PRIORITY
+        run = PipelineRun(
             self._trainer,
             ranks,
-            connections,
-            Part(self._cut, holdings, self._hidden, layouts, replicas, ranks, bound),
+            links,
+            Part(self._cut, holdings, self._hidden, layouts, self._connected.replicas, ranks, bound, first),
             self._plans,
             Steps(self._module, precision, self._interceptor, self._plan, holdings.rank, seed, ranks.device),
             seed,
             settings.transport,
             settings.check_loss,
             training,
+            settings.moves,
         )
+        stays = bool(holdings.tied) or bound
+        prediction = Prediction(self._decision, ranks, links.trainings == 1, stays) if self._fitting else None
+        return Running(run, stops, prediction)
+
+    def wrap(self, running: Running, precision: Precision, start_epoch: Callable[[], None]) -> None:
+        """Has what Lightning and the user do around the run's steps do so for all ranks, and each epoch begin with
+        `start_epoch`."""
+        run, ranks = running.run, self._ranks
+        agreement = GradientAgreement(precision, self.holdings, None if run.streams else ranks.pipeline, ranks.device)
+        self._undo.append(agreement.remove)
+        self._undo += wrap_hooks(self._trainer, run, ranks.pipeline, run.agreement(running.stops), start_epoch)
+        self._undo.append(metrics_gather_over(self._module, self._connected.replicas.group))
+        self._undo += [self._connected.checkpointing.data.forget, partial(private.forget_training_data, self._trainer)]
+
+
+def container(trainer: pl.Trainer, module: pl.LightningModule, connected: Connected, named: str | None) -> str:
+    """The path of what is cut: as named, as before in a run that goes on, or as it is found. Collective."""
+    before = connected.checkpointing.resumed_container()
+    if named is not None or before in dict(module.named_modules()):
+        return find_pipelined(module, before if named is None else named)
+    find = partial(find_container, trainer, module, connected.control, connected.ranks.device)
+    return connected.links.container(module, find)

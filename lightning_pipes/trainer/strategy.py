@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,24 +28,20 @@ from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT
 from lightning_pipes.engine.watch.launcher import heed_launcher
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.engine.watch.trust import secret_for_children
-from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_count, check_type
+from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type
+from lightning_pipes.planning.planner import DRAIN
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.callbacks.schedule_tuner import with_tuner
 from lightning_pipes.trainer.checkpoint.checkpoints import load_model
 from lightning_pipes.trainer.checkpoint.writing import Writing
-from lightning_pipes.trainer.checkpointing import Checkpointing
+from lightning_pipes.trainer.connected import Connected, Meeting
 from lightning_pipes.trainer.ignoring import ignore_warnings
-from lightning_pipes.trainer.loop.about import describe_run, gather_run
 from lightning_pipes.trainer.loop.adopting import adopt
-from lightning_pipes.trainer.loop.connections import Connections, connections
-from lightning_pipes.trainer.loop.flushing import Flushing
+from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.host import PipelineHost
-from lightning_pipes.trainer.loop.joining import Joining
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.standing import Standing
-from lightning_pipes.trainer.loop.stopping import StopAgreement, as_terminated
-from lightning_pipes.trainer.loop.streaming import Streaming, check_streaming
-from lightning_pipes.trainer.loop.wrapping import wrap_hooks
+from lightning_pipes.trainer.loop.stopping import as_terminated
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.checks import check_run
 from lightning_pipes.trainer.module.deferred import (
@@ -55,66 +50,21 @@ from lightning_pipes.trainer.module.deferred import (
 )
 from lightning_pipes.trainer.module.equal_starts import broadcast_random_state, equal_weights
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names, refuse_unsuitable
-from lightning_pipes.trainer.module.pipelined import CutModule, find_pipelined, layer_sizes
+from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.alike import check_alike, said
-from lightning_pipes.trainer.plan.container import find_container
-from lightning_pipes.trainer.plan.decision import Decision, Wanted
-from lightning_pipes.trainer.plan.prediction import Prediction
-from lightning_pipes.trainer.plan.settings import (
-    AUTO,
-    Settings,
-    check_parts,
-    known_backend,
-    known_form,
-    known_partition,
-    known_schedule,
-    known_seed,
-    known_transport,
-    long_enough,
-    possible_microbatches,
-    possible_timeout,
-)
+from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.request import RunRequest
+from lightning_pipes.trainer.plan.settings import AUTO, GATE, Settings, check_parts
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.launching import Launcher
-from lightning_pipes.trainer.ranks.ranks import Ranks
-from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.report import About, PipelineReport, Window
-from lightning_pipes.trainer.reports.summary import show_module
 from lightning_pipes.trainer.reports.timing import Share, Timing
-from lightning_pipes.trainer.setup import PipelineSetup
-from lightning_pipes.trainer.step.clipping import GradientAgreement
-from lightning_pipes.trainer.step.logs import metrics_gather_over
+from lightning_pipes.trainer.running import Running
+from lightning_pipes.trainer.setup import PipelineSetup, container
 from lightning_pipes.trainer.step.steps import Context
 from lightning_pipes.trainer.versions import tell_if_untested
-
-
-@dataclass(frozen=True)
-class _Connected:
-    """The connections that `setup_environment` has made, until the next one.
-
-    Attributes:
-        links: to the other ranks.
-    """
-
-    links: Connections
-    ranks: Ranks
-    replicas: Replicas
-    checkpointing: Checkpointing
-
-
-@dataclass(frozen=True)
-class _Running:
-    """A run as `setup` has made it.
-
-    Attributes:
-        prediction: of its steps; None where nothing is trained.
-    """
-
-    run: PipelineRun
-    stops: StopAgreement
-    prediction: Prediction | None
 
 
 class PipelineStrategy(PipelineHost):
@@ -145,9 +95,20 @@ class PipelineStrategy(PipelineHost):
         async_checkpoint: write in the background while training goes on.
         check_loss: compare the loss of the first batch with those of its micro-batches, and warn where it is no mean
             over samples. The step runs once more for it, without the layers, and leaves no trace.
+        replan: have layers move to other stages while training goes on, away from devices that something slows down,
+            where that pays; what is trained does not change. The planner of "dynpipe" decides; a dict has its settings,
+            such as {"every": 50}. For schedules that flush and have a fixed order.
         timeout: how long ranks wait for each other outside the pipeline.
         heartbeat_timeout: seconds without a sign of life after which a rank is given up, at least 2. A process gives
             them while it computes, too, except inside a call that keeps Python's lock all that time.
+        moves: how layers change ranks while training goes on. "drain" has all ranks wait; with "ahead" their states
+            leave while batches go on, then the gradients of every step, which the ranks that they come to step again;
+            with "buffered" no optimizer steps meanwhile, and all take the steps of these batches afterwards. The
+            weights are those of a training in which nothing moves, but for the last, whose batches read older ones.
+        parcels: how layers on their way let training's messages pass: "gate" sends them in small pieces when no other
+            bytes of the process wait for the network; "priority" marks their connections by Linux's SO_PRIORITY, which
+            costs training nothing where root has installed a queue that goes by it, such as pfifo_fast or prio, in
+            front of the network.
         process_group_backend: of the default process group; ours use gloo.
 
     Raises:
@@ -171,8 +132,11 @@ class PipelineStrategy(PipelineHost):
         checkpoint: str = "full",
         async_checkpoint: bool = False,
         check_loss: bool = True,
+        replan: bool | dict[str, Any] = False,
         timeout: timedelta = timedelta(minutes=30),
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+        moves: str = DRAIN,
+        parcels: str = GATE,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -189,24 +153,20 @@ class PipelineStrategy(PipelineHost):
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.num_nodes = 1
-        self.schedule = known_schedule(schedule, {} if schedule_args is None else schedule_args)
-        self._wanted = Wanted(
-            self.schedule,
-            possible_microbatches(microbatches),
-            check_type("recompute", recompute, bool),
-            known_partition(partition, schedule),
-            chooses=schedule == AUTO,
-        )
-        self._settings = Settings(
-            check_count("data_parallel", data_parallel),
-            check_type("module", module, str | None),
-            known_seed(seed),
-            known_transport(transport),
-            known_form(checkpoint) == "sharded",
-            check_type("check_loss", check_loss, bool),
-            possible_timeout(timeout),
-            long_enough(heartbeat_timeout),
-            known_backend(process_group_backend),
+        self._request = RunRequest.of(schedule, schedule_args, microbatches, recompute, partition, replan)
+        self.schedule = self._request.schedule
+        self._settings = Settings.of(
+            data_parallel,
+            module,
+            seed,
+            transport,
+            checkpoint,
+            check_loss,
+            timeout,
+            heartbeat_timeout,
+            moves,
+            parcels,
+            process_group_backend,
         )
         heed_launcher(self._settings.heartbeat_timeout)
         self._writing = Writing(check_type("async_checkpoint", async_checkpoint, bool))
@@ -214,12 +174,12 @@ class PipelineStrategy(PipelineHost):
         self._standing = Standing()
         self._links: Connections | None = None
         """From before ranks are connected by them."""
-        self._made: _Connected | None = None
+        self._made: Connected | None = None
         self._layouts: list[OptimizerLayout] = []
         self._cut: CutModule | None = None
         self._spread: CutModule | None = None
         """The last run's, if its layers stay where they are: they were made on meta."""
-        self._current: _Running | None = None
+        self._current: Running | None = None
         self._accumulating = False
         self._undo: list[Callable[[], None]] = []
         self._decision: Decision | None = None
@@ -263,7 +223,7 @@ class PipelineStrategy(PipelineHost):
         return self._connected.ranks.control
 
     @property
-    def _connected(self) -> _Connected:
+    def _connected(self) -> Connected:
         assert self._made is not None, "setup_environment has not run"
         return self._made
 
@@ -299,87 +259,51 @@ class PipelineStrategy(PipelineHost):
         super().setup_environment()
         self.set_world_ranks()
         tell_if_untested()
-        grid, device, settings = self.grid, self.root_device, self._settings
         self._standing.renew()
         if self._made is not None:
             self._made.links.renew(self.control)
             self._made = None
-        joining = Joining(
-            self._environment, grid.rank, grid.size, self.num_processes, settings.timeout, settings.heartbeat_timeout
-        )
-        started = not private.distributed_is_initialized()
-        if started:
-            joining.open_store()
-        links = self._links = connections(self._trainer, grid.rank, grid.size, joining.watch)
-        self._standing.connected(links.fail)
-        if started:
-            joining.make_process_group(links.watch, device, settings.backend)
-        control = links.connect(joining.control)
-        self._threads.share_cores(control)
-        ranks = Ranks(grid, device, control, control.split(grid.pipelines))
-        links.get_ready(ranks.pipeline)
-        replicas = Replicas(grid, control, device)
-        private.set_device_mesh(self._module, replicas.mesh)
-        checkpointing = Checkpointing(ranks, settings.sharded, self._writing, self._standing)
-        self._made = _Connected(links, ranks, replicas, checkpointing)
-        broadcast_random_state(control, device)
+        device, here = self.root_device, self.num_processes
+        meeting = Meeting(self.grid, device, self._environment, here, self._settings, self._standing)
+        self._links, connect = meeting.join(self._trainer)
+        self._made = connect(self._threads, self._writing)
 
     # ---- setup and teardown of a run
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
-        module, settings, made = self._module, self._settings, self._connected
-        links, ranks, checkpointing = made.links, made.ranks, made.checkpointing
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        module, connected, precision = self._module, self._connected, self.precision_plugin
+        control, fitting = connected.control, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        if ranks.grid.replicas == 1:  # every rank logs the same values: there is nothing to synchronise
+        if connected.ranks.grid.replicas == 1:  # every rank logs the same values: there is nothing to synchronise
             ignore_warnings(".*sync_dist=True.*")
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.model = precision.convert_module(self.model)
         check_run(module, trainer, self._writing.background)
-        check_alike(said(self._wanted, settings), ranks.control)
-        spread = equal_weights(module, ranks.control)
+        check_alike(said(self._request, self._settings), control)
+        spread = equal_weights(module, control)
         private.forget_optimizers(self)
         whole = self._make_optimizers(module) if fitting else ()
 
-        checkpointing.container = path = self._container(module)
-        cutting = PipelineSetup(trainer, module, path, ranks, links)
-        decision = self._decide(cutting, fitting)
+        connected.checkpointing.container = path = container(trainer, module, connected, self._settings.module)
+        cutting = PipelineSetup(trainer, module, path, connected, self._settings, self._undo)
+        self._decision = cutting.decide(self._request)
+        self.schedule = self._decision.schedule
         if fitting:
             with_tuner(trainer, self.schedule)
-        cutting.lay_out(decision)
-        streams = fitting and cutting.endless
-        if fitting and self.memory is not None and not streams:
-            raise PipelineError(
-                f"MemorySwap as a callback has the layers of a supernet take turns; schedule {self.schedule.name!r} "
-                "runs all of them for each batch. Use 'csp', or leave MemorySwap out"
-            )
-        training = partial(Streaming, memory=self.memory) if streams else Flushing
-        if streams:
-            links.check_endless(self.schedule.name)
-            check_streaming(trainer, self.schedule.name, ranks.grid, cutting.tied())
-        self._undo += show_module(trainer, module)
-        self._cut = cut = cutting.cut(settings.seed, spread)
-        checkpointing.load_waiting(cut)
+        cutting.lay_out(self._decision, self._request.replanner)
+        training = cutting.training(self.memory)
+        self._cut = cutting.cut(spread)
         self._layouts = [OptimizerLayout(o, w) for o, w in zip(self.optimizers, whole, strict=True)]
         for layout in self._layouts:
-            layout.keep_local(cut.is_foreign)
+            layout.keep_local(self._cut.is_foreign)
         self.model_to_device()
-        stops = StopAgreement(trainer, ranks.control, self._writing.at_once, lambda: links.told_to_end)
-        self._undo.append(stops.remove)
-        run = cutting.start(training, made.replicas, self.precision_plugin, settings, self._layouts)
-        prediction = Prediction(decision, ranks.pipeline, links.trainings == 1) if fitting else None
-        self._current = _Running(run, stops, prediction)
+        self._current = cutting.start(training, precision, self._layouts, self._writing.at_once)
 
         self.setup_precision_plugin()
-        if self.memory is None:
+        if not self._layers_take_turns:
             private.optimizers_to_device(self.optimizers, self.root_device)
-        self._undo.append(
-            GradientAgreement(self.precision_plugin, cutting.holdings, ranks.pipeline, self.root_device).remove
-        )
-        self._undo += wrap_hooks(trainer, run, ranks.pipeline, run.agreement(stops), self._start_epoch)
-        self._undo.append(metrics_gather_over(module, made.replicas.group))
-        self._undo += [checkpointing.data.forget, partial(private.forget_training_data, trainer)]
+        cutting.wrap(self._current, precision, self._start_epoch)
 
     def _make_optimizers(self, module: pl.LightningModule) -> Sequence[tuple[tuple[str, ...], ...]]:
         """The names of the parameters of each of them, by group."""
@@ -387,27 +311,6 @@ class PipelineStrategy(PipelineHost):
         refuse_unsuitable(self.optimizers)
         check_optimizers(self.optimizers)
         return parameter_names(module, self.optimizers)
-
-    def _container(self, module: pl.LightningModule) -> str:
-        """The path of what is cut: as named, as before in a run that goes on, or as it is found."""
-        named, before = self._settings.module, self._connected.checkpointing.resumed_container()
-        if named is not None or before in dict(module.named_modules()):
-            return find_pipelined(module, before if named is None else named)
-        find = partial(find_container, self._trainer, module, self.control, self.root_device)
-        return self._connected.links.container(module, find)
-
-    def _decide(self, cutting: PipelineSetup, fitting: bool) -> Decision:
-        """The decision: as wanted, as measured, or as siblings have made it."""
-        links, length = self._connected.links, self.grid.length
-        wanted = links.wanted(self._wanted, length)
-        plain = wanted.unmeasured(layer_sizes(cutting.full), length)
-
-        def decide() -> Decision:
-            return cutting.decide(wanted, plain, self._settings.transport) if fitting else plain
-
-        self._decision = decision = links.decide(self._module, plain, decide)
-        self.schedule = decision.schedule
-        return decision
 
     def teardown(self) -> None:
         point("teardown")
@@ -419,7 +322,11 @@ class PipelineStrategy(PipelineHost):
             self._made.checkpointing.finish(self._down)
         if self._links is not None:
             self._links.go_home()
-        state = None if current is None else self._close(current)
+        state = None
+        if current is not None:
+            current.run.settle()
+            state, reported = current.close(self, None if self._down else self._connected)
+            self._reported = reported or self._reported
         if self._links is not None:
             self._links.leave(None if self._made is None else self.control, self._down)
         if module is not None and not has_meta(module):
@@ -434,22 +341,14 @@ class PipelineStrategy(PipelineHost):
         if current is not None and not self._down:
             current.stops.end()
 
-    def _close(self, current: _Running) -> dict[str, Any] | None:
-        """The state dict of the whole module, as `gather_run` gives it; None if the ranks can't be asked for it."""
-        state, run = None, current.run
-        run.settle()
-        if not self._down:
-            about = describe_run(self, self._connected.links.trainings)
-            state, reported = gather_run(run, self._connected.ranks.pipeline, self.optimizers, self.root_device, about)
-            self._reported = reported or self._reported
-            self._connected.links.check()
-        point("teardown.gathered")
-        run.close()
-        point("teardown.closed")
-        return state
+    @property
+    def _layers_take_turns(self) -> bool:
+        """Whether layers are on the device only where they are used; else `memory` is for weight versions, if any."""
+        return self.memory is not None and isinstance(self.schedule, Policy)
 
     def model_to_device(self) -> None:
-        layers = nullcontext() if self.memory is None or self._cut is None else self._cut.without_layers()
+        cut = self._cut if self._layers_take_turns else None
+        layers = nullcontext() if cut is None else cut.without_layers()
         with layers:  # those that take turns are brought when they are used first
             self._module.to(self.root_device)
 
@@ -465,6 +364,7 @@ class PipelineStrategy(PipelineHost):
     def on_train_end(self) -> None:
         with self._standing.telling():
             self.running.drain()
+            self.running.moving.finish()
 
     # ---- steps
 
@@ -473,10 +373,9 @@ class PipelineStrategy(PipelineHost):
         with self._standing.telling():
             self._connected.checkpointing.check()
             batch, arguments = _batch_and_arguments(args, kwargs)
-            run, prediction = self._running.run, self._running.prediction
-            out = run.train(batch, arguments, self.optimizers, complete=not self._accumulating)
-            if prediction is not None:
-                prediction.check(run.windows)
+            running = self._running
+            out = running.run.train(batch, arguments, self.optimizers, complete=not self._accumulating)
+            self._decision = running.corrected() or self._decision
             return out
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -506,10 +405,9 @@ class PipelineStrategy(PipelineHost):
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        step = super().optimizer_step
         with self._standing.telling():
-            if self.running.streams:
-                return closure()  # every stage steps by itself when a batch's gradients are complete
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+            return self._running.step(self, optimizer, closure, lambda c: step(optimizer, c, *args, **kwargs))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -553,8 +451,9 @@ class PipelineStrategy(PipelineHost):
         better.
 
         Collective: all ranks call it with the same arguments, at the same batch. Layers stay where they are, unless the
-        plan has them in other stages: then they move before that batch, with their buffers, gradients and optimizer
-        states. What is trained does not change, but for schedules whose stages miss different numbers of updates.
+        plan has them in other stages: then they move before that batch, or during the next ones, as `moves` says, with
+        their buffers, gradients and optimizer states. What is trained does not change, but for moves="buffered" and for
+        schedules whose stages miss different numbers of updates.
 
         Args:
             schedule: the name of an installed schedule, or one of your own with its settings.
@@ -592,8 +491,7 @@ class PipelineStrategy(PipelineHost):
         windows = self.running.windows
         if not windows:
             return None
-        shares = self._connected.ranks.pipeline.all_gather(Share.of(windows[-1].events))
-        return Timing.of(shares, self._connected.links.trainings == 1)
+        return self._connected.timing(Share.of(windows[-1].events))
 
     @property
     def running(self) -> PipelineRun:
@@ -601,7 +499,7 @@ class PipelineStrategy(PipelineHost):
         return self._running.run
 
     @property
-    def _running(self) -> _Running:
+    def _running(self) -> Running:
         assert self._current is not None, "setup has not run"
         return self._current
 
@@ -680,8 +578,8 @@ class PipelineStrategy(PipelineHost):
     # ---- what ranks decide together; every stage holds the same values, so averages are over replicas
 
     def barrier(self, name: str | None = None) -> None:
-        if not self._down and self._connected.links.waits_at(name):
-            self.control.barrier()
+        if not self._down:
+            self._connected.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj if self._down else self.control.broadcast(obj, src)
@@ -690,9 +588,7 @@ class PipelineStrategy(PipelineHost):
         return tensor if self._down else self._connected.replicas.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._down:
-            return decision
-        return not self.control.any(not decision)[0] if all else self.control.any(decision)[0]
+        return decision if self._down else self._connected.decide(decision, all)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         return self._connected.replicas.all_gather(tensor, group, sync_grads)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import MISSING as NOTHING
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
-from typing import Any, get_type_hints
+from functools import reduce
+from operator import or_
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import MISSING, OmegaConf
@@ -39,7 +42,7 @@ def schedule_schema(name: str) -> type[ScheduleSettings]:
     made = schedule_factory(name)
     if not is_dataclass(made):
         raise InputError(f"schedule {name!r} is made by {made!r}; its settings are found if it is a dataclass")
-    types = get_type_hints(made)
+    types = {name: _configurable(hint) for name, hint in get_type_hints(made).items()}
     own: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
     for each in fields(made):
         if each.default_factory is not NOTHING:
@@ -47,6 +50,13 @@ def schedule_schema(name: str) -> type[ScheduleSettings]:
         else:
             own.append((each.name, types[each.name], MISSING if each.default is NOTHING else each.default))
     return make_dataclass(f"{name.title().replace('_', '')}Settings", own, bases=(ScheduleSettings,))
+
+
+def _configurable(hint: Any) -> Any:
+    """The type without what a config can't hold, where it may be something else: of a name or an object the name."""
+    if not isinstance(hint, UnionType):
+        return hint
+    return reduce(or_, (each for each in get_args(hint) if each.__module__ == "builtins"))
 
 
 class _WhenAsked(ConfigNode):

@@ -40,7 +40,10 @@ class PipelineSettings:
     heartbeat_timeout: float = 120.0  # seconds without a sign of life after which a process is given up
     checkpoint: str = "full"  # or sharded
     async_checkpoint: bool = False
+    moves: str = "drain"  # how layers change ranks: or ahead, buffered
+    parcels: str = "gate"  # or priority: how they let training's messages pass
     check_loss: bool = True  # whether the loss of the first batch is a mean over samples
+    replan: Any = False  # whether layers move while training goes on; or settings of dynpipe's planner
 
 
 @dataclass
@@ -176,6 +179,7 @@ class LayersSettings:
     memory: str | None = None  # such as 16GiB
     bandwidth: str = "inf"  # such as 12.5GB/s or 100Gbit/s
     latency: str = "0us"
+    regime: str = "asynchronous"  # or blocking, shared, blocking_shared
     cluster: Any = None
 
 

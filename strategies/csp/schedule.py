@@ -31,16 +31,24 @@ class CSP(Policy):
             to the rank that runs it, with what optimizers remember of it (S4.2). Layers that batches use whole, and not
             one part of several, stay where the plan has them, as an embedding and a head. Otherwise all stay, and
             stages take longer for some subnets than for others. The weights are the same.
+        split_backward: backward is in two parts. Input gradients (I) go back at once, so that a batch's way back is
+            shorter; weight gradients (W) run where nothing else is ready, or where they are all that a batch under way
+            waits for. Until then a stage holds what they need, of up to `depth` batches. The weights are the same.
     """
 
     depth: int = 30
     balanced: bool = False
+    split_backward: bool = False
     name: ClassVar[str] = "csp"
     flushes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_count(f"depth of {self.name}", self.depth)
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.split_backward
 
     @property
     def cuts_batches(self) -> bool:
@@ -66,9 +74,31 @@ class CSP(Policy):
     # rank 2 |....0-0===1-1===3-3===2-2===........| bubble 33.3%
     #         - forward  = backward  . idle
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction:
+        first: dict[Kind, Instruction] = {}
         for i in ready:
-            if i.kind is Kind.STEP:
-                return i
+            first.setdefault(i.kind, i)
             if i.kind is Kind.F:
                 break
-        return ready[0]
+        for kind in (Kind.STEP, Kind.B, Kind.I):
+            if kind in first:
+                return first[kind]
+        if Kind.W not in first:
+            return first[Kind.F]
+        return _awaited(ready, view, plan) or first.get(Kind.F, ready[0])
+
+
+def _awaited(ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
+    """The first weight gradients of the earliest batch that has nothing else to do on their stage until its step, which
+    a later batch under way waits for; None if there are none."""
+    first: dict[tuple[int, int], Instruction] = {}
+    for i in ready:
+        if i.kind is not Kind.W:
+            continue
+        w = first.setdefault((i.batch, i.stage), i)
+        if i.span == plan.spans(Kind.W, i.stage)[-1] and i.batch in view.uses:
+            own = view.uses[i.batch]
+            steps = own.stepped(i.stage) - {name for name, _ in own.delays}
+            others = (use for batch, use in view.uses.items() if batch > i.batch)
+            if any(not steps.isdisjoint(use.layers[i.stage]) for use in others):
+                return w
+    return None

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import STEP, B, DeadlockError, F, InputError, Instruction, Kind, Plan, Span
 from lightning_pipes.sim.loops.machine import Kernel
-from lightning_pipes.strategies.jap.machine import PYTHON
-from lightning_pipes.strategies.jap.tables import Blocks, Path, Sequence, Sweep
+from lightning_pipes.strategies.jap.solvers.machine import PYTHON
+from lightning_pipes.strategies.jap.solvers.tables import Blocks, Path, Sequence, Sweep
 
 Array = npt.NDArray[np.int64]
 

@@ -8,8 +8,8 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, Plan, Program
 from lightning_pipes.strategies.jap.costs import program_of
 from lightning_pipes.strategies.jap.problem import problem_of
-from lightning_pipes.strategies.jap.search import Effort
-from lightning_pipes.strategies.jap.solve import solved
+from lightning_pipes.strategies.jap.solvers.search import Effort
+from lightning_pipes.strategies.jap.solvers.solve import solved
 
 EFFORT = 40_000
 """Blocks that are placed in all orders that are tried: what Python does in 50 ms, whenever siblings change."""

@@ -7,15 +7,15 @@ from typing import ClassVar
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Plan, PlanError, Program, Schedule, check_one_stage_a_rank
-from lightning_pipes.strategies.jap.stream import Job, Stream
+from lightning_pipes.strategies.jap.stream import Job, streamed
 
 
 @dataclass(frozen=True)
 class JAP(Schedule):
     """Jobs that share a pipeline without rounds (ArrayPipe, without its barrier): the plan's batches of all its jobs,
-    those of a job one after another, in the order of a `Stream` where all jobs are resident.
+    those of a job one after another, in the order of `streamed` where all jobs are resident.
 
-    Blocks are taken to last as long as they have rows, backwards twice as long: who knows more makes a `Stream`. For
+    Blocks are taken to last as long as they have rows, backwards twice as long: who knows more calls `streamed`. For
     one job with equal micro-batches this is 1F1B without a limit on what a stage holds.
 
     Raises:
@@ -25,17 +25,14 @@ class JAP(Schedule):
     name: ClassVar[str] = "jap"
 
     # Drawn by `jobs(JAP(), rows=(1, 1, 1))`:
-    # rank 0 |a0b0c0........a0==a1b0==b1c0==c1a1==..b1==..c1==| bubble 25.0%
-    # rank 1 |..a0b0c0..a0==..b0==a1c0==b1a1==c1b1==..c1==....| bubble 25.0%
-    # rank 2 |....a0a0==b0b0==c0c0==a1a1==b1b1==c1c1==........| bubble 25.0%
+    # rank 0 |a0b0c0..........a0==a1b0==b1c0==c1......a1==b1==..c1==| bubble 33.3%
+    # rank 1 |..a0b0c0....a0==..b0==c0==a1b1....c1a1==b1==..c1==....| bubble 33.3%
+    # rank 2 |....a0b0a0==c0b0==c0==......a1b1a1==b1==c1c1==........| bubble 33.3%
     #         - forward  = backward  . idle
     def program(self, plan: Plan) -> Program:
         check_one_stage_a_rank(plan, self.name)
         if plan.split_backward:
             raise PlanError(f"{self.name} orders full backwards (B); the plan has split_backward=True")
         costs = CostModel.uniform(plan.n_stages, 1e-3, 2e-3, rows=1)
-        stream = Stream(plan.n_stages, costs, len(plan.jobs), backward_first=True)
-        for number, cut in enumerate(plan.jobs):
-            stream.admit(Job(number, cut, plan.batches))
-        rows = stream.advance().rows
+        rows = streamed([Job(cut, plan.batches) for cut in plan.jobs], costs).program.head
         return Program(tuple(rows[stage] for (stage,) in plan.stages))

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import InputError, Kind, Plan
+from lightning_pipes.ir import InputError, Kind, Plan, prepared
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, candidate, cut_into, nothing_fits
 from lightning_pipes.sim.loops.memory import Limit
 from lightning_pipes.strategies.deep import Deep, tapered
+from lightning_pipes.strategies.kfkb.in_two import split_candidates
 from lightning_pipes.strategies.kfkb.schedule import KFKB
 from lightning_pipes.strategies.per_link import PerLink, extra_for
 from lightning_pipes.strategies.ready import Ready, limits_for
@@ -80,7 +81,9 @@ class KFKBPlanner(TuningPlanner):
         self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()
     ) -> tuple[Candidate, ...]:
         """The memory curve; k = 1 with every size that fits; and for each size what else has more micro-batches under
-        way: `deep`, `per_link` with what these costs ask for, and `ready` with what fits. See `TuningPlanner`."""
+        way: `deep`, `per_link` with what these costs ask for, and `ready` with what fits; and those that split their
+        backward where it is known what the parts take, see `split_candidates`. See `TuningPlanner`."""
+        plan = prepared(plan, KFKB())  # what runs may split its backward
         sizes = sizes or (max(span.rows for span in plan.spans(Kind.F, 0)),)
         curve = memory_curve(plan, costs, memory_limit, sizes, self.prune)
         others = [c for size in sizes for c in _others(cut_into(plan, size), costs, memory_limit) if c is not None]
@@ -127,3 +130,4 @@ def _others(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[Candidate
         held = [min(most, a) for most, a in zip(tapered(p, slack), may, strict=True)]
         if all(h >= min(p - s, m) for s, h in enumerate(held)):
             yield candidate(Ready(limits=tuple(h * rows for h in held)), plan, costs, memory_limit, held)
+    yield from split_candidates(plan, costs, memory_limit)

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import B, F, Instruction, Kind, Plan
+from lightning_pipes.ir import B, F, I, Instruction, Kind, Plan
 
 
 def extra_for(plan: Plan, costs: Costs, times: float = 1.0) -> tuple[int, ...]:
@@ -15,7 +15,8 @@ def extra_for(plan: Plan, costs: Costs, times: float = 1.0) -> tuple[int, ...]:
     While messages are away over a link and back, the pipeline needs one more micro-batch for each pace: the time that
     its busiest stage or link works for one. What links need is added up from the last one on before it is rounded, so
     rounding costs one micro-batch at most. With equal stages and links the first stage then holds
-    p + 2 (p - 1) c / (f + b), which is necessary for full speed; sometimes a few more are of use.
+    p + 2 (p - 1) c / (f + b), which is necessary for full speed; sometimes a few more are of use. Where backward is
+    split a stage's pace is that of F and I, for W can wait until no more messages do.
 
     Args:
         plan: its first micro-batch stands for all: none is larger.
@@ -39,6 +40,7 @@ def _transfer(plan: Plan, costs: Costs, kind: Kind, stage: int) -> tuple[int, in
 
 
 def _works(plan: Plan, costs: Costs, stage: int) -> int:
-    """Nanoseconds that a stage works for a micro-batch."""
+    """Nanoseconds that a stage works for a micro-batch until its gradient can be sent on."""
     span = plan.spans(Kind.F, stage)[0]
-    return costs.duration(F(stage, span), plan) + costs.duration(B(stage, span), plan) + 2 * costs.overhead_ns
+    back = I(stage, span) if plan.split_backward else B(stage, span)
+    return costs.duration(F(stage, span), plan) + costs.duration(back, plan) + 2 * costs.overhead_ns

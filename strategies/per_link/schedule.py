@@ -51,10 +51,20 @@ class PerLink(Schedule):
         return []
 
     def program(self, plan: Plan) -> Program:
-        extra = self.extra or (0,) * (plan.n_stages - 1)
-        if len(extra) != plan.n_stages - 1:
-            raise PlanError(f"{self.name}: extra {extra} is for {len(extra)} links, the plan has {plan.n_stages - 1}")
-        return warmed_up(plan, self.name, [plan.n_stages - s + sum(extra[s:]) for s in range(plan.n_stages)])
+        return warmed_up(plan, self.name, forwards_ahead(plan, self.name, self.extra))
+
+
+def forwards_ahead(plan: Plan, name: str, extra: Sequence[int]) -> tuple[int, ...]:
+    """The forwards of each stage before its first backward: 1F1B's, and the `extra` of all links after it.
+
+    Raises:
+        PlanError: extra is not one number for each link; says so of the schedule of that name.
+    """
+    n = plan.n_stages
+    extra = extra or (0,) * (n - 1)
+    if len(extra) != n - 1:
+        raise PlanError(f"{name}: extra {tuple(extra)} is for {len(extra)} links, the plan has {n - 1}")
+    return tuple(n - s + sum(extra[s:]) for s in range(n))
 
 
 def warmed_up(plan: Plan, name: str, ahead: Sequence[int]) -> Program:

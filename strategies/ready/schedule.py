@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from lightning_pipes.ir import InputError, Kind, Plan, PlanError, Rule, RulePolicy, check_fields
+from lightning_pipes.ir import InputError, Plan, PlanError, Rule, RulePolicy, check_fields
 from lightning_pipes.strategies.deep import tapered
+from lightning_pipes.strategies.ready.limits import check_limits, largest_rows
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,10 @@ class Ready(RulePolicy):
     A stage may hold `limits[s]` samples between F and B. By default these are 1F1B's, p - s micro-batches on stage s of
     p, and up to `slack` more: all of it on stage 0, none on the last one, in even steps between. More slack hides
     slower and less steady links.
+
+    With `split` backward is in two parts: input gradients (I) count as the backward, and weight gradients (W) run where
+    there is nothing else, or no room for another forward. Samples are held until W then, and by default every stage may
+    hold as many as the first one, so that later stages can put more W off.
 
     Forwards of a stage run in the order of micro-batches, and so do backwards: messages of a link arrive in the order
     in which they were sent, and of what has arrived the earliest goes first. So numbers do not depend on what was ready
@@ -30,6 +35,7 @@ class Ready(RulePolicy):
     slack: int = 2
     limits: tuple[int, ...] = ()
     alternate: bool = True
+    split: bool = False
     name: ClassVar[str] = "ready"
 
     def __post_init__(self) -> None:
@@ -39,28 +45,41 @@ class Ready(RulePolicy):
         if min(self.limits, default=1) < 1:
             raise InputError(f"{self.name}: limits count samples from 1, got {self.limits}")
 
+    # Drawn by `step(Ready(split=True), link=1)`:
+    # rank 0 |0-1-2-3-..........0+0~1+1~2+2~3+3~| bubble 29.4%
+    # rank 1 |....0-1-2-3-..0+0~1+1~2+2~3+3~....| bubble 29.4%
+    # rank 2 |........0-0+1-1+2-2+3-3+0~1~2~3~..| bubble 29.4%
+    #         - forward  + input gradients  ~ weight gradients  . idle
+    @property
+    def splits_backward(self) -> bool:
+        return self.split
+
+    @classmethod
+    def variants(cls, n_ranks: int, microbatches: int) -> list[Ready]:
+        """The variants that a planner tries: with whole backwards and with split ones."""
+        return [cls(), cls(split=True)]
+
     # Drawn by `step(Ready(), link=1)`:
     # rank 0 |0-1-2-3-..............0===..1===..2===..3===| bubble 45.5%
     # rank 1 |....0-1-2-......0===3-1===..2===..3===......| bubble 45.5%
     # rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
     #         - forward  = backward  . idle
     def rule(self, plan: Plan) -> Rule:
-        """The limits in samples for this plan, and whether to alternate."""
-        return Rule(_limits(plan, self.slack, self.limits), self.alternate)
+        """The limits in samples for this plan, and what goes first.
+
+        Raises:
+            PlanError: limits that are not for it, or a backward that is split where it should not be.
+        """
+        if plan.split_backward != self.split:
+            raise PlanError(f"{self.name} has split={self.split}, the plan split_backward={plan.split_backward}")
+        return Rule(_limits(plan, self.slack, self.limits, self.split), self.alternate, weights_last=self.split)
 
 
 @lru_cache(maxsize=64)
-def _limits(plan: Plan, slack: int, given: tuple[int, ...]) -> tuple[int, ...]:
-    stages = range(plan.n_stages)
-    largest = [max(x.rows for cut in plan.jobs for x in cut.spans(Kind.F, s)) for s in stages]
-    if not given:
-        return tuple(rows * most for rows, most in zip(largest, tapered(plan.n_stages, slack), strict=True))
-    if len(given) != plan.n_stages:
-        raise PlanError(f"ready: limits {given} are for {len(given)} stages, the plan has {plan.n_stages}")
-    for s in stages:
-        if given[s] < largest[s]:
-            raise PlanError(
-                f"ready: stage {s} may hold {given[s]} samples and has a micro-batch of {largest[s]}; raise its limit "
-                "or use more micro-batches"
-            )
-    return given
+def _limits(plan: Plan, slack: int, given: tuple[int, ...], split: bool) -> tuple[int, ...]:
+    if given:
+        check_limits(plan, Ready.name, given)
+        return given
+    most = tapered(plan.n_stages, slack)
+    rows = largest_rows(plan)
+    return tuple(n * (most[0] if split else own) for n, own in zip(rows, most, strict=True))

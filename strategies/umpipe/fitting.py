@@ -9,7 +9,7 @@ from itertools import combinations
 from random import Random
 from typing import NamedTuple
 
-from lightning_pipes.ir import Cut, Plan
+from lightning_pipes.ir import Cut, Kind, Plan, Span
 from lightning_pipes.strategies.umpipe.network import sized
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
 from lightning_pipes.strategies.umpipe.overlapped.machine import FREE, fastest
@@ -21,7 +21,9 @@ DESCENTS = 6
 """Starts from which a search descends."""
 KICKS = 24
 """How often it begins again from the best choice, with other sizes in a few neighbouring stages."""
-EFFORT = 1_500_000
+GRADES = 6
+"""Parts into which stages are divided by what a coarser size saves them."""
+EFFORT = 3_000_000
 """Chunks that are run in a search, in Python a few seconds: large plans are tried less often."""
 
 
@@ -41,11 +43,13 @@ class Choices:
         rows: samples of the batch.
         stages: the options of each.
         links: of each link the options of its two directions; `Option.forward` and `forward_time` say all.
+        least: the fewest samples of a chunk: a shorter last one joins the one before it, at the price of one.
     """
 
     rows: int
     stages: tuple[tuple[Option, ...], ...]
     links: tuple[tuple[tuple[Option, ...], tuple[Option, ...]], ...]
+    least: int = 1
 
     @cached_property
     def places(self) -> list[list[tuple[_Part, ...]]]:
@@ -70,18 +74,33 @@ class Choices:
             chosen.append(same[0])
         return tuple(chosen)
 
-    def halves(self, coarse: int, fine: int) -> tuple[int, ...]:
-        """Of two sizes each process takes the one with which it works less for a batch; the finer one of equals."""
+    def graded(self, coarse: int, fine: int) -> list[tuple[int, ...]]:
+        """Choices between two sizes: a few stages, half of them, and so on take the coarser one, those first that save
+        most of their work by it; what a stage sends has its size."""
 
-        def work(parts: tuple[_Part, ...]) -> tuple[int, int]:
-            return sum(-(-self.rows // part.size) * part.time for part in parts), parts[0].size
+        def saved(stage: int) -> float:
+            both = [self.together[stage].get(size) for size in (coarse, fine)]
+            coarser, finer = (None if move is None else self._work(stage, move[stage]) for move in both)
+            return 0.0 if coarser is None or finer is None else finer / max(1, coarser)
 
-        chosen = []
-        for options in self.places:
-            both = [n for n, parts in enumerate(options) if {part.size for part in parts} <= {coarse, fine}]
-            same = [n for n in both if len({part.size for part in options[n]}) == 1]
-            chosen.append(min(same or both or range(len(options)), key=lambda n: work(options[n])))
-        return tuple(chosen)
+        n = len(self.stages)
+        order = sorted(range(n), key=saved, reverse=True)
+        found = []
+        for most in sorted({1, n - 1, *(n * part // GRADES for part in range(1, GRADES))} - {0, n}):
+            chosen = [0] * len(self.places)
+            for rank, stage in enumerate(order):
+                offered = self.together[stage]
+                size = coarse if rank < most else fine
+                move = (
+                    offered.get(size) or offered[max((each for each in offered if each < size), default=min(offered))]
+                )
+                for at, option in move.items():
+                    chosen[at] = option
+            found.append(tuple(chosen))
+        return found
+
+    def _work(self, stage: int, number: int) -> int:
+        return sum(-(-self.rows // part.size) * part.time for part in self.places[stage][number])
 
     def kicked(self, chosen: Sequence[int], sizes: Sequence[int], rng: Random) -> tuple[int, ...]:
         """`chosen` with one size in a few neighbouring stages, and on the links between them and after them."""
@@ -96,20 +115,57 @@ class Choices:
             o if at in stages or at in links else c for at, (c, o) in enumerate(zip(chosen, other, strict=True))
         )
 
+    @cached_property
+    def together(self) -> list[dict[int, dict[int, int]]]:
+        """Of each stage, by a size that it can have in both directions, the option of its place and what it sends."""
+        n = len(self.stages)
+        found: list[dict[int, dict[int, int]]] = []
+        for s, options in enumerate(self.stages):
+            sends = [n + 2 * s] * (s < n - 1) + [n + 2 * s - 1] * (s > 0)
+            moves: dict[int, dict[int, int]] = {}
+            for number, option in enumerate(options):
+                if option.forward == (size := option.backward):
+                    same = {
+                        at: next(i for i, (part,) in enumerate(self.places[at]) if part.size == size) for at in sends
+                    }
+                    moves[size] = {s: number, **same}
+            found.append(moves)
+        return found
+
+    def of(self, plan: Plan) -> tuple[int, ...] | None:
+        """The choice whose sizes and whole forwards `plan` has; None where there is none."""
+
+        def size(kind: Kind, stage: int) -> int:
+            return plan.spans(kind, stage)[0].rows
+
+        whole = plan.whole_forward or (False,) * plan.n_stages
+        stages = range(plan.n_stages)
+        wanted: list[tuple[int, ...]] = [(size(Kind.F, s), size(Kind.B, s), whole[s]) for s in stages]
+        for s in range(plan.n_stages - 1):
+            wanted += [(size(Kind.SF, s),), (size(Kind.SB, s + 1),)]
+        offered: list[list[tuple[int, ...]]] = [[(o.forward, o.backward, o.whole) for o in x] for x in self.stages]
+        offered += [[(o.forward,) for o in side] for both in self.links for side in both]
+        found = [each.index(one) for each, one in zip(offered, wanted, strict=True) if one in each]
+        return tuple(found) if len(found) == len(wanted) else None
+
     def plan(self, chosen: Sequence[int], base: Plan) -> Plan:
         """`base` cut as chosen."""
         n = len(self.stages)
         options = [every[choice] for every, choice in zip(self.stages, chosen, strict=False)]
         there = [every[choice].forward for (every, _), choice in zip(self.links, chosen[n::2], strict=True)]
         back = [every[choice].forward for (_, every), choice in zip(self.links, chosen[n + 1 :: 2], strict=True)]
-        forward = tuple(sized(self.rows, o.forward) for o in options)
-        backward = tuple(sized(self.rows, o.backward) for o in options)
+
+        def cut_into(size: int) -> tuple[Span, ...]:
+            return sized(self.rows, size, self.least)
+
+        forward = tuple(cut_into(o.forward) for o in options)
+        backward = tuple(cut_into(o.backward) for o in options)
         cut = Cut(
             self.rows,
             forward,
             forward if all(o.forward == o.backward for o in options) else backward,
-            (*(sized(self.rows, size) for size in there), forward[-1]),
-            (backward[0], *(sized(self.rows, size) for size in back)),
+            (*map(cut_into, there), forward[-1]),
+            (backward[0], *map(cut_into, back)),
         )
         whole = tuple(o.whole for o in options)
         return Plan(
@@ -123,35 +179,47 @@ class Choices:
 
 
 def fitted(
-    choices: Choices, merge: Merge, caps: Sequence[int] = (), starts: Sequence[Sequence[int]] = ()
+    choices: Choices,
+    merge: Merge,
+    caps: Sequence[int] = (),
+    starts: Sequence[Sequence[int]] = (),
+    ranks: Sequence[int] = (),
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """(nanoseconds, choice) of what descents have found, the fastest first: one process after the other takes its best
-    option until none has a better one. Seeded, and without a clock: equal input, equal answer.
+    """(nanoseconds, choice) of what descents have found, the fastest first: one stage after the other takes the best
+    size for both directions and for what it sends, and from there one process after the other its best option, until
+    none has a better one. Seeded, and without a clock: equal input, equal answer.
 
-    Descents begin at the best of equal choices, and of those between two sizes: a stage whose time hardly depends on
-    the samples takes the coarser one, and one whose time is proportional to them the finer one.
+    Descents begin at the best of equal choices, and of those between two sizes: stages whose time hardly depends on the
+    samples take the coarser one, and those whose time is proportional to them the finer one.
 
     Args:
         merge: what a stage runs that could run a forward and a backward.
         caps: samples that each stage may hold between F and B at most; empty means no limit.
         starts: choices to begin at besides equal ones, which are always among them.
+        ranks: of each stage; by default one of its own.
     """
-    search = _Search(choices, merge, caps)
+    search = _Search(choices, merge, caps, ranks)
     sizes = sorted({part.size for options in choices.places for parts in options for part in parts})
     every = [*map(tuple, starts), *(same for size in sizes if (same := choices.equal(size)) is not None)]
-    every += [choices.halves(b, a) for a, b in combinations(sizes, 2)]
+    every += [choice for a, b in combinations(sizes, 2) for choice in choices.graded(b, a)]
     ranked = sorted((search.value(start), start) for start in dict.fromkeys(every))
     found = dict.fromkeys(ranked)
-    for value, start in ranked[:DESCENTS]:
-        if value < NEVER:
-            found[search.descended(value, start)] = None
     rng = Random(0)
-    for _ in range(KICKS):
-        value, best = min(found)
-        if value < NEVER and search.left > 0:
-            start = choices.kicked(best, sizes, rng)
-            found[search.descended(search.value(start), start)] = None
+    for improved, enough in ((search.stepped, EFFORT // 2), (search.descended, 0)):
+        for value, start in sorted(found)[:DESCENTS]:
+            if value < NEVER:
+                found[improved(value, start)] = None
+        for _ in range(KICKS):
+            value, best = min(found)
+            if value < NEVER and search.left > enough:
+                start = choices.kicked(best, sizes, rng)
+                found[improved(search.value(start), start)] = None
     return sorted(each for each in found if each[0] < NEVER)
+
+
+def valued(choices: Choices, merge: Merge, chosen: Sequence[int]) -> int:
+    """Nanoseconds of one choice, each stage on a rank of its own."""
+    return _Search(choices, merge, (), ()).value(chosen)
 
 
 class _Search:
@@ -161,13 +229,13 @@ class _Search:
         left: the effort that is left, in chunks.
     """
 
-    def __init__(self, choices: Choices, merge: Merge, caps: Sequence[int]) -> None:
+    def __init__(self, choices: Choices, merge: Merge, caps: Sequence[int], ranks: Sequence[int]) -> None:
         self._machine = machine = fastest()
         stages = len(choices.stages)
         each = (1,) * stages
         limit = Memory(tuple(caps), each, (0,) * stages, (0,) * stages, (FREE,) * stages) if caps else None
         self._choices, self._merge, self._caps = choices, int(merge), tuple(caps)
-        self._memory, self._room, self._log = machine.memory(stages, limit), machine.room(stages), machine.log()
+        self._memory, self._room, self._log = machine.memory(stages, limit), machine.room(stages, ranks), machine.log()
         processes = 4 * stages - 2
         self._chunks = Chunks(choices.rows, machine.fill(processes), machine.fill(processes, choices.rows))
         self.left = EFFORT
@@ -187,6 +255,18 @@ class _Search:
             return NEVER
         self.left -= sum(-(-self._choices.rows // int(size)) for size in self._chunks.size)
         return int(self._machine.run.dispatched(self._chunks, self._merge, limit, self._memory, self._room, self._log))
+
+    def stepped(self, value: int, start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """Where a descent ends that gives stages other sizes, one at a time, with what they send."""
+        chosen, before = tuple(start), NEVER + 1
+        while value < before and self.left > 0:
+            before = value
+            for moves in self._choices.together:
+                for move in moves.values():
+                    other = tuple(move.get(at, n) for at, n in enumerate(chosen))
+                    if other != chosen and (took := self.value(other, value)) < value:
+                        value, chosen = took, other
+        return value, chosen
 
     def descended(self, value: int, start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """Where a descent ends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -124,6 +125,8 @@ class Network:
         return tuple(self.sizes[q] for q in forward), tuple(self.sizes[q] for q in backward)
 
 
-def sized(rows: int, size: int) -> tuple[Span, ...]:
-    """Micro-batches of `size` samples, the last of which may be shorter."""
-    return tuple(Span(start, min(start + size, rows)) for start in range(0, rows, size))
+def sized(rows: int, size: int, least: int = 1) -> tuple[Span, ...]:
+    """Micro-batches of `size` samples; the last one may be shorter, and joins the one before it if it has fewer than
+    `least`."""
+    starts = [0, *range(size, rows - least + 1, size)]
+    return tuple(Span(a, b) for a, b in pairwise([*starts, rows]))

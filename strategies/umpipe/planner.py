@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device
-from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Program, Schedule, Span
+from lightning_pipes.ir import Cut, Kind, Plan, PlanError, Policy, Program, Schedule, Span
 from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, improved
 from lightning_pipes.planning.planner import EvenPlanner, Planner, Problem
 from lightning_pipes.sim import makespan
-from lightning_pipes.sim.units import bytes_text
-from lightning_pipes.strategies.umpipe.fitting import Choices, fitted
+from lightning_pipes.sim.units import bytes_text, seconds_text
+from lightning_pipes.strategies.interleaved import Interleaved
+from lightning_pipes.strategies.umpipe.fitting import Choices, fitted, valued
+from lightning_pipes.strategies.umpipe.flushed import bounded
 from lightning_pipes.strategies.umpipe.network import sized
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
 from lightning_pipes.strategies.umpipe.pricing import Option, drifted, link_times, room_of, stage_options
@@ -47,8 +50,9 @@ class Counts(NamedTuple):
     forward_links: tuple[int, ...] = ()
     backward_links: tuple[int, ...] = ()
 
-    def cut(self, rows: int, stages: int) -> Cut:
-        """A batch of `rows` samples cut so; a count that it has not so many samples for means one of each.
+    def cut(self, rows: int, stages: int, least: int = 1) -> Cut:
+        """A batch of `rows` samples cut so; a count that it has not so many times `least` samples for means `least` of
+        them in each.
 
         Raises:
             PlanError: not one number for each stage and link.
@@ -61,27 +65,27 @@ class Counts(NamedTuple):
                 raise PlanError(
                     f"{what} {got} has {len(got)} numbers, and the pipeline {needed} {of}; give one for each"
                 )
-        forward = tuple(spans_of(rows, p) for p in self.forward)
-        backward = tuple(spans_of(rows, q) for q in self.backward)
+        forward = tuple(spans_of(rows, p, least) for p in self.forward)
+        backward = tuple(spans_of(rows, q, least) for q in self.backward)
         # The last stage sends nothing on, the first one nothing back.
-        there = (*(spans_of(rows, p) for p in self.forward_links), forward[-1]) if self.forward_links else ()
-        back = (backward[0], *(spans_of(rows, q) for q in self.backward_links)) if self.backward_links else ()
+        there = (*(spans_of(rows, p, least) for p in self.forward_links), forward[-1]) if self.forward_links else ()
+        back = (backward[0], *(spans_of(rows, q, least) for q in self.backward_links)) if self.backward_links else ()
         return Cut(rows, forward, backward, there, back)
 
 
-def spans_of(rows: int, count: int) -> tuple[Span, ...]:
+def spans_of(rows: int, count: int, least: int = 1) -> tuple[Span, ...]:
     """`count` micro-batches of ceil(rows / count) samples, the last of which may be shorter; fewer where they would be
-    empty."""
-    size = -(-rows // min(count, rows))
-    return sized(rows, size)
+    empty, or have fewer than `least`."""
+    return sized(rows, max(-(-rows // count), least), least)
 
 
-def sizes_of(rows: int, most: int | None, among: str) -> tuple[int, ...]:
-    """The sizes of chunks to choose from, ascending, with at most so many micro-batches; see `AMONG`."""
+def sizes_of(rows: int, most: int | None, among: str, least: int = 1) -> tuple[int, ...]:
+    """The sizes of chunks to choose from, ascending, with at most so many micro-batches of `least` samples and more;
+    see `AMONG`."""
     most = rows if most is None else min(most, rows)
     counts = {"all": range(1, most + 1), "powers": [1 << n for n in range(most.bit_length())]}
     counts["few"] = [n for n in (*counts["powers"], *(3 * n for n in counts["powers"])) if n <= most]
-    return tuple(sorted({-(-rows // count) for count in counts[among]}))
+    return tuple(sorted({max(-(-rows // count), min(least, rows)) for count in counts[among]}))
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class UnequalPlanner(Planner):
                     f"{problem.schedule.name}: microbatches is {problem.microbatches}, and forward "
                     f"{self.given.forward} says how many each stage has; leave one of them out"
                 )
-            return replace(even, jobs=(self.given.cut(problem.rows, even.n_stages),))
+            return replace(even, jobs=(self.given.cut(problem.rows, even.n_stages, problem.least),))
         if problem.profile is None or even.n_stages == 1 or even.n_stages > len(problem.profile.layers):
             return even
         if even.layers:
@@ -135,7 +139,7 @@ class UnequalPlanner(Planner):
         more than REPLAN of a step by the times that they take; layers stay where they are."""
         if self.given is not None or seen.profile is None or seen.costs is None:
             return None
-        usual = evaluated(seen.profile, _order(seen, plan), plan, _place(seen)).costs
+        usual = evaluated(seen.profile, _order(seen, plan), plan, _deployment(seen)).costs
         costs, drift = drifted(usual, seen.costs, plan)
         if drift <= DRIFT:
             return None
@@ -146,21 +150,24 @@ class UnequalPlanner(Planner):
     def _jointly(self, even: Plan, problem: Problem) -> Plan:
         """Layers for equal cuts, the best cut for each of the best of these, and so on while that helps."""
         assert problem.profile is not None
-        profile, place = problem.profile, _place(problem)
+        profile, deployment = problem.profile, _deployment(problem)
         fits = []
-        for size in sizes_of(problem.rows, problem.microbatches, "powers"):
-            same = replace(even, jobs=(Cut(problem.rows, (sized(problem.rows, size),) * even.n_stages),))
+        for size in sizes_of(problem.rows, problem.microbatches, "powers", problem.least):
+            spans = sized(problem.rows, size, problem.least)
+            same = replace(even, jobs=(Cut(problem.rows, (spans,) * even.n_stages),))
             with suppress(PlanError):  # as memory has it; the even one below says why
-                fits.append(fit_layers(profile, problem.schedule, same, place, trials=FEW))
-        fits = sorted(fits, key=lambda fit: fit.seconds) or [fit_layers(profile, problem.schedule, even, place)]
+                fits.append(fit_layers(profile, problem.schedule, same, deployment, trials=FEW))
+        fits = sorted(fits, key=lambda fit: fit.seconds) or [fit_layers(profile, problem.schedule, even, deployment)]
 
         def best_of(every: Iterable[tuple[Span, ...]]) -> Fit:
             plans = [self._cut(replace(even, layers=layers), problem) for layers in every]
-            return min((evaluated(profile, _order(problem, x), x, place) for x in plans), key=lambda fit: fit.seconds)
+            return min(
+                (evaluated(profile, _order(problem, x), x, deployment) for x in plans), key=lambda fit: fit.seconds
+            )
 
         best = best_of(list(dict.fromkeys(fit.plan.layers for fit in fits))[:STARTS])
         for _ in range(ROUNDS):
-            other = best_of([improved(profile, best, place).plan.layers])
+            other = best_of([improved(profile, best, deployment).plan.layers])
             if other.seconds >= best.seconds:
                 break
             best = other
@@ -169,31 +176,44 @@ class UnequalPlanner(Planner):
     def _cut(self, base: Plan, problem: Problem) -> Plan:
         """`base`, whose layers are decided, in the cut that is fastest by the profile."""
         assert problem.profile is not None
-        costs = evaluated(problem.profile, _order(problem, base), base, _place(problem)).costs
+        costs = evaluated(problem.profile, _order(problem, base), base, _deployment(problem)).costs
         return self._fastest(base, problem, costs)
 
+    def explained(self, problem: Problem, plan: Plan) -> str:
+        """The cut, what a step takes with it and with the best equal one, and where all forwards come first how much
+        faster another cut may be."""
+        if self.given is not None or problem.profile is None or not plan.layers or plan.n_stages == 1:
+            return ""
+        costs = evaluated(problem.profile, _order(problem, plan), plan, _deployment(problem)).costs
+        search = self._choices(replace(plan, whole_forward=(), limits=()), problem, costs)
+        equal = search.best_equal()
+        if equal is None:
+            return ""
+        gap = None
+        if not self.overlapped and (chosen := search.choices.of(plan)) is not None:
+            bound = bounded(search.choices).lower_bound
+            gap = max(0, valued(search.choices, search.merge, chosen) - bound) / max(1, bound)
+        return sentence(problem.schedule.name, plan, search.took(plan), equal, search.took(equal), gap)
+
     def _fastest(self, base: Plan, problem: Problem, costs: CostModel) -> Plan:
-        sizes = sizes_of(problem.rows, problem.microbatches, self.among)
+        search = self._choices(base, problem, costs)
+        starts = () if self.overlapped else bounded(search.choices).starts
+        found = fitted(search.choices, search.merge, search.base.limits, starts, base.ranks)
+        if not found:
+            return base
+        unequal = min((search.plan(choice) for _, choice in found[:CHECKED]), key=search.took)
+        equal = search.best_equal() or unequal
+        return unequal if search.took(unequal) < (1 - WORTH_IT) * search.took(equal) else equal
+
+    def _choices(self, base: Plan, problem: Problem, costs: CostModel) -> _Cuts:
+        sizes = sizes_of(problem.rows, problem.microbatches, self.among, problem.least)
         merge, limits, largest = Merge.ALL_FORWARDS_FIRST, (), (problem.rows,) * base.n_stages
         if self.overlapped:
             merge = Merge.BACKWARD_FIRST
             largest, caps = zip(*self._room(base, problem, costs, sizes), strict=True)
             limits = caps if min(caps) < problem.rows else ()
-        choices = choices_of(costs, base, problem.rows, sizes, largest)
-        found = fitted(choices, merge, limits)
-        if not found:
-            return base
-        base = replace(base, limits=limits)
-
-        def took(choice: tuple[int, ...]) -> int:
-            plan = choices.plan(choice, base)
-            return makespan(_order(problem, plan), replace(plan, layers=()), costs)
-
-        unequal = min((choice for _, choice in found[:CHECKED]), key=took)
-        every = [each for size in sizes if (each := choices.equal(size)) is not None]
-        equal = min((each for each in every if _holds(choices, each, limits)), key=took, default=unequal)
-        best = unequal if took(unequal) < (1 - WORTH_IT) * took(equal) else equal
-        return choices.plan(best, base)
+        choices = choices_of(costs, base, problem.rows, sizes, largest, problem.least)
+        return _Cuts(choices, merge, replace(base, limits=limits), problem, costs)
 
     def _room(self, plan: Plan, problem: Problem, costs: CostModel, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """Of each stage the largest chunk that it may have, and the samples that it may hold: room for two such chunks,
@@ -204,7 +224,7 @@ class UnequalPlanner(Planner):
         """
         found = []
         for stage, rank in enumerate(plan.ranks):
-            device = None if problem.place is None else problem.place.pipeline.devices[rank].memory
+            device = None if problem.deployment is None else problem.deployment.pipeline.devices[rank].memory
             limit = min((n for n in (self.memory_limit, device) if n is not None), default=None)
             if limit is None:
                 found.append((problem.rows, problem.rows))
@@ -222,15 +242,78 @@ class UnequalPlanner(Planner):
         return found
 
 
-def _holds(choices: Choices, choice: Sequence[int], limits: Sequence[int]) -> bool:
-    """Whether no stage has a chunk that is larger than what it may hold."""
-    options = (every[n] for every, n in zip(choices.stages, choice, strict=False))
-    return not limits or all(option.forward <= limit for option, limit in zip(options, limits, strict=True))
+@dataclass(frozen=True)
+class _Cuts:
+    """The cuts that a batch may have in the stages of `base`, with its limits."""
+
+    choices: Choices
+    merge: Merge
+    base: Plan
+    problem: Problem
+    costs: CostModel
+
+    def plan(self, choice: Sequence[int]) -> Plan:
+        return self.choices.plan(choice, self.base)
+
+    def took(self, plan: Plan) -> int:
+        """Nanoseconds of a step, simulated."""
+        return makespan(_order(self.problem, plan), replace(plan, layers=()), self.costs)
+
+    def best_equal(self) -> Plan | None:
+        """The fastest with one size everywhere that its stages may hold; None where there is none. With several stages
+        a rank also in the order of `Interleaved`, which is better than what is ready where all stages are alike."""
+        sizes = {option.forward for option in self.choices.stages[0]}
+        every = [each for size in sorted(sizes) if (each := self.choices.equal(size)) is not None]
+        plans = [self.plan(each) for each in every if self._holds(each)]
+        if self.base.n_stages > self.base.n_ranks and not self.base.limits:
+            order = Interleaved(self.base.n_stages // self.base.n_ranks)
+            plans += [in_order(plan, order.program(plan)) for plan in plans]
+        return min(plans, key=self.took, default=None)
+
+    def _holds(self, choice: Sequence[int]) -> bool:
+        """Whether no stage has a chunk that is larger than what it may hold."""
+        limits = self.base.limits
+        options = (every[n] for every, n in zip(self.choices.stages, choice, strict=False))
+        return not limits or all(option.forward <= limit for option, limit in zip(options, limits, strict=True))
 
 
-def choices_of(costs: CostModel, plan: Plan, rows: int, sizes: Sequence[int], largest: Sequence[int]) -> Choices:
+def in_order(plan: Plan, program: Program) -> Plan:
+    """`plan`, each of whose ranks runs what it computes in the order of `program`, whoever orders it."""
+    return replace(plan, after={b: (a,) for row in program.head for a, b in pairwise(row)})
+
+
+def sentence(name: str, plan: Plan, took: int, equal: Plan, equal_took: int, gap: float | None = None) -> str:
+    """The sentence about a cut for people: its micro-batches by stage and direction, and what a step takes with it.
+
+    Args:
+        equal: the best equal cut.
+        gap: how much faster another cut may be at most, as a share, where that is known.
+    """
+    stages = range(plan.n_stages)
+    there, back = ([len(plan.spans(kind, s)) for s in stages] for kind in (Kind.F, Kind.B))
+    same = len(equal.spans(Kind.F, 0))
+    what = f"{name} cuts {plan.jobs[0].rows} samples "
+    if len({*there, *back}) == 1:
+        order = ", in the order of interleaved," if plan.after else ""
+        what += (
+            f"into {same} equal micro-batches on every stage{order}: {seconds_text(took)} a step by measured time, and "
+        )
+        what += f"no other cut that was found saves more than {WORTH_IT:.0%}"
+    else:
+        counts = f"{', '.join(map(str, there))} micro-batches on stages 0 to {stages[-1]}"
+        both = counts if there == back else f"{counts}, and {', '.join(map(str, back))} backward"
+        what += f"into {both}: by measured time a step takes {seconds_text(took)} instead of "
+        what += f"{seconds_text(equal_took)} with {same} equal ones, the best equal cut"
+    if gap is None:
+        return what
+    return f"{what}; none among these sizes is " + (f"more than {gap:.1%} faster" if gap else "faster, which is proven")
+
+
+def choices_of(
+    costs: CostModel, plan: Plan, rows: int, sizes: Sequence[int], largest: Sequence[int], least: int = 1
+) -> Choices:
     """Everything that the stages and links of `plan` can choose from, priced by `costs`; each stage has its largest
-    chunk."""
+    chunk, and no chunk has fewer than `least` samples."""
     stages = []
     for stage in range(plan.n_stages):
         fits = [size for size in sizes if size <= largest[stage]]
@@ -240,11 +323,11 @@ def choices_of(costs: CostModel, plan: Plan, rows: int, sizes: Sequence[int], la
         both = link_times(costs, plan, stage, sizes)
         there, back = (tuple(Option(n, n, t, t) for n, t in zip(sizes, times, strict=True)) for times in both)
         links.append((there, back))
-    return Choices(rows, tuple(stages), tuple(links))
+    return Choices(rows, tuple(stages), tuple(links), least)
 
 
-def _place(problem: Problem) -> Deployment:
-    return problem.place or Deployment(Cluster((Device(),) * problem.ranks))
+def _deployment(problem: Problem) -> Deployment:
+    return problem.deployment or Deployment(Cluster((Device(),) * problem.ranks))
 
 
 def _order(problem: Problem, plan: Plan) -> Program | Policy:

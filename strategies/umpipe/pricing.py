@@ -77,14 +77,15 @@ def link_times(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -
 
 
 def room_of(costs: CostModel, plan: Plan, stage: int, limit: int, size: int) -> int:
-    """The samples that `stage` may hold between F and B in `limit` bytes, while it computes on `size` of them; negative
-    where its weights alone are more."""
+    """The samples that `stage` may hold between F and B in its share of `limit` bytes, while it computes on `size` of
+    them; negative where the weights of its rank alone are more."""
     again = bool(plan.recompute) and plan.recompute[stage]
     every = costs.activation_bytes[stage] if costs.activation_bytes else 0
     received = int(costs.forward_bytes[stage - 1]) if stage and costs.forward_bytes else 0
     kept, made_again = (received, every) if again else (every, 0)
     working = int(costs.working_bytes[stage]) if costs.working_bytes else 0
-    left = limit - costs.resident(plan.ranks[stage], plan) - (made_again + working) * size
+    rank = plan.ranks[stage]
+    left = (limit - costs.resident(rank, plan)) // len(plan.stages[rank]) - (made_again + working) * size
     if not kept:
         return plan.jobs[0].rows if left >= 0 else -1
     return left // kept

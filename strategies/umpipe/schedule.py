@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from lightning_pipes.cost.units import as_bytes
 from lightning_pipes.ir import (
+    MOST_STAGES,
     STEP,
     B,
     F,
@@ -18,6 +19,7 @@ from lightning_pipes.ir import (
     RulePolicy,
     Schedule,
     Traits,
+    check_count,
     check_fields,
     check_one_batch,
     shown,
@@ -117,24 +119,35 @@ class UM1F1B(Unequal, RulePolicy):
     A stage holds as many samples between F and B as fit into its device's memory, and into `memory_limit`; without a
     limit up to the whole batch.
 
+    With several stages a rank, handed out in turn as by `interleaved`, the bubble is smaller, and each of them has
+    micro-batches of its own: it takes as many layers as there are stages.
+
     Attributes:
         memory_limit: bytes that every rank may hold, such as "16GiB".
+        stages_per_rank: rank r of p holds the stages r, r + p, r + 2 p, ...
     """
 
     memory_limit: int | str | None = None
+    stages_per_rank: int = 1
     name: ClassVar[str] = "um1f1b"
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[UM1F1B]:
-        """One, where its planner has enough numbers of micro-batches to choose from; of large plans none, for a search
-        among their cuts takes minutes."""
+        """With one and two stages a rank, where its planner has enough numbers of micro-batches to choose from; of
+        large plans none, for a search among their cuts takes minutes."""
         enough = WIDEST * n_ranks // 2 <= microbatches < WIDEST * n_ranks
-        return [cls()] if enough and n_ranks * microbatches <= LARGEST else []
+        return [cls(), cls(stages_per_rank=2)] if enough and n_ranks * microbatches <= LARGEST else []
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_count(f"{self.name}: stages_per_rank", self.stages_per_rank, most=MOST_STAGES)
         if self.memory_limit is not None:
             as_bytes(self.memory_limit)
+
+    def placement(self, n_ranks: int) -> tuple[int, ...]:
+        """The rank of each stage."""
+        check_count(f"{self.name}: stages of {n_ranks} ranks", self.stages_per_rank * n_ranks, most=MOST_STAGES)
+        return tuple(range(n_ranks)) * self.stages_per_rank
 
     def planner(self) -> UnequalPlanner:
         limit = None if self.memory_limit is None else as_bytes(self.memory_limit)

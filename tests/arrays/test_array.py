@@ -9,8 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.arrays.arrivals import Arrivals
 from lightning_pipes.arrays.memory_swap import MemorySwap
@@ -21,8 +25,10 @@ from lightning_pipes.ir import Kind, PipelineError, PlanError
 from lightning_pipes.strategies.jap import round_order
 from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from tests.arrays.jobs import EXCEPTIONS, LAST, UNEQUAL, Job, assert_equal, told_text
+from tests.arrays.jobs import EXCEPTIONS, LAST, UNEQUAL, Job, Net, assert_equal, told_text
 from tests.trainer.lit import quiet
+
+SILENT = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
 
 
 def array_and_alone(rank: int, jobs: list[Job], size: int) -> tuple[list[Any], list[Any]]:
@@ -59,6 +65,16 @@ def test_siblings_are_what_they_are_alone(ranks: int, tmp_path: Path) -> None:
     assert (tmp_path / "7" / "best.ckpt").exists()
 
 
+@pytest.mark.slow
+def test_siblings_with_several_stages_a_rank() -> None:
+    """As docs say for two siblings on many stages."""
+    jobs = [Job(n, schedule="interleaved", batch=batch) for n, batch in enumerate((8, 20))]
+    for together, alone in run_ranks(array_and_alone, 2, jobs, 2, timeout=90):
+        assert not any(error for _, _, error in together)
+        for (_, value, _), expected in zip(sorted(together, key=lambda each: each[0]), alone, strict=True):
+            assert_equal(value, expected)
+
+
 def begun_before_computing(rank: int, siblings: int, size: int) -> list[int]:
     """How many siblings had begun at each computation."""
     quiet()
@@ -90,6 +106,32 @@ def test_nobody_computes_while_the_first_siblings_begin() -> None:
         assert found[0] == 4
         assert found[-1] == 6
         assert found.count(5) > 0
+
+
+def first_batches(rank: int, batches: list[int]) -> list[list[int]]:
+    """Siblings in the order of their first and of their second forward, by stage."""
+    quiet()
+    array = JobArray[Any](len(batches))
+    jobs = [partial(train_only, batch) for batch in batches]
+    assert not any(outcome.error for outcome in array.run(jobs))
+    assert array.timeline is not None
+    rows = array.timeline.program().head
+    return [[i.job for i in rows[0] if i.kind is Kind.F and i.batch == n] for n in (0, 1)]
+
+
+def train_only(batch: int) -> None:
+    """Two batches of a small training, with nothing before them."""
+    data = TensorDataset(torch.ones(2 * batch, 6), torch.ones(2 * batch, 1))
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=PipelineStrategy("jap", microbatches=1), max_epochs=1, **SILENT
+    )
+    trainer.fit(Net(0.1), DataLoader(data, batch))
+
+
+def test_small_batches_begin_and_end_the_first_round() -> None:
+    """And the order stays."""
+    for found in run_ranks(first_batches, 2, [4, 16, 8, 2, 12], timeout=60):
+        assert found == [[3, 2, 1, 4, 0]] * 2
 
 
 def test_what_came_first_is_computed_first() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from shutil import which
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -271,6 +273,32 @@ class LitCompiled(Lit):
     def __init__(self) -> None:
         super().__init__(layers=4)
         self.model = nn.Sequential(*(torch.compile(layer, backend="eager") for layer in self.model))
+
+
+class LitInductor(Lit):
+    """Every layer compiled by itself to machine code."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.model = nn.Sequential(*(torch.compile(layer, backend="inductor") for layer in self.model))
+
+
+def inducing(folder: Path) -> dict[str, Any]:
+    """Options for that: what is compiled goes to the run's folder, in this process, for one shape."""
+    torch.compiler.reset()  # other rows have compiled, too, and there is a limit for all
+    os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(folder / f"rank-{os.getpid()}"), TORCHINDUCTOR_COMPILE_THREADS="1")
+    return {"limit_val_batches": 0, "num_sanity_val_steps": 0}
+
+
+def induced(trainer: pl.Trainer, folder: Path) -> bool:
+    """Whether this process has compiled something to machine code."""
+    return any((folder / f"rank-{os.getpid()}").rglob("*.so"))
+
+
+def no_compiler() -> str:
+    """The reason why inductor can't be used here."""
+    compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    return "" if any(which(name) for name in compilers if name) else "inductor needs a C++ compiler"
 
 
 class LitDictBatch(Lit):

@@ -660,7 +660,23 @@ model(
     refused="incompatible with the current strategy",
     reason="Lightning allows it with strategies of its own only; compile the layers",
 )
-model("torch.compile of layers", module=m.LitCompiled)
+
+
+def all_compiled(ranks: list[Found]) -> None:
+    assert all(found["watched"] for found in ranks)
+
+
+model("torch.compile of layers", module=m.LitCompiled, reason='backend="eager"')
+model(
+    "torch.compile of layers, compiled to machine code",
+    m.inducing,
+    module=m.LitInductor,
+    watch=m.induced,
+    check=lambda ranks, plain: all_compiled(ranks),
+    lacks=m.no_compiler,
+    slow=True,
+    reason='backend="inductor"',
+)
 model("layer.compile() in configure_model", module=models.LitCompiledList)
 model(
     "torch.compile of the pipelined module",

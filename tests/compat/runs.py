@@ -52,8 +52,10 @@ class Row:
         differs: what is not compared at all.
         raises: both runs end with an error that says this.
         refused: the pipeline ends with an error that says this, on every rank.
-        reason: for the table: why it is refused, or what does not work yet.
+        reason: for the table: why it is refused, or what does not work yet; what else is to be known.
         not_yet: the row is expected to fail.
+        lacks: the reason why it can't be run on this machine; empty if it can.
+        slow: whether it takes long.
     """
 
     area: str
@@ -74,10 +76,8 @@ class Row:
     refused: str = ""
     reason: str = ""
     not_yet: bool = False
-
-    @property
-    def status(self) -> str:
-        return "not yet" if self.not_yet else "refused" if self.refused else "works"
+    lacks: Callable[[], str] = lambda: ""
+    slow: bool = False
 
 
 class Keeper(Callback):

@@ -75,8 +75,8 @@ def test_auto_is_left_to_the_strategy() -> None:
     cfg = composed("schedule=auto", "pipeline.microbatches=null")
     assert isinstance(OmegaConf.to_object(cfg), schema.TrainSettings)
     strategy = PipelineStrategy(instantiate(cfg.schedule), **OmegaConf.to_container(cfg.pipeline))
-    assert strategy._wanted.chooses
-    assert strategy._wanted.partition == "auto"
+    assert strategy._request.chooses
+    assert strategy._request.partition == "auto"
 
 
 def test_a_setting_arrives() -> None:
@@ -134,7 +134,7 @@ def test_model_and_data_settings_are_arguments_of_the_examples(kind: str, monkey
         ("schedule.k=0", "schedule: kfkb: k must be at least 1, got 0; k=1 is 1F1B"),
         (
             "schedule=kfbk",
-            "schedule=kfbk: there is no such schedule. Did you mean 'kfkb'? There is: 1f1b, auto, csp, deep, gpipe,",
+            "schedule=kfbk: there is no such schedule. Did you mean 'kfkb'? There is: 1f1b, auto, csp, deep, dynpipe,",
         ),
         ("scheduel=gpipe", "scheduel: the configuration has no 'scheduel'. Did you mean 'schedule'?"),
         ("trainer.devces=2", "trainer.devces: trainer has no 'devces'. Did you mean 'devices'?"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_pipes.engine import Engine, Item, Mailbox
-from lightning_pipes.engine.messages.message import Decoder, Encoder, Message, Wire
+from lightning_pipes.engine.messages.message import Decoder, Encoder, Message, Slot, Wire
 from lightning_pipes.ir import (
     DeadlockError,
     Instruction,
@@ -117,6 +117,22 @@ def test_wires_are_used_again_and_dropped() -> None:
         wire, _ = encoder.encode((9, RECEIVE), torch.randn(2, size), (True,), 0)
         encoder.give_back(wire)
     assert len(made) - len(dropped) <= 8
+
+
+def test_what_was_copied_from_a_slot_stays_when_the_slot_is_filled_again() -> None:
+    encoder, decoder = Encoder(), Decoder()
+    first, _ = encoder.encode((0, RECEIVE), torch.zeros(2), (True,), 0)
+    decoder.decode(first.buffer, 0, 0)  # tells the structure
+    wire, _ = encoder.encode((1, RECEIVE), torch.zeros(2), (True,), 5)
+    slot, came = Slot(wire.buffer), []
+    for turn in range(1, 4):
+        encoder.give_back(wire)
+        again, tensors = encoder.encode((turn, RECEIVE), torch.full((2,), float(turn)), (True,), 5)
+        assert again is wire
+        wire.fill(tensors)
+        came.append(decoder.copied(slot, 7))
+    assert [m.tree.tolist() for m in came] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+    assert [(m.key, m.flags, m.sent, m.arrived) for m in came] == [((t, RECEIVE), (True,), 5, 7) for t in (1, 2, 3)]
 
 
 def test_a_mailbox_whose_owner_never_waits_stays_small() -> None:

@@ -37,6 +37,8 @@ SCHEDULES = [
     ("interleaved", {}, 2),
     ("zero_bubble", {}, 2),
     ("zero_bubble", {}, 4),
+    ("zero_bubble", {"extra": (1, 0, 2), "limits": (8, 9, 8, 8)}, 4),
+    ("ready", {"split": True}, 4),
     ("hanayo", {}, 2),
     ("ready", {}, 2),
     ("ready", {"slack": 0}, 4),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +36,19 @@ def test_function_base():
     x = torch.ones(1, requires_grad=True)
     assert isinstance(Twice.apply(x).grad_fn, private.FunctionNode)
     assert not isinstance((2 * x).grad_fn, private.FunctionNode)
+
+
+@pytest.mark.parametrize("rooted", [lambda out: out, get_gradient_edge])
+def test_execution_engine_run_backward(rooted):
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    private.run_backward([rooted(x * x), rooted(3 * x)], [torch.tensor([1.0, 10.0]), torch.ones(2)])
+    assert x.grad.tolist() == [5.0, 43.0]
+
+
+def test_input_metadata():
+    out = torch.ones(2, 3, dtype=torch.float64, requires_grad=True).exp()
+    for like in (private.like_root(out), private.like_root(get_gradient_edge(out))):
+        assert (tuple(like.shape), like.dtype, like.device) == ((2, 3), torch.float64, torch.device("cpu"))
 
 
 def test_checkpoint_function_backward_cls():

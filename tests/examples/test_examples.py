@@ -13,7 +13,8 @@ import lightning as L
 import pytest
 import torch
 
-from tests.launch.example import ROOT, STARTUP
+from lightning_pipes.sim.shown.record import RunRecord
+from tests.launch.example import ROOT
 
 SLOW = pytest.mark.slow
 SHORT = {
@@ -30,7 +31,6 @@ SHORT = {
 
 def run(script: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
-    env["PYTHONPATH"] = str(STARTUP)
     command = [sys.executable, str(ROOT / "examples" / script), *arguments]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
 
@@ -73,6 +73,26 @@ def test_pipeline(model: str, overrides: list[str], tmp_path: Path) -> None:
     assert made == {"out"}  # children write into the same directory, and nowhere else
     assert len([*(tmp_path / "out").rglob("*.ckpt")]) == 2  # the best and the last
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {".hydra", "checkpoints", "metrics"}
+
+
+SYSTEMS = [
+    pytest.param("kfkb", ["schedule.k=auto"], marks=SLOW),
+    pytest.param("jap", ["pipeline.microbatches=null"], marks=SLOW),
+    pytest.param("umpipe", [], marks=SLOW),
+    pytest.param("csp", [], marks=SLOW),
+    ("dynpipe", ["schedule.every=4"]),
+    pytest.param("auto", ["pipeline.microbatches=null"], marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("schedule", "overrides"), SYSTEMS)
+def test_every_system(schedule: str, overrides: list[str], tmp_path: Path) -> None:
+    """All five systems, and the choice among schedules, train the same model by a word, and leave the same things."""
+    check_output(train(tmp_path, "gpt", f"schedule={schedule}", *overrides), tmp_path / "out")
+    record = RunRecord.load(tmp_path / "out")
+    assert record.plan.n_stages == 2
+    assert record.measured is not None
+    assert (schedule == "auto") or record.schedule == schedule
 
 
 def test_minimal(tmp_path: Path) -> None:

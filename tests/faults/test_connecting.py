@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.points import Fault
-from lightning_pipes.testing.ranks import Outcome, run_ranks, watch_ranks
+from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
 from tests.faults.training import ROWS, Net, Run, pairs, terminate, train
 from tests.trainer.lit import quiet
 
@@ -39,13 +39,13 @@ KILLED = {
 }
 
 
-def killed(fault: Fault, folder: Path) -> list[Outcome]:
+def killed(fault: Fault, folder: Path) -> list[RankResult]:
     fault = Fault(fault.rank, fault.point, str(folder / "when"), fault.nth)
     return watch_ranks(train, 2, Run(str(folder)), timeout=60, env=dict(fault.environment()))
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Outcome], float]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[RankResult], float]]:
     """Of each case, with the seconds from the death to the end of the last rank."""
     found = {}
     for name, fault in KILLED.items():

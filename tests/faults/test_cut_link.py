@@ -17,7 +17,7 @@ from lightning_pipes.engine import Engine, Item
 from lightning_pipes.ir import SENDS, Plan
 from lightning_pipes.planning.measured import Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
-from lightning_pipes.planning.tuning import Regime, regime_of
+from lightning_pipes.planning.tuning import Effect, effect_of
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing import namespaces, netlab
 from lightning_pipes.testing.emulated import Emulation, sleeping
@@ -49,7 +49,7 @@ def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
 MESSAGE, FAST, CRAWLING = 32 * 1024, 4e6, 16e3
 
 
-def crawl(rank: int, folder: str) -> list[tuple[Regime, float]]:
+def crawl(rank: int, folder: str) -> list[tuple[Effect, float]]:
     """A step while links crawl, and one when they are fast again: what they are measured to do, and seconds of the
     message that this rank received."""
     torch.set_num_threads(1)
@@ -69,7 +69,7 @@ def crawl(rank: int, folder: str) -> list[tuple[Regime, float]]:
         averages = Averages()
         averages.add(step)
         (takes,) = (mean for (kind, _, _), mean in mine.means.items() if kind in SENDS)
-        found.append((regime_of(plan, averages.costs()), takes / 1e9))
+        found.append((effect_of(plan, averages.costs()), takes / 1e9))
         Path(folder, f"ran{number}").touch()
     engine.close()
     watch.close()
@@ -100,7 +100,7 @@ def test_a_link_that_falls_to_nearly_nothing_is_waited_for_and_seen(tmp_path: Pa
         found = lab.run_ranks(crawl, str(tmp_path), timeout=60)
         shaping.join()
     for (regime, crawling), (_, fast) in found:
-        assert regime is Regime.BANDWIDTH
+        assert regime is Effect.BANDWIDTH
         assert crawling > 0.8 * (MESSAGE - netlab.BURST) / CRAWLING
         assert fast < 0.1 * crawling
 

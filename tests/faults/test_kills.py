@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pipes.testing.patience import patience
-from lightning_pipes.testing.ranks import Outcome, run_ranks, watch_ranks
+from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
 from tests.faults.training import EPOCHS, PLACES, STEPS, Run, losses, seconds_after, train, train_all
 
 SOON = 10.0
@@ -21,7 +21,7 @@ FOUR = [(place, 2) for place in PLACES]
 class Death:
     """A run that lost `victim`, and the losses of all steps once it was resumed on two ranks."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RankResult]
     losses: dict[int, set[str]]
 
 

@@ -17,7 +17,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.watch.heartbeat import Silence
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.patience import patience
-from lightning_pipes.testing.ranks import Outcome, watch_ranks
+from lightning_pipes.testing.ranks import RankResult, watch_ranks
 from tests.faults.training import EPOCHS, STEPS, Run, train
 
 DEADLINE = 60.0
@@ -72,7 +72,7 @@ def go_on(case: Case, directory: Path) -> None:
         process.resume()
 
 
-def run(case: Case, directory: Path) -> list[Outcome]:
+def run(case: Case, directory: Path) -> list[RankResult]:
     env = {}
     if case.rank_zero_hosts_store:
         with socket.socket() as free:
@@ -86,7 +86,7 @@ def run(case: Case, directory: Path) -> list[Outcome]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankResult]]:
     """All cases at once: most of their time they wait."""
     folders = [tmp_path_factory.mktemp("stopped") for _ in CASES]
     with ThreadPoolExecutor(len(CASES)) as pool:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing import namespaces
-from lightning_pipes.testing.ranks import Outcome
+from lightning_pipes.testing.ranks import RankResult
 from tests.trainer.lit import quiet
 
 EPOCHS, STEPS, ROWS, WIDTH = 3, 3, 8, 6
@@ -204,6 +204,6 @@ def losses(directory: str | Path) -> dict[int, set[str]]:
     return found
 
 
-def seconds_after(outcomes: list[Outcome], first: int) -> float:
+def seconds_after(outcomes: list[RankResult], first: int) -> float:
     """From the end of rank `first` to that of the last."""
     return max(o.seconds for o in outcomes) - outcomes[first].seconds

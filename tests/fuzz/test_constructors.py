@@ -107,6 +107,7 @@ LINK = {
     "peak": lambda v: number(v) and v == math.inf,
     "posted": whole,
     "wire": text,
+    "blocking": flag,
 }
 SECONDS = {(Kind.F, 0): ((1, 1.0),), (Kind.B, 0): ((1, 1.0),)}
 LAYER = LayerProfile("layer", ((1, 1.0),), ((1, 2.0),))
@@ -154,6 +155,8 @@ DOORS = [
             "async_checkpoint": flag,
             "timeout": lambda v: isinstance(v, timedelta) and v > timedelta(0),
             "heartbeat_timeout": lambda v: number(v) and v >= 2,
+            "moves": lambda v: isinstance(v, str) and v in ("drain", "ahead", "buffered"),
+            "parcels": lambda v: isinstance(v, str) and v in ("gate", "priority"),
             "process_group_backend": lambda v: v is None,
             "accelerator": lambda v: v is None,
             "parallel_devices": lambda v: v is None or (isinstance(v, list | tuple) and not v),
@@ -231,6 +234,7 @@ DOORS = [
             "between": never,
             "links": lambda v: isinstance(v, dict) and not v,
             "shared": flag,
+            "regime": never,
         },
         {"devices": (Device(),) * 2},
         {"devices": "device"},
@@ -287,6 +291,9 @@ DOORS = [
             "working_bytes": lambda v: several(least_zero)(v) and len(v) in (0, 1),
             "waiting_messages": whole,
             "overhead": least_zero,
+            "regime": never,
+            "each": lambda v: isinstance(v, dict) and not v,
+            "scatter": lambda v: isinstance(v, dict) and not v,
         },
         {"seconds": SECONDS},
         {},

@@ -14,8 +14,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LAYERS = ["ir", "cost", "sim", "planning", "engine", "trainer", "supernets", "arrays", "tune"]  # from the bottom
 ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
-    "sim": ["units", "event", "labels", "gantt", "timeline", "residency", "loops", "simulator", "shown", "page"],
-    "engine": ["private_torch", "watch", "messages", "residency", "compute", "engine"],
+    "sim": [
+        "units",
+        "event",
+        "labels",
+        "gantt",
+        "timeline",
+        "residency",
+        "loops",
+        "simulator",
+        "spread",
+        "shown",
+        "page",
+    ],
+    "engine": ["private_torch", "watch", "monitor", "messages", "residency", "compute", "engine"],
     "trainer": [
         "private_lightning",
         "versions",
@@ -26,10 +38,13 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "step",
         "reports",
         "plan",
+        "moves",
         "loop",
         "callbacks",
-        "setup",
         "checkpointing",
+        "connected",
+        "running",
+        "setup",
         "strategy",
         "registration",
     ],

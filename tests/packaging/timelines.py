@@ -10,11 +10,11 @@ from pathlib import Path
 
 import lightning_pipes
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Cut, Plan, Program, Schedule, Span, Use, prepared
+from lightning_pipes.ir import Cut, Plan, Schedule, Span, Use, prepared
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.sim import simulate
-from lightning_pipes.strategies.jap import Effort, Job, Stream, problem_of, solved
+from lightning_pipes.strategies.jap import Effort, Job, problem_of, solved, streamed
 from lightning_pipes.strategies.jap.costs import program_of
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.ready import Ready
@@ -66,7 +66,7 @@ def step(order, ranks=3, microbatches=4, f=1, b=2, link=0, batches=None, scale=2
     """A window of equal stages in nanoseconds, each `scale` characters wide."""
     placement = order.placement(ranks) if isinstance(order, Schedule) else tuple(range(ranks))
     plan, costs = uniform(len(placement), microbatches, f, b, link=link, ranks=placement, **more)
-    plan = prepared(plan, order) if isinstance(order, Schedule) else plan
+    plan = prepared(plan, order)
     return _drawn(order.program(plan) if isinstance(order, Schedule) else order, plan, costs, batches, scale)
 
 
@@ -102,11 +102,9 @@ def iteration(method, rows=(2, 1, 1), stages=3, scale=2, orders=300):
 
 def joining(batches=(2, 1, 1), resident=2, stages=3, scale=2):
     """Jobs of a stream with fewer places than jobs."""
-    stream = Stream(stages, CostModel.uniform(stages, 1e-9, 2e-9, rows=1), resident)
-    for number, count in enumerate(batches):
-        stream.admit(Job(number, Cut.even(1, 1, stages), count))
-    rows = stream.advance().rows
-    return _drawn(Program(rows), stream.plan, CostModel.uniform(stages, 1e-9, 2e-9, rows=1), None, scale)
+    costs = CostModel.uniform(stages, 1e-9, 2e-9, rows=1)
+    found = streamed([Job(Cut.even(1, 1, stages), count) for count in batches], costs, resident)
+    return _drawn(found.program, found.plan, costs, None, scale)
 
 
 def _drawn(order, plan, costs, batches, scale):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.ir import PlanError, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.balance import balanced
-from lightning_pipes.planning.planner import even_plan
+from lightning_pipes.planning.balance import BalancedPlanner, balanced, balanced_stream
+from lightning_pipes.planning.planner import EvenPlanner, Problem, even_plan, planned
 
 MIB = 2**20
 
@@ -47,6 +50,14 @@ def test_less_than_a_twentieth_is_not_worth_it(small: float, at: int) -> None:
     layers = profile(1.0, 1.0, 2 * small, 2.0 - 2 * small)
     found = balanced(layers, GPIPE, even_plan(GPIPE, 2, 1000, 1000), cut(3, 4), place())
     assert found.layers == cut(at, 4)
+    assert ("instead of" in found.why) == (at == 2)
+
+
+def test_a_cut_is_not_compared_with_itself() -> None:
+    found = balanced(profile(1, 1, 1, 1), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(2, 4), place())
+    assert found.why == "stages begin at layers [2], evenly by parameters: by measured time a step takes 30 s"
+    other = balanced(profile(1.0, 1.0, 0.08, 1.92), GPIPE, even_plan(GPIPE, 2, 1000, 1000), cut(3, 4), place())
+    assert other.why.endswith("a step takes 6246 s, and 6006 s with [2]")
 
 
 def test_a_slow_device_gets_less() -> None:
@@ -81,3 +92,57 @@ def test_schedules_without_steps() -> None:
     endless = make_schedule("pipedream_2bw")
     with pytest.raises(PlanError, match="does not flush"):
         balanced(profile(1, 1), endless, even_plan(endless, 2, 4, 4), cut(1, 2), place())
+
+
+PIPEDREAM = make_schedule("pipedream")
+
+
+def test_a_stream_is_as_fast_as_its_heaviest_stage() -> None:
+    """Stages of 5 + 3 layers' seconds, three times that there and back, for four micro-batches."""
+    found = balanced_stream(profile(4, 1, 1, 1, 1), PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 5), place())
+    assert found.layers == cut(1, 5)
+    assert found.seconds == pytest.approx(4 * 3 * 4)
+    assert "instead of" in found.why
+    close = balanced_stream(profile(1.02, 1, 1, 1), PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 4), place())
+    assert close.layers == cut(2, 4)
+    assert close.seconds == pytest.approx(4 * 3 * 2.02)
+
+
+def test_a_message_may_take_longer_than_a_stage() -> None:
+    """8 bytes a sample at 1 byte a second: whatever the cut, so the even one stays."""
+    slow = Deployment(Cluster((Device(), Device()), inside=Link(bandwidth=1.0)))
+    found = balanced_stream(profile(4, 1, 1, 1, 1), PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 5), slow)
+    assert found.layers == cut(1, 5)
+    quick = profile(0.4, 0.1, 0.1, 0.1, 0.1)
+    assert balanced_stream(quick, PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 5), slow).layers == cut(2, 5)
+
+
+def problem(**known: Any) -> Problem:
+    """Five layers, the first as long as all others, which are two and three if nothing is known."""
+    asked = Problem(GPIPE, 2, 4, 4, profile=profile(4, 1, 1, 1, 1), deployment=place(), fallback=cut(2, 5))
+    return replace(asked, **known)
+
+
+def test_a_planner_whose_plans_are_balanced() -> None:
+    """As by `balanced`, and the layers are then decided."""
+    found = BalancedPlanner(EvenPlanner()).solve(problem())
+    assert found.plan.layers == found.problem.layers == cut(1, 5)
+    assert "stages begin at layers [1]: by measured time" in found.why
+    assert found.plan == planned(found.problem)
+    assert BalancedPlanner(EvenPlanner()).plan(problem()) == found.plan
+
+
+def test_a_stream_is_balanced_by_its_heaviest_stage() -> None:
+    found = BalancedPlanner(EvenPlanner()).solve(problem(schedule=PIPEDREAM))
+    assert "by measured time a full pipeline takes" in found.why
+    assert found.plan.versions == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("known", "layers"),
+    [({"profile": None}, cut(2, 5)), ({"layers": cut(3, 5)}, cut(3, 5)), ({"fallback": ()}, ())],
+)
+def test_what_is_not_balanced(known: dict[str, Any], layers: tuple[Span, ...]) -> None:
+    """Nothing is known of the layers, they are decided, or nobody says what would be without a profile."""
+    found = BalancedPlanner(EvenPlanner()).solve(problem(**known))
+    assert (found.plan.layers, found.why) == (layers, "")

@@ -27,7 +27,10 @@ class LateWeights(Schedule):
     """GPipe with W after all I."""
 
     name: ClassVar[str] = "late"
-    splits_backward: ClassVar[bool] = True
+
+    @property
+    def splits_backward(self) -> bool:
+        return True
 
     def program(self, plan: Plan) -> Program:
         return split(GPipe().program(replace(plan, split_backward=False)))

@@ -8,6 +8,7 @@ from lightning_pipes.ir import B, F, Instruction, Kind, Plan, Span
 from lightning_pipes.planning.measured import Averages, StepSample
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.kfkb import KFKB
+from lightning_pipes.strategies.zero_bubble import ZeroBubble
 from lightning_pipes.testing.generators import uniform
 from tests.planning.samples import MS, step
 
@@ -162,3 +163,40 @@ def test_policies_may_hold_back_forwards():
     events = [(0, F(0, a), 0, 10), (0, B(0, a), 12, 20), (0, F(0, b), 100, 110), (0, B(0, b), 112, 120)]
     assert StepSample.of(events[:3], plan, chosen=True).lag == 2
     assert StepSample.of(events[:3], plan).lag == 41
+
+
+def both_ways(averages, **times):
+    """Costs after three steps of whole backwards, then three of split ones that take other times."""
+    whole, split = ({"schedule": KFKB(1)}, {"schedule": ZeroBubble(), **times})
+    for how in (whole, split):
+        for _ in range(3):
+            averages.add(step(**how)[0])
+    return averages.costs()
+
+
+def test_what_did_not_run_is_priced_by_what_did():
+    """Layers that were measured by themselves say what the parts of a backward take over the whole."""
+    parts = {0: (0.0, 1.0), 1: (0.6, 0.5), 2: (0.5, 0.5)}
+    averages = Averages(window=2, parts=parts)
+    for _ in range(3):
+        averages.add(step(b=40 * MS)[0])
+    costs = averages.costs()
+    assert [costs.time(Kind.I, s, 1) for s in range(3)] == pytest.approx([0.0, 0.024, 0.020])
+    assert [costs.time(Kind.W, s, 1) for s in range(3)] == pytest.approx([0.040, 0.020, 0.020])
+    assert not averages.knows(replace(Plan.even(3, 6), split_backward=True))
+    averages = Averages(window=2, parts=parts)
+    for _ in range(3):
+        averages.add(step(ZeroBubble(), b=44 * MS)[0])
+    assert [averages.costs().time(Kind.B, s, 1) for s in range(3)] == pytest.approx([0.044, 0.040, 0.044])
+
+
+def test_what_was_measured_counts_more_and_drifts_with_what_runs():
+    averages = Averages(window=2, parts=dict.fromkeys(range(3), (0.9, 0.9)))
+    costs = both_ways(averages, b=50 * MS)
+    assert costs.time(Kind.I, 1, 1) + costs.time(Kind.W, 1, 1) == pytest.approx(0.050)
+    assert costs.time(Kind.B, 1, 1) == pytest.approx(0.040)
+    for _ in range(6):
+        averages.add(step(ZeroBubble(), b=75 * MS)[0])
+    costs = averages.costs()
+    assert costs.time(Kind.I, 1, 1) + costs.time(Kind.W, 1, 1) == pytest.approx(0.075)
+    assert costs.time(Kind.B, 1, 1) == pytest.approx(0.060)

@@ -9,7 +9,7 @@ import pytest
 from lightning_pipes.ir import Kind, PlanError, Program, ProgramError, Schedule
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.measured import Averages
-from lightning_pipes.planning.tuning import Chooser, Regime, Verdict, regime_of
+from lightning_pipes.planning.tuning import Chooser, Effect, Verdict, effect_of
 from lightning_pipes.sim import load_kernel, simulate
 from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.kfkb import KFKB
@@ -29,8 +29,12 @@ def given(costs, lag=0.0, unsteady=0.0, window=1):
     return averages
 
 
-def case(link, stages=4, m=24, f=20 * MS, b=40 * MS, **more):
+def case(link, stages=4, m=24, f=20 * MS, b=40 * MS, split=False, **more):
+    """With `split` it is known what the parts of a backward take."""
     plan, costs = uniform(stages, m, f=f, b=b, link=link, activation_bytes=10)
+    if not split:
+        whole = {key: table for key, table in costs.seconds.items() if key[0] not in (Kind.I, Kind.W)}
+        costs = replace(costs, seconds=whole)
     return plan, costs, KFKBPlanner().candidates(plan, costs, **more)
 
 
@@ -68,7 +72,7 @@ def test_the_choice_is_that_of_simulating_everything(seed, unsteady):
     found = KFKBPlanner().candidates(plan, costs, rng.choice([None, 10 * 2 * plan.n_stages, 10 * 3 * plan.n_stages]))
     current = rng.choice(found)
     decision = Chooser().decide(found, current, given(costs, unsteady=unsteady))
-    free = decision.regime is Regime.FREE
+    free = decision.effect is Effect.FREE
     assert decision.chosen.candidate == exhaustive(found, current, costs, unsteady > 0 and not free)
     assert [r.seconds for r in decision.ranked] == sorted(seconds(r.candidate, costs) for r in decision.ranked)
 
@@ -93,7 +97,7 @@ def test_a_free_link_stays_with_what_holds_least():
     decision = Chooser().decide(found, found[0], given(costs))
     assert not decision.switches
     assert decision.gain == 0
-    assert decision.regime is Regime.FREE
+    assert decision.effect is Effect.FREE
     deep = next(c for c in found if c.schedule == KFKB(4))
     assert not Chooser().decide(found, deep, given(costs)).switches  # nothing to gain
 
@@ -101,7 +105,7 @@ def test_a_free_link_stays_with_what_holds_least():
 def test_a_slow_link():
     _, costs, found = case(link=20 * MS)
     decision = Chooser().decide(found, found[0], given(costs))
-    assert decision.regime is Regime.LATENCY
+    assert decision.effect is Effect.LATENCY
     assert decision.chosen.candidate.schedule == Deep(3)  # as fast as any, and holds least
     assert decision.gain == pytest.approx(1 - 1740 / 2420)
     assert str(decision) == (
@@ -118,7 +122,7 @@ def test_hysteresis(gain, switches):
     class Rigged(Chooser):
         def _rehearsal(self, candidate):
             class Known:
-                def makespan(self, costs, *, blocking_sends):
+                def makespan(self, costs):
                     return int(1e9 * ((1 - gain) if candidate is best else 1))
 
             return Known()
@@ -150,31 +154,31 @@ def test_unsteady_links_want_an_order_that_is_not_fixed():
 @pytest.mark.parametrize(
     ("link", "lag", "regime"),
     [
-        (0, 0, Regime.FREE),
-        (0.2, 0, Regime.FREE),
-        (1.3, 0.001, Regime.LATENCY),  # an engine's own overhead is no sign of sends that block
-        (5, 0, Regime.LATENCY),
-        (59, 0, Regime.LATENCY),
-        (61, 0, Regime.BANDWIDTH),
-        (20, 0.011, Regime.BLOCKING),
-        (20, 0.009, Regime.LATENCY),
+        (0, 0, Effect.FREE),
+        (0.2, 0, Effect.FREE),
+        (1.3, 0.001, Effect.LATENCY),  # an engine's own overhead is no sign of sends that block
+        (5, 0, Effect.LATENCY),
+        (59, 0, Effect.LATENCY),
+        (61, 0, Effect.BANDWIDTH),
+        (20, 0.011, Effect.BLOCKING),
+        (20, 0.009, Effect.LATENCY),
     ],
 )
 def test_regimes(link, lag, regime):
     plan, costs = uniform(4, 24, f=20 * MS, b=40 * MS, link=int(link * MS))
-    assert regime_of(plan, costs, lag) is regime
+    assert effect_of(plan, costs, lag) is regime
 
 
 def test_where_sends_block_little_is_gained():
     plan, costs, found = case(link=20 * MS)
     free = Chooser().decide(found, found[0], given(costs))
     decision = Chooser().decide(found, found[0], given(costs, lag=0.02))
-    assert decision.regime is Regime.BLOCKING
+    assert decision.effect is Effect.BLOCKING
     assert 0 < decision.gain < 0.1 * free.gain
     assert decision.chosen.candidate.schedule == Deep(1)  # one more under way is all that helps
     for r in decision.ranked[:4]:
         program = r.candidate.schedule.program(plan)
-        assert r.seconds == simulate(program, plan, costs, blocking_sends=True).makespan / 1e9
+        assert r.seconds == simulate(program, plan, replace(costs, regime="blocking")).makespan / 1e9
 
 
 def test_what_does_not_fit_any_more_is_left_at_once():
@@ -251,3 +255,25 @@ def test_what_is_chosen_is_verified():
     careless = Candidate(Careless(), plan, (1,) * 4)
     with pytest.raises(ProgramError):
         Chooser().decide([*found, careless], found[0], given(costs))
+
+
+def test_backwards_are_split_where_links_are_slow_and_it_is_known_what_that_takes():
+    plan, costs, found = case(20 * MS, split=True, memory_limit=80)
+    decision = Chooser().decide(found, found[0], given(costs))
+    assert decision.chosen.candidate.plan == replace(plan, split_backward=True)
+    assert max(decision.chosen.candidate.peak_bytes) <= 80
+    whole = min(seconds(c, costs) for c in found if not c.plan.split_backward)
+    assert decision.chosen.seconds == pytest.approx(min(seconds(c, costs) for c in found), rel=0.005)
+    assert decision.chosen.seconds < 0.95 * whole
+    again = KFKBPlanner().candidates(decision.chosen.candidate.plan, costs, 80)  # whatever runs now
+    assert set(again) == set(found)
+    assert not Chooser().decide(again, decision.chosen.candidate, given(costs)).switches
+
+
+def test_backwards_stay_whole_where_their_parts_take_too_long():
+    plan, costs, _ = case(0, split=True)
+    dear = {(kind, s): ((1, 35e-3),) for kind in (Kind.I, Kind.W) for s in range(4)}
+    costs = replace(costs, seconds={**costs.seconds, **dear})
+    found = KFKBPlanner().candidates(plan, costs)
+    assert any(c.plan.split_backward for c in found)
+    assert not Chooser().decide(found, found[0], given(costs)).chosen.candidate.plan.split_backward

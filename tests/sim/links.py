@@ -85,4 +85,11 @@ def shaped(costs, plan, seed, *, crowded=False):
         )
 
     ranks = range(plan.n_ranks)
-    return replace(costs, links={(a, b): link(a) for a in ranks for b in ranks if a != b})
+    links = {(a, b): link(a) for a in ranks for b in ranks if a != b}
+    joined = {(a, b) for a, b, _ in plan.links}
+    return replace(costs, links={pair: links[pair] for pair in links if pair in joined})
+
+
+def sending(costs, blocking):
+    """`costs` where sends block, or do not."""
+    return replace(costs, regime="blocking" if blocking else "asynchronous")

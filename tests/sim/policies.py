@@ -25,11 +25,12 @@ class ByRule(RulePolicy):
 
     limits: tuple = ()
     alternate: bool = True
+    weights_last: bool = False
     name: ClassVar[str] = "by_rule"
 
     def rule(self, plan):
         limits = self.limits[:1] * plan.n_stages if len(self.limits) == 1 else self.limits
-        return Rule(limits, self.alternate)
+        return Rule(limits, self.alternate, self.weights_last)
 
 
 @dataclass(frozen=True)

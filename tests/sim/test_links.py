@@ -11,7 +11,7 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan
 from tests.sim.by_events import ByEvents
-from tests.sim.links import shaped
+from tests.sim.links import sending, shaped
 from tests.sim.policies import Asked, ByRule, Scripted
 
 RATE = 1e9
@@ -100,7 +100,7 @@ class TestSharedWires:
         costs = shaped(random_costs(plan, seed), plan, seed, crowded=True)
         program = OneFOneB().program(plan)
         events = ByEvents(Scripted(program.head), plan, costs, blocking_sends=blocking).run()
-        assert sorted(simulate(program, plan, costs, blocking_sends=blocking).events) == sorted(events)
+        assert sorted(simulate(program, plan, sending(costs, blocking)).events) == sorted(events)
 
     def test_transfers_placed_by_hand_are_timed_unless_sends_block(self, kernel):
         plan = tiny_plan(2, 3)
@@ -118,4 +118,4 @@ class TestSharedWires:
         begins = {e.instruction: e.start for e in timeline.events}
         assert begins[second] == begins[F(0, c)] == 1 + 7 + 2 + 7
         with pytest.raises(PlanError, match="by hand"):
-            simulate(program, plan, shared, blocking_sends=True)
+            simulate(program, plan, sending(shared, True))

@@ -9,8 +9,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from lightning_pipes.cost import Regime
 from lightning_pipes.ir import Kind
 from lightning_pipes.planning.advice import Advice, advise
+from lightning_pipes.sim import simulate
 from lightning_pipes.sim.page import page
 from lightning_pipes.sim.shown.slowest import Slowest
 from lightning_pipes.sim.units import bytes_text
@@ -142,3 +144,22 @@ class TestSlowest:
 )
 def test_bytes_text(size, text):
     assert bytes_text(size) == text
+
+
+def test_the_regime_of_the_prediction_and_its_meaning():
+    record = RECORD
+    for regime in ("asynchronous", "shared"):
+        plan, costs = record.plan, replace(record.costs, regime=regime)
+        predicted = replace(simulate(record.predicted.program(), plan, costs), name="predicted")
+        text = page(replace(record, predicted=predicted), NOTHING)
+        assert f"Predicted with {Regime(regime).words}: {Regime(regime).meaning}." in text
+        headings = [panel["heading"] for panel in data_of(text)["panels"]]
+        assert [Regime(regime).words in heading for heading in headings] == [False, True]
+
+
+def test_steps_that_scatter():
+    rare = {(kind, s): (1.0,) * 9 + (20.0,) for kind in (Kind.F, Kind.B) for s in range(RECORD.plan.n_stages)}
+    assert "if operations scatter as they did" in page(
+        replace(RECORD, costs=replace(RECORD.costs, scatter=rare)), NOTHING
+    )
+    assert "if operations scatter" not in page(RECORD, NOTHING)

@@ -7,9 +7,11 @@ import pytest
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import B, F, Instruction, Kind, Span
 from lightning_pipes.sim import Event, Timeline, compare, save_chrome_trace, save_png, simulate
+from lightning_pipes.sim.shown import render
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.strategies.pipedream import PipeDream
 from lightning_pipes.testing.generators import random_costs, tiny_plan, uniform
 
 PLAN, COSTS = uniform(2, 3, f=2, b=4, step=2, link=1, latency=1)
@@ -111,6 +113,27 @@ def test_png(tmp_path, stages):
     assert one[:8] == two[:8] == b"\x89PNG\r\n\x1a\n"
     height = [int.from_bytes(png[20:24], "big") for png in (one, two)]
     assert height[1] > 1.5 * height[0]
+
+
+@pytest.mark.parametrize("batches", [20, 200])
+def test_of_what_is_too_long_to_be_seen_the_end_is_drawn(tmp_path, monkeypatch, batches):
+    plan, costs = uniform(1, 1, f=2, b=4)
+    timeline = simulate(PipeDream().program(plan), plan, costs, batches=batches)
+    drawn = []
+    panel = render._panel
+
+    def keeping(axis, part, span, *rest):
+        drawn.append((part, span))
+        panel(axis, part, span, *rest)
+
+    monkeypatch.setattr(render, "_panel", keeping)
+    save_png(timeline, tmp_path / "x.png")
+    ((part, span),) = drawn
+    bars = 3 * batches  # a forward, a backward and a step
+    assert span == timeline.makespan * min(160, bars) // bars
+    hidden = timeline.makespan - span
+    ends = [e.end - hidden for e in timeline.computations if e.end > hidden and e.end > e.start]
+    assert [e.end for e in part.computations if e.end > e.start] == ends
 
 
 def test_png_of_nothing(tmp_path):

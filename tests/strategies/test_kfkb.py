@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_pipes.ir import B, F, Instruction, Kind, verify
@@ -124,7 +126,8 @@ def test_blocking_sends_undo_the_gain():
     """Whether a send blocks computation decides everything: a larger k never helps then."""
     plan, costs = uniform(stages=4, microbatches=12, f=4, b=8, link=2)
     free = [simulate(KFKB(k=k).program(plan), plan, costs).makespan for k in (1, 2)]
-    blocked = [simulate(KFKB(k=k).program(plan), plan, costs, blocking_sends=True).makespan for k in (1, 2)]
+    blocking = replace(costs, regime="blocking")
+    blocked = [simulate(KFKB(k=k).program(plan), plan, blocking).makespan for k in (1, 2)]
     assert free[1] < free[0]
     assert blocked[1] > free[1]
     assert blocked[0] - free[0] < blocked[1] - free[1]

@@ -13,6 +13,7 @@ from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.kfkb.planner import KFKBPlanner, memory_curve
 from lightning_pipes.strategies.per_link import PerLink
 from lightning_pipes.strategies.ready import Ready
+from lightning_pipes.strategies.zero_bubble import ZeroBubble
 from lightning_pipes.testing.generators import uniform
 
 
@@ -77,6 +78,7 @@ def test_never_more_than_the_limit_and_as_predicted(limit, more):
         order = c.schedule.program(c.plan) if isinstance(c.schedule, Schedule) else c.schedule
         peak = simulate(order, c.plan, costs).peak_bytes
         assert all(there <= said <= limit for there, said in zip(peak, c.peak_bytes, strict=True)), c.label
+        assert c.plan.split_backward == c.schedule.splits_backward
         if isinstance(c.schedule, KFKB) and len({s.rows for s in c.plan.spans(Kind.F, 0)}) == 1 and not plan.recompute:
             assert peak == c.peak_bytes, c.label
 
@@ -127,6 +129,8 @@ def test_k_ends_where_there_are_no_more_micro_batches():
 
 def test_other_ways_for_the_same_memory():
     plan, costs = uniform(4, 24, f=20, b=40, link=60, activation_bytes=10)
+    whole = {key: table for key, table in costs.seconds.items() if key[0] not in (Kind.I, Kind.W)}
+    costs = replace(costs, seconds=whole)
     found = KFKBPlanner().candidates(plan, costs, 90)
     assert tuning_planner(KFKB("auto")) == KFKBPlanner()
     assert {type(c.schedule) for c in found} == {KFKB, Deep, PerLink, Ready} - {PerLink}
@@ -146,6 +150,19 @@ def test_extra_where_one_link_is_slow():
     slow = {(Kind.SF, 1): ((1, 60e-9),), (Kind.SB, 2): ((1, 60e-9),)}
     found = KFKBPlanner().candidates(plan, replace(costs, seconds={**costs.seconds, **slow}), 60)
     assert [c.schedule.extra for c in found if isinstance(c.schedule, PerLink)] == [(0, 2, 0)]
+
+
+def test_split_backwards_with_a_warm_up_for_the_links_and_the_memory():
+    plan, costs = uniform(4, 24, f=20, b=40, activation_bytes=10)
+    slow = {(Kind.SF, 1): ((1, 60e-9),), (Kind.SB, 2): ((1, 60e-9),)}
+    found = KFKBPlanner().candidates(plan, replace(costs, seconds={**costs.seconds, **slow}), 60)
+    split = [c for c in found if isinstance(c.schedule, ZeroBubble)]
+    assert all(c.plan.split_backward and max(c.peak_bytes) <= 60 for c in split)
+    assert {c.schedule for c in split if not c.schedule.limits} == {ZeroBubble((0, n, 0)) for n in (0, 1, 2)}
+    assert {c.schedule for c in split if c.schedule.limits} == {
+        ZeroBubble((0, n, 0), limits=(6,) * 4) for n in (0, 1, 2, 3)
+    }
+    assert Ready(limits=(6,) * 4, split=True) in [c.schedule for c in found]
 
 
 def test_one_stage_has_nothing_to_choose():

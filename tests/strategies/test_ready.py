@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipes.ir import B, F, Instruction, Plan, PlanError, RankView, RulePolicy, verify
+from lightning_pipes.ir import B, F, I, Instruction, Plan, PlanError, RankView, RulePolicy, W, prepared, verify
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -12,11 +12,19 @@ from lightning_pipes.testing.generators import random_costs, tiny_plan, uniform
 
 
 class TestReady(ScheduleConformance):
-    schedules = [Ready(), Ready(slack=0), Ready(slack=9), Ready(alternate=False)]
+    schedules = [
+        Ready(),
+        Ready(slack=0),
+        Ready(slack=9),
+        Ready(alternate=False),
+        Ready(split=True),
+        Ready(0, alternate=False, split=True),
+    ]
     refused = [
         lambda: Ready(slack=-1),
         lambda: Ready(limits=(1, 1)).rule(tiny_plan(3, 4)),
         lambda: Ready(limits=(2, 1)).rule(Plan.even(2, 2, rows=4)),
+        lambda: Ready(split=True).rule(tiny_plan(3, 4)),
     ]
 
     def most_held(self, schedule, plan, stage):
@@ -51,10 +59,29 @@ def test_alternates(last, alternate, picked):
     assert Ready(alternate=alternate).pick(ready, view, plan) == picked(0, spans[0 if picked is B else 1])
 
 
+@pytest.mark.parametrize(
+    ("last", "alternate", "picked"), [(F, True, I), (I, True, F), (W, True, F), (None, False, I), (F, False, I)]
+)
+def test_weight_gradients_come_last(last, alternate, picked):
+    plan = prepared(tiny_plan(2, 4), Ready(split=True))
+    spans = plan.jobs[0].forward[0]
+    ready: list[Instruction] = [W(0, spans[0]), I(0, spans[1]), F(0, spans[2])]
+    view = RankView(0, last and last(0, spans[0]), {0: 2})
+    policy = Ready(alternate=alternate, split=True)
+    assert policy.pick(ready, view, plan) == picked(0, spans[1 if picked is I else 2])
+    assert policy.pick([W(0, spans[0]), F(0, spans[3])], replace(view, in_flight={0: 4}), plan) == W(0, spans[0])
+
+
+def test_later_stages_hold_as_much_where_backward_is_split():
+    plan = prepared(Plan.even(4, 8, rows=16), Ready(split=True))
+    assert Ready(slack=3, split=True).rule(plan).limits == (14,) * 4
+    assert Ready(limits=(9, 9, 9, 2), split=True).rule(plan).limits == (9, 9, 9, 2)
+
+
 def test_never_holds_more_than_its_limits():
     for seed in range(20):
-        plan = Plan.even(4, 9, rows=13)
-        schedule = Ready(slack=seed % 4)
+        schedule = Ready(slack=seed % 4, split=seed % 3 == 0)
+        plan = prepared(Plan.even(4, 9, rows=13), schedule)
         program = simulate(schedule, plan, random_costs(plan, seed)).program()
         held = verify(program, plan).peak_rows
         assert all(h <= most for h, most in zip(held, schedule.rule(plan).limits, strict=True))

@@ -21,7 +21,7 @@ SETTINGS = {
     "deep": {"slack": 2},
 }
 F, B_I, B_W = 12, 24, 12
-ENDLESS = {"pipedream", "pipedream_2bw"}
+ENDLESS = {"pipedream", "pipedream_2bw", "dynpipe"}
 
 
 def rows():

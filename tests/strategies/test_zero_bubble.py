@@ -3,9 +3,13 @@ from itertools import product
 
 import pytest
 
-from lightning_pipes.ir import STEP, F, I, Kind, Plan, Program, W, prepared, verify
+from lightning_pipes.cost import Link
+from lightning_pipes.ir import STEP, F, I, Kind, Plan, PlanError, Program, W, prepared, verify
+from lightning_pipes.planning.bounds import least_step
 from lightning_pipes.sim import makespan, simulate
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.strategies.per_link import PerLink, extra_for
+from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import tiny_plan, uniform
@@ -20,6 +24,30 @@ class TestZeroBubble(ScheduleConformance):
 
     def most_held(self, schedule, plan, stage):
         return min(plan.n_stages, len(plan.jobs[0].forward[0]))
+
+
+class TestLongerWarmUp(ScheduleConformance):
+    schedules = [
+        ZeroBubble((0, 2, 1)),
+        ZeroBubble((1, 1, 1)),
+        ZeroBubble((9, 0, 0), limits=(5, 7, 3, 4)),
+        ZeroBubble(limits=(2, 1, 4, 8)),
+    ]
+    refused = [
+        lambda: ZeroBubble((1, -1)),
+        lambda: ZeroBubble(limits=(0, 1)),
+        lambda: ZeroBubble((1, 1)).program(split(tiny_plan(4, 4))),
+        lambda: ZeroBubble(limits=(4, 4)).program(split(tiny_plan(3, 4))),
+        lambda: ZeroBubble(limits=(2, 1)).program(split(Plan.even(2, 2, rows=4))),
+    ]
+    ranks = (4,)
+
+    def plan(self, schedule, ranks, microbatches):
+        return super().plan(schedule, 4, microbatches)
+
+    def most_held(self, schedule, plan, stage):
+        room = schedule.limits[stage] if schedule.limits else 4 + sum(schedule.extra)
+        return min(room, len(plan.jobs[0].forward[0]))
 
 
 def split(plan):
@@ -116,3 +144,65 @@ def test_the_plan_is_prepared():
     plan = Plan.even(2, 4)
     assert prepared(plan, ZeroBubble()) == split(plan)
     assert prepared(split(plan), OneFOneB()) == plan
+
+
+def test_small_order_with_a_longer_warm_up():
+    plan = split(tiny_plan(stages=2, microbatches=4))
+    assert ZeroBubble((1,)).program(plan).lines() == [
+        "F0.0 F0.1 F0.2 I0.0 W0.0 F0.3 I0.1 W0.1 I0.2 W0.2 I0.3 W0.3 STEP0",
+        "F1.0 I1.0 F1.1 I1.1 F1.2 I1.2 W1.0 F1.3 I1.3 W1.1 W1.2 W1.3 STEP1",
+    ]
+
+
+def test_a_stage_with_little_room_keeps_those_after_it_from_waiting_for_ever():
+    plan = split(tiny_plan(stages=3, microbatches=6))
+    program = ZeroBubble((1, 1), limits=(4, 1, 3)).program(plan)
+    assert verify(program, plan).peak_spans == (4, 1, 3)
+    with pytest.raises(PlanError, match="zero_bubble: stage 1 may hold 1 samples and has a micro-batch of 2"):
+        ZeroBubble(limits=(4, 1, 4)).program(split(Plan.even(3, 6, rows=12)))
+
+
+@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (3, 2, 2)])
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_one_more_for_each_link_leaves_no_bubble_after_the_first_forward(p, f, i, w):
+    """ZB-H2: the last stage waits (p - 1) f for its first forward, and no rank waits from then on for long."""
+    plan, costs = uniform(p, 3 * p, f=f, b=i + w, w=w)
+    program = ZeroBubble((1,) * (p - 1)).program(split(plan))
+    assert verify(program, split(plan)).peak_spans == (2 * p - 1,) * p
+    assert makespan(program, split(plan), costs) == least_step(split(plan), costs)
+
+
+def slow_link():
+    """Eight stages, the last one far away; F 9.4 ms, whole backwards 18.8 ms, half of it I and half W."""
+    plan, costs = uniform(8, 24, f=9_400_000, b=18_800_000)
+    far = Link(latency=0.060)
+    return plan, replace(costs, links={(6, 7): far, (7, 6): far})
+
+
+def step(order, plan, costs):
+    timeline = simulate(order, prepared(plan, order), costs) if isinstance(order, Ready) else None
+    program = timeline.program() if timeline else order.program(prepared(plan, order))
+    facts = verify(program, prepared(plan, order))
+    return makespan(program, prepared(plan, order), costs) / 1e6, max(facts.peak_spans), facts.peak_spans[0]
+
+
+def test_split_backwards_go_below_what_whole_ones_can_on_a_slow_link():
+    plan, costs = slow_link()
+    assert step(OneFOneB(), plan, costs)[0] == pytest.approx(2314, abs=1)
+    assert step(PerLink(extra_for(plan, costs)), plan, costs) == pytest.approx((994, 13, 13), abs=1)
+    assert least_step(split(plan), costs) / 1e6 == pytest.approx(803, abs=1)
+    for held, extra, most in ((13, 5, 860), (16, 7, 803), (24, 7, 803)):
+        for order, least in (
+            (ZeroBubble((0,) * 6 + (extra,), limits=(held,) * 8), most),
+            (Ready(limits=(held,) * 8, split=True), {13: 900, 16: 870, 24: 810}[held]),
+        ):
+            took, everywhere, first = step(order, plan, costs)
+            assert took <= least, order
+            assert everywhere == first == held, order
+
+
+def test_extra_counts_what_is_under_way_while_weights_wait():
+    """A round trip of 2 x 60 ms, over F and I of 9.4 ms each: 6.4 micro-batches; with whole backwards 4.3."""
+    plan, costs = slow_link()
+    assert extra_for(plan, costs) == (0,) * 6 + (5,)
+    assert extra_for(split(plan), costs) == (0,) * 6 + (7,)

@@ -185,6 +185,7 @@ def fit(
     validates: int | None = None,
     kind: type[Lit] = Lit,
     gpu: bool = False,
+    strategy: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Hashes of all layers and the losses, on every rank; saves in the middle of the second epoch of two. What is to be
     compared is in the folder, too."""
@@ -198,7 +199,7 @@ def fit(
     if isinstance(module, Cut):
         module.stages = ranks
     place: dict[str, Any] = on_one_gpu(ranks) if gpu else {"accelerator": "cpu", "devices": ranks}
-    more: dict[str, Any] = SHARED if gpu else {}
+    more: dict[str, Any] = (SHARED if gpu else {}) | (strategy or {})
     trainer = pl.Trainer(
         **place,
         strategy=PipelineStrategy(schedule or CSP(depth=8), 2, partition=CUTS[ranks], recompute=recompute, **more),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import Produced
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.one_thread import on_one_thread
@@ -124,6 +125,24 @@ def lines(rank: int) -> Iterator[tuple[int, ...]]:
         if number == 11 and rank == 0:
             raise OSError("the line is down")
         yield (number % 3,) * BLOCKS
+
+
+SPLIT = CSP(depth=8, split_backward=True)
+
+
+def test_a_split_backward_on_two_stages() -> None:
+    """With layers read late, the whole of what a stage keeps from forward to weight gradients."""
+    for found in run_ranks(fit, 2, 2, "delayed", SHORT, mkdtemp(), None, -1, False, None, SPLIT, timeout=120):
+        assert found == plain("delayed", SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(("shared", "recompute"), [*((each, False) for each in SHARED), ("sequential", True)])
+def test_a_split_backward_on_any_number_of_stages(shared: str, recompute: bool, stages: int) -> None:
+    args = (shared, SHORT, mkdtemp(), None, -1, recompute, None, SPLIT)
+    for found in run_ranks(fit, stages, stages, *args, timeout=200):
+        assert found == plain(shared, SHORT)
 
 
 @pytest.mark.slow

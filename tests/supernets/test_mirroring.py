@@ -18,6 +18,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.sim.shown.training_record import TrainingRecord
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import SubnetStream
+from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.one_thread import one_thread  # noqa: F401  # a fixture
 from tests.supernets.nets import Cut, alone, explorer, fit, loader, new_module
@@ -127,6 +128,36 @@ def test_a_killed_rank_ends_all_and_training_goes_on_on_more() -> None:
     assert "rank 0" in outcomes[1].error
     assert outcomes[1].seconds - outcomes[0].seconds < 10
     for found in run_ranks(cut, 4, 4, "sequential", SHORT, folder, f"{folder}/step=30.ckpt", timeout=120):
+        assert found == after(wanted, 30)
+
+
+class Severed(Cut):
+    """Loses sight of the other host at the given subnet."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch[-1].id == self.dies_at:
+            self.dies_at = -1
+            namespaces.cut()
+        return super().training_step(batch, batch_idx)
+
+
+def severed(rank: int, folder: str) -> dict[str, Any]:
+    return fit(
+        rank, 2, "sequential", SHORT, folder, dies_at=34, every=30, kind=Severed, strategy={"heartbeat_timeout": 5.0}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+def test_both_ends_of_a_cut_link_end_and_training_goes_on() -> None:
+    folder, wanted = mkdtemp(), plain("sequential", SHORT, (30,))
+    with namespaces.Hosts(2) as hosts:
+        outcomes = hosts.watch_ranks(severed, folder, timeout=200)
+    for outcome in outcomes:
+        assert outcome.exitcode == 1
+        assert "PeerFailure" in outcome.error
+    for found in run_ranks(cut, 2, 2, "sequential", SHORT, folder, f"{folder}/step=30.ckpt", timeout=120):
         assert found == after(wanted, 30)
 
 

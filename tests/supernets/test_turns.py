@@ -60,8 +60,22 @@ def refused(rank: int, schedule: str | CSP, ranks: int, recompute: bool, device_
 @pytest.mark.parametrize(
     ("schedule", "ranks", "recompute", "device_bytes", "says"),
     [
-        ("1f1b", 1, False, 10**6, "Use 'csp', or leave MemorySwap out"),
+        (
+            "1f1b",
+            1,
+            False,
+            10**6,
+            "'1f1b' runs all layers for each batch, and has one version. Leave MemorySwap out, or",
+        ),
+        ("pipedream", 2, False, 10**6, r"PipelineError: MemorySwap has the weight versions .*\(recompute=True\): a"),
         ("csp", 2, False, 10**6, r"PipelineError: MemorySwap needs PipelineStrategy\(recompute=True\)"),
+        (
+            CSP(split_backward=True),
+            2,
+            True,
+            10**6,
+            "splits backward: weight .* Leave MemorySwap out, or split_backward",
+        ),
         (CSP(balanced=True), 2, True, 10**6, "go from rank to rank, and can't take turns on the device"),
         ("csp", 1, False, 9000, "PlanError: no room on the device for layers .*; give MemorySwap more device_bytes"),
         ("csp", 1, False, 900, "PlanError: state .* has .* bytes, the device's budget is 900; raise the budget"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -57,6 +58,16 @@ class TestShaping:
                 lab.shape(bandwidth, [(0, 1)])
                 assert_speed(traffic, bandwidth)
 
+    def test_what_is_less_urgent_waits(self) -> None:
+        with NetLab(2, 2e6, bands=True) as lab, lab.compete(0, 1) as bulk:
+            for sender in bulk.senders:
+                sender.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, 2)
+            time.sleep(1.0)  # what was sent before is through
+            with lab.compete(0, 1) as urgent:
+                assert_speed(urgent, 2e6)
+                assert speed(bulk) < 0.1 * 2e6
+            assert_speed(bulk, 2e6)
+
     def test_each_direction_and_cable_has_its_own(self, lab: NetLab) -> None:
         lab.shape(2e6, [(0, 1)])
         lab.shape(6e6, [(1, 0)])
@@ -107,7 +118,7 @@ def measured(rank: int) -> tuple[str, dict[tuple[int, int], Link]]:
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
     plan = Plan.even(3, 3)
     transport = make_transport(plan, rank, range(3), torch.device("cpu"), watch)
-    links = measure_links(plan, rank, transport, sizes=(2**12, 2**17), repeats=5)
+    links = measure_links(plan, rank, transport, sizes=(2**12, 2**17), repeats=31)  # half a second: not one bad moment
     transport.close()
     watch.close()
     return type(transport).__name__, links

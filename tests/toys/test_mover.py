@@ -6,18 +6,23 @@ from functools import cache
 from tempfile import mkdtemp
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
 
+from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 from tests.toys.install import install
-from tests.trainer.lit import Case, LitOutside, differences, train
+from tests.trainer.lit import Case, Lit, LitOutside, data, differences, plain_values, quiet, train
 
 BATCHES = 24
 """Three an epoch; layers move before batches 10 and 20, counted from 0."""
 NINE = [(0, 4), (4, 9)], [(0, 5), (5, 9)], [(0, 4), (4, 9)]
 """Where nine layers are before, between and after."""
+MOVERS = [pytest.param("mover", marks=pytest.mark.slow), "stashing_mover"]
+"""tests/trainer/test_replan.py has less of a schedule that flushes, and is quicker."""
 
 
 class LitFrozen(LitOutside):
@@ -89,22 +94,68 @@ def results(schedule: str) -> list[list[tuple[Any, ...]]]:
     return run_ranks(runs, 2, schedule, mkdtemp(), timeout=120)
 
 
-@pytest.mark.parametrize("schedule", ["mover", "stashing_mover"])
+@pytest.mark.parametrize("schedule", MOVERS)
 def test_everything_is_as_in_a_run_that_drains_and_moves_nothing(schedule: str) -> None:
     for (moved, layers, consistent, about), (stayed, same, *_), *_ in results(schedule):
-        assert [layers[n] for n in (0, 9, 10, 19, 20, 23)] == [p for p in NINE for _ in (0, 1)]
+        # A stream moves once all have told what they saw, or are drained: after batch 20, with which an epoch ends.
+        assert [layers[n] for n in (0, 9, 10, 19, 21, 23)] == [p for p in NINE for _ in (0, 1)]
         assert (same, consistent, about) == ([NINE[0]] * BATCHES, True, (NINE[2], True))
         for key in ("outputs", "metrics", "weights", "rates", "steps"):
             assert differences(moved[key], stayed[key], tolerance=0) == []
         assert differences(moved.get("rows"), stayed.get("rows"), tolerance=0) == []
 
 
-@pytest.mark.parametrize("schedule", ["mover", "stashing_mover"])
+@pytest.mark.parametrize("schedule", MOVERS)
 def test_training_goes_on_from_right_before_and_right_after_a_move(schedule: str) -> None:
     for (moved, *_), _, (before, layers, *_), (after, *_) in results(schedule):
-        assert [layers[n] for n in (0, 9, 10)] == [NINE[1], NINE[1], NINE[0]]
+        assert [layers[n] for n in (0, 9, 11)] == [NINE[1], NINE[1], NINE[0]]
         for found in (before, after):
             assert differences(found["weights"], moved["weights"], tolerance=0) == []
             later = found["outputs"][1:]
             assert len(later) >= BATCHES - 12
             assert differences(later, moved["outputs"][-len(later) :], tolerance=0) == []
+
+
+class Layers(Callback):
+    """Keeps who has which layers after every batch."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.found.append([tuple(span) for span in trainer.strategy.running.part.holdings.layers])
+
+
+def accumulating(rank: int) -> list[Any]:
+    """Weights, and the batches before which layers moved: of a run that moves, and of one that drains."""
+    install("mover")
+    quiet()
+    found = []
+    for moves in (True, False):
+        pl.seed_everything(3, verbose=False)
+        module, layers = Lit().double(), Layers()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=PipelineStrategy(
+                "stashing_mover", 2, partition="parameters", schedule_args={"moves": moves, "every": 5}
+            ),
+            max_epochs=1,
+            limit_val_batches=0,
+            accumulate_grad_batches=4,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[layers],
+        )
+        trainer.fit(module, DataLoader(data(4 * 15), batch_size=4))
+        moved = [n for n in range(1, len(layers.found)) if layers.found[n] != layers.found[n - 1]]
+        found.append((plain_values(dict(module.state_dict())), moved))
+    return found
+
+
+def test_gradients_that_are_accumulated_move_with_their_layer() -> None:
+    for (moved, batches), (stayed, none) in run_ranks(accumulating, 2, timeout=60):
+        assert (batches, none) == ([8, 13], [])  # 13 is the second of four that are stepped together
+        assert differences(moved, stayed, tolerance=0) == []

@@ -21,14 +21,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, ModelProfile
+from lightning_pipes.cost.profile import LEAST_ROWS
 from lightning_pipes.engine.compute.rng import random_state
-from lightning_pipes.ir import Plan, PlanError
+from lightning_pipes.ir import Kind, Plan, PlanError
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.unchanged import unchanged
 from lightning_pipes.trainer.plan import deciding, measuring
-from lightning_pipes.trainer.plan.decision import LEAST_ROWS, Wanted
+from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from tests.trainer.lit import WIDTH, Case, Lit, LitOutside, LitTied, data, differences, plain_values, quiet, train
@@ -228,17 +229,27 @@ def test_auto_takes_what_the_planner_takes() -> None:
 
 def test_auto_tries_numbers_of_microbatches_whose_size_can_be_run() -> None:
     """Times go with rows, so that as many micro-batches as may be are best."""
-    wanted = Wanted(make_schedule("1f1b"), None, False, "auto", chooses=True)
+    request = RunRequest(make_schedule("1f1b"), None, False, "auto", chooses=True)
     layers = tuple(LayerProfile(str(n), ((0, 0.0), (1, 1.0)), ((0, 0.0), (1, 2.0))) for n in range(4))
     place = Deployment(Cluster((Device(), Device())))
-    plain = wanted.unmeasured([1] * 4, 2)
-    assert wanted.measured(plain, ModelProfile(layers), 16, place).microbatches == 16
-    assert wanted.measured(plain, ModelProfile(layers, notes={LEAST_ROWS: 3}), 16, place).microbatches == 4
+    plain = request.unmeasured([1] * 4, 2)
+    assert request.measured(plain, ModelProfile(layers), 16, place).microbatches == 16
+    assert request.measured(plain, ModelProfile(layers, notes={LEAST_ROWS: 3}), 16, place).microbatches == 4
 
 
 def test_auto_keeps_to_sizes_that_can_be_run() -> None:
     assert decided("not one row").profile is not None
-    assert decided("not one row").microbatches <= 2  # of batches of 8 rows, some of 6
+    assert decided("not one row").microbatches <= 4  # of batches of 8 rows
+
+
+def test_a_short_batch_keeps_to_sizes_that_can_be_run() -> None:
+    layers = tuple(LayerProfile(str(n), ((0, 0.0), (1, 1.0)), ((0, 0.0), (1, 2.0))) for n in range(4))
+    wanted = RunRequest(make_schedule("1f1b"), 4, False, "auto")
+    plain = wanted.unmeasured([1] * 4, 2)
+    for least, sizes in ((1, [1, 2, 1, 2]), (2, [2, 2, 2])):
+        notes = {LEAST_ROWS: least}
+        made = wanted.measured(plain, ModelProfile(layers, notes=notes), 8, Deployment(Cluster((Device(), Device()))))
+        assert [span.rows for span in made.plans().for_rows(6)[0].spans(Kind.F, 0)] == sizes
 
 
 def test_the_report_says_what_was_predicted() -> None:
@@ -247,7 +258,7 @@ def test_the_report_says_what_was_predicted() -> None:
         made = found["auto"]["decision"]
         assert made.table in text
         assert made.why in record.choice
-        predicted = f"A step up to the optimizer: {seconds_text(1e9 * made.computing)} predicted when it was chosen"
+        predicted = f"A step up to the optimizer: {seconds_text(1e9 * made.computing)} predicted, "
         assert predicted in record.choice
         assert record.profile == made.profile
         _, record = found["parameters"]["report"]
@@ -517,8 +528,8 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
 
 
 def test_names() -> None:
-    assert PipelineStrategy()._wanted.partition == "auto"
-    assert pl.Trainer(strategy="pipeline_auto", accelerator="cpu").strategy._wanted.chooses
+    assert PipelineStrategy()._request.partition == "auto"
+    assert pl.Trainer(strategy="pipeline_auto", accelerator="cpu").strategy._request.chooses
 
 
 # ---- adopting

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from lightning_pipes.testing.ranks import run_ranks
-from tests.launch.example import STARTUP
 from tests.trainer.lit import differences, plain_values, quiet
 
 APP = Path(__file__).parent / "cli_app.py"
@@ -82,7 +81,7 @@ def on_a_rank(rank: int, folder: str) -> dict[str, Any]:
         trainer = main([*COMMON, "--trainer.devices=2", *files, *given]).trainer
         strategy: Any = trainer.strategy
         weights = plain_values(dict(trainer.lightning_module.state_dict()))
-        found[name] = (repr(strategy.schedule), strategy._wanted.microbatches), weights
+        found[name] = (repr(strategy.schedule), strategy._request.microbatches), weights
     return found
 
 
@@ -121,7 +120,6 @@ def test_a_script_with_lightnings_launcher(tmp_path: Path, expected: Any) -> Non
         main([*COMMON, *given, "--trainer.devices=2", "--print_config"])
     (tmp_path / "printed.yaml").write_text(config.getvalue())
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
-    env["PYTHONPATH"] = str(STARTUP)
     command = [sys.executable, str(APP), "fit", "--config=printed.yaml"]
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

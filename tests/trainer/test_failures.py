@@ -219,6 +219,8 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
         "PipelineStrategy has other arguments on rank 1: microbatches=5, rank 0 4",
     ),
     (Lit, {"schedule": EachRank(("gpipe", "1f1b"))}, "on rank 1: schedule=1f1b, rank 0 gpipe"),
+    (Lit, {"moves": EachRank(("drain", "ahead"))}, "on rank 1: moves='ahead', rank 0 'drain'"),
+    (Lit, {"parcels": EachRank(("gate", "priority"))}, "on rank 1: parcels='priority', rank 0 'gate'"),
     (OtherBatches, {}, "loaded different batches (checksums rank 0:"),
     (FewerBatches, {}, "the training data of some ranks end with batch 1"),
     (CalledInHook, {}, "was called outside of training_step"),
@@ -345,6 +347,11 @@ def test_batch_normalisation_warns_once():
     with pytest.warns(UserWarning, match="2: batch normalisation sees one micro-batch at a time") as caught:
         warn_about_pieces(Normal().model)
     assert len(caught) == 1
+
+
+def test_a_short_last_batch_is_normalised():
+    """Six samples in four micro-batches would be two, two, one and one, and one sample has no variance."""
+    run_ranks(fit, 2, Normal, 2, {"microbatches": 4}, {"max_epochs": 1})
 
 
 class Cut(Callback):

@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 
 from lightning_pipes.arrays.siblings.sibling import Sibling
 from lightning_pipes.ir import PlanError
-from lightning_pipes.trainer.plan.decision import Decision, Wanted
+from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.request import RunRequest
 
 Structure = dict[str, tuple[tuple[int, ...], str]]
 """Shape and type of every parameter, by name."""
@@ -27,12 +28,12 @@ class CompatibilityError(PlanError):
         self.first = first
 
 
-def microbatches_among(wanted: Wanted, sibling: Sibling[object], ranks: int) -> Wanted:
-    """The wishes of a sibling, in as many micro-batches as its array says where it does not."""
-    if wanted.microbatches is not None or wanted.chooses:
-        return wanted
-    stages = len(wanted.schedule.placement(ranks))
-    return replace(wanted, microbatches=sibling.array.microbatches(stages))
+def microbatches_among(request: RunRequest, sibling: Sibling[object], ranks: int) -> RunRequest:
+    """The run that a sibling asks for, in as many micro-batches as its array says where it does not."""
+    if request.microbatches is not None or request.chooses:
+        return request
+    stages = len(request.schedule.placement(ranks))
+    return replace(request, microbatches=sibling.array.microbatches(stages))
 
 
 def same_container(sibling: Sibling[object], module: pl.LightningModule, find: Callable[[], str]) -> str:
@@ -88,6 +89,7 @@ def decide_alike(
         recompute=plain.recompute,
         seconds=None,
         computing=None,
+        cut="",
     )
 
 

@@ -20,7 +20,8 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.connections import Connections, Make
 from lightning_pipes.trainer.loop.stopping import StopAgreement
-from lightning_pipes.trainer.plan.decision import Decision, Wanted
+from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.ranks.control import Control
 
 
@@ -61,8 +62,8 @@ class SiblingConnections:
     def told_to_end(self) -> bool:
         return self.sibling.array.told_to_end
 
-    def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
-        return microbatches_among(wanted, self.sibling, ranks)
+    def requested(self, request: RunRequest, ranks: int) -> RunRequest:
+        return microbatches_among(request, self.sibling, ranks)
 
     def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
         return same_container(self.sibling, module, find)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.weights import Version
-from lightning_pipes.engine.private_torch import FunctionNode
+from lightning_pipes.engine.private_torch import FunctionNode, like_root, run_backward
 from lightning_pipes.ir import Span
 
 Flags = tuple[bool, ...]
@@ -61,6 +62,8 @@ def enter(tree: Any, flags: Flags, saved: Saved) -> Any:
                 tree = tree.detach()
             saved.entered = [tree.requires_grad_()]
         return tree
+    if not any(flags):
+        return tree
     leaves, spec = pytree.tree_flatten(tree)
     number = 0
     for at, leaf in enumerate(leaves):
@@ -69,7 +72,7 @@ def enter(tree: Any, flags: Flags, saved: Saved) -> Any:
                 leaves[at] = leaf.detach().requires_grad_()
                 saved.entered.append(leaves[at])
             number += 1
-    return pytree.tree_unflatten(leaves, spec) if saved.entered else tree
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def leave(tree: Any, saved: Saved, flags: Flags | None = None) -> tuple[Any, Flags]:
@@ -114,20 +117,32 @@ def input_gradients(saved: Saved) -> list[Any]:
 def backward(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None:
     """Full backward of several forwards at once; gradients add to the parameters and to what entered."""
     roots, gradients = roots_of(records, last)
-    if roots:
+    if roots and all(g is not None and g.device.type == "cpu" for g in gradients):
+        run_backward(roots, gradients)  # type: ignore[arg-type]  # none is missing
+    elif roots:
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # tensors and edges may be mixed
 
 
 def roots_of(
     records: Sequence[tuple[Saved, Sequence[Any]]], last: bool
 ) -> tuple[list[Root], list[torch.Tensor | None]]:
-    """Where backward starts, and with which gradients; None stands for that of a loss."""
+    """Where backward starts, and with which gradients; None stands for that of what is no loss and is taken for one."""
     roots: list[Root] = []
     gradients: list[torch.Tensor | None] = []
     for saved, received in records:
         for number, edge in enumerate(saved.outputs):
-            gradient = None if last else received[number]
-            if edge is not None and (last or gradient is not None):
+            if edge is None:
+                continue
+            gradient = _one(edge) if last else received[number]
+            if last or gradient is not None:
                 roots.append(edge)
                 gradients.append(gradient)
     return roots, gradients
+
+
+def _one(loss: Root) -> torch.Tensor | None:
+    """The gradient of a loss by itself; None for what has none by itself, as autograd says."""
+    like = like_root(loss)
+    if math.prod(like.shape) != 1 or not like.dtype.is_floating_point:
+        return None
+    return torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,12 +19,25 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.compute.weights import LateWeights, Version
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, Plan, Span, graphs, passes, receive_of, send_of
+from lightning_pipes.ir import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Instruction,
+    Kind,
+    Plan,
+    Span,
+    graphs,
+    passes,
+    receive_of,
+    send_of,
+)
 from lightning_pipes.sim.event import Event
 
 Records = list[tuple[Saved, Sequence[Any]]]
 """Forwards and the gradients of their outputs."""
 
+_NOTHING = nullcontext()
 KEPT_EVENTS = 100_000
 """An endless window forgets the oldest."""
 
@@ -79,18 +92,27 @@ class Executor:
                 self._step(i, item)
                 self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
             return
-        span = i.span.clip(item.rows)
-        if not span.rows:  # a short batch ends before this span
+        span = i.span if i.span.stop <= item.rows else i.span.clip(item.rows)
+        if span.start == span.stop:  # a short batch ends before this span
             return
         if i.kind is Kind.RF or i.kind is Kind.RB:
             self._receive(i, span)
         elif i.kind is Kind.SF or i.kind is Kind.SB:
             self._send(i, span)
         else:
-            with self._stages[i.stage, i.job].around(i.kind, item):
+            stage = self._stages[i.stage, i.job]
+            version = self._version_of(stage, i) if item.training else None
+            with stage.computing(i.kind, item, version):
                 started = time.monotonic_ns()
                 self._compute(i, item, span)
                 self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+
+    def versions(self, coming: Iterable[Instruction]) -> Iterator[Version]:
+        """The weights that these will read, in their order, as far as forwards have chosen them."""
+        for i in coming:
+            version = self._versions.get((i.stage, i.job, i.batch))
+            if version is not None and i.kind in COMPUTE and i.kind is not Kind.STEP:
+                yield version
 
     @property
     def holds_weights(self) -> bool:
@@ -127,9 +149,9 @@ class Executor:
         batch = (i.stage, i.job, i.batch)
         left = self._rows_left[batch] = self._rows_left.get(batch, item.rows) - span.rows
         if left:
-            return nullcontext()
+            return _NOTHING
         del self._rows_left[batch]
-        return nullcontext() if stage.last_backward is None else stage.last_backward(i.stage)
+        return _NOTHING if stage.last_backward is None else stage.last_backward(item)
 
     def _forward(self, i: Instruction, item: Item) -> None:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
@@ -179,8 +201,10 @@ class Executor:
     def _take_saved(self, i: Instruction, item: Item, span: Span) -> Records:
         """The forwards that a backward differentiates, each with the gradients of its outputs."""
         held = self._saved[i.stage, i.job, i.batch]
-        mine = [saved for saved in held if saved.span.overlaps(span)]
-        self._saved[i.stage, i.job, i.batch] = [saved for saved in held if not saved.span.overlaps(span)]
+        mine, others = list[Saved](), list[Saved]()
+        for saved in held:
+            (mine if saved.span.overlaps(span) else others).append(saved)
+        self._saved[i.stage, i.job, i.batch] = others
         stage = self._stages[i.stage, i.job]
         for saved in mine:
             if saved.recompute:
@@ -198,6 +222,8 @@ class Executor:
         stage, late = self._stages[i.stage, i.job], self._late.get((i.stage, i.job))
         if late is not None:
             late.before_step(i.batch)
+        others = (of for at, of in self._versions.items() if at[:2] == (i.stage, i.job) and at[2] != i.batch)
+        stage.weights.before_update(others)
         if stage.step is not None:
             stage.step(item)
         stage.weights.updated()
@@ -214,8 +240,8 @@ class Executor:
 
     def _hand_on(self, send: Kind, i: Instruction, span: Span, tree: Any) -> None:
         """To the neighbour's shelf, or where it is on another rank to ours until the message is complete."""
-        receive = receive_of(i._replace(kind=send))
-        if self.plan.ranks[receive.stage] == self.rank:
+        if self.plan.ranks[i.stage + (1 if send is Kind.SF else -1)] == self.rank:
+            receive = receive_of(i._replace(kind=send))
             self._shelf(receive.kind, receive).put(span, tree)
         else:
             self._shelf(send, i).put(span, tree)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count, tee, zip_longest
 from typing import Protocol
 
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox
@@ -66,6 +67,10 @@ class Order(Protocol):
         """No more batches come in this window."""
 
     @property
+    def asks(self) -> bool:
+        """Whether another batch is to be known before anything else runs."""
+
+    @property
     def satisfied(self) -> bool:
         """Nothing is left to do without another batch."""
 
@@ -73,12 +78,14 @@ class Order(Protocol):
 class StaticOrder:
     """The rank's row of a lowered program. A receive is run when its message is there, everything else at once."""
 
+    asks = False
+
     def __init__(self, program: Program, rank: int) -> None:
         self._program, self._rank = program, rank
         self._batches: Counter[int] = Counter()  # by job
         self._rows: dict[Item, int] = {}
         self._closed = False
-        self._upcoming: Iterator[Instruction] = self._endless() if program.endless else iter(program.head[rank])
+        (self._upcoming,) = tee(self._endless() if program.endless else iter(program.head[rank]), 1)
         self._ran = 0
         self._next: Instruction | None = next(self._upcoming, None)
 
@@ -116,12 +123,25 @@ class StaticOrder:
         if self._program.endless:
             row = self._program.unroll(max(self._batches.values(), default=0)).head[self._rank]
             left = [i for i in row if i.batch < self._batches[i.job]][self._ran :]
-            self._upcoming = iter(left)
+            (self._upcoming,) = tee(iter(left), 1)
             self._next = next(self._upcoming, None)
 
     @property
     def satisfied(self) -> bool:
         return self._current() is None
+
+    def coming(self) -> Iterator[Instruction]:
+        """The instructions that are left of the batches that are known, in order, from the one that is run now."""
+        program, rank, others = self._program, self._rank, 0
+        most = len(program.head[rank]) + len(program.cycle[rank]) if program.endless else None
+        for i in () if self._next is None else chain((self._next,), copy(self._upcoming)):
+            if i.batch < self._batches[i.job]:
+                others = 0
+                yield i
+            else:
+                others += 1
+                if others == most:  # a whole turn of later ones: none comes back to those that are known
+                    return
 
     def _current(self) -> Instruction | None:
         """The next instruction that has something to do; None if its batch is still to come, or at the end."""
@@ -147,14 +167,21 @@ class ReadyOrder:
 
     Args:
         has_room: whether a forward of a stage finds room for the layers that its batch uses.
+        ahead: batches that are to be known, as far as the policy's depth allows, before they begin.
     """
 
     def __init__(
-        self, policy: Policy, plan: Plan, rank: int, has_room: Callable[[int, Use], bool] | None = None
+        self,
+        policy: Policy,
+        plan: Plan,
+        rank: int,
+        has_room: Callable[[int, Use], bool] | None = None,
+        ahead: int = 0,
     ) -> None:
         if policy.endless:
             plan = replace(plan, shared_weights=False)
         self._policy, self._plan, self._rank, self._has_room = policy, plan, rank, has_room
+        self._ahead = ahead
         self._tracker = DependencyTracker(plan)
         self._ledger = Ledger(plan, plan.stages[rank])
         self._transfers: deque[Instruction] = deque()
@@ -163,6 +190,7 @@ class ReadyOrder:
         self._rows: dict[Item, int] = {}
         self._left: dict[Item, int] = {}  # instructions of the batches under way, the oldest batch first
         self._begun: dict[int, None] = {}  # batches under way of which something has run, in that order
+        self._halfway: dict[tuple[int, int], None] = {}  # stage and batch: some forwards or backwards have run, not all
         self._newest = -1
         self._closed = False
         self._receives = 0  # those not run yet
@@ -238,14 +266,18 @@ class ReadyOrder:
         return picked
 
     def coming(self) -> Iterator[str]:
-        """The layers of the tasks that will probably run next, the first one first: what is ready, as the policy takes
-        it where nothing arrives meanwhile, and then all batches under way."""
+        """The layers of the tasks that will probably run next, the first one first: what is ready but forwards, and
+        batches of which a stage has run some forwards or backwards and not all. Then in turn a forward that is ready
+        and a batch that is to come back, for nobody knows which is first; so all under way."""
         last = self._last
         over = [last.batch] if last is not None and last.kind is not Kind.F and last.batch in self._begun else []
         waiting = self._ledger.expected(dict.fromkeys([*over, *self._begun]))
-        ready = [(i.stage, i.batch) for i in self._ready]
-        others = [(stage, batch) for batch in waiting for stage in self._in_flight]
-        for stage, batch in dict.fromkeys(ready + others):
+        first = dict.fromkeys((i.stage, i.batch) for i in self._ready if i.kind is not Kind.F) | self._halfway
+        ready = dict.fromkeys((i.stage, i.batch) for i in self._ready)
+        forwards = [each for each in ready if each not in first]
+        back = [(stage, batch) for batch in waiting for stage in self._in_flight if (stage, batch) not in ready]
+        turns = (each for both in zip_longest(forwards, back) for each in both if each is not None)
+        for stage, batch in dict.fromkeys(chain(first, turns)):
             yield from sorted(self._ledger.uses[batch].stepped(stage))
 
     def _fits(self, i: Instruction) -> bool:
@@ -268,9 +300,15 @@ class ReadyOrder:
         elif i.kind is Kind.B or i.kind is Kind.W:
             self._in_flight[i.stage] -= rows
         elif i.kind is Kind.STEP and self._policy.endless:
+            self._halfway.pop((i.stage, i.batch), None)
             self._ledger.done(i)
             if self._deliveries is not None:
                 self._deliveries.stepped(i)
+        if i.kind in (Kind.F, Kind.B, Kind.I):
+            if i.span.stop < self._rows[item]:
+                self._halfway[i.stage, i.batch] = None
+            else:
+                self._halfway.pop((i.stage, i.batch), None)
         self._sort(self._tracker.complete(i))
         self._left[item] -= 1
         if not self._left[item]:
@@ -305,6 +343,12 @@ class ReadyOrder:
 
     def close(self) -> None:
         self._closed = True
+
+    @property
+    def asks(self) -> bool:
+        if self._closed or self._transfers or len(self._left) - len(self._begun) >= self._ahead:
+            return False
+        return self.satisfied
 
     @property
     def satisfied(self) -> bool:

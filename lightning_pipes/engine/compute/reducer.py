@@ -94,8 +94,6 @@ class Reducer:
         replicas: int,
         size: int = BUCKET_BYTES,
     ) -> None:
-        self.on = True
-        """Whether the gradients of the next batch are reduced; not so in the middle of an accumulation."""
         self._buckets = {stage: buckets(found, size) for stage, found in parameters.items()}
         self._all_reduce = all_reduce
         self._replicas = replicas
@@ -117,9 +115,6 @@ class Reducer:
         Raises:
             PipelineError: a gradient is sparse, or comes in two parts.
         """
-        if not self.on:
-            yield
-            return
         self._started = 0
         self._waiting = [(bucket, {id(p) for p in bucket.parameters}) for bucket in self._buckets[stage]]
         try:

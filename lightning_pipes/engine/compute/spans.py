@@ -14,8 +14,6 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.ir import PlanError, Span
 
-Pieces = list[tuple[Span, Any]]
-
 
 def take_rows(tree: Any, span: Span, part: Span) -> Any:
     """The rows `part` of a tree that holds the rows `span`; what is not rows is repeated.
@@ -118,15 +116,14 @@ class Shelf:
     """Rows that were made or have arrived and wait to be used; whatever cut they come and go in."""
 
     def __init__(self, gradients: bool) -> None:
-        self._pieces: Pieces = []
-        self._left: dict[Span, int] = {}
+        self._pieces: dict[Span, Any] = {}
+        self._left: dict[Span, int] = {}  # rows of those of which some were taken
         self._take = take_gradient_rows if gradients else take_rows
         self._join = join_gradient_rows if gradients else join_rows
 
     def put(self, span: Span, tree: Any) -> None:
         """Keeps the tree that holds the rows `span`."""
-        self._pieces.append((span, tree))
-        self._left[span] = span.rows
+        self._pieces[span] = tree
 
     def take(self, span: Span) -> Any:
         """The tree with the rows `span`, which are gone from here then.
@@ -134,18 +131,16 @@ class Shelf:
         Raises:
             PlanError: some of the rows are not here.
         """
-        for number, (held, tree) in enumerate(self._pieces):
-            if held == span:  # the usual case: nothing to cut or join
-                del self._pieces[number]
-                del self._left[held]
-                return tree
+        if span in self._pieces:  # the usual case: nothing to cut or join
+            self._left.pop(span, None)
+            return self._pieces.pop(span)
         parts = []
-        for held, tree in sorted((p for p in self._pieces if p[0].overlaps(span)), key=lambda p: p[0]):
+        for held in sorted(held for held in self._pieces if held.overlaps(span)):
             part = Span(max(held.start, span.start), min(held.stop, span.stop))
-            parts.append((part, self._take(tree, held, part)))
-            self._left[held] -= part.rows
+            parts.append((part, self._take(self._pieces[held], held, part)))
+            self._left[held] = self._left.get(held, held.rows) - part.rows
         if sum(part.rows for part, _ in parts) != span.rows:
             raise PlanError(f"samples {span} are needed and only {[p for p, _ in parts]} are there")
-        self._pieces = [p for p in self._pieces if self._left[p[0]]]
-        self._left = {held: left for held, left in self._left.items() if left}
+        for held in [held for held, left in self._left.items() if not left]:
+            del self._pieces[held], self._left[held]
         return self._join(parts)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,8 +53,7 @@ class Stage:
         step: called when the gradients of a batch are complete; updates the weights and clears the gradients.
         recompute: keep only what was received and run forward again before backward.
         job: the sibling whose layers these are.
-        last_backward: makes what is entered, with the stage's number, around the backward that completes the
-            gradients of a batch.
+        last_backward: makes what is entered around the backward that completes the gradients of a batch.
         named: the layers under whose names batches say what they use, where `layers` are wrapped around those.
     """
 
@@ -66,7 +65,7 @@ class Stage:
         step: Callable[[Item], None] | None = None,
         recompute: bool = False,
         job: int = 0,
-        last_backward: Callable[[int], AbstractContextManager[None]] | None = None,
+        last_backward: Callable[[Item], AbstractContextManager[None]] | None = None,
         named: Mapping[int, nn.Module] | None = None,
     ) -> None:
         self.number = number
@@ -115,14 +114,18 @@ class Stage:
             PlanError: what runs in parts could give something else than in one piece.
         """
         self._version, self.recomputing = version, again
-        self._only_read = self._parts.only_read(item.use)
-        kept = {name: (buffer, buffer._version) for name, buffer in self._parts.not_written(item.use).items()}
+        if item.use is None:
+            self._only_read, kept = frozenset(), {}
+        else:
+            self._only_read = self._parts.only_read(item.use)
+            kept = {name: (buffer, buffer._version) for name, buffer in self._parts.not_written(item.use).items()}
         self._in_parts = InParts(self.number, span, self.device) if in_parts else None
         try:
             out = self.body(self, item, span, received)
             if self._in_parts is not None:
                 self._in_parts.check_drawn()
-            self._check_kept(item, kept)
+            if kept:
+                self._check_kept(item, kept)
             return out
         finally:
             self._version, self._in_parts, self.recomputing = None, None, False
@@ -140,6 +143,15 @@ class Stage:
     def around(self, kind: Kind, item: Item) -> AbstractContextManager[None]:
         """The context for a task to run in: its layers are on the device."""
         return nullcontext() if self.turns is None else self.turns.around(kind, item)
+
+    def computing(self, kind: Kind, item: Item, version: Version | None) -> AbstractContextManager[None]:
+        """The same for a task that reads the weights of `version`."""
+        return self.weights.at_hand(version) if self.turns is None else self._both(kind, item, version)
+
+    @contextmanager
+    def _both(self, kind: Kind, item: Item, version: Version | None) -> Iterator[None]:
+        with self.around(kind, item), self.weights.at_hand(version):
+            yield
 
     def check_use(self, use: Use) -> None:
         """Refuses a batch that uses layers which are not here.
@@ -189,7 +201,7 @@ class Stage:
         layers = self.layers if mirrored is None else mirrored.layers_of(item.use, self.layers)
         for number, layer in layers.items():
             seed = stream_seed(self.seed, self.job, number, item.number, span)
-            self._seed(seed, f"layer {number}")
+            self._seed(seed, number)
             if self._in_parts is not None:
                 self._in_parts.check_layer(number, layer)
             if not self._changes_input:
@@ -223,14 +235,16 @@ class Stage:
 
     def seed_user_code(self, item: Item, span: Span, layer: int) -> None:
         """Gives user code before or after the layers its own random stream: torch's, NumPy's and Python's."""
-        self._seed(stream_seed(self.seed, self.job, layer, item.number, span), "the step around the layers", True)
+        self._seed(stream_seed(self.seed, self.job, layer, item.number, span))
 
-    def _seed(self, seed: int, who: str, everything: bool = False) -> None:
+    def _seed(self, seed: int, layer: int | None = None) -> None:
+        """Seeds for a layer, or without one for user code around the layers."""
         if self._in_parts is not None:
             self._in_parts.check_drawn()
-        seed_all(seed, self.device, everything)
+        seed_all(seed, self.device, everything=layer is None)
         if self._in_parts is not None:
-            self._in_parts.seeded(who, everything)
+            who = "the step around the layers" if layer is None else f"layer {layer}"
+            self._in_parts.seeded(who, everything=layer is None)
 
     def _tensors(self, number: int, layer: nn.Module) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}

@@ -13,7 +13,8 @@ Layers that batches read late have versions by batch:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +23,10 @@ from torch import nn
 
 from lightning_pipes.engine.compute.parts import Parts
 from lightning_pipes.engine.residency.binding import Binding
-from lightning_pipes.ir import Use
+from lightning_pipes.engine.residency.version_memory import VersionMemory
+from lightning_pipes.ir import PipelineError, Use
+
+_NOTHING = nullcontext()
 
 
 @dataclass(eq=False)
@@ -31,10 +35,12 @@ class Version:
 
     Attributes:
         late: it is of some layers only and belongs to one batch, which keeps its gradients until its step.
+        key: it has among the states that take turns on the device, if it does.
     """
 
     parameters: dict[int, dict[str, nn.Parameter]]
     late: bool = False
+    key: Hashable = None
 
     def binding(self, device: torch.device) -> Binding:
         """Those on `device`, which can be on the host while nothing computes with them; see `Swap`."""
@@ -64,16 +70,26 @@ class WeightVersions:
                 self._newest = Version(
                     {
                         number: {
-                            name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+                            name: nn.Parameter(self._read(p), requires_grad=p.requires_grad)
                             for name, p in layer.named_parameters()
                         }
                         for number, layer in self._layers.items()
                     },
+                    key=self._next_key(),
                 )
         return self._newest
 
+    def at_hand(self, version: Version | None) -> AbstractContextManager[None]:
+        """The context for a computation that reads `version`: its weights are on the device."""
+        return _NOTHING
+
+    def before_update(self, others: Iterable[Version | None]) -> None:
+        """The live parameters are about to change, and `others` still to be read."""
+
     def collect(self, versions: Iterable[Version | None]) -> None:
         """Moves the gradients of versions to the live parameters, adding to what is there."""
+        if self.most == 1:
+            return
         for version in {id(v): v for v in versions if v is not None and not v.late}.values():
             for number, copies in version.parameters.items():
                 for name, live in self._layers[number].named_parameters():
@@ -85,6 +101,95 @@ class WeightVersions:
     def updated(self) -> None:
         """The live parameters have changed."""
         self._newest = None
+
+    def _read(self, live: nn.Parameter) -> torch.Tensor:
+        return live.detach().clone()
+
+    def _next_key(self) -> Hashable:
+        return None
+
+
+class TurningVersions(WeightVersions):
+    """The versions of a stage that runs forward again before backward: a device has a few of them, the host the rest.
+
+    Between a forward and its backward nothing refers to the weights then. So the newest version is the live parameters
+    themselves, and copied only when they are about to change while a batch has still to go back through it; with them
+    there are never more than the plan says.
+
+        F7  reads the live ones, which are version 5
+        B5  version 3 is at hand; version 4 is brought
+        STEP 5  version 3 is over; version 5 is copied, and goes to the host; the live ones become version 6
+
+    Args:
+        stage: its number.
+        memory: where they take turns.
+        device: of the stage.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, nn.Module],
+        most: int,
+        stage: int,
+        memory: VersionMemory,
+        device: torch.device,
+    ) -> None:
+        super().__init__(layers, most)
+        self._stage, self._memory, self._device = stage, memory, device
+        self._made = 0
+        self._changes: list[int] = []  # how often each live parameter had changed when the newest was read first
+        self._kept: set[Hashable] = set()
+
+    def current(self) -> Version | None:
+        if self._newest is None:
+            self._changes = self._counted()
+        return super().current()
+
+    @contextmanager
+    def at_hand(self, version: Version | None) -> Iterator[None]:
+        """The context for a computation that reads `version`: its weights are on the device, and those that come next
+        are brought.
+
+        Raises:
+            PipelineError: somebody else than the optimizers has changed the live ones.
+        """
+        if version is not None and version.key in self._kept:
+            with self._memory.lease(version.key):
+                yield
+            return
+        self._check_unchanged()
+        self._memory.look_ahead()
+        yield
+
+    def before_update(self, others: Iterable[Version | None]) -> None:
+        self._check_unchanged()
+        wanted = {version.key: version for version in others if version is not None}
+        for key in self._kept - wanted.keys():
+            self._memory.drop(key)
+        self._kept &= wanted.keys()
+        if self._newest is not None and self._newest.key in wanted:
+            self._memory.keep(self._newest.key, self._newest.binding(self._device))
+            self._kept.add(self._newest.key)
+        self._memory.look_ahead()
+
+    def _read(self, live: nn.Parameter) -> torch.Tensor:
+        return live.detach()
+
+    def _next_key(self) -> Hashable:
+        self._made += 1
+        return f"weights {self._made} of stage {self._stage}"
+
+    def _counted(self) -> list[int]:
+        return [p._version for layer in self._layers.values() for p in layer.parameters()]
+
+    def _check_unchanged(self) -> None:
+        if self._newest is not None and self._counted() != self._changes:
+            raise PipelineError(
+                f"weights of stage {self._stage} were changed between a batch's forward and its backward, and not by "
+                "an optimizer's step: with MemorySwap the newest weights are not copied, and gradients would be those "
+                "of others. Change weights where nothing is under way, as at the end of an epoch, or leave MemorySwap "
+                "out"
+            )
 
 
 class _Place(NamedTuple):

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -225,7 +224,7 @@ class Inbox:
                         continue
                     buffer, whole = whole, None
                 message = self._decoder.decode(buffer, posted, arrived)
-                self._deliver(replace(message, tree=self._stage_in(message.tree)))
+                self._deliver(message._replace(tree=self._stage_in(message.tree)))
                 del message
                 del buffer
                 self._post(successor)  # after delivery: three more are posted, and somebody waits for this one

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -165,4 +165,4 @@ class DirectInbox:
             for work in works:
                 work.wait()
         self._stream.hand_over(tree)
-        self._deliver(replace(header, tree=tree, arrived=time.monotonic_ns()))
+        self._deliver(header._replace(tree=tree, arrived=time.monotonic_ns()))

@@ -17,14 +17,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox
-from lightning_pipes.engine.messages.message import Decoder, Encoder, Wire
+from lightning_pipes.engine.messages.message import Decoder, Encoder, Slot, Wire
 from lightning_pipes.ir import Kind, PipelineError
 
 _RING = struct.Struct("<i i q q")  # what, number of the slot, its bytes, the sender's clock
@@ -76,9 +73,10 @@ class LocalMailbox(Mailbox):
                 reader()
 
     def holds(self, key: Key) -> bool:
-        if not super().holds(key):
-            self.fetch()
-        return super().holds(key)
+        if key in self._messages:
+            return True
+        self.fetch()
+        return key in self._messages
 
     def fresh(self) -> list[Key]:
         self.fetch()
@@ -89,7 +87,7 @@ class LocalMailbox(Mailbox):
         self.fetch(seconds)
 
     def wait(self, key: Key | None = None) -> list[Key]:
-        while not (super().holds(key) if key is not None else self._unseen or self._rung):
+        while not (key in self._messages if key is not None else self._unseen or self._rung):
             self.check()
             self.fetch(None)
         self._rung = self._rung and key is not None
@@ -112,14 +110,9 @@ class LocalMailbox(Mailbox):
             os.read(self._woken, 64)
 
 
-class _Memory:
+def _mapped(descriptor: int, size: int) -> torch.Tensor:
     """Memory of one message, mapped by both ends."""
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.map = mmap.mmap(descriptor, size)
-        self.tensor = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.bytes = self.tensor.numpy().data
-        self.views: dict[int, list[torch.Tensor]] = {}
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
 class LocalOutbox:
@@ -146,7 +139,7 @@ class LocalOutbox:
         wire.fill(tensors)
         wire.bytes[0] = _TAKEN
         self._flying.append(wire)
-        number = self._slots[wire.buffer.data_ptr()]
+        number = self._slots[wire.address]
         fresh = self._descriptors.pop(number, None)
         if fresh is None:
             self._ring(_AGAIN, number)
@@ -165,7 +158,7 @@ class LocalOutbox:
     def _allocate(self, size: int) -> torch.Tensor:
         descriptor = os.memfd_create("lightning_pipes", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, size)
-        tensor = _Memory(descriptor, size).tensor
+        tensor = _mapped(descriptor, size)
         self._slots[tensor.data_ptr()] = self._count
         self._descriptors[self._count] = (descriptor, size)
         self._count += 1
@@ -173,7 +166,7 @@ class LocalOutbox:
 
     def _forget(self, wire: Wire) -> None:
         """Neither end needs the slot any longer."""
-        number = self._slots.pop(wire.buffer.data_ptr())
+        number = self._slots.pop(wire.address)
         descriptor, _ = self._descriptors.pop(number, (-1, 0))
         if descriptor >= 0:
             os.close(descriptor)
@@ -186,7 +179,7 @@ class LocalOutbox:
         try:
             while True:
                 try:
-                    sent = self._socket.sendmsg([data], rights)
+                    sent = self._socket.sendmsg([data], rights) if rights else self._socket.send(data)
                     if sent == len(data):
                         return
                     data, rights = data[sent:], []
@@ -205,7 +198,7 @@ class LocalInbox:
     def __init__(self, connection: socket.socket, mailbox: LocalMailbox, lost: Callable[[BaseException], None]) -> None:
         self._socket, self._mailbox, self._lost = connection, mailbox, lost
         self._decoder = Decoder()
-        self._slots: dict[int, _Memory] = {}
+        self._slots: dict[int, Slot] = {}
         self._partial = b""
         self.ended = False
         connection.setblocking(False)
@@ -245,20 +238,15 @@ class LocalInbox:
             if what == _FRESH:
                 if not descriptors:
                     raise PipelineError("shared memory did not arrive: too many open files? raise `ulimit -n`")
-                self._slots[number] = _Memory(descriptors[0], size)
+                self._slots[number] = Slot(_mapped(descriptors[0], size))
                 os.close(descriptors[0])
-            memory = self._slots[number]
-            message = self._decoder.decode(memory.tensor, 0, rung, memory.views)  # it was there when the bell rang
-            tree = _copy(message.tree)
-            memory.bytes[0] = _FREE
-            self._mailbox.put(replace(message, tree=tree))
+            slot = self._slots[number]
+            message = self._decoder.copied(slot, rung)  # it was there when the bell rang
+            slot.bytes[0] = _FREE
+            self._mailbox.put(message)
 
     def _end(self, error: BaseException) -> None:
         self._mailbox.forget(self._socket.fileno())
         if not self.ended:
             self.ended = True
             self._lost(error)
-
-
-def _copy(tree: Any) -> Any:
-    return tree.clone() if isinstance(tree, torch.Tensor) else pytree.tree_map_only(torch.Tensor, torch.clone, tree)

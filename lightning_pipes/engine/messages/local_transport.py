@@ -16,7 +16,9 @@ from lightning_pipes.engine.messages.mailbox import Key
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.engine.watch.trust import same_user
-from lightning_pipes.ir import Kind, Plan, send_of
+from lightning_pipes.ir import Kind, Plan
+
+_RECEIVED = {Kind.SF: Kind.RF, Kind.SB: Kind.RB}
 
 
 def host() -> str:
@@ -71,7 +73,7 @@ class LocalTransport:
     def __init__(self, plan: Plan, rank: int, global_ranks: Sequence[int], watch: FailureWatch, store: PrefixStore):
         mailbox = self.mailbox = LocalMailbox()
         self._watch = watch
-        self._out: dict[tuple[int, Kind], LocalOutbox] = {}
+        self._out: dict[tuple[int, Kind], LocalOutbox] = {}  # by rank and what it receives
         self._in: list[LocalInbox] = []
         watch.on_failure(mailbox.fail)
         mine = global_ranks[rank]
@@ -87,7 +89,7 @@ class LocalTransport:
             if rank == source:
                 peer = global_ranks[destination]
                 address = store.get(f"address/{peer}").decode()
-                self._out[destination, kind] = LocalOutbox(address, mine, kind, mailbox, lost(peer))
+                self._out[destination, _RECEIVED[kind]] = LocalOutbox(address, mine, kind, mailbox, lost(peer))
             elif rank == destination:
                 expected += 1
         for _ in range(expected):
@@ -96,7 +98,7 @@ class LocalTransport:
         listener.close()
 
     def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
-        self._out[rank, send_of(key[1]).kind].send(key, tree, flags)
+        self._out[rank, key[1].kind].send(key, tree, flags)
 
     def close(self) -> None:
         failed = self._watch.error is not None

@@ -11,8 +11,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -34,8 +34,7 @@ _SPARE, _POOLS = 8, 8
 """Wires kept for one kind of message, and kinds of messages for which any are."""
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A message that has arrived.
 
     Attributes:
@@ -115,6 +114,7 @@ class Wire:
             described = filter(None, signature.leaves)
             self.places = [_view(self.buffer, body + at, *d) for at, d in zip(signature.starts, described, strict=True)]
         self.bytes = self.buffer.numpy().data
+        self.address = self.buffer.data_ptr()
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies the tensors, which must not be part of a graph, to their places."""
@@ -208,6 +208,19 @@ class Encoder:
         return Wire(kind, signature, self._allocate) if wire is None else wire
 
 
+class Slot:
+    """Bytes in which message after message arrives.
+
+    Attributes:
+        views: the tensors in it for each kind of message that has come, by the number of its signature.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.bytes = buffer.numpy().data
+        self.views: dict[int, list[torch.Tensor]] = {}
+
+
 class Decoder:
     """The receiving end of one channel.
 
@@ -219,17 +232,24 @@ class Decoder:
         self._seal = seal
         self._signatures: dict[int, Signature] = {}
 
-    def decode(
-        self, buffer: torch.Tensor, posted: int, arrived: int, views: dict[int, list[torch.Tensor]] | None = None
-    ) -> Message:
+    def decode(self, buffer: torch.Tensor, posted: int, arrived: int) -> Message:
         """The message in a byte tensor; its tensors are views of it.
-
-        With `views`, which belongs to this buffer, they are made once for each kind of message.
 
         Raises:
             PipelineError: the bytes are no message of this version.
         """
-        view = buffer.numpy().data
+        return self._read(Slot(buffer), posted, arrived, copy=False)
+
+    def copied(self, slot: Slot, arrived: int) -> Message:
+        """The message in a slot, which may be filled again afterwards.
+
+        Raises:
+            PipelineError: the bytes are no message of this version.
+        """
+        return self._read(slot, 0, arrived, copy=True)
+
+    def _read(self, slot: Slot, posted: int, arrived: int, copy: bool) -> Message:
+        view = slot.bytes
         magic, window, sent, kind, stage, job, batch, start, stop, number, n_spec, n_values = _HEADER.unpack_from(
             view, FRONT_BYTES
         )
@@ -241,15 +261,22 @@ class Decoder:
             at += n_spec
         signature = self._signatures[number]
         values = loads(view[at : at + n_values], self._seal) if n_values else ()
-        key = (window, Instruction(KINDS[kind], stage, job, batch, Span(start, stop)))
-        tensors = views.get(number) if views is not None and not n_spec and not n_values else None
+        key = (window, _instruction(kind, stage, job, batch, start, stop))
+        tensors = None if n_spec or n_values else slot.views.get(number)
         if tensors is None:
             body = -(-(at + n_values) // ALIGN) * ALIGN
             described = filter(None, signature.leaves)
-            tensors = [_view(buffer, body + s, *d) for s, d in zip(signature.starts, described, strict=True)]
-            if views is not None and not n_spec and not n_values:
-                views[number] = tensors
+            tensors = [_view(slot.buffer, body + s, *d) for s, d in zip(signature.starts, described, strict=True)]
+            if not n_spec and not n_values:
+                slot.views[number] = tensors
+        if copy:
+            tensors = [t.clone() for t in tensors]
         return Message(key, signature.tree(tensors, values), signature.flags, sent, posted, arrived)
+
+
+@lru_cache(maxsize=4096)  # the same come with every batch
+def _instruction(kind: int, stage: int, job: int, batch: int, start: int, stop: int) -> Instruction:
+    return Instruction(KINDS[kind], stage, job, batch, Span(start, stop))
 
 
 def _view(buffer: torch.Tensor, at: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

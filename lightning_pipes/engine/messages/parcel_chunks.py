@@ -13,6 +13,8 @@ from itertools import accumulate
 
 FIRST, LEAST, MOST = 2**16, 2**14, 2**20
 """Bytes of a chunk: the first one, and what all others lie between."""
+MOST_UNDER_WAY = 8
+"""Chunks from a rank to another at a time, at most: the peer has a buffer for each."""
 SECONDS = 0.005
 """Seconds that a chunk may take: as long may it hold up a message of training that comes right after it has left."""
 
@@ -49,15 +51,34 @@ class Pace:
 
     Attributes:
         size: bytes of the next chunk, at most.
+        best: bytes a second of the quickest one.
     """
 
     size: int = FIRST
+    best: float = 0.0
 
     def took(self, size: int, seconds: float) -> None:
         """A chunk of `size` bytes took so long. At most doubles, for one chunk may have been quick by chance."""
+        self.best = max(self.best, size / max(seconds, 1e-9))
         if size == self.size:  # what is shorter than it may be says little
             fitting = MOST if seconds <= 0 else int(size * SECONDS / seconds)
             self.size = max(LEAST, min(MOST, fitting, 2 * size))
+
+
+def queue_limit(training: float, chunks: float, service: float) -> int:
+    """How many chunks wait on average behind messages of training (DynPipe, S V-C3, E8): as many as may be under way.
+
+    That is the queue of the second class of two in an M/M/1 queue with priorities, whose server finishes what it has
+    begun; the paper says that it is interrupted, and gives this formula, which is right for packets.
+
+    Args:
+        training, chunks: a second, with messages of training counted in chunks.
+        service: chunks a second that the network could carry. Where it is asked for more, the queue grows for ever.
+    """
+    load = (training + chunks) / service if service > 0 else 1.0
+    if load >= 1:
+        return MOST_UNDER_WAY
+    return max(1, round(chunks * load / ((service - training) * (1 - load))))
 
 
 class Packing:

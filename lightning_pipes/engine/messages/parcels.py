@@ -3,9 +3,12 @@
     sender      wait until nothing of ours waits for the network   chunk -->            wait   chunk -->
     receiver                                                             <-- it is here              <-- it is here
 
-At most one chunk is under way from a rank to another, on a group that only these two know and only in that direction.
-So a message of training that comes next waits for one chunk at most. A pair of ranks is connected when one sends and
-the other expects for the first time; a thread at each end waits for that, and nobody else.
+Chunks go on a group that only these two know, and only in that direction; the next one is packed while one travels. At
+most one is under way from a rank to another, so that a message of training that comes next waits for one chunk at most.
+With `priority` as many are as queue without end (DynPipe, S V-C3), for the network lets training pass.
+
+A pair of ranks is connected when one sends and the other expects for the first time; a thread at each end waits for
+that, and nobody else.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +26,9 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.messages.channel import RECEIVER, SENDER
-from lightning_pipes.engine.messages.parcel_chunks import MOST, Line, Pace, Packing
+from lightning_pipes.engine.messages.parcel_chunks import MOST, MOST_UNDER_WAY, Line, Pace, Packing, queue_limit
 from lightning_pipes.engine.messages.parcel_format import content_of, described, packed
-from lightning_pipes.engine.messages.socket_queues import SocketQueues
+from lightning_pipes.engine.messages.socket_queues import Load, SocketQueues, marked_as_bulk
 from lightning_pipes.engine.messages.staging import StageIn
 from lightning_pipes.engine.messages.transport import IDLE
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
@@ -135,10 +139,18 @@ class Parcels:
         rank: the global rank of this process.
         ranks: the global ranks among which parcels go.
         device: where what arrives is put; the CPU by default.
+        priority: mark the connections as less urgent than all others, by SO_PRIORITY, instead of letting chunks wait
+            for training. It needs a queue in front of the network that goes by it, which root installs, on all hosts:
+            `tc qdisc replace dev eth0 root pfifo_fast`, or `prio`, or below a class that shapes.
     """
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], watch: FailureWatch, device: torch.device | None = None
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        watch: FailureWatch,
+        device: torch.device | None = None,
+        priority: bool = False,
     ) -> None:
         self.traffic = Traffic()
         self.rank, self.watch = rank, watch
@@ -149,7 +161,8 @@ class Parcels:
         self._ranks = frozenset(ranks)
         self._connection = watch.store_later()
         self._stores: list[Any] = []  # of groups: torch keeps only its own half of ours
-        self._busy: Callable[[], bool] = SocketQueues().busy
+        self._priority, self._load = priority, Load()
+        self._busy: Callable[[], bool] = (lambda: False) if priority else SocketQueues().busy
         self._out: dict[int, _Outgoing] = {}
         self._in: dict[int, _Incoming] = {}
         self._arrived: dict[tuple[int, Key], deque[tuple[int, Any]]] = defaultdict(deque)
@@ -278,7 +291,15 @@ class Parcels:
             if self.closing.wait(pause) or self.watch.error is not None:
                 return None
             pause = min(2 * pause, 0.05)
-        return ProcessGroupGloo(PrefixStore(f"{source}-{destination}/group", store), mine, 2, IDLE)
+        with marked_as_bulk() if self._priority else nullcontext():
+            return ProcessGroupGloo(PrefixStore(f"{source}-{destination}/group", store), mine, 2, IDLE)
+
+    def limit(self, pace: Pace, packing: float) -> int:
+        """How many chunks may be under way to a rank, where packing one takes so many seconds."""
+        if not self._priority:
+            return 1
+        size = pace.size
+        return min(MOST_UNDER_WAY, queue_limit(self._load.rate() / size, 1 / max(packing, 1e-9), pace.best / size))
 
     def _check(self, rank: int) -> None:
         if rank not in self._ranks:
@@ -345,6 +366,21 @@ class _Leaving:
         return plain.reshape(-1).view(torch.uint8)
 
 
+@dataclass
+class _Chunk:
+    """A chunk under way, with whose bytes it is.
+
+    Attributes:
+        work: its sending, and the peer's word that it is there.
+    """
+
+    number: int
+    start: int
+    stop: int
+    begun: float
+    work: tuple[Any, Any, Any]
+
+
 class _Outgoing:
     """The sending end of one direction between two ranks."""
 
@@ -354,7 +390,9 @@ class _Outgoing:
         self._parcels = parcels
         self._line, self._pace, self._count = Line(), Pace(), 0
         self._leaving: dict[int, _Leaving] = {}
+        self._under_way: deque[_Chunk] = deque()
         self._quickest = 0.0  # seconds of a chunk without content
+        self._last = 0.0  # when the last one was there
         self._thread = threading.Thread(target=self._run, name=f"lightning_pipes parcels to {peer}", daemon=True)
         self._thread.start()
 
@@ -382,46 +420,73 @@ class _Outgoing:
             if group is None:
                 return
             self.connected = True
-            buffer = torch.empty(_FRONT + MOST, dtype=torch.uint8)
-            hellos = [self._exchange(group, buffer, _HELLO, 0, 0, 0, 0) for _ in range(_HELLOS)]
-            self._quickest = min(hellos)
+            buffers = deque(torch.empty(_FRONT + MOST, dtype=torch.uint8) for _ in range(MOST_UNDER_WAY + 1))
+            self._quickest = min(self._exchange(group, buffers[0], _HELLO) for _ in range(_HELLOS))
             while self._some():
-                parcels.hold_back()
                 with parcels.changed:
                     number, start, stop = self._line.next(self._pace.size)
-                leaving = self._leaving[number]
-                leaving.copy(start, stop, buffer[_FRONT:])
-                sizes = (len(leaving.description), leaving.size, start, stop)
-                took = self._exchange(group, buffer, number, *sizes)
-                self._pace.took(stop - start, took - self._quickest)
-                with parcels.changed:
-                    parcels.traffic.sent += stop - start
-                    parcels.traffic.sending += took
-                if stop == leaving.size:
-                    del self._leaving[number]
-                    leaving.handle.finish(leaving.size)
+                leaving, begun = self._leaving[number], time.monotonic()
+                leaving.copy(start, stop, buffers[0][_FRONT:])  # while what is before it travels
+                packed = time.monotonic() - begun
+                while len(self._under_way) >= parcels.limit(self._pace, packed):
+                    self._arrived()
+                parcels.hold_back()
+                self._start(group, buffers[0], number, len(leaving.description), leaving.size, start, stop)
+                buffers.rotate(1)
+            while self._under_way:
+                self._arrived()
             if parcels.watch.error is None:
-                self._exchange(group, buffer, _GOODBYE, 0, 0, 0, 0)
+                for _ in range(MOST_UNDER_WAY):  # one for each receive that the peer has posted
+                    self._exchange(group, buffers[0], _GOODBYE)
         except Exception as error:
             parcels.broken(self.peer, error)
 
     def _some(self) -> bool:
         """Whether there is something to send, when that is known."""
         parcels = self._parcels
+        while self._under_way and not self._line:
+            self._arrived()
         with parcels.changed:
             while not self._line and not parcels.closing.is_set() and parcels.watch.error is None:
                 parcels.changed.wait()
             return bool(self._line) and parcels.watch.error is None
 
-    def _exchange(self, group: Any, buffer: torch.Tensor, number: int, *sizes: int) -> float:
-        """Seconds until the peer has said that the chunk is there."""
-        begun = time.monotonic()
+    def _start(self, group: Any, buffer: torch.Tensor, number: int, *sizes: int) -> None:
+        """A chunk leaves."""
         _CHUNK.pack_into(buffer.numpy().data, 0, _MAGIC, number, *sizes)
         answer = torch.empty(1, dtype=torch.uint8)
-        arrived = group.recv([answer], RECEIVER, _ARRIVED)
-        group.send([buffer[: _FRONT + sizes[3] - sizes[2]]], RECEIVER, _DATA).wait()
+        arrived, (start, stop) = group.recv([answer], RECEIVER, _ARRIVED), sizes[2:]
+        sent = group.send([buffer[: _FRONT + stop - start]], RECEIVER, _DATA)
+        self._under_way.append(_Chunk(number, start, stop, time.monotonic(), (sent, arrived, answer)))
+
+    def _end(self) -> float:
+        """Seconds that the oldest chunk under way has taken, when it is there: from its start, or from when the one
+        before it was there."""
+        chunk = self._under_way[0]
+        sent, arrived, _ = chunk.work
+        sent.wait()
         arrived.wait()
-        return time.monotonic() - begun
+        self._under_way.popleft()
+        before, self._last = self._last, time.monotonic()
+        return self._last - max(before, chunk.begun)
+
+    def _exchange(self, group: Any, buffer: torch.Tensor, number: int) -> float:
+        """Seconds of a chunk without content."""
+        self._start(group, buffer, number, 0, 0, 0, 0)
+        return self._end()
+
+    def _arrived(self) -> None:
+        """Waits until the oldest chunk under way is there."""
+        parcels, chunk = self._parcels, self._under_way[0]
+        took = self._end()
+        self._pace.took(chunk.stop - chunk.start, took - self._quickest)
+        with parcels.changed:
+            parcels.traffic.sent += chunk.stop - chunk.start
+            parcels.traffic.sending += took
+        leaving = self._leaving[chunk.number]
+        if chunk.stop == leaving.size:
+            del self._leaving[chunk.number]
+            leaving.handle.finish(leaving.size)
 
 
 class _Arriving:
@@ -484,22 +549,29 @@ class _Incoming:
             if group is None:
                 return
             self.connected = True
-            buffer, here = torch.empty(_FRONT + MOST, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-            number = _HELLO
-            posted = group.recv([buffer], SENDER, _DATA)
-            while number != _GOODBYE:
-                posted.wait()
+            here, number, left = torch.zeros(1, dtype=torch.uint8), _HELLO, MOST_UNDER_WAY
+            posted = deque(self._posted(group) for _ in range(left))
+            while left:
+                buffer, work = posted.popleft()
+                work.wait()
                 magic, number, description, size, start, stop = _CHUNK.unpack_from(buffer.numpy().data, 0)
                 if magic != _MAGIC:
                     raise PipelineError(f"received {magic!r} instead of a parcel: do all ranks run the same version?")
                 whole = number >= 0 and self._take(buffer, number, description, size, start, stop)
-                if number != _GOODBYE:
-                    posted = group.recv([buffer], SENDER, _DATA)
+                if number == _GOODBYE:
+                    left -= 1
+                else:
+                    posted.append(self._posted(group, buffer))
                 group.send([here], SENDER, _ARRIVED).wait()
                 if whole:
                     self._deliver(number, size)
         except Exception as error:
             parcels.broken(self.peer, error)
+
+    @staticmethod
+    def _posted(group: Any, buffer: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+        buffer = torch.empty(_FRONT + MOST, dtype=torch.uint8) if buffer is None else buffer
+        return buffer, group.recv([buffer], SENDER, _DATA)
 
     def _take(self, buffer: torch.Tensor, number: int, description: int, size: int, start: int, stop: int) -> bool:
         """Whether the parcel is whole now."""

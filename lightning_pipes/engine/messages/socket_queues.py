@@ -9,9 +9,17 @@ import stat
 import struct
 import sys
 import termios
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
+BULK = 2
+"""The priority that Linux's own queues, such as pfifo_fast, put behind what has none."""
+_BYTES_ACKED = 120
+"""Where in Linux's tcp_info."""
+_looking = threading.Lock()
+"""Held while descriptors are duplicated: one that is closed meanwhile would be looked at in vain."""
 LOOK_SECONDS = 0.5
 """How often connections are looked for: they are made at the start, and now and then."""
 
@@ -32,7 +40,7 @@ class SocketQueues:
             return False
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
-            self._looked, self._descriptors = now, _connections()
+            self._looked, self._descriptors = now, list(_connections().values())
         return any(map(_waiting, self._descriptors))
 
 
@@ -43,14 +51,63 @@ def _waiting(descriptor: int) -> int:
     return 0
 
 
-def _connections() -> list[int]:
+class Load:
+    """Bytes a second that this process has sent by connections that are not marked."""
+
+    def __init__(self) -> None:
+        self._looked, self._acknowledged, self._rate = time.monotonic(), 0, 0.0
+
+    def rate(self) -> float:
+        """Those of the last LOOK_SECONDS or so; 0 on systems other than Linux."""
+        now = time.monotonic()
+        if sys.platform == "linux" and now - self._looked >= LOOK_SECONDS:
+            with _looking:
+                sent = sum(_acknowledged(d) for d in _connections().values() if _priority(d) != BULK)
+            if self._acknowledged:
+                self._rate = max(0, sent - self._acknowledged) / (now - self._looked)
+            self._looked, self._acknowledged = now, sent
+        return self._rate
+
+
+@contextmanager
+def marked_as_bulk() -> Iterator[None]:
+    """Connections that the block makes are less urgent than all others, where a queue of the network goes by that."""
+    if sys.platform != "linux":
+        yield
+        return
+    with _looking:
+        before = _connections()
+    yield  # the other end may wait for another such block, so nothing is held
+    with _looking:
+        for inode, descriptor in _connections().items():
+            if inode not in before:
+                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as other:
+                    other.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BULK)
+
+
+def _priority(descriptor: int) -> int:
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as other:
+        return other.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY)
+    return BULK  # closed meanwhile
+
+
+def _acknowledged(descriptor: int) -> int:
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as other:
+        info = other.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
+        if len(info) == _BYTES_ACKED + 8:
+            return int(struct.unpack_from("Q", info, _BYTES_ACKED)[0])
+    return 0
+
+
+def _connections() -> dict[int, int]:
+    """Descriptors by inode: looking for them duplicates some."""
     found: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode) and status.st_ino not in found and _is_tcp(int(name)):
                 found[status.st_ino] = int(name)
-    return list(found.values())
+    return found
 
 
 def _is_tcp(descriptor: int) -> bool:

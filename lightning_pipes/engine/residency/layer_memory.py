@@ -100,6 +100,10 @@ class LayerMemory:
             self._swap.acquire(key, write=isinstance(bound, Binding) and bound.has_buffers)
         for name in parts if write else ():
             self._swap.change(_key(name))
+        self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Starts to bring what probably comes next, as far as there is room."""
         self._swap.predict(map(_key, self.coming()))
         if self._prefetch:
             self._swap.prefetch()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.private_torch import unsaved_buffers
+
+_BLOCK, _PRIME, _MODULUS = 2**18, 2**31 - 1, 2**61 - 1
+"""Of checksums: words at a time, what sets one time apart from the next, and a prime that they stay below."""
+_STRIDE = 0x1E3779B97F4A7C15
+"""Between factors of a checksum: multiples of the golden ratio lie far apart."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,39 @@ class LayerState:
         """The state that an optimizer has of a parameter, as it is in `optimizers`."""
         return dict(state), [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"]
 
+    @property
+    def rest(self) -> dict[str, Any]:
+        """All but weights and optimizer states, in a form that can be sent: what changes also where nothing steps."""
+        parameters = {name: (trained, gradient) for name, (_, trained, gradient) in self.parameters.items()}
+        return {
+            "parameters": parameters,
+            "buffers": dict(self.buffers),
+            "training": dict(self.training),
+            "extra": dict(self.extra),
+        }
+
+    def with_rest(self, rest: Mapping[str, Any]) -> LayerState:
+        """These weights and optimizer states with the `rest` of another state of the layer."""
+        given = rest["parameters"]
+        parameters = {name: (p, *given[name]) for name, (p, _, _) in self.parameters.items()}
+        return replace(self, **{**rest, "parameters": parameters})
+
+    def checksum(self) -> int:
+        """A number by which weights and optimizer states of the layer are told from others, wherever they are."""
+        states = [(n, *each) for o in self.optimizers for n, (s, _) in sorted(o.items()) for each in sorted(s.items())]
+        total = 0
+        for parts in (*((name, p) for name, (p, _, _) in sorted(self.parameters.items())), *states):
+            for leaf in pytree.tree_leaves(parts):
+                one = checksum(leaf) if isinstance(leaf, torch.Tensor) else zlib.crc32(repr(leaf).encode())
+                total = (total * _PRIME + one) % _MODULUS
+        return total
+
+    def put_values(self, layer: nn.Module, device: torch.device) -> None:
+        """Gives a layer the values of its weights, which it has others of."""
+        with torch.no_grad():
+            for name, p in layer.named_parameters():
+                p.copy_(self.parameters[name][0].to(device))
+
     def on(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and buffers there, by name."""
         yield from ((name, p.to(device)) for name, (p, _, _) in self.parameters.items())
@@ -88,6 +127,18 @@ class LayerState:
     def states_on(self, number: int, device: torch.device) -> dict[str, tuple[dict[str, Any], Sequence[str]]]:
         """The states of optimizer `number` there."""
         return {name: (_placed(*each, device), each[1]) for name, each in self.optimizers[number].items()}
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A number that is another one if values, or their order, are others; computed where these are."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    words = plain[: len(plain) // 4 * 4].view(torch.int32)
+    # Odd factors, so that no bit gets lost, and far apart, so that what changes in two words does not cancel out.
+    factors = (torch.arange(min(len(words), _BLOCK), device=words.device) * _STRIDE & _MODULUS >> 1) | 1
+    total = zlib.crc32(bytes(plain[4 * len(words) :].tolist()))
+    for part in torch.split(words, _BLOCK) if len(words) else ():
+        total = (total * _PRIME + int((part * factors[: len(part)]).sum())) % _MODULUS
+    return total
 
 
 def laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,7 @@ class _State:
     """Where a state lies.
 
     Attributes:
+        made: it has come to be on the device.
         on_host: its tensors in the host's slab.
         written: the copy that made the host's slab what it is.
         on_device: its tensors in each slab on the device where it has been; views take longer to make than to bind.
@@ -60,6 +61,7 @@ class _State:
     layout: SlabLayout
     host: torch.Tensor
     on_host: Tensors
+    made: bool = False
     slot: _Slot | None = None
     written: list[int] = field(default_factory=list)
     on_device: WeakKeyDictionary[_Slot, Tensors] = field(default_factory=WeakKeyDictionary)
@@ -103,6 +105,7 @@ class StateCache(Generic[Key]):
         self._states: dict[Key, _State] = {}
         self._free: dict[int, deque[_Slot]] = defaultdict(deque)
         self._slab_bytes = 0
+        self._spare: torch.Tensor | None = None  # of a state that was made; the next one is as large
         self._residency: Residency[Key] = Residency(budget, {}, _Mover(self), slots)
 
     @property
@@ -126,12 +129,7 @@ class StateCache(Generic[Key]):
         Raises:
             PlanError: it does not fit into the device's or the host's budget.
         """
-        layout = SlabLayout.of(tensors)
-        if self._host_budget is not None and self.host_bytes + layout.nbytes > self._host_budget:
-            raise PlanError(
-                f"state {key} has {layout.nbytes} bytes; {len(self._states)} states have {self.host_bytes} of the "
-                f"host's budget of {self._host_budget}. Raise it, or keep fewer states"
-            )
+        layout = self._layout(key, tensors)
         self._residency.add(key, layout.nbytes)
         host = host_slab(layout.nbytes, self._device.type == "cuda")
         state = self._states[key] = _State(layout, host, layout.views(host))
@@ -139,6 +137,37 @@ class StateCache(Generic[Key]):
             for name, view in state.on_host.items():
                 view.copy_(tensors[name])
         return layout.nbytes
+
+    def make(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> int:
+        """One more state, which is on the device: `tensors` are there and copied. The host has it when its place is
+        taken, or after `offload`. Returns its bytes.
+
+        Raises:
+            PlanError: it does not fit into the device's or the host's budget, or all that is there is leased.
+        """
+        layout = self._layout(key, tensors)
+        self._residency.make(key, layout.nbytes)
+        host, self._spare = self._spare, None
+        if host is None or host.numel() != layout.nbytes:
+            host = host_slab(layout.nbytes, self._device.type == "cuda")
+        slot = self._take(layout.nbytes)
+        for ticket in slot.busy:
+            self.statistics.stall_ns += self._copier.follow(ticket)
+        self._states[key] = _State(layout, host, layout.views(host), made=True, slot=slot)
+        with torch.no_grad():
+            for name, view in self.on_device(key).items():
+                view.copy_(tensors[name])
+        slot.copies, slot.used = [], self._copier.mark()
+        return layout.nbytes
+
+    def _layout(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> SlabLayout:
+        layout = SlabLayout.of(tensors)
+        if self._host_budget is not None and self.host_bytes + layout.nbytes > self._host_budget:
+            raise PlanError(
+                f"state {key} has {layout.nbytes} bytes; {len(self._states)} states have {self.host_bytes} of the "
+                f"host's budget of {self._host_budget}. Raise it, or keep fewer states"
+            )
+        return layout
 
     def drop(self, key: Key, in_use: bool = False) -> None:
         """The state is not needed any more.
@@ -157,6 +186,8 @@ class StateCache(Generic[Key]):
         for ticket in copies:  # they use the host's slab
             self._copier.wait(ticket)
         del self._states[key]
+        if state.made:
+            self._spare = state.host
 
     @property
     def crowded(self) -> bool:

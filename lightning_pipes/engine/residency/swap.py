@@ -141,6 +141,17 @@ class Swap(Generic[Key]):
         bound.hold(self._cache.on_host(key))
         return size
 
+    def make(self, key: Key, bound: Bound) -> None:
+        """One more state, a copy on the device of what `bound` uses there, which uses the copy from now on.
+
+        Raises:
+            PlanError: it does not fit into the device's or the host's budget, or can't be moved.
+        """
+        bound.check()
+        self._cache.make(key, bound.tensors())
+        self._held[key] = _Held(bound, here=True)
+        bound.hold(self._cache.on_device(key))
+
     def replace(self, key: Key, bound: Bound) -> None:
         """The state belongs to `bound` from now on, which has the same tensors in the same places."""
         self._held[key].bound = bound
@@ -166,6 +177,11 @@ class Swap(Generic[Key]):
         except PipelineError:  # it fails, and its exception refers to a graph: it may keep the memory
             in_use = True
         self._cache.drop(key, in_use)
+
+    def discard(self, key: Key) -> None:
+        """Nobody uses what belongs to the key any more: its tensors have no values from now on."""
+        del self._held[key]
+        self._cache.drop(key)
 
     def expect(self, keys: Iterable[Key]) -> None:
         """These leases follow those that were expected before; no others may come."""

@@ -27,7 +27,7 @@ class Asking:
         self._calls.put(None)
 
     def __call__(self, call: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-        """The outcome of `call`, also if it raises; or what `meanwhile` raises, called again and again until then, and
+        """The result of `call`, also if it raises; or what `meanwhile` raises, called again and again until then, and
         after which nothing more can be asked."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._make, name="lightning_pipes asking", daemon=True)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 
-from lightning_pipes.cost import Costs
 from lightning_pipes.ir import (
     COMPUTE,
     RECEIVES,
@@ -29,12 +28,11 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.sim.loops.kernel import PLENTY
 from lightning_pipes.sim.loops.memory import Bytes
+from lightning_pipes.sim.loops.operations import Prices
 from lightning_pipes.sim.loops.queues import Queues, Run, choose
 
 
-def dispatch(
-    policy: Policy, queues: Queues, costs: Costs, memory: Bytes, blocking_sends: bool, uses: Sequence[Use] = ()
-) -> Run:
+def dispatch(policy: Policy, queues: Queues, prices: Prices, memory: Bytes, uses: Sequence[Use] = ()) -> Run:
     """The order that `policy` makes of `queues`, as `sim.loops.window.opened` gives them; what would exceed the plan's
     limits or the memory is not offered.
 
@@ -47,15 +45,15 @@ def dispatch(
         DeadlockError: something is left, and nothing is on its way.
         ProgramError: the policy picked what is not ready.
     """
-    plan, prices = queues.plan, queues.prices(costs)
+    plan = queues.plan
     if isinstance(policy, RulePolicy):
         rule = policy.rule(plan)
         room = _room(queues, plan.limits, rule.limits)
-        run = choose(queues, prices, memory, room=room, alternate=rule.alternate, blocking_sends=blocking_sends)
+        run = choose(queues, prices, memory, room=room, rule=rule)
     else:
         room = _room(queues, plan.limits)
         picker = partial(_Asking, policy, queues, memory, room, uses)
-        run = choose(queues, prices, memory, room=room, picker=picker, blocking_sends=blocking_sends)
+        run = choose(queues, prices, memory, room=room, picker=picker)
     if run.left:
         raise DeadlockError(_stuck(policy, queues, run, memory))
     return run

@@ -17,6 +17,7 @@ from lightning_pipes.sim.loops.tables import PriceList
 
 LONG_AGO = -(1 << 62)
 """Before any time that matters: when a full bucket was last drawn from."""
+OTHERS, FORWARDS, WEIGHTS = range(3)  # sorts of queues
 PLENTY = 1 << 62
 """More samples and bytes than anything has."""
 
@@ -38,14 +39,13 @@ def leave(start, busy, quick, depth, spent):
 # rank 1 |....0-1-........0===2-1===....3-2===......3===......| bubble 53.8%
 # rank 2 |........0-0===1-1===....2-2===....3-3===............| bubble 53.8%
 #         - forward  = backward  . idle
-def fixed(work, prices, clock, wires, ran, blocking):
+def fixed(work, prices, clock, wires, ran):
     """Fills `ran` for operations that are listed in an order in which they may run: the longest path.
 
-    Each waits for those that it is joined with, besides its rank and its link. `clock` (r) begins at 0. With
-    `blocking`, ranks wait for what they send.
+    Each waits for those that it is joined with, besides its rank and its link. `clock` (r) begins at 0.
     """
     rank, link, group, first, before = work
-    overhead, busy, quick, late, depth, posted, wire, base = prices
+    overhead, busy, quick, late, depth, posted, wire, blocks, base = prices
     free, spent, moved, there = wires
     starts, ends = ran
     for i in range(len(rank)):
@@ -74,11 +74,11 @@ def fixed(work, prices, clock, wires, ran, blocking):
             ends[i] = t + late[g]
             there[m] = ends[i]
             moved[x] += 1
-            if blocking:
+            if blocks[x] > 0:
                 clock[r] = t
 
 
-def every(work, prices, clock, wires, ran, blocking, last):
+def every(work, prices, clock, wires, ran, last):
     """Fills `last` with when the same order ends under many costs: each a row of `prices.busy` and `prices.quick`."""
     for c in range(len(last)):
         clock[:] = 0
@@ -87,9 +87,9 @@ def every(work, prices, clock, wires, ran, blocking, last):
         wires.moved[:] = 0
         case = PriceList(
             prices.overhead, prices.busy[c], prices.quick[c],
-            prices.late, prices.depth, prices.posted, prices.wire, prices.base,
+            prices.late, prices.depth, prices.posted, prices.wire, prices.blocks, prices.base,
         )  # fmt: skip
-        fixed(work, case, clock, wires, ran, blocking)
+        fixed(work, case, clock, wires, ran)
         latest = 0
         for end in ran.ends:
             latest = max(latest, end)
@@ -110,21 +110,22 @@ def pick(rank, forward, other, nothing, alternate, after_forward):
 # rank 1 |....0-1-2-......0===3-1===..2===..3===......| bubble 45.5%
 # rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
 #         - forward  = backward  . idle
-def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, alternate, in_order, blocking):
+def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, alternate, weights_last, in_order):
     """How many never ran of the operations whose order is chosen as they become ready; fills `ran`, `held` and `turn`
     (i): those of a rank that start and end together ran in the order of their turns.
 
     An operation waits for those that hold it up. A queue offers the first of its members that is ready, or with
-    `in_order` its next or nothing; what does not fit lets nobody pass. The smallest number comes first, and with
-    `alternate` a forward follows what is none; see `pick`.
+    `in_order` its next or nothing; what does not fit lets nobody pass. The smallest number comes first. With
+    `alternate` a forward follows what is none, see `pick`; with `weights_last` weight gradients run where nothing else
+    does.
 
     All that happens at one instant has happened before any rank is asked; ranks are asked in order, and messages leave
     in the order in which they become complete.
     """
     rank, link, group, first, after = work
-    queue, pool, rows, queues, forward, members = standing
+    queue, pool, rows, queues, sort, members = standing
     waiting, low, count, room = ready
-    overhead, busy, quick, late, depth, posted, wire, base = prices
+    overhead, busy, quick, late, depth, posted, wire, blocks, base = prices
     taken, freed, may = needed
     used, peak = held
     free, spent, moved, there = wires
@@ -147,6 +148,7 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
             asked[r] = False
             a_forward = n
             other = n
+            weights = n
             for q in range(queues[r], queues[r + 1]):
                 if count[q] == 0:
                     continue
@@ -160,11 +162,15 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
                 more = taken[group[i]]
                 if waiting[i] > 0 or rows[i] > room[q] or (more > 0 and used[r] + more > may[r]):
                     continue
-                if forward[q]:
+                if sort[q] == FORWARDS:
                     a_forward = min(a_forward, i)
+                elif weights_last and sort[q] == WEIGHTS:
+                    weights = min(weights, i)
                 else:
                     other = min(other, i)
             i = pick(r, a_forward, other, n, alternate, after_forward[r])
+            if i == n:
+                i = weights
             if i == n:
                 continue
             g = group[i]
@@ -172,7 +178,7 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
             waiting[i] = -1
             count[q] -= 1
             working[r] = True
-            after_forward[r] = forward[q] > 0
+            after_forward[r] = sort[q] == FORWARDS
             if rows[i] > 0:
                 room[pool[i]] -= rows[i]
             used[r] += taken[g]
@@ -218,7 +224,7 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
                 ends[j] = t + late[g]
                 there[m] = ends[j]
                 moved[x] += 1
-                if blocking:
+                if blocks[x] > 0:
                     sending[r] = max(sending[r], t)
                 waiting[j] = -1
                 events += 1

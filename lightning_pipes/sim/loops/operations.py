@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from lightning_pipes.cost import Costs
+from lightning_pipes.cost import CostModel, Costs, Regime
+from lightning_pipes.cost.costs import Apart
+from lightning_pipes.cost.links.regime import regime_of
 from lightning_pipes.ir import SENDS, Alike, Instruction, Kind, Plan, PlanError, alike
 from lightning_pipes.sim.loops.kernel import LONG_AGO, PLENTY
 from lightning_pipes.sim.loops.machine import Machine
-from lightning_pipes.sim.loops.tables import Graph, PriceList, Table, Wires
+from lightning_pipes.sim.loops.tables import Array, Graph, PriceList, Table, Wires
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,12 @@ class Operations:
     def ranks(self) -> list[int]:
         """Who runs each operation; the sender for a message."""
         return self.table.lists.rank  # type: ignore[no-any-return]
+
+    @cached_property
+    def apart(self) -> Self:
+        """The same where each operation costs what it costs, whatever others of its size do."""
+        alone = self.table.lists._replace(group=list(range(len(self.instructions))))
+        return replace(self, like=self.instructions, table=Table(alone))
 
     @cached_property
     def groups(self) -> list[int]:
@@ -77,21 +85,28 @@ class Prices:
     Attributes:
         table: what the kernel reads of them.
         hurry: by group, what a message takes at full speed as a share of its time.
+        regimes: those of the links on which messages take time.
         crowded: messages of several ranks share a wire, so that their order is not known in advance.
     """
 
     table: Table[PriceList]
     hurry: tuple[float, ...]
     crowded: bool
+    regimes: tuple[Regime, ...]
 
     @property
     def busy(self) -> list[int]:
         """The time of each group."""
         return self.table.lists.busy  # type: ignore[no-any-return]
 
-    def with_times(self, busy: list[int], quick: list[int]) -> Prices:
-        """The same with other times."""
-        return replace(self, table=Table(self.table.lists._replace(busy=busy, quick=quick)))
+    def quick(self, busy: Array) -> Array:
+        """The times of messages at full speed, where groups take `busy`, a row for each of many cases."""
+        return np.asarray(np.rint(busy * np.array(self.hurry)).astype(np.int64))
+
+    def under(self, busy: Array) -> Iterator[Prices]:
+        """The same with other times, for each row of `busy`."""
+        for own, quick in zip(busy.tolist(), self.quick(busy).tolist(), strict=True):
+            yield replace(self, table=Table(self.table.lists._replace(busy=own, quick=quick)))
 
 
 @dataclass(frozen=True)
@@ -158,12 +173,25 @@ def joined(lists: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
     return first, row
 
 
+_Some = TypeVar("_Some", bound=Operations)
+
+
+def priced_by(costs: Costs, operations: _Some) -> tuple[_Some, Prices]:
+    """The operations with what they cost: those of one size together, unless `costs` may tell them apart."""
+    if isinstance(costs, Apart) and costs.apart:
+        operations = operations.apart
+    return operations, operations.prices(costs)
+
+
 def _prices(operations: Operations, costs: Costs) -> Prices:
     plan, pairs = operations.plan, operations.pairs
+    if isinstance(costs, CostModel):
+        costs.check(plan)
     busy: list[int] = []
     late: list[int] = []
     hurry: list[float] = []
     slowest = dict.fromkeys(pairs, 0)  # latency, by link
+    timed = set()  # links on which messages take time
     for i in operations.like:
         takes, latency, share = 0, 0, 0.0
         if i.kind in SENDS:
@@ -171,6 +199,8 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
             takes, latency = costs.transfer(i, plan)
             share = costs.between(*pair).hurry
             slowest[pair] = max(slowest[pair], latency)
+            if takes or latency:
+                timed.add(pair)
         else:
             takes = costs.duration(i, plan)
         busy.append(takes)
@@ -188,5 +218,8 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
     named: dict[str, int] = {}  # the first link of each name
     wire = [named.setdefault(link.wire, x) if link.wire else x for x, link in enumerate(links)]
     crowded = any(pairs[w][0] != source for w, (source, _) in zip(wire, pairs, strict=True))
-    table = Table(PriceList(costs.overhead_ns, busy, quick, late, depth, posted, wire, operations.base[:-1]))
-    return Prices(table, tuple(hurry), crowded)
+    blocks = [int(link.blocking) for link in links]
+    slow = [(link, costs.between(*pair[::-1])) for link, pair in zip(links, pairs, strict=True) if pair in timed]
+    regimes = {regime_of(there, back) for there, back in slow}
+    table = Table(PriceList(costs.overhead_ns, busy, quick, late, depth, posted, wire, blocks, operations.base[:-1]))
+    return Prices(table, tuple(hurry), crowded, tuple(each for each in Regime if each in regimes))

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from lightning_pipes.ir import Kind, Rule
 from lightning_pipes.sim.loops import kernel
-from lightning_pipes.sim.loops.kernel import PLENTY
+from lightning_pipes.sim.loops.kernel import FORWARDS, OTHERS, PLENTY, WEIGHTS
 from lightning_pipes.sim.loops.machine import PYTHON, bound, machine
 from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, joined
 from lightning_pipes.sim.loops.tables import Beginning, Held, Queued, Ran, Status, Table
 
+EARLIEST = Rule(alternate=False)
 EFFORT = 8
 """The time that an operation costs the kernel where it is chosen, over what it costs in a fixed order."""
 
@@ -46,11 +48,14 @@ class Queues(Operations):
         for q, members in enumerate(self.members):
             for i in members:
                 queue[i] = q
-        forward = [0] * len(self.members)
+        sort = [OTHERS] * len(self.members)
+        for q, members in enumerate(self.members):
+            if members and self.instructions[members[0]].kind is Kind.W:
+                sort[q] = WEIGHTS
         for q in self.forwards.values():
-            forward[q] = 1
+            sort[q] = FORWARDS
         queues = [sum(r < rank for r in self.owner) for rank in range(self.plan.n_ranks + 1)]
-        return Table(Queued(queue, self.pool, self.rows, queues, forward, joined(self.members)[1]))
+        return Table(Queued(queue, self.pool, self.rows, queues, sort, joined(self.members)[1]))
 
     @cached_property
     def beginning(self) -> Table[Beginning]:
@@ -86,15 +91,14 @@ def choose(
     memory: Bytes,
     *,
     room: Sequence[int] = (),
-    alternate: bool = False,
-    blocking_sends: bool = False,
+    rule: Rule = EARLIEST,
     picker: Callable[[Run], Pick] | None = None,
 ) -> Run:
     """Runs `queues` as far as they can.
 
     Args:
         room: samples that each queue of forwards may take; empty means any number.
-        alternate: the kernel's rule; see `ir.Rule`.
+        rule: the kernel's; its limits are in `room`.
         picker: makes what picks instead of that rule, and may look at the run meanwhile.
     """
     n = len(queues.instructions)
@@ -115,8 +119,8 @@ def choose(
         queues.wires(by),
         ran,
         turn,
-        alternate,
+        rule.alternate,
+        rule.weights_last,
         queues.in_order,
-        blocking_sends,
     )
     return run

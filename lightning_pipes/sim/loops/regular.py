@@ -114,7 +114,7 @@ class _Numbering:
                 kind, stage, job, batch, span = i
                 unit = units.get((kind, stage, job, batch))
                 if unit is None:
-                    if kind not in COMPUTE:
+                    if kind not in COMPUTE or stage >= self._plan.n_stages or job >= len(self._at):
                         return None
                     unit = self._unit(i)
                 there, own, whole, messages, sends, known = unit

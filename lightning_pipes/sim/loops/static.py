@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Plan, PlanError, Program, deadlock, lower, needs
+from lightning_pipes.ir.belonging import absent, check_belongs
 from lightning_pipes.sim.loops.kernel import LONG_AGO
 from lightning_pipes.sim.loops.machine import machine, rows_of_costs
 from lightning_pipes.sim.loops.memory import Bytes
@@ -76,13 +77,14 @@ def compiled(program: Program, plan: Plan) -> Compiled:
     """The finite `program` with its transfers, ready to be timed.
 
     Raises:
-        ProgramError: the program has not as many rows as the plan has ranks.
+        ProgramError: the program is one of another plan.
         DeadlockError: ranks wait for each other, or for what nobody runs.
     """
     quick = numbered(program, plan)
     if quick is not None:
         table = Table(Graph(quick.ranks, quick.links, quick.groups, quick.first, quick.before))
         return Compiled(plan, tuple(quick.instructions), tuple(quick.like), tuple(quick.pairs), table)
+    check_belongs(program, plan)
     lowered = lower(program, plan)
     number: dict[Instruction, int] = {}  # position in `kept`; of a receive, that of its send
     kept: list[Instruction] = []
@@ -128,41 +130,39 @@ def compiled(program: Program, plan: Plan) -> Compiled:
             break
     stuck = {rank: row[at[rank]] for rank, row in enumerate(lowered.head) if at[rank] < len(row)}
     if stuck:
-        raise deadlock(number, stuck, plan)
+        raise deadlock(number, stuck, plan, absent(lowered, plan, stuck.values()))
     table = Table(Graph(ranks, links, groups, *joined(before)))
     return Compiled(plan, tuple(kept), tuple(numbering.like), numbering.pairs, table)
 
 
-def run(order: Compiled, prices: Prices, blocking_sends: bool = False) -> Timed:
+def run(order: Compiled, prices: Prices) -> Timed:
     """When every operation of `order` runs."""
     n = len(order.instructions)
     if prices.crowded:
-        if blocking_sends and not order.lowered_as_usual:
+        if any(prices.table.lists.blocks) and not order.lowered_as_usual:
             raise PlanError(
                 "several ranks share a wire, sends block, and the program places its transfers by hand, which can't be "
                 "timed; give the program without transfers"
             )
-        return choose(order.rows, prices, Bytes.uncounted(order), blocking_sends=blocking_sends).timed
+        return choose(order.rows, prices, Bytes.uncounted(order)).timed
     by = machine(n)
     ran = Ran(by.fill(n), by.fill(n))
     clock = by.fill(order.plan.n_ranks)
-    by.fixed(by.read(order.table), by.read(prices.table), clock, order.wires(by), ran, blocking_sends)
+    by.fixed(by.read(order.table), by.read(prices.table), clock, order.wires(by), ran)
     return Timed(*ran, range(n))
 
 
-def ends_under(order: Compiled, prices: Prices, busy: Array, blocking_sends: bool = False) -> Array:
+def ends_under(order: Compiled, prices: Prices, busy: Array) -> Array:
     """When `order` ends under many costs: for each a row of `busy`, nanoseconds by group, the rest as in `prices`."""
     n, k = len(order.instructions), len(busy)
-    quick = np.rint(busy * np.array(prices.hurry)).astype(np.int64)
     by = machine(n * k)
     if prices.crowded:
-        each = (prices.with_times(*rows) for rows in zip(busy.tolist(), quick.tolist(), strict=True))
-        return np.array([run(order, case, blocking_sends).makespan for case in each], np.int64)
+        return np.array([run(order, case).makespan for case in prices.under(busy)], np.int64)
     last = np.zeros(k, np.int64)
     if by.every is not None:
-        cases = prices.table.arrays._replace(busy=np.ascontiguousarray(busy), quick=quick)
+        cases = prices.table.arrays._replace(busy=np.ascontiguousarray(busy), quick=prices.quick(busy))
         ran = Ran(by.fill(n), by.fill(n))
-        by.every(order.table.arrays, cases, by.fill(order.plan.n_ranks), order.wires(by), ran, blocking_sends, last)
+        by.every(order.table.arrays, cases, by.fill(order.plan.n_ranks), order.wires(by), ran, last)
         return last
 
     def rows(size: int) -> Array:
@@ -171,7 +171,7 @@ def ends_under(order: Compiled, prices: Prices, busy: Array, blocking_sends: boo
     links = len(order.pairs)
     wires = Wires(rows(links), rows(links) + LONG_AGO, [0] * links, rows(order.base[-1]))
     ran, clock = Ran(rows(n), rows(n)), rows(order.plan.n_ranks)
-    cases = prices.table.lists._replace(busy=busy.T, quick=quick.T)
-    rows_of_costs()(order.table.lists, cases, clock, wires, ran, blocking_sends)
+    cases = prices.table.lists._replace(busy=busy.T, quick=prices.quick(busy).T)
+    rows_of_costs()(order.table.lists, cases, clock, wires, ran)
     ran.ends.max(axis=0, initial=0, out=last)
     return last

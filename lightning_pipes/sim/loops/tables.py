@@ -44,6 +44,7 @@ class PriceList(NamedTuple):
         busy, quick, late: (g) its time, of a message at its link's rate; a message's at full speed; its latency.
         depth, posted, wire: (x) what its bucket saves at most; receives posted, 0 is any number; what moves its
             messages.
+        blocks: (x) whether the sender waits until its messages have left, 0 or 1.
         base: (x) the messages on the links before it: its message n is number `base[x] + n`.
     """
 
@@ -54,6 +55,7 @@ class PriceList(NamedTuple):
     depth: Numbers
     posted: Numbers
     wire: Numbers
+    blocks: Numbers
     base: Numbers
 
 
@@ -91,7 +93,7 @@ class Queued(NamedTuple):
         pool, rows: (i) it takes `rows` samples of the room of queue `pool` when it begins; a negative number gives
             some back when it ends.
         queues: (r) `queues[r] : queues[r + 1]` are its queues.
-        forward: (q) 1 for a queue of forwards, 0 for others.
+        sort: (q) FORWARDS for a queue of forwards, WEIGHTS for one of weight gradients, OTHERS for others.
         members: the computations of one queue after those of another.
     """
 
@@ -99,7 +101,7 @@ class Queued(NamedTuple):
     pool: Numbers
     rows: Numbers
     queues: Numbers
-    forward: Numbers
+    sort: Numbers
     members: Numbers
 
 

@@ -11,11 +11,18 @@ from typing import Protocol
 
 from lightning_pipes.ir import Kind
 from lightning_pipes.sim.labels import WORDS
+from lightning_pipes.sim.page.charts import charts
 from lightning_pipes.sim.page.picture import SENT, picture_json, timelines
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.shown.slowest import Slowest
+from lightning_pipes.sim.spread import SLOW, Spread, spread
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.sim.units import bytes_text, seconds_text
+
+SCATTERED = 1.05
+"""Steps on average, as a multiple of what medians say, from which on the page tells both."""
+MOST_DRAWN = 10_000
+"""Operations of a step that is simulated again and again; more take seconds."""
 
 
 class Simulated(Protocol):
@@ -65,7 +72,9 @@ def page(record: RunRecord, finding: Finding) -> str:
         legend="".join(f'<li><i style="background:var(--{kind}0)"></i>{escape(word)}</li>' for kind, word in legend),
         described=escape(_described(record), quote=True),
         sections="\n".join(_sections(record, finding)),
-        footer=f"Times are medians of the last steps; bubble is {_bubble(record)}, as a share of a step.",
+        footer=escape(
+            f"Times are medians of the last steps; bubble is {_bubble(record)}, as a share of a step. {_world(record)}"
+        ),
         data=picture_json(record),
         script=(here / "page.js").read_text(encoding="utf-8"),
     )
@@ -89,6 +98,22 @@ def _bubble(record: RunRecord) -> str:
     return "time that ranks idle" if record.siblings == 1 else "time that ranks did not compute for this sibling"
 
 
+def _world(record: RunRecord) -> str:
+    """The regimes of the prediction, and what they mean."""
+    regimes = record.predicted.regimes or ()
+    meaning = "; ".join(f"{each.words}: {each.meaning}" for each in regimes)
+    return f"Predicted with {meaning or record.predicted.regime}." if record.predicted.regime else ""
+
+
+def _scattered(record: RunRecord) -> Spread | None:
+    """The steps to be expected where each operation takes now this and now that; None where they hardly differ, or
+    where there are too many operations to be simulated again and again."""
+    if not record.costs.scatter or record.siblings > 1 or len(record.predicted.events) > MOST_DRAWN:
+        return None
+    found = spread(record.predicted.program(), record.predicted.plan, record.costs)
+    return found if found.mean > SCATTERED * found.steady else None
+
+
 def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     shown, slowest = record.shown, Slowest.of(record.shown)
     bubble = sum(shown.bubble) / len(shown.bubble)
@@ -107,6 +132,15 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
         found.append((name, f"the slowest: {slowest.ratio:.2g}x {slowest.others}"))
     elif slowest.others:
         found.append(("No slow stage", f"{slowest.name} takes {slowest.ratio:.3g}x {slowest.others}"))
+    scattered = _scattered(record)
+    if scattered is not None:
+        found.append(
+            (
+                seconds_text(scattered.mean),
+                f"a step on average if operations scatter as they did; {seconds_text(scattered.steady)} by medians, "
+                f"and {seconds_text(scattered.quantile(SLOW))} or more in {1 - SLOW:.0%} of all steps",
+            )
+        )
     if record.between is not None:
         found.append((seconds_text(1e9 * record.between), "between two steps: data, optimizer, logs"))
     if any(shown.peak_bytes or record.predicted.peak_bytes):
@@ -143,6 +177,8 @@ def _sections(record: RunRecord, finding: Finding) -> Iterable[str]:
         )
     if record.choice:
         yield _section("Why this schedule and this cut", f"<pre>{escape(record.choice)}</pre>")
+    if record.monitored:
+        yield _section("What ranks' monitors saw", charts(record.monitored))
     if record.facts:
         pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in record.facts.items())
         yield _section("Settings", f"<dl>{pairs}</dl>")

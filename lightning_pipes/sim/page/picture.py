@@ -82,7 +82,7 @@ def _panel(name: str, timeline: Timeline, tables: _Tables) -> dict[str, Any]:
     columns = zip(*rows, strict=True) if rows else ([] for _ in _COLUMNS)
     return {
         "name": name,
-        "heading": seconds_text(timeline.makespan),
+        "heading": ", ".join(filter(None, [seconds_text(timeline.makespan), timeline.regime])),
         "makespan": timeline.makespan,
         "bubble": [round(share, 4) for share in timeline.bubble],
         "events": {column: list(values) for column, values in zip(_COLUMNS, columns, strict=True)},

@@ -19,6 +19,7 @@ class Comparison:
         makespan: nanoseconds, predicted and measured.
         bubble: of each rank, predicted and measured, 0 to 1.
         medians: nanoseconds by (kind, stage), predicted and measured, of the kinds that both have.
+        regime: the world of the prediction, in words; empty where nobody said.
         moved: computations that a rank ran at another place of its order than predicted, as a share of all, 0 to 1.
     """
 
@@ -26,6 +27,7 @@ class Comparison:
     bubble: tuple[tuple[float, float], ...]
     medians: dict[tuple[Kind, int], tuple[float, float]]
     moved: float
+    regime: str = ""
 
     @property
     def error(self) -> float:
@@ -35,6 +37,8 @@ class Comparison:
     def __str__(self) -> str:
         predicted, measured = map(seconds_text, self.makespan)
         lines = [f"makespan {predicted} predicted, {measured} measured ({self.error:+.1%})"]
+        if self.regime:
+            lines.append(f"predicted with {self.regime}")
         if self.moved:
             lines.append(f"{self.moved:.0%} of the computations ran in another order than predicted")
         lines += [f"rank {r}: bubble {p:.1%} predicted, {m:.1%} measured" for r, (p, m) in enumerate(self.bubble)]
@@ -56,6 +60,7 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
         tuple(zip(predicted.bubble, measured.bubble, strict=False)),
         {key: (medians[0][key], medians[1][key]) for key in medians[0] if key in medians[1]},
         moved / total if total else 0.0,
+        predicted.regime,
     )
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipes.cost import CostModel, ModelProfile
-from lightning_pipes.cost.cluster import LONGEST
+from lightning_pipes.cost.links.link import LONGEST
 from lightning_pipes.cost.written import check_written
 from lightning_pipes.ir import InputError, Plan, PlanError, check_count, check_fields, check_number, shown
 from lightning_pipes.ir.checks import hints
+from lightning_pipes.sim.shown.monitored import Curves, curves_of
 from lightning_pipes.sim.shown.saved import costs_data, costs_of, read_json, timeline_data, timeline_of, write_json
 from lightning_pipes.sim.timeline import Timeline
 
@@ -38,6 +39,7 @@ class RunRecord:
         choice: why this schedule was chosen, or this cut; lines of a table among them.
         siblings: how many trainings at a time shared the ranks, as in a job array. With more than one, what is idle in
             `measured` is idle for this one only.
+        monitored: what a monitor saw on every rank while it trained; empty without one.
     """
 
     predicted: Timeline
@@ -51,6 +53,7 @@ class RunRecord:
     facts: Mapping[str, str] = field(default_factory=dict, hash=False)
     choice: str = ""
     siblings: int = 1
+    monitored: tuple[Curves, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         check_fields(self, entries=False)
@@ -62,6 +65,8 @@ class RunRecord:
             raise InputError(f"costs are of {self.costs.n_stages} stages, the plan has {stages}")
         if len(self.memory) not in (0, ranks) or min((size for size in self.memory if size is not None), default=0) < 0:
             raise InputError(f"memory needs the bytes of each of {ranks} devices, or None, got {shown(self.memory)}")
+        if len(self.monitored) not in (0, ranks):
+            raise InputError(f"{len(self.monitored)} ranks were monitored, the plan has {ranks}")
         if self.between is not None:
             check_number("between", self.between, "finite seconds, not negative", lambda x: 0 <= x < LONGEST)
         layers = self.plan.layers
@@ -95,13 +100,15 @@ class RunRecord:
 
     def save(self, path: str | Path) -> None:
         """Writes JSON."""
-        data = {
+        data: dict[str, Any] = {
             "predicted": timeline_data(self.predicted),
             "measured": None if self.measured is None else timeline_data(self.measured),
             "costs": costs_data(self.costs),
             "profile": None if self.profile is None else self.profile.data(),
         }
         data |= {name: getattr(self, name) for name in ("schedule", "memory", "between", "facts", "choice", "siblings")}
+        if self.monitored:
+            data["monitored"] = [curves.data() for curves in self.monitored]
         settings = {name: value if _is_plain(value) else repr(value) for name, value in self.settings.items()}
         write_json({**data, "settings": settings}, path)
 
@@ -129,7 +136,7 @@ class RunRecord:
 
     @classmethod
     def _of_data(cls, data: Mapping[str, Any]) -> RunRecord:
-        kinds = {**hints(cls), **dict.fromkeys(_WRITTEN, Any)}
+        kinds = {**hints(cls), **dict.fromkeys(_WRITTEN, Any), "monitored": list[Any]}
         found = check_written("run", data, kinds, optional=hints(cls).keys() - set(_WRITTEN))
         found["predicted"] = timeline_of(found["predicted"], "predicted")
         if found["measured"] is not None:
@@ -139,6 +146,8 @@ class RunRecord:
             found["profile"] = ModelProfile.of_data(found["profile"])
         if "settings" in found:
             found["settings"] = {name: _tuples(value) for name, value in found["settings"].items()}
+        rows = found.get("monitored", ())
+        found["monitored"] = tuple(curves_of(row, f"monitored[{n}]") for n, row in enumerate(rows))
         return cls(**found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ _COLOURS = {
     Kind.SB: "#f3cda2",
 }
 _BAR = 0.62  # of a rank's row; transfers share the rest
+_MOST_BARS = 160
+"""Computations of a rank that can be told apart in a picture."""
 _LEFT, _RIGHT = 0.78, 0.9  # inches beside the bars
 
 
@@ -36,22 +38,29 @@ def save_png(timeline: Timeline, path: str | Path, other: Timeline | None = None
     sender's row on the way forward and above it on the way back, and the share of time that each rank idles.
 
     With `other` a second panel on the same scale: the first is called predicted, the second measured, unless they have
-    names.
+    names. Of what is too long to be seen, as an epoch without a flush may be, the end is drawn.
     """
     from matplotlib.figure import Figure  # not pyplot: the user's own figures and backend stay as they are
 
     panels = [timeline] if other is None else [timeline, other]
     heights = [_row_inches(t) * t.plan.n_ranks + 0.75 for t in panels]
     bars = max(len(row) for t in panels for row in t.program().head)
+    longest = max(t.makespan for t in panels)
+    most = longest * _MOST_BARS // bars if bars > _MOST_BARS else longest  # nanoseconds that are shown
+    bars = min(bars, _MOST_BARS)
     width = min(max(13.0, 0.17 * bars), 24.0)
     figure = Figure(figsize=(width, sum(heights) + 0.2))
     axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0]
-    span = max(t.makespan for t in panels) or 1
+    span = most or 1
     for panel, name, axis in zip(panels, ("predicted", "measured"), axes, strict=False):
         title = panel.name or (name if other is not None else "")
         points = 72 * (width - _LEFT - _RIGHT) / span
-        _panel(axis, panel, span, points, partial(_shade, labels=Labels(panel.plan, panel.events)))
-        heading = ", ".join(part for part in (title, seconds_text(panel.makespan)) if part)
+        last = panel.makespan > most
+        part = _between(panel, panel.makespan - most, panel.makespan) if last else panel
+        _panel(axis, part, span, points, partial(_shade, labels=Labels(panel.plan, panel.events)), panel.bubble)
+        regime = panel.regime if panel.regimes else ""
+        parts = (title, seconds_text(panel.makespan), f"the last {seconds_text(most)} of it" if last else "", regime)
+        heading = ", ".join(filter(None, parts))
         axis.set_title(heading, loc="left", fontsize=10, pad=5)
     _legend(axes[0], panels)
     axes[-1].set_xlabel(f"time in {_unit(span)[0]}", fontsize=8)
@@ -80,19 +89,25 @@ def draw_window(axis: Any, timeline: Timeline, start: int, stop: int, shade: Sha
     Args:
         shade: the colour of an instruction.
     """
-    kept = tuple(
-        e._replace(start=max(e.start, start) - start, end=min(e.end, stop) - start)
-        for e in timeline.computations
-        if e.start < stop and e.end > start
-    )
     figure = axis.get_figure()
     points = 72 * figure.get_size_inches()[0] * axis.get_position().width / (stop - start)
-    _panel(axis, replace(timeline, events=kept), stop - start, points, shade)
+    part = _between(replace(timeline, events=timeline.computations), start, stop)
+    _panel(axis, part, stop - start, points, shade, part.bubble)
     axis.set_xlabel(f"time in {_unit(stop - start)[0]}", fontsize=8)
 
 
-def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade) -> None:
-    """Draw one timeline; `points` of paper stand for a nanosecond."""
+def _between(timeline: Timeline, start: int, stop: int) -> Timeline:
+    """That part of it."""
+    kept = tuple(
+        e._replace(start=max(e.start, start) - start, end=min(e.end, stop) - start)
+        for e in timeline.events
+        if e.start < stop and e.end > start
+    )
+    return replace(timeline, events=kept)
+
+
+def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade, bubbles: Sequence[float]) -> None:
+    """Draw one timeline; `points` of paper stand for a nanosecond, and ranks idle for those shares of the time."""
     from matplotlib.collections import PolyCollection
 
     labels = Labels(timeline.plan, timeline.events)
@@ -126,7 +141,7 @@ def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade
     axis.tick_params(axis="x", labelsize=7, length=2)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
-    for rank, bubble in enumerate(timeline.bubble):
+    for rank, bubble in enumerate(bubbles):
         axis.barh(rank, timeline.makespan / size, _BAR, color="#f1f2f4", zorder=0)
         axis.text(1.006, rank, f"{bubble:.0%} idle", transform=axis.get_yaxis_transform(), fontsize=7.5, va="center")
 
@@ -206,7 +221,12 @@ def save_chrome_trace(timeline: Timeline, path: str | Path) -> None:
     trace = {
         "traceEvents": records,
         "displayTimeUnit": "ns",
-        "otherData": {"name": timeline.name, "makespan_ns": timeline.makespan, **timeline.attributes},
+        "otherData": {
+            "name": timeline.name,
+            "makespan_ns": timeline.makespan,
+            "regime": timeline.regime,
+            **timeline.attributes,
+        },
     }
     Path(path).write_text(json.dumps(trace), encoding="utf-8")
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipes.cost import CostModel, Link, Table
-from lightning_pipes.cost.cluster import LONGEST
+from lightning_pipes.cost.links.link import LONGEST
+from lightning_pipes.cost.links.regime import regime_named
 from lightning_pipes.cost.written import check_written, read_object
-from lightning_pipes.ir import RECEIVES, Cut, InputError, Instruction, Kind, Plan, Span, check_type, shown
+from lightning_pipes.ir import RECEIVES, Cut, InputError, Instruction, Kind, Plan, Span, check_number, check_type, shown
 from lightning_pipes.ir.checks import hints
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.timeline import Timeline
@@ -60,6 +61,7 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
         "name": timeline.name,
         "attributes": dict(timeline.attributes),
         "peak_bytes": list(timeline.peak_bytes),
+        "regimes": None if timeline.regimes is None else list(timeline.regimes),
         "plan": plan_data(timeline.plan),
         "events": [[rank, *_instruction_data(i), start, end] for rank, i, start, end in timeline.events],
     }
@@ -72,12 +74,15 @@ def timeline_of(data: object, what: str = "timeline") -> Timeline:
         InputError: it is something else, or damaged.
     """
     kinds = {"name": str, "attributes": dict[str, str], "peak_bytes": tuple[int, ...], "plan": Any, "events": list[Any]}
-    found = check_written(what, data, kinds)
+    kinds |= {"regimes": Any}
+    found = check_written(what, data, kinds, optional=["regimes"])  # older versions wrote none
+    regimes = check_type(f"{what}.regimes", found.get("regimes"), tuple[str, ...] | None)
+    found["regimes"] = None if regimes is None else tuple(map(regime_named, regimes))
     plan = plan_of(found["plan"], f"{what}.plan")
     events = tuple(_event(f"{what}.events[{n}]", row, plan) for n, row in enumerate(found["events"]))
     if len(found["peak_bytes"]) not in (0, plan.n_ranks):
         raise InputError(f"{what}.peak_bytes is of {len(found['peak_bytes'])} ranks, the plan has {plan.n_ranks}")
-    return Timeline(events, plan, found["peak_bytes"], found["name"], found["attributes"])
+    return Timeline(events, plan, found["peak_bytes"], found["name"], found["attributes"], found["regimes"])
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -120,6 +125,8 @@ def costs_data(costs: CostModel) -> dict[str, Any]:
     found["seconds"] = [[kind.value, stage, table] for (kind, stage), table in costs.seconds.items()]
     found["links"] = [[*pair, *astuple(link)] for pair, link in costs.links.items()]
     found["link"] = astuple(costs.link)
+    found["each"] = [[*_instruction_data(i), seconds] for i, seconds in costs.each.items()]
+    found["scatter"] = [[kind.value, stage, list(ratios)] for (kind, stage), ratios in costs.scatter.items()]
     return found
 
 
@@ -129,11 +136,17 @@ def costs_of(data: object, what: str = "costs") -> CostModel:
     Raises:
         InputError: it is something else, or damaged.
     """
-    times, links = tuple[str, int, Table], list[list[Any]]
-    found = check_written(what, data, {**hints(CostModel), "seconds": list[times], "links": links, "link": list[Any]})  # type: ignore[valid-type]
+    rows = list[list[Any]]
+    kinds = {**hints(CostModel), "seconds": list[tuple[str, int, Table]], "links": rows, "link": list[Any]}
+    kinds |= {"each": rows, "scatter": list[tuple[str, int, tuple[float, ...]]]}
+    found = check_written(what, data, kinds, optional=["regime", "each", "scatter"])  # older versions wrote none
     found["seconds"] = {(_kind(f"{what}.seconds", kind), stage): table for kind, stage, table in found["seconds"]}
     found["links"] = dict(_between(f"{what}.links[{n}]", row) for n, row in enumerate(found["links"]))
     found["link"] = _link(f"{what}.link", found["link"])
+    found["each"] = dict(_single(f"{what}.each[{n}]", row) for n, row in enumerate(found.get("each", ())))
+    found["scatter"] = {
+        (_kind(f"{what}.scatter", kind), stage): ratios for kind, stage, ratios in found.get("scatter", ())
+    }
     return CostModel(**found)
 
 
@@ -194,6 +207,10 @@ def _waits(where: str, row: Sequence[Any]) -> tuple[Instruction, tuple[Instructi
 def _between(where: str, row: Sequence[Any]) -> tuple[tuple[int, int], Link]:
     pair = check_type(where, list(row[:2]), tuple[int, int])
     return pair, _link(where, row[2:])
+
+
+def _single(where: str, row: Sequence[Any]) -> tuple[Instruction, float]:
+    return _instruction(where, list(row[:-1])), check_number(f"{where}, seconds,", row[-1] if row else None)
 
 
 def _link(where: str, values: Sequence[Any]) -> Link:

@@ -27,7 +27,7 @@ from lightning_pipes.ir import (
     check_type,
 )
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, tuning_planner
-from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
+from lightning_pipes.planning.measured import WINDOW, Averages, StepSample, parts_of
 from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, Verdict
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.trainer import private_lightning as private
@@ -57,12 +57,12 @@ _log = logging.getLogger(__name__)
 
 
 class _Report(NamedTuple):
-    """The report of a rank to rank 0: its last steps, its stages' bytes, its place in the pipeline, bytes of its
+    """The report of a rank to rank 0: its last steps, its stages' bytes, its position in the pipeline, bytes of its
     device, and its links, if they were probed."""
 
     steps: list[StepSample]
     stages: dict[int, StageBytes]
-    place: int
+    position: int
     memory: int | None
     links: dict[tuple[int, int], Link]
 
@@ -108,7 +108,8 @@ class ScheduleTuner(pl.Callback):
 
     With `PipelineStrategy("kfkb", schedule_args={"k": "auto"})`, schedule=kfkb schedule.k=auto with Hydra, a trainer
     that has none gets one with defaults. What there is to change to is said by the schedule that the strategy begins
-    with (`candidates`).
+    with (`candidates`). Orders that split their backward are among them where layers were measured when training began
+    (`partition="auto"`), for only that says what its parts take.
 
     Every logger gets `tuner/predicted_ms` (of a step after the decision), `tuner/gain` (the share that this is less,
     0 where nothing changes), `tuner/error` (of the prediction for what ran before), `tuner/unsteadiness` (of the worst
@@ -166,7 +167,8 @@ class ScheduleTuner(pl.Callback):
             )
         self._source: TuningPlanner = tuning_planner(strategy.schedule)
         self._running: Candidate | None = None
-        self._averages = Averages(self.window)
+        decision = strategy.decision
+        self._averages = Averages(self.window, parts=parts_of(decision.profile, decision.layers))
         self._batches, self._read = 0, 0
         self._next = FIRST
         self.decisions.clear()
@@ -206,8 +208,10 @@ class ScheduleTuner(pl.Callback):
         self._read = self._batches
         steps = [sample_of(*pair) for pair in pairwise(windows[-fresh - 1 :])]
         links = run.engine.probe_links(PROBED, PROBES) if self.probe else {}
-        place = run.global_ranks.index(strategy.global_rank)
-        mine = _Report(steps, run.stage_bytes(strategy.optimizers), place, device_memory(strategy.root_device), links)
+        position = run.global_ranks.index(strategy.global_rank)
+        mine = _Report(
+            steps, run.stage_bytes(strategy.optimizers), position, device_memory(strategy.root_device), links
+        )
         waited = time.perf_counter()
         reports = control.gather(mine, to=control.ranks[0])
         began += time.perf_counter() - waited  # for the last rank, as all do after a batch anyway
@@ -251,7 +255,9 @@ class ScheduleTuner(pl.Callback):
         """Bytes that each rank of the pipeline may hold, the least of all replicas; None without a limit."""
         if self.memory_limit is not None:
             return [self.memory_limit] * ranks
-        known = [[r.memory for r in reports if r.place == place and r.memory is not None] for place in range(ranks)]
+        known = [
+            [r.memory for r in reports if r.position == position and r.memory is not None] for position in range(ranks)
+        ]
         return [min(found) for found in known] if all(known) else None
 
     def _wait(self, step: float, tuned: Tuned) -> int:

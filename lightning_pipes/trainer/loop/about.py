@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_pipes.planning.wording import schedule_settings
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.moves.journey import go_home
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.reports.report import About, Window
 
@@ -38,7 +39,7 @@ def describe_run(strategy: PipelineHost, siblings: int) -> About:
         schedule_settings(schedule),
         profile=decision.profile,
         facts={k: v for k, v in facts.items() if v},
-        choice="\n".join(filter(None, [decision.table, decision.why])) if decision.profile else "",
+        choice="\n".join(filter(None, [decision.table, decision.why, decision.cut])) if decision.profile else "",
         predicted=decision.computing,
         siblings=siblings,
     )
@@ -51,9 +52,13 @@ def gather_run(
     layers stay spread out; and the windows of every rank of the pipeline with `about` and what only each of them knows
     of it, None if nothing was trained."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    facts = (tuple(run.windows), tuple(run.took), run.stage_bytes(optimizers), memory) if run.windows else None
+    curves = None if run.looks.monitor is None else run.looks.monitor.curves()
+    moved = "; ".join(map(str, run.moving.moved))
+    if moved:
+        about = replace(about, facts={**about.facts, "moved": moved})
+    facts = (tuple(run.windows), tuple(run.took), run.stage_bytes(optimizers), memory, curves) if run.windows else None
     if run.cut.stays_spread:
-        run.part.go_home()
+        go_home(run.part)
     local = {} if run.cut.stays_spread else run.cut.local_state(outside=pipeline.position == 0)
     unsaved = run.cut.unsaved(run.part.holdings.local)
     gathered = pipeline.all_gather((local, unsaved, facts))
@@ -62,8 +67,10 @@ def gather_run(
     if facts is None:
         return state, None
     ranks = [gathered[pipeline.ranks.index(rank)][2] for rank in run.global_ranks]
-    windows, took, held, memories = zip(*ranks, strict=True)
+    windows, took, held, memories, seen = zip(*ranks, strict=True)
     stages = {number: size for found in held for number, size in found.items()}
     steps = [max(step) for step in zip(*took, strict=True)]
-    about = replace(about, stages=stages, memory=memories, measured=median(steps) / 1e9 if steps else None)
+    measured = median(steps) / 1e9 if steps else None
+    monitored = () if any(c is None for c in seen) else seen
+    about = replace(about, stages=stages, memory=memories, measured=measured, monitored=monitored)
     return state, (list(windows), about)

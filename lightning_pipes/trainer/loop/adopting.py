@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, check_type
+from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, Span, check_type
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.wording import schedule_settings
 from lightning_pipes.trainer.loop.run import PipelineRun
@@ -54,6 +55,19 @@ def adopt_told(run: PipelineRun, chosen: Candidate) -> None:
     """
     plan = replace(chosen.plan, layers=())
     _change(run, run.plans.other(chosen.schedule, chosen.microbatches, plan, verified=plan.jobs[0].rows))
+
+
+def adopt_cut(run: PipelineRun, layers: Sequence[Span], rows: int) -> None:
+    """The same for a cut that all ranks know by now: the layers of the stages from the next batch on; batches of so
+    many samples are cut as before.
+
+    Raises:
+        PlanError: layers would move that can't.
+    """
+    if tuple(layers) != run.plans.layers:
+        plan, _ = run.plans.for_rows(rows)
+        run.part.check(layers)
+        _change(run, run.plans.other(run.plans.schedule, given=replace(plan, layers=tuple(layers))))
 
 
 def _change(run: PipelineRun, plans: Plans) -> None:

@@ -14,7 +14,8 @@ from lightning_pipes.engine.engine import Turns, Watch
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.watch.failure import FailureWatch, PeerFailure
 from lightning_pipes.trainer.loop.stopping import StopAgreement
-from lightning_pipes.trainer.plan.decision import Decision, Wanted
+from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.ranks.control import Control
 
 Idle = Callable[[Callable[[], bool]], None] | None
@@ -49,8 +50,8 @@ class Connections(Protocol):
     def told_to_end(self) -> bool:
         """Whether this process got SIGTERM, where the Trainer does not hear of it."""
 
-    def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
-        """The wishes of a training, with what follows from the company that it is in."""
+    def requested(self, request: RunRequest, ranks: int) -> RunRequest:
+        """The run that a training asks for, with what follows from the company that it is in."""
 
     def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
         """The path that `find()` gives, where it is not found yet."""
@@ -151,8 +152,8 @@ class OwnConnections:
     def told_to_end(self) -> bool:
         return False
 
-    def wanted(self, wanted: Wanted, ranks: int) -> Wanted:
-        return wanted
+    def requested(self, request: RunRequest, ranks: int) -> RunRequest:
+        return request
 
     def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
         return find()

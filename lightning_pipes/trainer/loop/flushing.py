@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun, Training
-from lightning_pipes.trainer.loop.seen import seen_costs
+from lightning_pipes.trainer.loop.seen import batches_left
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.module.checks import warn_about_small_batch
+from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.reports.report import KEPT_STEPS, Window
 from lightning_pipes.trainer.reports.timing import Share
 from lightning_pipes.trainer.step.gradients import FreshGradients
@@ -41,37 +43,39 @@ class Flushing(Training):
 
         # 2. The plan of a batch of so many samples; layers that it has on other ranks move.
         divisor = trainer.accumulate_grad_batches
-        seen = partial(seen_costs, run.windows, run.control)
-        run.plans = run.plans.revised(rows, trainer.fit_loop.total_batch_idx, seen)
-        plan, order = run.plans.for_rows(rows)
+        number = trainer.fit_loop.total_batch_idx
+        first = batch_idx % divisor == 0
+        run.moving.gradients = self._keep_old or not first
+        plans = run.moving.plans(partial(self._revised, rows, number), number)
+        plan, order = plans.for_rows(rows)
         if not run.windows:
             warn_about_small_batch(rows, plan.n_stages)
         run.turn_to(plan, order)
+        run.moving.gradients = True
 
         # 3. Forward and backward of all micro-batches; the user's step runs on the last stage.
         run.part.buffers.before_batch()
-        data = TrainingBatch(batch, rows, arguments, divisor, samples=run.lists.of(batch, rows))
+        data = TrainingBatch(batch, rows, arguments, divisor, samples=run.lists.of(batch, rows), complete=complete)
         run.begin_loss_check(data)
-        first = batch_idx % divisor == 0
         tell = run.control.prepare_broadcast(run.last_rank)
         with run.hidden.batch(training=True), self._gradients.made(optimizers, first, self._keep_old):
-            item = Item(trainer.fit_loop.total_batch_idx, rows, data)
+            item = Item(number, rows, data)
             run.engine.inject(item)
-            reducer = run.part.reducer
-            if reducer is not None:
-                reducer.on = complete
             run.engine.drain()
 
             # 4. Gradients summed over who shares a parameter, and averaged over replicas, if a step may follow.
             if complete:
                 run.part.shared.sum_gradients()
-                if reducer is not None:
-                    reducer.finish()
+                if run.part.reducer is not None:
+                    run.part.reducer.finish()
 
         # 5. What was to be checked meanwhile, and the loss, before anything steps by these gradients.
         run.connections.check()
         run.check_loss(item)
-        run.windows.append(Window(plan, order, run.engine.events))
+        window = Window(plan, order, run.engine.events)
+        run.windows.append(window)
+        if run.plans.every:
+            run.looks.add(window)
         if len(run.took) < KEPT_STEPS:
             run.took.append(Share.of(run.engine.events).took)
 
@@ -85,11 +89,27 @@ class Flushing(Training):
             run.replay.replay(logged)
         return move_data_to_device(out, run.device)
 
+    def _revised(self, rows: int, batch: int) -> Plans:
+        """The answer of the planner, when it is to look again."""
+        run, plans = self._run, self._run.plans
+        if not plans.due(batch):
+            return plans
+        looks = run.looks.look(plans.for_rows(rows)[0])
+        return plans.revised(rows, looks, batches_left(run.trainer))
+
     def drain(self) -> None:
         pass
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
-        return self._run.connections.agreement(self._run.trainer, stops, self._run.control)
+        run, trainer = self._run, self._run.trainer
+        agree = run.connections.agreement(trainer, stops, run.control)
+
+        def then_settle() -> None:
+            agree()
+            if private.validation_follows(trainer) or trainer.is_last_batch:
+                run.drain()
+
+        return then_settle
 
     def batch_complete(self, stage: Stage, item: Item) -> None:
         """Lightning steps when the gradients of all stages are complete."""

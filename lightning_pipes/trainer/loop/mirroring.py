@@ -36,10 +36,10 @@ class Mirroring:
         said = module.costs_of_layers() if isinstance(module, SaysCosts) else None
         self._cuts = Cuts(module, full, policy, run.control.broadcast(said, run.global_ranks[0]))
         self._optimizers: Sequence[Optimizer] = ()
-        holdings, here = part.holdings, part.holdings.grid.place
+        holdings, here = part.holdings, part.holdings.grid.position
         self._mirrors = Mirrors(
             dict(enumerate(full)),
-            lambda number: holdings.place_of_layer[number] == here,
+            lambda number: holdings.position_of_layer[number] == here,
             ParcelPost(part.parcels, run.global_ranks),
             lambda: self._optimizers,
             cache(part.group_of),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,17 +15,21 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.reducer import Reducer
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.ir import Kind, Plan, Policy, Program, Span, Use
+from lightning_pipes.planning.planner import DRAIN
 from lightning_pipes.trainer.loop.connections import Connections
-from lightning_pipes.trainer.loop.part import Part
+from lightning_pipes.trainer.loop.seen import Looks
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.module.batches import SampleLists, check_same, fingerprint, rows_of
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
 from lightning_pipes.trainer.module.tape import TapedLayer
+from lightning_pipes.trainer.moves.moving import Moving
+from lightning_pipes.trainer.moves.part import Part
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Coming
 from lightning_pipes.trainer.ranks.ranks import Ranks
@@ -69,6 +74,10 @@ class Training(ABC):
     def give_back_gradients(self) -> None:
         """Puts the gradients where the optimizer looks for them."""
 
+    def own_gradients(self) -> AbstractContextManager[None]:
+        """In the block parameters have the gradients that were accumulated for them."""
+        return nullcontext()
+
     def use(self, batch: Any) -> Use | None:
         """The layers that a batch of an evaluation needs on the device; None means those that are there."""
         return None
@@ -105,11 +114,14 @@ class PipelineRun:
         transport: how messages travel, as `make_transport` names it.
         check_loss: compare the loss of the first batch with those of its micro-batches.
         training: makes what trains, when all else is made.
+        moves: how layers move while training goes on.
 
     Attributes:
         windows: the last batches.
         took: nanoseconds of the first batches on this rank.
         listeners: told of what happens in a stream.
+        looks: what planners get to see of the last batches.
+        moving: the moves of layers.
 
     Raises:
         PlanError: the transport can't be had here.
@@ -127,6 +139,7 @@ class PipelineRun:
         transport: str,
         check_loss: bool,
         training: Callable[[PipelineRun], Training],
+        moves: str = DRAIN,
     ) -> None:
         self.part = part
         self.cut = cut = part.cut
@@ -136,6 +149,7 @@ class PipelineRun:
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
         self.took: list[int] = []
         self.listeners: list[Listener] = []
+        self.looks = Looks(ranks)
         self.replay = LogReplay(cut.module)
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self.trainer = trainer
@@ -170,6 +184,7 @@ class PipelineRun:
             watch=connections.engine_watch,
             turns=connections.turns,
         )
+        self.moving = Moving(self, ranks.control, moves)
         self._training = training(self)
         point("transport.made")
 
@@ -187,14 +202,26 @@ class PipelineRun:
     def drain(self) -> None:
         """Finishes what `train` has left for later; every rank calls it after the same batch."""
         self._training.drain()
+        self.moving.settle()
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
-        """A function that has the ranks agree on stopping after a batch."""
-        return self._training.agreement(stops)
+        """A function that has the ranks agree on stopping after a batch; layers that travel arrive before the end."""
+        agree = self._training.agreement(stops)
+
+        def then_finish() -> None:
+            agree()
+            if self.trainer.should_stop or stops.terminated:
+                self.moving.finish()
+
+        return then_finish
 
     def give_back_gradients(self) -> None:
         """Puts the gradients where the optimizer looks for them."""
         self._training.give_back_gradients()
+
+    def own_gradients(self) -> AbstractContextManager[None]:
+        """In the block parameters have the gradients that were accumulated for them."""
+        return self._training.own_gradients()
 
     @property
     def streams(self) -> bool:
@@ -205,16 +232,16 @@ class PipelineRun:
         """The next window is that of another plan; the layers that it has elsewhere move. Collective where any do."""
         if plan is self.engine.plan:
             return
-        if plan.layers == self.part.holdings.layers:
+        if plan.layers != self.part.holdings.layers:
+            self.moving.turn(plan.layers)
+        if plan.layers == self.engine.plan.layers:
             self.engine.adopt(plan, order)
             return
-        self.part.move(plan.layers)
         self._saved_bytes.forget()
         self.stages = self._made_stages(plan)
         self.engine.adopt(plan, order, list(self.stages.values()))
 
     def _made_stages(self, plan: Plan) -> dict[int, Stage]:
-        reducer = self.part.reducer
         made = {}
         for number in plan.stages[self._rank]:
             layers = self.part.layers_of(number)
@@ -224,10 +251,14 @@ class PipelineRun:
                 self._told(self._saved_bytes.around(number, self.steps.body(number))),
                 partial(self._batch_complete, number),
                 recompute=bool(plan.recompute) and plan.recompute[number],
-                last_backward=None if reducer is None else reducer.last_backward,
+                last_backward=None if self.part.reducer is None else partial(self._reducing, self.part.reducer, number),
                 named=layers,
             )
         return made
+
+    @staticmethod
+    def _reducing(reducer: Reducer, stage: int, item: Item) -> AbstractContextManager[None]:
+        return reducer.last_backward(stage) if item.data.complete else nullcontext()
 
     def _told(self, body: Body) -> Body:
         def telling(stage: Stage, item: Item, span: Span, received: Any) -> Any:

@@ -1,33 +1,178 @@
-"""The costs of stages and links in the last batches, from all ranks."""
+"""The sights of all ranks of the last batches, for planners."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import inf, isinf, isnan
+from statistics import fmean
+from typing import NamedTuple, Protocol
 
-from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Kind, Plan, Program
-from lightning_pipes.planning.measured import Averages, StepSample
-from lightning_pipes.trainer.ranks.control import Control
+import lightning.pytorch as pl
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.ir import COMPUTE, Kind, Plan, Program
+from lightning_pipes.ir.instruction import NO_SPAN
+from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
+from lightning_pipes.planning.replanning import KEPT_LOOKS, Seen
+from lightning_pipes.sim.shown.monitored import Curves
+from lightning_pipes.trainer.ranks.holdings import positions
+from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.report import Window
 
+Array = npt.NDArray[np.float64]
+LOOKED_AT = 64
+"""Windows of a rank at most from one look to the next, the last ones."""
+AVERAGED = WINDOW + 2
+"""Windows that averages are made of: the first one only says when the next begins, and of that one times still count
+what is done once."""
 
-def seen_costs(windows: Sequence[Window], control: Control, plan: Plan) -> CostModel | None:
-    """The average costs of the last batches with `plan`; None where there were not two of them. Collective.
+
+class DeviceMonitor(Protocol):
+    """Watches the device of this rank."""
+
+    def since_last(self) -> tuple[Mapping[str, float], int | None]:
+        """Means over the time since it was asked last, by name, NaN where a source was silent; and the bytes that are
+        free on the device, None where nobody knows."""
+
+    def curves(self) -> Curves:
+        """All that it has seen, in time."""
+
+
+class Sight(NamedTuple):
+    """One rank's part of a look.
+
+    Attributes:
+        samples: of its last windows, but for the first.
+        operations: as in `Seen`, of its own stages.
+    """
+
+    samples: list[StepSample]
+    operations: dict[tuple[Kind, int], Array]
+    device: Mapping[str, float]
+    free: int | None
+
+
+class Looks:
+    """The sights of all ranks of the plan that runs, look by look. Collective: all ranks make one, and ask it after
+    the same batch.
+
+    Attributes:
+        monitor: of this rank's device, where somebody watches it.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._windows: deque[Window] = deque(maxlen=LOOKED_AT)
+        self._seen: deque[Seen] = deque(maxlen=KEPT_LOOKS)
+        self._plan: Plan | None = None
+        self.monitor: DeviceMonitor | None = None
+
+    def add(self, window: Window) -> None:
+        """One more window of this rank."""
+        self._windows.append(window)
+
+    def look(self, plan: Plan) -> tuple[Seen, ...]:
+        """All looks at `plan`, this one included where there were two windows of it since the last one; the oldest
+        first. A plan that has not run, as for the short last batch of an epoch, leaves all for the next look."""
+        own = [window for window in self._windows if window.plan is plan]
+        if len(own) < 2:
+            return tuple(self._seen) if plan is self._plan else ()
+        self._windows.clear()
+        return self.together(self._ranks.control.all_gather(self.sight(plan, own)), plan)
+
+    def sight(self, plan: Plan, own: Sequence[Window]) -> Sight:
+        """This rank's part of a look, by windows of `plan`; nobody is asked for it."""
+        device, free = ({}, None) if self.monitor is None else self.monitor.since_last()
+        return Sight([sample_of(*pair) for pair in pairwise(own[-AVERAGED:])], operations_of(own), device, free)
+
+    def together(self, sights: Sequence[Sight], plan: Plan) -> tuple[Seen, ...]:
+        """All looks at `plan`, as `look`, with one that consists of the parts of all ranks."""
+        if plan is not self._plan:
+            self._plan = plan
+            self._seen.clear()
+        found = seen_of(sights, self._ranks.grid.pipelines, plan)
+        if found is not None:
+            self._seen.append(found)
+        return tuple(self._seen)
+
+
+def seen_of(sights: Sequence[Sight], pipelines: Sequence[Sequence[int]], plan: Plan) -> Seen | None:
+    """All sights together; of replicas what was slowest, for they wait for each other at every step. None where
+    there were not two windows. Where batches overlap ranks are at different ones: of each the last ones count, as many
+    as all have seen.
 
     Args:
-        windows: of this rank.
-        control: of all ranks of the pipeline.
+        sights: of all processes, by global rank.
+        pipelines: the global ranks of every replica.
     """
-    own = [window for window in windows if window.plan is plan]
-    rounds = control.all_gather([sample_of(*pair) for pair in pairwise(own)])
+    order = positions(plan.ranks, len(pipelines[0]))
+    alike = [[sights[pipeline[at]] for pipeline in pipelines] for at in order]
     averages = Averages()
-    for step in zip(*rounds, strict=True):
-        averages.add(step)
-    return averages.costs() if rounds[0] else None
+    steps = min(len(sight.samples) for sight in sights)
+    if not steps:
+        return None
+    for n in range(-steps, 0):
+        averages.add(_slowest([sight.samples[n] for sight in same]) for same in alike)
+    batches = min((len(table) for sight in sights for table in sight.operations.values()), default=0)
+    operations = {
+        key: np.fmax.reduce([sight.operations[key][len(sight.operations[key]) - batches :] for sight in same])
+        for same in alike
+        for key in same[0].operations
+    }
+    free = tuple(min((s.free for s in same if s.free is not None), default=None) for same in alike)
+    return Seen(averages.costs(), operations, tuple(_mean([s.device for s in same]) for same in alike), free)
+
+
+def operations_of(windows: Sequence[Window]) -> dict[tuple[Kind, int], Array]:
+    """Seconds of every computation in windows of one plan, as in `Seen`."""
+    batches = [max((e.instruction.batch for e in w.events), default=-1) + 1 for w in windows]
+    found: dict[tuple[Kind, int], Array] = {}
+    columns: dict[tuple[Kind, int], dict[object, int]] = {}
+    for first, window in zip(np.cumsum([0, *batches]).tolist(), windows, strict=False):
+        for _, (kind, stage, job, batch, span), start, end in window.events:
+            if kind not in COMPUTE or job:
+                continue
+            key = kind, stage
+            if key not in found:
+                spans = window.plan.spans(kind, stage) or (NO_SPAN,)
+                columns[key] = {span: n for n, span in enumerate(spans)}
+                found[key] = np.full((sum(batches), len(spans)), np.nan)
+            found[key][first + batch, columns[key][span]] = (end - start) / 1e9
+    return found
 
 
 def sample_of(before: Window, window: Window) -> StepSample:
     """The sample of this rank's `window`, which came after another one."""
     ended = max((e.end for e in before.events if e.instruction.kind in (Kind.B, Kind.I)), default=0)
     return StepSample.of(window.events, window.plan, ended, chosen=not isinstance(window.order, Program))
+
+
+def _slowest(samples: Sequence[StepSample]) -> StepSample:
+    """The first of those of one rank in all replicas, with the longest means of all."""
+    means = dict(samples[0].means)
+    for sample in samples[1:]:
+        means |= {key: max(mean, means.get(key, mean)) for key, mean in sample.means.items()}
+    return samples[0]._replace(means=means)
+
+
+def _mean(devices: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By name, of those that are numbers."""
+    names = dict.fromkeys(name for device in devices for name in device)
+    known = {name: [d[name] for d in devices if name in d and not isnan(d[name])] for name in names}
+    return {name: fmean(values) if values else float("nan") for name, values in known.items()}
+
+
+def batches_left(trainer: pl.Trainer) -> int | None:
+    """Training batches until a limit of the Trainer ends the run, this one included; None where there is none that can
+    be counted."""
+    limits: list[float] = []
+    if trainer.max_steps > -1:
+        limits.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    if trainer.max_epochs is not None and trainer.max_epochs > -1:
+        whole = (trainer.max_epochs - trainer.current_epoch) * trainer.num_training_batches
+        limits.append(whole - trainer.fit_loop.batch_idx)
+    least = min(limits, default=inf)
+    return None if isinf(least) else max(0, int(least))

@@ -8,7 +8,6 @@ weights that are up to date, the window is drained: validation, checkpoints, the
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,32 +18,33 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, States
-from lightning_pipes.engine.watch.trust import KNOWN, seal_of
-from lightning_pipes.ir import PipelineError, Policy, Use
+from lightning_pipes.engine.residency.version_memory import VersionMemory
+from lightning_pipes.ir import PipelineError, Plan, Policy, Schedule, Use
+from lightning_pipes.sim.units import bytes_text
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.mirroring import Mirroring
 from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun, Training
-from lightning_pipes.trainer.loop.seen import seen_costs
+from lightning_pipes.trainer.loop.seen import batches_left
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
+from lightning_pipes.trainer.loop.stream_looks import StreamLooks
 from lightning_pipes.trainer.loop.stream_window import StreamWindow
 from lightning_pipes.trainer.module.batches import rows_of
+from lightning_pipes.trainer.moves.late_steps import Settings, settings_of, told
+from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
-from lightning_pipes.trainer.ranks.packing import Packed, unpacked
+from lightning_pipes.trainer.ranks.notices import Notices
+from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.step.cuts import Cuts
 from lightning_pipes.trainer.step.own_steps import OwnSteps
 from lightning_pipes.trainer.step.steps import TrainingBatch
 from lightning_pipes.trainer.step.uses import Overlap, SaysLayers, check_layers, use_of
-
-Settings = list[dict[str, Any]]
-"""Learning rate and all else that an optimizer's groups are told, by group."""
-
-_POLL_SECONDS = 0.0005
 
 
 @dataclass
@@ -54,7 +54,7 @@ class StreamedBatch(TrainingBatch):
     Attributes:
         number: counts batches since training began.
         message: on the last stage what it has told the others of the batch.
-        stepped: how many stages of this rank have.
+        stepped: how many stages of this rank are through with it.
     """
 
     number: int = -1
@@ -64,29 +64,46 @@ class StreamedBatch(TrainingBatch):
 
 
 class Streaming(Training):
-    """Of a schedule that does not flush."""
+    """Of a schedule that does not flush.
+
+    Args:
+        control: of all ranks, those of other replicas too.
+        memory: where layers that batches choose take turns, or where a schedule of a fixed order stashes weights;
+            None where all stay.
+    """
 
     streams = True
 
-    def __init__(self, run: PipelineRun, memory: States | None = None) -> None:
+    def __init__(self, run: PipelineRun, control: Control, memory: States | None = None) -> None:
         check_layers(run.cut.module, run.cut.full)
         self._run = run
+        self._all = control
         self._memory: LayerMemory | None = None
-        if memory is not None:
+        if memory is not None and isinstance(run.plans.schedule, Schedule):
+            check_stash(run)
+            run.engine.stash(VersionMemory(memory, run.device))
+        elif memory is not None:
             check_turns(run)
+            run.moving.check_layers_stay("MemorySwap has them take turns on the device")
             self._memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
             run.engine.take_turns(self._memory)
         schedule = run.plans.schedule
         depth = schedule.depth if isinstance(schedule, Policy) else 0
-        self._apart = max(len(run.global_ranks), depth)
-        self._results = Results(run.control, self._apart)
+        self._apart = run.moving.apart = max(len(run.global_ranks), depth)
+        notices = Notices(run.control)
+        self._results = Results(notices, run.control.ranks[0], self._apart)
+        here = run.global_ranks[run.part.holdings.rank]
+        self._looks = StreamLooks(run.looks, notices, control.ranks, here, self._apart)
         self._under_way: deque[StreamedBatch] = deque()
         self._unsaid: deque[StreamedBatch] = deque()  # those that the last stage has not told of
         self._window = StreamWindow()
         self._overlap = Overlap()
         several = len(run.global_ranks) > 1
         self._mirroring = Mirroring(run) if several and Cuts.wanted(run.cut.module, schedule) else None
-        self._ordering = run.plans
+        if self._mirroring is not None:
+            run.moving.check_layers_stay("batches have cuts of their own")
+        self._ordering = self._looked_by = run.plans
+        self._throttled = False  # each batch runs alone, for memory is short
         self._optimizers: Sequence[Optimizer] = ()
         self._steps: OwnSteps | None = None  # of this window: layers move between windows
         self._unstepped: dict[int, Item] = {}  # batches under way, which may have left gradients
@@ -99,12 +116,14 @@ class Streaming(Training):
         run, engine, fit_loop = self._run, self._run.engine, self._run.trainer.fit_loop
         rows = rows_of(batch)
         run.check(batch, arguments[0] if arguments else fit_loop.batch_idx, TRAINING)
-        plans = run.plans.revised(rows, fit_loop.total_batch_idx, partial(seen_costs, run.windows, run.control))
-        if engine.open and (rows > engine.plan.jobs[0].rows or plans is not self._ordering):
+        number = fit_loop.total_batch_idx
+        plans = run.moving.plans(partial(self._revised, rows, number), number)
+        if engine.open and (rows > engine.plan.jobs[0].rows or plans is not self._ordering or self._throttled):
             self.drain()
         if not engine.open:
-            run.plans = self._ordering = plans
-            run.turn_to(*plans.for_rows(rows))
+            self._ordering = plans
+            with self.own_gradients():  # those that are accumulated move with their layers
+                run.turn_to(*plans.for_rows(rows))
             self._steps = None
         if self._optimizers is not optimizers:
             self._optimizers, self._steps = optimizers, None
@@ -112,9 +131,18 @@ class Streaming(Training):
                 self._mirroring.trains_by(optimizers)
             for optimizer in optimizers:
                 private.expect_late_steps(optimizer)
-        settings = [_settings(o) for o in optimizers]
-        number = fit_loop.total_batch_idx
-        data = StreamedBatch(batch, rows, arguments, 1, {}, None, run.lists.of(batch, rows), number, settings)
+        settings = [settings_of(o) for o in optimizers]
+        run.part.buffers.before_batch()
+        data = StreamedBatch(
+            batch,
+            rows,
+            arguments,
+            run.trainer.accumulate_grad_batches,
+            samples=run.lists.of(batch, rows),
+            complete=complete,
+            number=number,
+            settings=settings,
+        )
         run.begin_loss_check(data)
         self._under_way.append(data)
         if run.last:
@@ -124,58 +152,95 @@ class Streaming(Training):
         if self._mirroring is not None and use is not None:
             use = self._mirroring.use(batch, use, engine.plan)
         item = self._unstepped[number] = Item(number, rows, data, use=use)
-        with run.hidden.batch(training=True), self._own_gradients():
+        with run.hidden.batch(training=True), self.own_gradients():
             engine.inject(item)
             self._window.add(use or Use.whole(engine.plan))
             engine.progress()
         self._tell()
         if private.pauses_after_this_batch(run.trainer):
-            self.drain()
+            run.drain()
         return self._latest
+
+    def _revised(self, rows: int, batch: int) -> Plans:
+        """The answer of the planner, once all ranks are known to have told what they have seen."""
+        run, plans, engine = self._run, self._run.plans, self._run.engine
+        if plans is not self._looked_by:  # layers have moved since
+            self._looks.forget()
+            self._looked_by = plans
+        if plans.due(batch) and not self._looks.pending:
+            plan, order = plans.for_rows(engine.plan.jobs[0].rows if engine.open else rows)
+            self._looks.begin(batch, Window(plan, order, engine.under_way))
+        found = self._looks.answer(batch, rows, flushed=not engine.open)
+        if found is None:
+            return plans
+        self._throttle(plans.throttles(found), found[-1].free if found else ())
+        return plans.revised(rows, found, batches_left(run.trainer))
+
+    def _throttle(self, throttled: bool, free: Sequence[int | None]) -> None:
+        if throttled != self._throttled:
+            known = ", ".join(f"{bytes_text(each)} on rank {n}" for n, each in enumerate(free) if each is not None)
+            rank_zero_warn(
+                f"batches {'run one by one' if throttled else 'overlap again'}: memory is "
+                f"{'getting short' if throttled else 'free again'}, {known}"
+            )
+        self._throttled = throttled
 
     def drain(self) -> None:
         run, engine = self._run, self._run.engine
         if not engine.open:
             return
         with private.as_in_training_step(run.trainer), torch.enable_grad():
-            with self._own_gradients():
+            with self.own_gradients():
                 engine.drain()
             self._tell()
         if self._memory is not None:
             self._memory.flush()
-        run.windows.append(self._window.ended(engine, self._ordering))
+        window = self._window.ended(engine, self._ordering)
+        run.windows.append(window)
+        if run.plans.every:
+            self._looks.ended(window)
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
         run = self._run
-        late = LateAgreement(run.trainer, stops, run.control, self._apart, lambda: not run.engine.open, self.drain)
+        late = LateAgreement(run.trainer, stops, self._all, self._apart, lambda: not run.engine.open, run.drain)
         return late.agree
 
     def batch_complete(self, stage: Stage, item: Item) -> None:
-        """Steps what the batch steps on this stage, as the optimizers were told when it came."""
+        """Steps what the batch steps on this stage, as the optimizers were told when it came; with those before it
+        where several are accumulated."""
         run, data = self._run, item.data
         run.check_loss(item)
+        data.stepped += 1
+        if data.complete:
+            self._step(stage, item)
+            for listener in run.listeners:
+                listener.stepped(stage, item)
+        self._say()
+
+    def _step(self, stage: Stage, item: Item) -> None:
+        run, data = self._run, item.data
+        if run.part.reducer is not None:
+            run.part.reducer.finish()
         mine = stage.stepped(item)
         ids = {id(p) for p in mine}
         others = [(p, p.grad) for p in self._with_gradients() if id(p) not in ids]
         for p, _ in others:
             p.grad = None
         steps = self._steps = self._steps or OwnSteps(self._optimizers)
+        run.moving.before_step(item.number)
         for number, (optimizer, settings) in enumerate(zip(self._optimizers, data.settings, strict=True)):
             with steps.only(number, optimizer, mine), self._stepping(stage, item):
-                now = _settings(optimizer)
-                _apply(optimizer, settings)
-                private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
-                optimizer.step()
-                _apply(optimizer, now)
+                with told(optimizer, settings):
+                    private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
+                    if not run.moving.takes(item.number, number, optimizer, stage.layers):
+                        optimizer.step()
                 optimizer.zero_grad()
         for p, gradient in others:
             p.grad = gradient
-        data.stepped += 1
         if data.stepped == len(run.stages):
-            del self._unstepped[item.number]
-        for listener in run.listeners:
-            listener.stepped(stage, item)
-        self._say()
+            before = [n for n, each in self._unstepped.items() if n < item.number and not each.data.complete]
+            for number in (*before, item.number):
+                del self._unstepped[number]
 
     def _stepping(self, stage: Stage, item: Item) -> AbstractContextManager[None]:
         if self._mirroring is None or item.use is None:
@@ -194,7 +259,7 @@ class Streaming(Training):
             self._memory.close()
 
     @contextmanager
-    def _own_gradients(self) -> Iterator[None]:
+    def own_gradients(self) -> Iterator[None]:
         """Outside of the block gradients are kept where Lightning does not clear them after every batch."""
         for p, gradient in self._kept:
             p.grad = gradient
@@ -237,37 +302,30 @@ class Streaming(Training):
 
     @staticmethod
     def _all_losses(data: StreamedBatch) -> bool:
-        return sum(span.rows for span in data.outcomes) == data.rows
+        return sum(span.rows for span in data.results) == data.rows
 
 
 class Results:
     """The results of each batch, told by the last stage: it goes on at once, and the others ask when they are that far.
 
-    Collective: all ranks make one together. By the time a rank has stepped for a batch its result is there.
+    By the time a rank has stepped for a batch its result is there.
 
     Args:
+        pipeline: a name of it, for replicas have one store.
         apart: batches that ranks may be apart.
     """
 
-    def __init__(self, control: Control, apart: int) -> None:
-        self._watch = control.watch
-        self._store = control.watch.store() if control.size > 1 else None
-        self._seal = KNOWN if seal_of(self._store) else None  # the store vouches for what is in it
-        self._apart = apart
+    def __init__(self, notices: Notices, pipeline: int, apart: int) -> None:
+        self._notices, self._pipeline, self._apart = notices, pipeline, apart
         self._told = self._heard = 0
 
     def tell(self, message: Any) -> None:
         """The last stage's `message` of the next batch."""
-        key, old = str(self._told), self._told - self._apart - 1
+        self._notices.put(self._name(self._told), message)
+        old = self._told - self._apart - 1
         self._told += 1
-        if self._store is None:
-            return
-        packed = Packed(message, self._seal)
-        data = torch.empty(packed.size, dtype=torch.uint8)
-        packed.write(data)
-        self._store.set(key, data.numpy().tobytes())
         if old >= 0:
-            self._store.delete_key(str(old))  # all have read it: what they sent since needed its gradient
+            self._notices.remove(self._name(old))  # all have read it: what they sent since needed its gradient
 
     def hear(self) -> Any:
         """The message of the next batch, on other ranks than that of the last stage.
@@ -275,17 +333,15 @@ class Results:
         Raises:
             PeerFailure: another rank failed.
         """
-        key = str(self._heard)
         self._heard += 1
-        assert self._store is not None, "all stages are on one rank, which has told itself"
-        while not self._store.check([key]):
-            self._watch.check()
-            time.sleep(_POLL_SECONDS)
-        return unpacked(torch.frombuffer(bytearray(self._store.get(key)), dtype=torch.uint8), self._seal)
+        return self._notices.get(self._name(self._heard - 1))
+
+    def _name(self, batch: int) -> str:
+        return f"{self._pipeline}/{batch}"
 
 
-def check_streaming(trainer: pl.Trainer, name: str, grid: Grid, shared: Sequence[str]) -> None:
-    """Refuses what needs all stages at one batch, for the schedule `name`, which never has them there.
+def check_streaming(trainer: pl.Trainer, schedule: Schedule | Policy, grid: Grid, shared: Sequence[str]) -> None:
+    """Refuses what needs all stages at one batch, for a schedule which never has them there.
 
     Args:
         shared: names of the parameters that several ranks train.
@@ -293,12 +349,16 @@ def check_streaming(trainer: pl.Trainer, name: str, grid: Grid, shared: Sequence
     Raises:
         PipelineError: names the setting, and a way out.
     """
-    flush = "or a schedule that flushes between batches, such as '1f1b'"
+    name, flush = schedule.name, "or a schedule that flushes between batches, such as '1f1b'"
     by_norm = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
+    chooses = isinstance(schedule, Policy)  # what runs next, by what is there: replicas would choose differently
     refused = {
-        "data_parallel": (grid.replicas > 1, f"use one pipeline, {flush}"),
-        "accumulate_grad_batches": (trainer.accumulate_grad_batches > 1, f"use a larger batch_size, {flush}"),
-        "gradient_clip_val": (by_norm, f"the norm is that of all stages; clip by 'value', {flush}"),
+        "data_parallel": (chooses and grid.replicas > 1, f"use one pipeline, {flush}"),
+        "accumulate_grad_batches": (
+            chooses and trainer.accumulate_grad_batches > 1,
+            f"use a larger batch_size, {flush}",
+        ),
+        "gradient_clip_val": (chooses and by_norm, f"the norm is that of all stages; clip by 'value', {flush}"),
         "precision='16-mixed'": (
             getattr(trainer.precision_plugin, "scaler", None) is not None,
             f"its scaler looks at the gradients of all stages; use 'bf16-mixed', {flush}",
@@ -309,6 +369,12 @@ def check_streaming(trainer: pl.Trainer, name: str, grid: Grid, shared: Sequence
             raise PipelineError(
                 f"{what} can't be used with schedule {name!r}, whose stages step at other times: {way_out}"
             )
+    if by_norm and grid.length > 1:
+        rank_zero_warn(
+            f"schedule {name!r}: every stage clips by the norm of its own layers, for stages step at other times; "
+            f"gradient_clip_val={trainer.gradient_clip_val} bounds that, and the norm of all of them by as much times "
+            "the root of the number of stages"
+        )
     if shared:
         raise PipelineError(
             f"{', '.join(shared[:5])}: several ranks train these parameters, because they are outside of the pipelined "
@@ -321,7 +387,8 @@ def check_turns(run: PipelineRun) -> None:
     """Refuses runs in which layers can't take turns on the device.
 
     Raises:
-        PipelineError: the module does not say which layers batches use, or forwards keep them.
+        PipelineError: the module does not say which layers batches use, or forwards keep them, or one half of a
+            backward does for the other.
     """
     module, plan = run.cut.module, run.engine.plan
     if not isinstance(module, SaysLayers):
@@ -329,20 +396,39 @@ def check_turns(run: PipelineRun) -> None:
             f"MemorySwap has the layers on the device that batches use, and {type(module).__name__} does not say which "
             "those are; give it layers_of_batch, as for a Supernet, or leave MemorySwap out"
         )
-    if plan.n_stages > 1 and not (plan.recompute and all(plan.recompute[:-1])):
+    if not _recomputes(plan):
         raise PipelineError(
             "MemorySwap needs PipelineStrategy(recompute=True): a forward that waits for its backward keeps its layers "
             "on the device, and batches under way could keep each other out"
         )
+    if plan.split_backward:
+        raise PipelineError(
+            "MemorySwap has layers take turns on the device, and schedule "
+            f"{run.plans.schedule.name!r} splits backward: weight gradients need the layers where the input gradients "
+            "had them. Leave MemorySwap out, or split_backward"
+        )
 
 
-def _settings(optimizer: Optimizer) -> Settings:
-    return [
-        {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+def check_stash(run: PipelineRun) -> None:
+    """Refuses runs in which weight versions can't take turns on the device.
+
+    Raises:
+        PipelineError: something refers to them from forward to backward, or from one half of a backward to the other.
+    """
+    plan, name = run.engine.plan, run.plans.schedule.name
+    if not _recomputes(plan):
+        raise PipelineError(
+            f"MemorySwap has the weight versions of schedule {name!r} take turns on the device, and needs "
+            "PipelineStrategy(recompute=True): a forward that waits for its backward keeps its version there"
+        )
+    if plan.split_backward:
+        raise PipelineError(
+            f"MemorySwap has weight versions take turns on the device, and schedule {name!r} splits backward: the "
+            "second half needs those of the first where they were. Leave MemorySwap out, or take a schedule that does "
+            "not split"
+        )
 
 
-def _apply(optimizer: Optimizer, settings: Settings) -> None:
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        group.update(values)
+def _recomputes(plan: Plan) -> bool:
+    """Whether forwards that wait keep only their input; on the last stage none waits."""
+    return plan.n_stages == 1 or (bool(plan.recompute) and all(plan.recompute[:-1]))

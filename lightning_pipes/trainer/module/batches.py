@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -197,10 +198,14 @@ def take(batch: Any, span: Span, rows: int, whole: Collection[int] = (), samples
     Cut are tensors whose axis 0 has `rows` entries, except those whose id is in `whole`, and lists and tuples with an
     entry for each sample; all else is shared by every micro-batch.
     """
+    return cutter(batch, rows, whole, samples)(span)
 
+
+def cutter(batch: Any, rows: int, whole: Collection[int] = (), samples: Collection[Path] = ()) -> Callable[[Span], Any]:
+    """A function that takes samples as `take` does, from one batch: what is to be cut in it is found once."""
     lists = set(_sample_lists(batch, rows, samples))
 
-    def cut(part: Any) -> Any:
+    def cut(part: Any, span: Span) -> Any:
         if isinstance(part, torch.Tensor):
             if not part.ndim or part.size(0) != rows or id(part) in whole:
                 return part
@@ -208,15 +213,17 @@ def take(batch: Any, span: Span, rows: int, whole: Collection[int] = (), samples
             return (part if part.requires_grad else part.data)[span.start : span.stop]
         if id(part) in lists:
             return part[span.start : span.stop]
-        entries = [within(entry) for entry in part]
+        entries = [within(entry, span) for entry in part]
         if isinstance(part, list):
             return entries
         return type(part)(*entries) if hasattr(part, "_fields") else type(part)(entries)
 
-    def within(part: Any) -> Any:
-        return apply_to_collection(part, (torch.Tensor, list, tuple), cut)
+    def within(part: Any, span: Span) -> Any:
+        if isinstance(part, (torch.Tensor, list, tuple)):
+            return cut(part, span)
+        return apply_to_collection(part, (torch.Tensor, list, tuple), cut, span)
 
-    return within(batch)
+    return partial(within, batch)
 
 
 def join(parts: Sequence[Any], spans: Sequence[Span], what: str) -> Any:

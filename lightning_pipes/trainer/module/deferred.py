@@ -63,13 +63,15 @@ class DeferredWeights:
         self._check(module)
         self._tied = list(self._find_tied())
 
-    def make(self, local: Iterable[int], places: Sequence[int], seed: int, device: torch.device, pipe: Control) -> None:
+    def make(
+        self, local: Iterable[int], positions: Sequence[int], seed: int, device: torch.device, pipe: Control
+    ) -> None:
         """Gives values to the weights of the `local` layers and to those outside; a collective call of the pipeline.
 
         Tensors stay the same objects, so optimizers need not be told.
 
         Args:
-            places: of each layer in the pipeline.
+            positions: of each layer in the pipeline.
             seed: what the random numbers start from, besides torch's own seed.
         """
         if not self._units:
@@ -88,7 +90,7 @@ class DeferredWeights:
             value = torch.empty_like(tied.tensor, device="cpu")
             if not tied.tensor.is_meta:
                 value.copy_(tied.tensor.detach())
-            pipe.broadcast_tensor(value.view(-1).view(torch.uint8), pipe.ranks[places[tied.layer]])
+            pipe.broadcast_tensor(value.view(-1).view(torch.uint8), pipe.ranks[positions[tied.layer]])
             if not tied.tensor.is_meta:
                 tied.tensor.detach().copy_(value)
 

@@ -164,6 +164,10 @@ def layer_sizes(full: Layers) -> list[int]:
     return [_size(layer) + 1 for layer in full]
 
 
+LEAST_FOR_STATISTICS = 2
+"""Samples that a micro-batch needs for a mean and a variance: a short last batch is cut into fewer."""
+
+
 def batch_statistics(full: Layers) -> list[str]:
     """Names of layers whose result depends on which samples share a micro-batch."""
     return [name for name, m in full.named_modules() if isinstance(m, BatchNorm)]

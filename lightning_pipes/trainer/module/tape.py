@@ -108,6 +108,8 @@ class TapedLayer(nn.Module):
                 return x[0].run(self.number, self.layer, x[1])
             return self.layer(x)
 
+    __call__ = forward  # hooks are on the layer
+
 
 def filled(tree: Any, value: Callable[[Given | Output], Any]) -> Any:
     """The tree with values where Given and Output stand for them."""

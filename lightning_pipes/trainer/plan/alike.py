@@ -6,19 +6,22 @@ from collections.abc import Mapping
 
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.wording import schedule_settings
-from lightning_pipes.trainer.plan.decision import Wanted
+from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.control import Control
 
+_SETTINGS = ("module", "seed", "transport", "sharded", "check_loss", "moves", "parcels")
 
-def said(wanted: Wanted, settings: Settings) -> dict[str, str]:
+
+def said(request: RunRequest, settings: Settings) -> dict[str, str]:
     """The arguments that have to be the same on all ranks, by name."""
-    args = schedule_settings(wanted.schedule)
+    args = schedule_settings(request.schedule)
     return {
-        "schedule": "auto" if wanted.chooses else wanted.schedule.name,
+        "schedule": "auto" if request.chooses else request.schedule.name,
         "schedule_args": repr({name: args[name] for name in sorted(args)}),
-        **{name: repr(getattr(wanted, name)) for name in ("microbatches", "recompute", "partition")},
-        **{name: repr(getattr(settings, name)) for name in ("module", "seed", "transport", "sharded", "check_loss")},
+        **{name: repr(getattr(request, name)) for name in ("microbatches", "recompute", "partition")},
+        "replan": repr(request.replanner),
+        **{name: repr(getattr(settings, name)) for name in _SETTINGS},
     }
 
 

@@ -24,13 +24,14 @@ from lightning_pipes.ir import Kind, Plan, PlanError
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.module.deferred import has_meta
-from lightning_pipes.trainer.plan.decision import Decision, Wanted
+from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import Measuring
+from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
 from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.holdings import places
+from lightning_pipes.trainer.ranks.holdings import positions
 from lightning_pipes.trainer.ranks.ranks import Ranks
 
 PATIENCE = 2.0
@@ -67,36 +68,37 @@ class Deciding:
         self._together = Together(ranks.control)
         self._who = ranks.grid.pipelines[0][-1]
 
-    def decide(self, wanted: Wanted, plain: Decision) -> Decision:
+    def decide(self, request: RunRequest, plain: Decision) -> Decision:
         """The decision: `plain` where there is nothing to choose, or nothing to choose by, which it says then.
 
         Raises:
             PlanError: a schedule is to be chosen, and none fits.
         """
-        if not wanted.needs_profile or self._grid.length == 1 or self._trainer.limit_train_batches == 0:
+        if not request.needs_profile or self._grid.length == 1 or self._trainer.limit_train_batches == 0:
             return plain
-        if not wanted.chooses and plain.endless:
+        if not plain.schedule.flushes and not request.replans:
             reason = f"{plain.schedule.name} does not flush between batches, so there is no step to balance"
-            return self._kept(wanted, plain, reason, quiet=True)
+            return self._kept(request, plain, reason, quiet=True)
         with _told(f"Measuring the layers of self.{self._path}, to cut them by time", self._control):
             try:
-                made = self._measured(wanted, plain)
+                made = self._measured(request, plain)
             except NotMeasuredError as why:
-                return self._kept(wanted, plain, str(why), why.quiet)
+                return self._kept(request, plain, str(why), why.quiet)
             except PlanError as error:
-                if wanted.chooses:
+                if request.chooses:
                     raise PlanError(f"schedule='auto': {error}") from None
-                return self._kept(wanted, plain, str(error), False)
-        rank_zero_info("\n".join(filter(None, [made.table, made.why])))
+                return self._kept(request, plain, str(error), False)
+        rank_zero_info("\n".join(filter(None, [made.table, made.why, made.cut])))
         return made
 
-    def _kept(self, wanted: Wanted, plain: Decision, reason: str, quiet: bool) -> Decision:
-        what = f"Schedule {plain.schedule.name!r} runs, its layers" if wanted.chooses else "The layers are"
-        if not quiet:
-            rank_zero_info(f"{what} cut evenly by parameters: {reason}")
+    def _kept(self, request: RunRequest, plain: Decision, reason: str, quiet: bool) -> Decision:
+        what = f"Schedule {plain.schedule.name!r} runs, its layers" if request.chooses else "The layers are"
+        stay = ", and stay where they are for want of their times" if request.replans else ""
+        if not quiet or stay:
+            rank_zero_info(f"{what} cut evenly by parameters{stay}: {reason}")
         return replace(plain, why=reason)
 
-    def _measured(self, wanted: Wanted, plain: Decision) -> Decision:
+    def _measured(self, request: RunRequest, plain: Decision) -> Decision:
         """The decision by times.
 
         Raises:
@@ -112,14 +114,13 @@ class Deciding:
             )
         data = private.training_data(self._trainer)  # on all ranks: it may draw random numbers
         sampled: list[tuple[int, Any]] = []
-        self._together(lambda: sampled.append(self._sample(wanted, data)))
+        self._together(lambda: sampled.append(self._sample(request, data)))
         (rows, batch) = sampled[0]
-        sizes = wanted.microbatch_rows(rows, self._grid.length)
-        pieces = None if wanted.chooses else -(-rows // max(sizes))
-        split = wanted.chooses or wanted.schedule.splits_backward
+        sizes = request.microbatch_rows(rows, self._grid.length)
+        pieces = None if request.chooses else -(-rows // max(sizes))
         key = (
             _structure(module, module.get_submodule(self._path), batch),
-            (sizes, pieces, split, str(self._trainer.precision_plugin.precision), _device_name(self._device)),
+            (sizes, pieces, request.splits, str(self._trainer.precision_plugin.precision), _device_name(self._device)),
         )
         known = _profiles.get(key)
         if not all(self._together(lambda: known is not None)):
@@ -128,11 +129,15 @@ class Deciding:
             raise NotMeasuredError(known, quiet=True)
         if known is not None:
             profile, speeds = known
-            return self._planned(wanted, plain, profile, rows, self._place(plain, speeds))
+            return self._planned(request, plain, profile, rows, self._deployment(plain, speeds))
         try:
             with Measuring(self._trainer, self._path, batch, sizes, self._device, self._together) as measuring:
-                profile, speeds = self._merged(measuring.profile(pieces, split))
-                made = self._tried(wanted, plain, profile, rows, self._place(plain, speeds), measuring)
+                profile, speeds = self._merged(measuring.profile(pieces, request.splits))
+                deployment = self._deployment(plain, speeds)
+                if not plain.schedule.flushes:  # which is tried batch by batch only
+                    made = self._planned(request, plain, profile, rows, deployment)
+                else:
+                    made = self._tried(request, plain, profile, rows, deployment, measuring)
         except NotMeasuredError as why:
             if why.quiet:
                 _profiles[key] = str(why)
@@ -141,7 +146,7 @@ class Deciding:
         _profiles[key] = made.profile, speeds
         return made
 
-    def _sample(self, wanted: Wanted, loader: Any) -> tuple[int, Any]:
+    def _sample(self, request: RunRequest, loader: Any) -> tuple[int, Any]:
         """How many samples a batch has, and a batch of as many of them as will be measured.
 
         Raises:
@@ -152,7 +157,7 @@ class Deciding:
         except NoSampleError as why:
             raise NotMeasuredError(str(why)) from None
         with forked_rng(self._device):
-            return rows, example_batch(loader, wanted.sample_rows(rows, self._grid.length))
+            return rows, example_batch(loader, request.sample_rows(rows, self._grid.length))
 
     def _merged(self, own: ModelProfile) -> tuple[ModelProfile, list[float]]:
         """The mean profile of all processes, and how fast each is, relative to one of them; those that are equal by
@@ -164,11 +169,11 @@ class Deciding:
             mine = seconds[self._control.ranks.index(self._who)]
             speeds = [mine / each for each in seconds]
             speeds = [1.0 if 1 - SAME_SPEED < speed < 1 + SAME_SPEED else speed for speed in speeds]
-        alike = [p.stretched([speed] * len(p.layers), speed) for p, speed in zip(profiles, speeds, strict=True)]
+        alike = [p.stretched([speed] * len(p.layers), speed, speed) for p, speed in zip(profiles, speeds, strict=True)]
         return ModelProfile.mean(alike), speeds
 
     def _planned(
-        self, wanted: Wanted, plain: Decision, profile: ModelProfile, rows: int, place: Deployment
+        self, request: RunRequest, plain: Decision, profile: ModelProfile, rows: int, deployment: Deployment
     ) -> Decision:
         """The decision by a profile, made by one rank.
 
@@ -178,7 +183,7 @@ class Deciding:
         made: Decision | str = ""
         if dist.get_rank() == self._who:
             try:
-                made = wanted.measured(plain, profile, rows, place)
+                made = request.measured(plain, profile, rows, deployment)
             except PlanError as error:
                 made = str(error)
         made = self._control.broadcast(made, self._who)
@@ -188,11 +193,11 @@ class Deciding:
 
     def _tried(
         self,
-        wanted: Wanted,
+        request: RunRequest,
         plain: Decision,
         profile: ModelProfile,
         rows: int,
-        place: Deployment,
+        deployment: Deployment,
         measuring: Measuring,
     ) -> Decision:
         """The decision by a profile that was corrected by steps of the pipeline: the fastest of what was tried.
@@ -204,32 +209,31 @@ class Deciding:
         tried: list[tuple[float, Decision]] = []
         said: list[str] = []
         while True:
-            made = self._planned(wanted, plain, profile, rows, place)
+            made = self._planned(request, plain, profile, rows, deployment)
             m = min(made.plans().microbatches, rows)
             size = -(-rows // m)
             known = [_what_runs(made) == _what_runs(earlier) for _, earlier in tried]
-            if any(known) or len(tried) == TRIALS or size > wanted.sample_rows(rows, self._grid.length):
+            if any(known) or len(tried) == TRIALS or size > request.sample_rows(rows, self._grid.length):
                 break
-            trial = trials.run(made, m, size, place)
+            trial = trials.run(made, m, size, deployment)
             tried.append((trial.measured / (m * size), made))
             if trial.contradicts:
                 said.append(_contradiction(made, trial))
-            factors = [trial.ratios[stage] for stage, span in enumerate(made.layers) for _ in range(span.rows)]
-            profile = profile.stretched(factors)
+            profile = profile.stretched(trial.factors(made.layers))
         if tried:
             best = min(tried, key=lambda each: each[0])[1]
             if _what_runs(best) != _what_runs(made):
-                made = wanted.predicted(best, profile, rows, place)
-        return replace(made, why="\n".join([made.why, *said]))
+                made = best.predicted(profile)
+        return replace(made, why="\n".join([*said, made.why]))
 
-    def _place(self, plain: Decision, speeds: list[float]) -> Deployment:
+    def _deployment(self, plain: Decision, speeds: list[float]) -> Deployment:
         """The devices and links of a pipeline, in the order of its ranks; of replicas the worst.
 
         Args:
             speeds: of all processes.
         """
         length, grid = self._grid.length, self._grid
-        order = places(plain.ranks, length)
+        order = positions(plain.ranks, length)
         memory = self._control.all_gather(device_memory(self._device))
         devices = []
         for at in order:
@@ -244,11 +248,11 @@ class Deciding:
     def _links(self, order: list[int]) -> dict[tuple[int, int], Link]:
         """Between neighbours, as messages will travel; where replicas differ, the slowest."""
         plan = Plan.even(len(order), 1)
-        rank = order.index(self._grid.place)
-        to = [self._grid.pipeline[place] for place in order]
+        rank = order.index(self._grid.position)
+        to = [self._grid.pipeline[at] for at in order]
         transport = make_transport(plan, rank, to, self._device, self._control.watch, self._transport)
         try:
-            mine = measure_links(plan, rank, transport, _LINK_SIZES, repeats=3, device=self._device)
+            mine = measure_links(plan, rank, transport, _LINK_SIZES, device=self._device)
         finally:
             transport.close()
         found: dict[tuple[int, int], Link] = {}
@@ -267,8 +271,8 @@ def _contradiction(made: Decision, trial: Trial) -> str:
     cuts = [span.start for span in made.layers[1:]]
     return (
         f"A trial with stages that begin at layers {cuts} took {seconds_text(1e9 * trial.measured)}, and "
-        f"{seconds_text(1e9 * trial.predicted)} by the times of its layers one by one; these were corrected, and the "
-        "cut made anew"
+        f"{seconds_text(1e9 * trial.predicted)} by the times of its layers one by one: these were corrected, and where "
+        "stages begin was chosen anew"
     )
 
 

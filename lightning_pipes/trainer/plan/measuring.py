@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.cost import LayerProfile, ModelProfile
+from lightning_pipes.cost.profile import LEAST_ROWS
 from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.profiler import profile_layers, synchronize
 from lightning_pipes.engine.compute.rng import forked_rng
@@ -29,7 +30,6 @@ from lightning_pipes.trainer.module.capture import Interceptor, named_step
 from lightning_pipes.trainer.module.proxy import Layers, StageProxy
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.module.unchanged import unchanged
-from lightning_pipes.trainer.plan.decision import LEAST_ROWS
 from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.steps import loss_of
@@ -37,6 +37,8 @@ from lightning_pipes.trainer.step.steps import loss_of
 SECONDS = 1.0
 """How long layers are measured, after each has run twice for every number of rows."""
 REPEATS = 3
+AROUND = 5
+"""How often the code around the layers runs, which no trial has another look at."""
 OVERHEAD = 150e-6
 """Seconds that the engine spends before each computation: what it took on a CPU with empty stages."""
 WORTH_MEASURING = 0.02
@@ -219,7 +221,7 @@ class Measuring:
         return found
 
     def _run_around(self, rows: int, leaving: Any, found: _Around) -> None:
-        for repeat in range(-1, REPEATS):
+        for repeat in range(-1, AROUND):
             forward, x = self._timed(lambda: self._capture(rows))
             backward = self._backward([t for t in tensors_in(x) if t.requires_grad])
             after, after_backward = self._run_after(rows, leaving) if not self._logs else self._stand_in_for_after(x)

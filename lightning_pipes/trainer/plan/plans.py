@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, prepared, verify
 from lightning_pipes.planning.partition import even_partition, partition_at
-from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Problem, planned, planner_of
+from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Planner, Problem, planned, planner_of
+from lightning_pipes.planning.replanning import KEPT_LOOKS, Seen
 from lightning_pipes.sim import simulate
 
 TRIED_PER_STAGE = 16
@@ -22,10 +23,16 @@ class Plans:
 
     Args:
         problem: that of any batch, its layers decided; `rows` are filled in.
+        replanner: who is asked again while training goes on; by default the planner of the schedule.
+        least: the fewest samples that a micro-batch is to have; a batch with too few of them for all that were asked
+            for is cut into fewer.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, replanner: Planner | None = None, least: int = 1) -> None:
         self._problem = problem
+        self._least = least
+        self._replanner = replanner
+        self._asked = replanner or planner_of(problem.schedule)
         self._ranks = problem.schedule.placement(problem.ranks)
         self.schedule = problem.schedule
         self.microbatches = problem.microbatches or MICROBATCHES_PER_STAGE * len(self._ranks)
@@ -37,6 +44,11 @@ class Plans:
     def trial_rows(self) -> int:
         """Samples of a batch with which the order can be tried before anybody knows the batches."""
         return min(self.microbatches, TRIED_PER_STAGE * len(self._ranks))
+
+    @property
+    def layers(self) -> tuple[Span, ...]:
+        """Those of each stage, whatever the number of samples; empty where they are not decided."""
+        return self._problem.layers
 
     def for_rows(self, rows: int) -> tuple[Plan, Program | Policy]:
         """The plan for a batch of `rows` samples and its verified order.
@@ -53,7 +65,7 @@ class Plans:
         if rows not in self._made:
             if len(self._made) >= _KEPT:
                 self._made.pop(next(iter(self._made)))
-            self._made[rows] = self._ordered(planned(replace(self._problem, rows=rows)))
+            self._made[rows] = self._ordered(planned(self._problem_of(rows)))
         return self._made[rows]
 
     def other(
@@ -86,13 +98,13 @@ class Plans:
             )
         layers = self._problem.layers if given is None or not given.layers else given.layers
         m = microbatches or self.microbatches
-        made = Plans(replace(self._problem, schedule=schedule, microbatches=m, layers=layers))
+        made = Plans(
+            replace(self._problem, schedule=schedule, microbatches=m, layers=layers), self._replanner, self._least
+        )
         made._verified = verified
         if given is not None:
             rows = given.jobs[0].rows
-            made._given[rows] = made._ordered(
-                prepared(self._kept(given, planned(replace(made._problem, rows=rows))), schedule)
-            )
+            made._given[rows] = made._ordered(prepared(self._kept(given, planned(made._problem_of(rows))), schedule))
         largest = verified or max(self._made, default=made.trial_rows)  # the next batch is most likely of that size
         tried = [made.for_rows(largest), *made._given.values()]
         flushes = self.schedule.flushes
@@ -105,21 +117,45 @@ class Plans:
                 )
         return made
 
-    def revised(self, rows: int, batch: int, seen: Callable[[Plan], CostModel | None]) -> Plans:
-        """The answer of the schedule's planner before training batch number `batch`, of so many samples; mostly itself.
+    @property
+    def every(self) -> int:
+        """Training batches from one question to the planner to the next; 0 where it is never asked again."""
+        return self._asked.every
+
+    def due(self, batch: int) -> bool:
+        """Whether who is asked again wants to look before training batch number `batch`."""
+        return bool(self.every and batch) and batch % self.every == 0
+
+    def throttles(self, looks: tuple[Seen, ...]) -> bool:
+        """Whether batches that could overlap are to run one by one for now."""
+        return self._asked.throttles(looks)
+
+    def revised(self, rows: int, looks: tuple[Seen, ...], remaining: int | None = None) -> Plans:
+        """The answer of who is asked again before a batch of so many samples; mostly itself.
 
         Args:
-            seen: what stages and links took in the last batches with a plan; asked only when the planner is.
+            looks: what was seen of the plan for such a batch, the oldest first.
+            remaining: batches that are left in the run, where it is known.
 
         Raises:
             PlanError: it says what can't be run.
         """
-        planner = planner_of(self.schedule)
-        if not planner.every or not batch or batch % planner.every:
-            return self
         plan, _ = self.for_rows(rows)
-        found = planner.replan(plan, replace(self._problem, rows=rows, layers=plan.layers, costs=seen(plan)))
-        return self if found is None else self.other(self.schedule, given=found)
+        costs = looks[-1].costs if looks else None
+        now = replace(self._problem, rows=rows, layers=plan.layers, costs=costs, seen=looks, remaining=remaining)
+        found = self._asked.replan(plan, now)
+        if found is None:
+            return self
+        made = self.other(self.schedule, given=found)
+        before = (*self._problem.before, *((plan, look) for look in looks))
+        made._problem = replace(made._problem, before=before[-KEPT_LOOKS:])
+        return made
+
+    def _problem_of(self, rows: int) -> Problem:
+        decides = self._problem.microbatches is None and self.schedule.planner() is not None
+        few = not decides and rows < self._least * self.microbatches
+        m = max(1, rows // self._least) if few else self._problem.microbatches
+        return replace(self._problem, rows=rows, microbatches=m, least=self._least)
 
     def _kept(self, given: Plan, usual: Plan) -> Plan:
         if any(given.recompute) and given.recompute != usual.recompute:

@@ -1,49 +1,112 @@
-"""Whether the steps of a run are what its decision was made by."""
+"""Whether the steps of a run are what its decision was made by; where they are not, the decision that they call for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from contextlib import suppress
+from dataclasses import replace
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_pipes.ir import Plan, PlanError
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer.plan.decision import Decision
-from lightning_pipes.trainer.plan.trial import CONTRADICTION
-from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.reports.report import KEPT_WINDOWS, Window
+from lightning_pipes.trainer.plan.trial import Trial, simulated
+from lightning_pipes.trainer.ranks.ranks import Ranks
+from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.reports.timing import Share
+
+SECONDS = 3.0
+"""For how long steps are looked at, before their number is limited by these."""
+FEWEST, MOST = 10, 50
+SKIPPED = 2
+"""The first steps, in which much is done for the first time."""
+LOOKS = 3
+"""How often a run is looked at, at most: each time after its decision was corrected."""
 
 
 class Prediction:
-    """Looks once, when a run has had enough steps, and warns on rank 0 where they contradict what was predicted.
+    """Compares steps with what was predicted for them: first ones, and first ones since the last correction.
+
+    Collective: all ranks make one, and the same calls of it.
 
     Args:
         decision: what runs; one without a prediction is right.
-        control: all ranks of the pipeline.
         alone: whether nobody else computes on the ranks, as siblings of an array do.
+        stays: whether layers have to stay where they are, whatever the decision says.
     """
 
-    def __init__(self, decision: Decision, control: Control, alone: bool) -> None:
-        self._seconds = decision.computing if alone else None
-        self._rows = decision.rows
-        self._cuts = [span.start for span in decision.layers[1:]]
-        self._control = control
+    def __init__(self, decision: Decision, ranks: Ranks, alone: bool, stays: bool) -> None:
+        self._made = replace(decision, movable=decision.movable and not stays)
+        self._ranks = ranks
+        self._left = LOOKS if alone and decision.computing is not None else 0
+        self._plan: Plan | None = None
+        self._shares: list[Share] = []
 
-    def check(self, windows: Sequence[Window]) -> None:
-        """Called after every training batch with the last ones on this rank. Collective."""
-        if self._seconds is None or len(windows) < KEPT_WINDOWS:
-            return
-        predicted, self._seconds = self._seconds, None
-        if {w.plan.jobs[0].rows for w in windows} != {self._rows} or len({id(w.plan) for w in windows}) > 1:
-            return  # other batches than were predicted, or another schedule was adopted
-        took = self._control.all_gather([Share.of(w.events).took for w in windows])
-        measured = median(map(max, zip(*took, strict=True))) / 1e9
-        if abs(measured / predicted - 1) > CONTRADICTION:
-            rank_zero_warn(
-                f"A step takes {seconds_text(1e9 * measured)} up to the optimizer, and "
-                f"{seconds_text(1e9 * predicted)} were predicted when its stages were cut at layers {self._cuts}: the "
-                "cut may not be the best. Layers stay where they are until fit ends; start it again if other "
-                "processes kept the machine busy, or set PipelineStrategy(partition=[...]) by what the report of this "
-                "run measures"
-            )
+    def corrected(self, windows: Sequence[Window]) -> Decision | None:
+        """The decision by which the run is to go on, where steps contradict the one that it has; mostly None.
+
+        Args:
+            windows: the last ones of this rank, the last one new since the call before.
+        """
+        if not self._left:
+            return None
+        made, window = self._made, windows[-1]
+        if window.plan.jobs[0].rows != made.rows or window.plan.layers != made.layers:
+            return None  # a short batch, or layers have yet to move
+        if window.plan is not (self._plan or window.plan):
+            self._left = 0  # another schedule was adopted
+            return None
+        self._plan = window.plan
+        self._shares.append(Share.of(window.events))
+        assert made.computing is not None
+        wanted = min(MOST, max(FEWEST, int(SECONDS / made.computing) if made.computing else MOST))
+        if len(self._shares) < SKIPPED + wanted:
+            return None
+        own, self._shares = self._shares[SKIPPED:], []
+        control = self._ranks.control
+        shares = control.all_gather(own)
+        found: Decision | None = control.broadcast(
+            self._found(made, shares, window) if control.position == 0 else None, control.ranks[0]
+        )
+        self._left = 0 if found is None else self._left - 1
+        if found is None:
+            return None
+        self._plan = None
+        rank_zero_info(found.why.splitlines()[-1])
+        self._made = found
+        return found
+
+    def _found(self, made: Decision, shares: Sequence[Sequence[Share]], window: Window) -> Decision | None:
+        assert made.profile is not None
+        assert made.deployment is not None
+        predicted = simulated(made.profile, window.plan, window.order, made.deployment)
+        trial = Trial.of(shares, self._ranks.control.ranks, self._ranks.grid.pipelines, predicted)
+        if not trial.contradicts:
+            return None
+        first, *_, last = trial.ratios if len(trial.ratios) > 1 else trial.ratios * 2
+        profile = made.profile.stretched(trial.factors(made.layers), first, last)
+        between, _ = simulated(profile, window.plan, window.order, made.deployment)
+        rest = trial.measured / between  # messages that take other times, and whatever nobody has priced
+        profile = profile.stretched([rest] * len(profile.layers), rest, rest)
+        found = made.predicted(profile)
+        if made.movable:
+            with suppress(PlanError):  # nothing fits by these times either: what runs, runs
+                found = made.cut_anew(profile)
+        return replace(found, why="\n".join([*made.why.splitlines(), _said(made, found, trial, len(shares[0]))]))
+
+
+def _said(made: Decision, found: Decision, trial: Trial, steps: int) -> str:
+    was, now = ([span.start for span in each.layers[1:]] for each in (made, found))
+    assert found.computing is not None
+    if was != now:
+        then = f"stages begin at layers {now} from now on instead of {was}"
+    elif made.movable:
+        then = f"stages still begin at layers {was}: no other cut is enough faster"
+    else:
+        then = f"stages begin at layers {was} as before, for these can't move here"
+    return (
+        f"{steps} steps of the run took {seconds_text(1e9 * trial.measured)} up to the optimizer, and "
+        f"{seconds_text(1e9 * trial.predicted)} were predicted: the times of layers were corrected, and {then}; "
+        f"{seconds_text(1e9 * found.computing)} are predicted since"
+    )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
@@ -23,11 +23,18 @@ from lightning_pipes.ir import (
     shown,
 )
 from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.planner import Planner, Way, planner_of
 
 AUTO = "auto"
 """The name of the schedule, and of the partition, that are chosen when training starts."""
 PARAMETERS = "parameters"
 """The partition that balances the stages by the number of their parameters."""
+Manners = Literal["gate", "priority"]
+"""How parcels let messages of training pass."""
+MANNERS: tuple[str, ...] = get_args(Manners)
+GATE, PRIORITY = MANNERS
+REPLANS = "dynpipe"
+"""The schedule whose planner has layers move in a run of another one."""
 UNCHOSEN = "1f1b"
 """The schedule where there is nothing to choose by."""
 
@@ -55,6 +62,29 @@ def known_schedule(schedule: str | Schedule | Policy, settings: Mapping[str, Any
     if settings:
         raise InputError(f"schedule_args={settings} belong to a schedule's name; {schedule!r} has its settings already")
     return schedule
+
+
+def known_replanner(replan: bool | Mapping[str, Any], schedule: Schedule | Policy) -> Planner | None:
+    """The planner of `REPLANS` with these settings, which has layers move; None where nobody wants that.
+
+    Raises:
+        InputError: it does not take these settings; or the schedule has a planner that goes on planning, or orders
+            while it runs.
+    """
+    check_type("replan", replan, bool | Mapping[str, Any])
+    if replan is False:
+        return None
+    if not isinstance(schedule, Schedule):
+        raise InputError(
+            f"replan has layers move by simulating what comes of it, and schedule {schedule.name!r} decides its order "
+            "while it runs; leave replan out, or take a schedule with a fixed order, such as '1f1b' or 'kfkb'"
+        )
+    if planner_of(schedule).every:
+        raise InputError(
+            f"schedule {schedule.name!r} goes on planning by itself; leave replan out, and give settings in "
+            "schedule_args"
+        )
+    return planner_of(make_schedule(REPLANS, **({} if replan is True else replan)))
 
 
 def long_enough(heartbeat_timeout: float) -> float:
@@ -122,6 +152,16 @@ def known_form(checkpoint: str) -> str:
     return str(check_type("checkpoint", checkpoint, Literal["full", "sharded"]))
 
 
+def known_way(moves: str) -> str:
+    """InputError unless layers can move in such a way."""
+    return str(check_type("moves", moves, Way))
+
+
+def known_manners(parcels: str) -> str:
+    """InputError unless parcels can let training pass in such a way."""
+    return str(check_type("parcels", parcels, Manners))
+
+
 def known_partition(partition: str | list[int], schedule: object) -> str | list[int]:
     """How layers are cut into stages.
 
@@ -157,4 +197,40 @@ class Settings:
     check_loss: bool
     timeout: timedelta
     heartbeat_timeout: float
+    moves: str
+    parcels: str
     backend: str | None
+
+    @classmethod
+    def of(
+        cls,
+        data_parallel: int,
+        module: str | None,
+        seed: int,
+        transport: str,
+        checkpoint: str,
+        check_loss: bool,
+        timeout: timedelta,
+        heartbeat_timeout: float,
+        moves: str,
+        parcels: str,
+        backend: str | None,
+    ) -> Settings:
+        """The settings that these arguments of `PipelineStrategy` say.
+
+        Raises:
+            InputError: one of them makes no sense.
+        """
+        return cls(
+            check_count("data_parallel", data_parallel),
+            check_type("module", module, str | None),
+            known_seed(seed),
+            known_transport(transport),
+            known_form(checkpoint) == "sharded",
+            check_type("check_loss", check_loss, bool),
+            possible_timeout(timeout),
+            long_enough(heartbeat_timeout),
+            known_way(moves),
+            known_manners(parcels),
+            known_backend(backend),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -21,6 +22,7 @@ from lightning_pipes.planning.fit import evaluated
 from lightning_pipes.sim import simulate
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import Measuring
+from lightning_pipes.trainer.plan.steady import Turn, counting, goes_on, waited_so_far
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.timing import Share
@@ -35,22 +37,56 @@ CONTRADICTION = 0.1
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of a decision that was tried.
+    """The result of a decision that was tried.
 
     Attributes:
         predicted: seconds of a step, of its layers alone, by the profile.
         measured: the same in the trial.
         ratios: for each stage, how many times as long as predicted it computes.
+        busiest: how many times as long as predicted the stage computes that computes longest.
     """
 
     predicted: float
     measured: float
     ratios: tuple[float, ...]
+    busiest: float = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        shares: Sequence[Sequence[Share]],
+        ranks: Sequence[int],
+        pipelines: Sequence[Sequence[int]],
+        predicted: tuple[float, Share],
+    ) -> Trial:
+        """The result by what ranks recorded. A step takes what the rank took that took longest; of replicas, which
+        are alike, the mean counts.
+
+        Args:
+            shares: of each rank, one for each step.
+            ranks: their global numbers, in the same order.
+            pipelines: the global ranks of every replica.
+            predicted: seconds of a step, and how long each stage computes in it.
+        """
+        alike = [[shares[ranks.index(rank)] for rank in pipeline] for pipeline in pipelines]
+        took = [max(share.took for share in step) for own in alike for step in zip(*own, strict=True)]
+        seconds, computed = predicted
+        wanted = [computed.stages.get(stage, 0) for stage in range(1 + max(computed.stages))]
+        each = [
+            [s.stages[n] for own in alike for rank in own for s in rank if n in s.stages] for n in range(len(wanted))
+        ]
+        found = [median(times) if times else 0 for times in each]
+        ratios = tuple(now / was if now and was else 1.0 for now, was in zip(found, wanted, strict=True))
+        return cls(seconds, median(took) / 1e9, ratios, max(found) / max(wanted) if any(wanted) else 1.0)
+
+    def factors(self, layers: Sequence[Span]) -> list[float]:
+        """The ratio of its stage for each layer."""
+        return [ratio for ratio, span in zip(self.ratios, layers, strict=True) for _ in range(span.rows)]
 
     @property
     def contradicts(self) -> bool:
         """Whether the profile was wrong by more than may be."""
-        return abs(self.measured / self.predicted - 1) > CONTRADICTION
+        return any(abs(ratio - 1) > CONTRADICTION for ratio in (self.measured / self.predicted, self.busiest))
 
 
 class Trials:
@@ -70,8 +106,8 @@ class Trials:
         self._device = ranks.device
         self._transport = transport
 
-    def run(self, made: Decision, pieces: int, rows: int, place: Deployment) -> Trial:
-        """The outcome of `made`, for batches of so many micro-batches that all have `rows` samples.
+    def run(self, made: Decision, pieces: int, rows: int, deployment: Deployment) -> Trial:
+        """The result of `made`, for batches of so many micro-batches that all have `rows` samples.
 
         Raises:
             NotMeasuredError: the user's code fails for so many samples.
@@ -97,7 +133,9 @@ class Trials:
             ]
             shares = self._steps(plan, order, stages, holdings)
         assert made.profile is not None
-        return self._compared(shares, _predicted(made.profile, plan, order, place), plan)
+        return Trial.of(
+            shares, self._control.ranks, self._grid.pipelines, _predicted(made.profile, plan, order, deployment)
+        )
 
     def _steps(
         self, plan: Plan, order: Program | Policy, stages: Sequence[Stage], holdings: Holdings
@@ -107,35 +145,29 @@ class Trials:
         transport = make_transport(plan, rank, holdings.global_ranks, self._device, watch, self._transport)
         parameters = [p for stage in stages for layer in stage.layers.values() for p in layer.parameters()]
         engine = Engine(plan, order, stages, transport, rank=rank, device=self._device, watch=watch)
-        found: list[Share] = []
-        steps = 2
+        found: list[list[Share]] = []
+        turns: list[Turn] = []
+        wanted, shortest = 1, sys.maxsize
         try:
-            while len(found) < steps:
+            while goes_on(turns, wanted):
                 self._control.barrier()
+                before = waited_so_far()
                 engine.inject(Item(len(found), plan.jobs[0].rows))
                 engine.drain()
-                found.append(Share.of(engine.events))
+                said = self._control.all_gather((Share.of(engine.events), waited_so_far() - before))
+                shares, waited = zip(*said, strict=True)
+                longest = max(share.took for share in shares)
+                if found:  # the first one takes longer
+                    turns.append(Turn(longest, max(waited)))
+                shortest = min(shortest, longest)
+                wanted = min(STEPS, max(1, int(1e9 * SECONDS / max(shortest, 1))))
+                found.append([*shares])
                 for p in parameters:
                     p.grad = None  # as when a batch begins
-                if len(found) == 1:
-                    longest = max(self._control.all_gather(found[0].took)) / 1e9
-                    steps = 1 + min(STEPS, max(1, int(SECONDS / max(longest, 1e-9))))
         finally:
             engine.close()
-        return list(self._control.all_gather(found[1:]))
-
-    def _compared(
-        self, shares: Sequence[Sequence[Share]], predicted: tuple[float, dict[int, int]], plan: Plan
-    ) -> Trial:
-        """Every step takes what the rank took that took longest; of replicas, which are alike, the mean counts."""
-        pipelines = [[shares[self._control.ranks.index(rank)] for rank in ranks] for ranks in self._grid.pipelines]
-        took = [max(share.took for share in step) for ranks in pipelines for step in zip(*ranks, strict=True)]
-        seconds, computed = predicted
-        ratios = []
-        for stage in range(plan.n_stages):
-            each = [s.stages[stage] for ranks in pipelines for rank in ranks for s in rank if stage in s.stages]
-            ratios.append(median(each) / computed[stage] if each and computed.get(stage) else 1.0)
-        return Trial(seconds, median(took) / 1e9, tuple(ratios))
+        counted = [found[1 + number] for number in counting(turns)]
+        return [[*each] for each in zip(*counted, strict=True)]
 
 
 def _body(number: int, plan: Plan, entering: Mapping[int, Any]) -> Body:
@@ -155,12 +187,18 @@ def _loss(out: Any) -> torch.Tensor:
     return sum(parts[1:], start=parts[0]) if parts else nn.Parameter(torch.zeros(()))
 
 
+def simulated(
+    profile: ModelProfile, plan: Plan, order: Program | Policy, deployment: Deployment
+) -> tuple[float, Share]:
+    """Seconds of a step up to the optimizers' part, and what each stage computes in it, by a profile."""
+    fit = evaluated(profile.without_steps(), order, plan, deployment)
+    return fit.seconds, Share.of(simulate(fit.order, replace(plan, layers=()), fit.costs).events)
+
+
 def _predicted(
-    profile: ModelProfile, plan: Plan, order: Program | Policy, place: Deployment
-) -> tuple[float, dict[int, int]]:
-    """Seconds of a step of the layers alone, and nanoseconds that each stage computes in it."""
+    profile: ModelProfile, plan: Plan, order: Program | Policy, deployment: Deployment
+) -> tuple[float, Share]:
+    """The same of the layers alone, on one of the replicas."""
     nothing = LayerProfile("", ((1, 0.0),), ((1, 0.0),))
-    bare = replace(profile.without_steps(), before=replace(nothing, output=profile.before.output), after=nothing)
-    fit = evaluated(bare, order, plan, Deployment(place.pipeline))
-    share = Share.of(simulate(fit.order, replace(plan, layers=()), fit.costs).events)
-    return fit.seconds, share.stages
+    bare = replace(profile, before=replace(nothing, output=profile.before.output), after=nothing)
+    return simulated(bare, plan, order, Deployment(deployment.pipeline))

@@ -83,7 +83,7 @@ class Control:
 
     @property
     def position(self) -> int:
-        """This process's place among the ranks."""
+        """This process's position among the ranks."""
         return self.ranks.index(dist.get_rank())
 
     def connect(self, purpose: str = "") -> Any:

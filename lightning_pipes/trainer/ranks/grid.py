@@ -40,8 +40,8 @@ class Grid:
         return self.rank // self.length
 
     @property
-    def place(self) -> int:
-        """This rank's place among the global ranks of its pipeline."""
+    def position(self) -> int:
+        """This rank's position among the global ranks of its pipeline."""
         return self.rank % self.length
 
     @property
@@ -54,6 +54,6 @@ class Grid:
         """The global ranks of every pipeline."""
         return tuple(tuple(range(r * self.length, (r + 1) * self.length)) for r in range(self.replicas))
 
-    def everywhere(self, places: tuple[int, ...]) -> tuple[int, ...]:
-        """The global ranks at these places of all pipelines, ascending."""
-        return tuple(sorted(pipeline[place] for pipeline in self.pipelines for place in places))
+    def everywhere(self, positions: tuple[int, ...]) -> tuple[int, ...]:
+        """The global ranks at these positions of all pipelines, ascending."""
+        return tuple(sorted(pipeline[position] for pipeline in self.pipelines for position in positions))

@@ -15,7 +15,7 @@ from lightning_pipes.trainer.ranks.grid import Grid
 OUTSIDE = -1
 """In place of a layer's number: what is not inside the pipelined module, which all ranks hold."""
 Holders = dict[int, tuple[int, ...]]
-"""By id of a parameter the places in a pipeline where it is held, ascending; in the order of the whole module."""
+"""By id of a parameter the positions in a pipeline where it is held, ascending; in the order of the whole module."""
 
 
 class Move(NamedTuple):
@@ -29,21 +29,21 @@ class Move(NamedTuple):
 class Holdings:
     """The stages of a pipeline on its processes, and the layers of each; its last stage is on the first process.
 
-    A *rank* is one of the pipeline in the order of the plan, a *place* one in the order of the global ranks.
+    A *rank* is one of the pipeline in the order of the plan, a *position* one in the order of the global ranks.
 
     Args:
         ranks: the rank of each stage.
         layers: the layers of each stage.
 
     Attributes:
-        places: the place of each rank.
-        stage_of_layer, place_of_layer: by number of the layer.
+        positions: the position of each rank.
+        stage_of_layer, position_of_layer: by number of the layer.
     """
 
     def __init__(self, grid: Grid, ranks: Sequence[int], layers: Sequence[Span]) -> None:
         self.grid = grid
         self.ranks = tuple(ranks)
-        self.places = places(self.ranks, grid.length)
+        self.positions = positions(self.ranks, grid.length)
         self.settle(layers)
         self._parts_of: dict[int, frozenset[int]] = {}
         """By id of a parameter the layers that it occurs in, and `OUTSIDE`; in the order of the whole module."""
@@ -63,7 +63,7 @@ class Holdings:
         """The stages have these layers now, which whoever holds them has seen to."""
         self.layers = tuple(layers)
         self.stage_of_layer = [s for s, span in enumerate(self.layers) for _ in range(span.rows)]
-        self.place_of_layer = [self.places[self.ranks[s]] for s in self.stage_of_layer]
+        self.position_of_layer = [self.positions[self.ranks[s]] for s in self.stage_of_layer]
 
     def moves(self, layers: Sequence[Span]) -> list[Move]:
         """The layers that go to other processes for the stages to have `layers`.
@@ -81,21 +81,29 @@ class Holdings:
         after = Holdings(self.grid, self.ranks, layers)
         after._parts_of = self._parts_of
         who = after.holders
-        for key, places in self.holders.items():
-            if who[key] != places and len(self._parts_of[key]) > 1 and max(len(who[key]), len(places)) > 1:
+        for key, positions in self.holders.items():
+            if who[key] != positions and len(self._parts_of[key]) > 1 and max(len(who[key]), len(positions)) > 1:
                 parts = " and ".join("the code around" if n == OUTSIDE else str(n) for n in sorted(self._parts_of[key]))
                 raise PlanError(
                     f"{self._names[key]} is shared by layers {parts}, which would be held by ranks {who[key]} of the "
-                    f"pipeline instead of {places}: layers that share a parameter move together from one rank to one "
-                    "other, or stay"
+                    f"pipeline instead of {positions}: layers that share a parameter move together from one rank to "
+                    "one other, or stay"
                 )
-        where = enumerate(zip(self.place_of_layer, after.place_of_layer, strict=True))
-        return [Move(n, *(self.grid.pipeline[place] for place in pair)) for n, pair in where if pair[0] != pair[1]]
+        where = enumerate(zip(self.position_of_layer, after.position_of_layer, strict=True))
+        return [
+            Move(n, *(self.grid.pipeline[position] for position in pair)) for n, pair in where if pair[0] != pair[1]
+        ]
+
+    @property
+    def tied(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the layers that share a parameter; who shares one with the code around them may move."""
+        groups = {parts for parts in self._parts_of.values() if len(parts) > 1 and OUTSIDE not in parts}
+        return tuple(sorted(tuple(sorted(parts)) for parts in groups))
 
     @property
     def rank(self) -> int:
         """That of this process."""
-        return self.places.index(self.grid.place)
+        return self.positions.index(self.grid.position)
 
     @property
     def stages(self) -> list[int]:
@@ -105,39 +113,43 @@ class Holdings:
     @property
     def global_ranks(self) -> list[int]:
         """The global rank of each rank of this pipeline."""
-        return [self.grid.pipeline[place] for place in self.places]
+        return [self.grid.pipeline[position] for position in self.positions]
 
     @property
     def rank_of_layer(self) -> list[int]:
         """The global rank, by number of the layer."""
-        return [self.grid.pipeline[place] for place in self.place_of_layer]
+        return [self.grid.pipeline[position] for position in self.position_of_layer]
 
     @property
     def local(self) -> list[int]:
         """Numbers of the layers that live on this process."""
-        return [n for n, place in enumerate(self.place_of_layer) if place == self.grid.place]
+        return [n for n, position in enumerate(self.position_of_layer) if position == self.grid.position]
 
     def stages_of_processes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Every global rank with its stages."""
         for pipeline in self.grid.pipelines:
-            for rank, place in enumerate(self.places):
-                yield pipeline[place], tuple(s for s, r in enumerate(self.ranks) if r == rank)
+            for rank, position in enumerate(self.positions):
+                yield pipeline[position], tuple(s for s, r in enumerate(self.ranks) if r == rank)
 
     @property
     def holders(self) -> Holders:
-        """Who holds each parameter: all places what is outside of the pipelined module, that of its layer what is in
+        """Who holds each parameter: all positions what is outside of the pipelined module, that of its layer what is in
         one, and several what occurs several times."""
-        where = {OUTSIDE: range(self.grid.length), **{n: (place,) for n, place in enumerate(self.place_of_layer)}}
+        where = {
+            OUTSIDE: range(self.grid.length),
+            **{n: (position,) for n, position in enumerate(self.position_of_layer)},
+        }
         return {
-            key: tuple(sorted({place for part in parts for place in where[part]}))
+            key: tuple(sorted({position for part in parts for position in where[part]}))
             for key, parts in self._parts_of.items()
         }
 
     def counts_here(self, parameter: torch.Tensor) -> bool:
         """Whether this rank is the one of the holders that answers for the parameter in a sum over the pipeline."""
-        parts, where = self._parts_of.get(id(parameter), ()), self.place_of_layer
+        parts, where = self._parts_of.get(id(parameter), ()), self.position_of_layer
         return (
-            min((0 if part == OUTSIDE else where[part] for part in parts), default=self.grid.place) == self.grid.place
+            min((0 if part == OUTSIDE else where[part] for part in parts), default=self.grid.position)
+            == self.grid.position
         )
 
     def in_one_stage(self, parameter: torch.Tensor) -> bool:
@@ -146,6 +158,6 @@ class Holdings:
         return OUTSIDE not in parts and len({stages[part] for part in parts}) == 1
 
 
-def places(ranks: Sequence[int], length: int) -> list[int]:
-    """The place of each of `length` ranks, for stages on `ranks`."""
+def positions(ranks: Sequence[int], length: int) -> list[int]:
+    """The position of each of `length` ranks, for stages on `ranks`."""
     return [(ranks[-1] - r) % length for r in range(length)]

@@ -30,7 +30,7 @@ class Replicas:
         device: of this rank.
 
     Attributes:
-        mesh: all ranks, by replica and by place in the pipeline; the last stage comes first.
+        mesh: all ranks, by replica and by position in the pipeline; the last stage comes first.
     """
 
     def __init__(self, grid: Grid, control: Control, device: torch.device) -> None:

@@ -32,8 +32,8 @@ class SharedParameters:
         self._control = control
         self._replicas = holdings.grid.replicas
         who, grid = holdings.holders, holdings.grid
-        several = sorted({places for places in who.values() if len(grid.everywhere(places)) > 1})
-        groups = {places: control.subgroup(grid.everywhere(places)) for places in several}
+        several = sorted({positions for positions in who.values() if len(grid.everywhere(positions)) > 1})
+        groups = {positions: control.subgroup(grid.everywhere(positions)) for positions in several}
         self._sets = [(groups[p], buckets(found)) for p, found in _by_holders(parameters, who).items() if p in groups]
 
     def sum_gradients(self) -> None:
@@ -56,7 +56,7 @@ class SharedParameters:
 def _by_holders(parameters: Iterable[nn.Parameter], who: Holders) -> dict[tuple[int, ...], list[nn.Parameter]]:
     here = {id(p): p for p in parameters}
     found: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
-    for key, places in who.items():  # in the order of the whole module, as on the other holders
+    for key, positions in who.items():  # in the order of the whole module, as on the other holders
         if key in here:
-            found[places].append(here[key])
+            found[positions].append(here[key])
     return dict(sorted(found.items()))

@@ -15,6 +15,7 @@ from lightning_pipes.cost import CostModel, ModelProfile
 from lightning_pipes.ir import Plan, PlanError, Policy, Program, Use
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.shown.monitored import Curves
 from lightning_pipes.sim.shown.record import FILE, RunRecord
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.sim.units import seconds_text
@@ -61,6 +62,7 @@ class About:
         predicted: seconds of a step up to the optimizers' part, by the profile that they were chosen by.
         siblings: how many trainings at a time shared the ranks.
         measured: seconds of a step up to the optimizers' part, the median of the first `KEPT_STEPS`.
+        monitored: what a monitor saw on every rank; empty without one.
     """
 
     schedule: str = ""
@@ -73,6 +75,7 @@ class About:
     predicted: float | None = None
     siblings: int = 1
     measured: float | None = None
+    monitored: tuple[Curves, ...] = ()
 
 
 class Saved(NamedTuple):
@@ -107,15 +110,16 @@ class PipelineReport:
         common = counts.most_common(1)[0][0]
         first = next(r[0] for r in rounds if id(r[0].plan) == common)
         name = "measured" if about.siblings == 1 else AMONG_SIBLINGS
-        timelines = [
-            Timeline.gather([w.events for w in round_], first.plan, name=name)
+        ran = [
+            (Timeline.gather([w.events for w in round_], first.plan, name=name), round_[0])
             for round_ in rounds
             if id(round_[0].plan) == common
         ]
-        timelines.sort(key=lambda t: t.makespan)
-        costs = with_bytes(CostModel.measured(timelines), about.stages)
-        predicted = replace(simulate(first.order, first.plan, costs, batches=first.uses), name="predicted")
-        measured = timelines[len(timelines) // 2]
+        ran.sort(key=lambda each: each[0].makespan)
+        costs = with_bytes(CostModel.measured([timeline for timeline, _ in ran]), about.stages)
+        measured, window = ran[len(ran) // 2]
+        own = costs.recorded(measured)  # one thing is predicted and measured: this batch, operation by operation
+        predicted = replace(simulate(window.order, window.plan, own, batches=window.uses), name="predicted")
         record = RunRecord(
             predicted,
             costs,
@@ -128,6 +132,7 @@ class PipelineReport:
             about.facts,
             _choice(about, measured),
             about.siblings,
+            about.monitored,
         )
         return cls(record)
 
@@ -139,7 +144,7 @@ class PipelineReport:
 
     @property
     def predicted(self) -> Timeline:
-        """The same program simulated with the medians of all kept batches."""
+        """The same batch simulated: each operation takes what it took, and ranks wait for each other only."""
         return self.record.predicted
 
     @property
@@ -189,7 +194,7 @@ def _choice(about: About, measured: Timeline) -> str:
     """The choice and its reason, and whether it came true."""
     if about.predicted is None or about.siblings > 1:
         return about.choice
-    predicted = f"A step up to the optimizer: {seconds_text(1e9 * about.predicted)} predicted when it was chosen, "
+    predicted = f"A step up to the optimizer: {seconds_text(1e9 * about.predicted)} predicted, "
     step = measured.makespan if about.measured is None else 1e9 * about.measured
     later = f", {seconds_text(measured.makespan)} at last" if abs(measured.makespan / step - 1) > CHANGED else ""
     return f"{about.choice}\n{predicted}{seconds_text(step)} measured{later}"

@@ -25,14 +25,17 @@ class GradientAgreement:
     """Makes a precision plugin clip by the norm over all stages, and a gradient scaler skip on all or none.
 
     Clipping by value needs no agreement.
+
+    Args:
+        control: of all stages; None where these are not at one batch, and each clips by the norm of its own layers.
     """
 
-    def __init__(self, precision: Precision, holdings: Holdings, control: Control, device: torch.device) -> None:
+    def __init__(self, precision: Precision, holdings: Holdings, control: Control | None, device: torch.device) -> None:
         self._precision = precision
         self._holdings = holdings
         self._control = control
         self._device = device
-        self._scaler: torch.amp.GradScaler | None = getattr(precision, "scaler", None)
+        self._scaler: torch.amp.GradScaler | None = None if control is None else getattr(precision, "scaler", None)
         precision.__dict__["clip_grad_by_norm"] = self._clip
         if self._scaler is not None:
             self._unscale = unscale_gradients(self._scaler)
@@ -63,23 +66,26 @@ class GradientAgreement:
         found = self._unscale(*args, **kwargs)
         if not found:  # a rank without gradients steps and skips with the others
             found = {self._device: torch.zeros(1, device=self._device)}
+        assert self._control is not None, "no scaler works without all stages"
         for overflow in found.values():
             agreed = self._control.all_reduce(overflow.cpu(), dist.ReduceOp.MAX)
             overflow.copy_(agreed)
         return found
 
 
-def total_norm(mine: Sequence[torch.Tensor], p: float, dtype: torch.dtype, control: Control) -> torch.Tensor:
-    """The p-norm of the p-norms of what all ranks have, in that precision; on the CPU."""
+def total_norm(mine: Sequence[torch.Tensor], p: float, dtype: torch.dtype, control: Control | None) -> torch.Tensor:
+    """The p-norm of the p-norms of what all ranks have, in that precision, or this one; on the CPU."""
     norms = torch.stack([torch.linalg.vector_norm(t, p, dtype=dtype) for t in mine]) if mine else torch.zeros(0)
     norms = norms.cpu().double()
     if math.isinf(p):
         bound = torch.cat([norms, norms.new_tensor([0.0 if p > 0 else math.inf])])
         total = (bound.max() if p > 0 else bound.min()).reshape(1)
-        control.all_reduce(total, dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN)
+        if control is not None:
+            control.all_reduce(total, dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN)
         return total[0].to(dtype)
     total = (norms.pow(p) if p else (norms != 0).double()).sum().reshape(1)
-    control.all_reduce(total)
+    if control is not None:
+        control.all_reduce(total)
     return (total.pow(1 / p) if p else total)[0].to(dtype)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,31 +27,35 @@ class LogCall:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-@contextmanager
-def recorded(module: pl.LightningModule, make: bool = False) -> Iterator[list[LogCall]]:
+class recorded:  # noqa: N801  # read as a function; a generator takes several times as long, for every micro-batch
     """The log calls that `module` makes in the block; `log_dict` goes through `log`.
 
     Args:
         make: make the calls, too; else they are recorded only.
     """
-    calls: list[LogCall] = []
-    log = module.log
 
-    def record(name: str, value: Any, *args: Any, **options: Any) -> None:
-        if make:
-            log(name, value, *args, **options)
-        options.update(zip(_OPTIONS, args, strict=False))
+    def __init__(self, module: pl.LightningModule, make: bool = False) -> None:
+        self._module = module
+        self._make = module.log if make else None
+        self._calls: list[LogCall] = []
+
+    def __enter__(self) -> list[LogCall]:
+        self._module.__dict__["log"] = self._record
+        return self._calls
+
+    def __exit__(self, *_: object) -> None:
+        del self._module.__dict__["log"]
+
+    def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        if self._make is not None:
+            self._make(name, value, *args, **options)
+        if args:
+            options.update(zip(_OPTIONS, args, strict=False))
         if isinstance(value, torch.Tensor):
             value = value.detach()
         elif isinstance(value, Metric):
             value = _Seen(value, metric_counts(value)[1])
-        calls.append(LogCall(name, value, options))
-
-    module.__dict__["log"] = record
-    try:
-        yield calls
-    finally:
-        del module.__dict__["log"]
+        self._calls.append(LogCall(name, value, options))
 
 
 @dataclass

@@ -94,7 +94,7 @@ class LossCheck:
             )
 
     def _losses(self, stage: Stage, item: Item, kept: Kept) -> _Losses:
-        parts = {span: outcome.loss.item() for span, outcome in item.data.outcomes.items()}
+        parts = {span: result.loss.item() for span, result in item.data.results.items()}
         if kept.left_out:
             raise _NotComparableError(kept.left_out)
         if kept.parts.keys() != parts.keys():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,12 +18,13 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, Draws, forked_rng, seed_all, stream_seed
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
-from lightning_pipes.trainer.module.batches import Path, copied, join, take, tensors_of
+from lightning_pipes.trainer.module.batches import Path, copied, cutter, join, take, tensors_of
 from lightning_pipes.trainer.module.capture import Interceptor, named_step
 from lightning_pipes.trainer.step.kept import Kept
 from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
 
 Context = Callable[[], AbstractContextManager[Any]]
+_NOTHING = nullcontext()
 
 
 @dataclass
@@ -43,31 +45,37 @@ class TrainingBatch:
         divisor: by how much the loss is divided: the batches of one optimizer step.
         kept: what the last stage keeps of its micro-batches, if it does.
         samples: lists with an entry for each sample of which this batch does not tell.
+        complete: whether an optimizer step may follow; not so in the middle of an accumulation.
     """
 
     batch: Any
     rows: int
     arguments: tuple[Any, ...]
     divisor: int
-    outcomes: dict[Span, StepResult] = field(default_factory=dict)
+    results: dict[Span, StepResult] = field(default_factory=dict)
     kept: Kept | None = None
     samples: frozenset[Path] = frozenset()
+    complete: bool = True
 
     def part(self, span: Span) -> Any:
         """Those samples of the batch."""
-        return take(self.batch, span, self.rows, samples=self.samples)
+        return self._cutter(span)
+
+    @cached_property
+    def _cutter(self) -> Callable[[Span], Any]:
+        return cutter(self.batch, self.rows, samples=self.samples)
 
     def result(self) -> tuple[Any, list[LogCall]]:
         """The whole batch's loss, in a dict where the user's step gives one, and its log calls."""
-        spans = sorted(self.outcomes)
-        outcomes = [self.outcomes[s] for s in spans]
-        parts = [o.loss * (s.rows / self.rows) for s, o in zip(spans, outcomes, strict=True)]
-        loss = sum(parts[1:], start=parts[0]) if len(parts) > 1 else outcomes[0].loss
-        logged = merge([o.logged for o in outcomes], [s.rows for s in spans])
-        names = outcomes[0].extras
+        spans = sorted(self.results)
+        results = [self.results[s] for s in spans]
+        parts = [o.loss * (s.rows / self.rows) for s, o in zip(spans, results, strict=True)]
+        loss = sum(parts[1:], start=parts[0]) if len(parts) > 1 else results[0].loss
+        logged = merge([o.logged for o in results], [s.rows for s in spans])
+        names = results[0].extras
         if not names:
             return loss, logged
-        extras = {n: _joined([o.extras.get(n) for o in outcomes], spans) for n in names}
+        extras = {n: _joined([o.extras.get(n) for o in results], spans) for n in names}
         return {"loss": loss, **extras}, logged
 
 
@@ -113,13 +121,13 @@ class Steps:
         runs_again = [again[0] for again in (plan.recompute, plan.whole_forward) if again]
         self._recomputes_first = self._both_ends and any(runs_again)
         self._whole: dict[tuple[str, str], list[bool]] = {}
+        self._train = _NOTHING if _surrounds_nothing(precision) else None
         self._seed = seed
         self._device = device
 
-    @property
-    def context(self) -> Context:
+    def context(self) -> AbstractContextManager[Any]:
         """The context that training steps run in."""
-        return self._precision.train_step_context
+        return self._train or self._precision.train_step_context()
 
     def body(self, number: int) -> Body:
         """The function that stage `number` runs for each micro-batch."""
@@ -209,7 +217,7 @@ class Steps:
             with data.context():
                 return stage.run_layers(item, span, _samples(data, span, item.rows))
         last_run = stage.recomputing if stage.recompute else not self._both_ends
-        with self._precision.train_step_context():
+        with self.context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.part(span)
             with recorded(self._module):  # the last stage logs
@@ -220,7 +228,7 @@ class Steps:
 
     def _middle(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         data = item.data
-        context = data.context if isinstance(data, EvaluationBatch) else self._precision.train_step_context
+        context = data.context if isinstance(data, EvaluationBatch) else self.context
         with context():
             return stage.run_layers(item, span, received)
 
@@ -239,7 +247,7 @@ class Steps:
             stage.seed_user_code(item, span, AFTER_LAYERS)
             return y
 
-        with self._precision.train_step_context():
+        with self.context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.part(span)
             if self._recomputes_first:
@@ -247,7 +255,7 @@ class Steps:
             with recorded(self._module) as logged:
                 out = self._interceptor.supply(named_step(self._module, "training_step"), answer, part, *data.arguments)
         loss, extras = loss_of(out)
-        data.outcomes[span] = StepResult(loss.detach(), extras, logged)
+        data.results[span] = StepResult(loss.detach(), extras, logged)
         scaled = loss * (span.rows / item.rows / data.divisor)
         scaler = getattr(self._precision, "scaler", None)
         return scaled if scaler is None else scaler.scale(scaled)
@@ -255,6 +263,15 @@ class Steps:
     def _seed_user_code(self, item: Item, layer: int) -> None:
         seed = stream_seed(self._seed, item.job, layer, item.number, Span(0, item.rows))
         seed_all(seed, self._device, everything=True)
+
+
+def _surrounds_nothing(precision: Precision) -> bool:
+    """Whether training steps run in no context: those of Lightning's base class take time for every micro-batch."""
+    own = (
+        getattr(precision.train_step_context, "__func__", None),
+        getattr(precision.forward_context, "__func__", None),
+    )
+    return own == (Precision.train_step_context, Precision.forward_context)
 
 
 def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -283,8 +300,9 @@ def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
             "training_step returned a loss that nothing can be trained by: it has no gradient (requires_grad is "
             "False). Compute it outside of torch.no_grad(), do not detach() it, and leave some parameters unfrozen"
         )
-    detached = apply_to_collection(extras, torch.Tensor, lambda t: t.detach())
-    return loss.reshape(()), detached
+    if extras:
+        extras = apply_to_collection(extras, torch.Tensor, lambda t: t.detach())
+    return loss.reshape(()), extras
 
 
 def _samples(data: EvaluationBatch, span: Span, rows: int) -> Any:

@@ -42,26 +42,26 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     if cfg.ranks > len(profile.layers):
         raise InputError(f"ranks={cfg.ranks}: the model has {len(profile.layers)} layers, and each rank needs one")
     check_count("batch", cfg.batch, "; samples")
-    place = Deployment.on(cluster_of(cfg, cfg.ranks * cfg.replicas), cfg.ranks, cfg.replicas)
+    deployment = Deployment.on(cluster_of(cfg, cfg.ranks * cfg.replicas), cfg.ranks, cfg.replicas)
     schedule = schedule_of(cfg)
     with progress_bar("plan") as told:
         choice = choose(
             profile,
             cfg.ranks,
             cfg.batch,
-            place,
+            deployment,
             schedules=None if schedule is None else [schedule],
             microbatches=numbers(cfg.microbatches, "microbatches", MOST_NUMBER // cfg.ranks),
             recompute=(False, True) if cfg.recompute is None else (cfg.recompute,),
             progress=told,
         )
-    alone = evaluated(profile, choice.fit.order, choice.fit.plan, place.pipeline)
+    alone = evaluated(profile, choice.fit.order, choice.fit.plan, deployment.pipeline)
     reduce = choice.fit.seconds - alone.seconds
     timeline = replace(simulate(alone.order, alone.plan, alone.costs), name="predicted")
     arguments = strategy_arguments(choice.best.schedule, choice.fit.plan)
     arguments |= {"data_parallel": cfg.replicas} if cfg.replicas > 1 else {}
     sentence = _sentence(choice, timeline, cfg, reduce)
-    record = _record(choice, timeline, profile, place.pipeline)
+    record = _record(choice, timeline, profile, deployment.pipeline)
     with progress_bar("draw") as told:
         lines = write_pictures(record, options, told, _advice(choice, sentence, arguments, timeline))
     if options.json:
@@ -88,7 +88,7 @@ def _sentence(choice: Choice, timeline: Timeline, cfg: DictConfig, reduce: float
     rate = cfg.batch * cfg.replicas / fit.seconds
     return (
         f"{schedule_label(choice.best.schedule)} with {choice.best.microbatches} micro-batches{again}: a step takes "
-        f"{step}, {rate:.3g} samples/s, bubble {bubble:.1%}{peak}."
+        f"{step}, {rate:.3g} samples/s, bubble {bubble:.1%}{peak}. Simulated with {timeline.regime}."
     )
 
 
@@ -126,6 +126,7 @@ def _found(
         "all_reduce_seconds": reduce,
         "samples_per_second": cfg.batch * cfg.replicas / fit.seconds,
         "bubble": sum(timeline.bubble) / len(timeline.bubble),
+        "regime": timeline.regime,
         "peak_bytes": list(fit.peak_bytes),
         "strategy": strategy_line(arguments),
         "overrides": overrides(arguments),

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_pipes.cost import ModelProfile
-from lightning_pipes.cost.profile import per_row
+from lightning_pipes.cost.layer import per_row
 from lightning_pipes.ir import InputError, Kind, check_count
 from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim.units import bytes_text, seconds_text

@@ -41,6 +41,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
                 "advice": advice.sentence,
                 "step_seconds": shown.makespan / 1e9,
                 "predicted_seconds": record.predicted.makespan / 1e9,
+                "regime": record.predicted.regime,
                 "bubble": sum(shown.bubble) / len(shown.bubble),
                 "efficiency": shown.efficiency,
                 "slowest_stage": slowest.stages[0],

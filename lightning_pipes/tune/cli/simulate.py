@@ -63,6 +63,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         "bubble": bubble,
         "bubble_of_ranks": list(timeline.bubble),
         "efficiency": timeline.efficiency,
+        "regime": timeline.regime,
         "peak_bytes": list(timeline.peak_bytes),
         "most_microbatches_held": held,
     }
@@ -71,7 +72,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         return
     print(timeline.gantt(columns()))
     print()
-    print(f"{found['schedule']}: step {seconds_text(timeline.makespan)}, bubble {bubble:.1%}")
+    print(f"{found['schedule']}: step {seconds_text(timeline.makespan)}, bubble {bubble:.1%}, {timeline.regime}")
     print(f"micro-batches held by each rank: {', '.join(map(str, held))}")
     if any(timeline.peak_bytes):
         print(f"peak memory of each rank: {', '.join(map(bytes_text, timeline.peak_bytes))}")

@@ -64,10 +64,10 @@ def cluster_of(cfg: DictConfig, devices: int) -> Cluster:
     memory = None if cfg.memory is None else measure(cfg, "memory", as_bytes)
     link = Link(measure(cfg, "bandwidth", as_rate), measure(cfg, "latency", as_seconds))
     if cfg.cluster is None:
-        return Cluster((Device(memory),) * devices, inside=link)
+        return Cluster((Device(memory),) * devices, inside=link, regime=cfg.regime)
     if link != Link():
         raise InputError("bandwidth and latency are for one host; with a cluster say cluster.inside.bandwidth=...")
-    made: Cluster = instantiate(cfg.cluster)
+    made: Cluster = replace(instantiate(cfg.cluster), regime=cfg.regime)
     if len(made.devices) < devices:
         per_host = cfg.cluster.devices_per_host
         raise InputError(

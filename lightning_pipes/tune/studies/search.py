@@ -40,7 +40,7 @@ class Search:
 
     Args:
         settings: the fields of OptunaSettings.
-        launcher: job_array gets the next trial when a place is free, another one in batches of its n_jobs.
+        launcher: job_array gets the next trial when a slot is free, another one in batches of its n_jobs.
 
     Raises:
         InputError: settings that don't go together.
@@ -156,7 +156,7 @@ class Search:
     # ---- trials
 
     def _in_array(self, array: Multirun) -> Study:
-        """With a launcher that takes the next trial when a place is free."""
+        """With a launcher that takes the next trial when a slot is free."""
         array.ends += (optuna.TrialPruned,)
         with array.siblings():
             return lead_or_follow(

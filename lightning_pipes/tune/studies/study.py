@@ -61,7 +61,7 @@ def optimize_array(
     """`study.optimize` with `array_size` trials at a time, which share one pipeline.
 
     `objective` is an ordinary objective, with a `Trainer.fit` with a PipelineStrategy in it. All ranks call this, run
-    all trials, and get rank 0's parameters and decisions to prune. A trial that ends makes place for the next one at
+    all trials, and get rank 0's parameters and decisions to prune. A trial that ends leaves its slot to the next one at
     once. Which one ends first follows the order of their batches and not the clock, so that a seeded sampler gives the
     same trials again. One that a study goes on with draws others than those of the trials that it has.
 
@@ -179,9 +179,9 @@ class _Leader:
             finally:
                 for trial in self._open.values():
                     with suppress(StorageLostError), storage_errors():
-                        study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
                         if lost is not None:
                             try_again(study, trial.number, trial.params)
+                        study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
         if self._error is not None:
             raise self._error
         return study
@@ -231,9 +231,9 @@ class _Leader:
             return
         point("trial.tell")
         with storage_errors():
-            frozen = tell(self._study, trial, outcome.value, error, self._tracebacks)
             if isinstance(error, (PeerFailure, SIGTERMException)):
-                try_again(self._study, trial.number, frozen.params)
+                try_again(self._study, trial.number, trial.params)
+            frozen = tell(self._study, trial, outcome.value, error, self._tracebacks)
         if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, self._catch):
             self._error = self._error or error
         for callback in self._callbacks:
@@ -326,8 +326,8 @@ def fail_dead_trials(study: Study) -> int:
     dead = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if OWNER in trial.user_attrs and _has_ended(trial.user_attrs[OWNER]):
-            study.tell(trial.number, state=TrialState.FAIL)
             try_again(study, trial.number, trial.params)
+            study.tell(trial.number, state=TrialState.FAIL)
             dead += 1
     if dead:
         log.info("%d trial(s) of a process that has died are tried again", dead)
@@ -345,9 +345,11 @@ def draw_others(study: Study) -> None:
 
 def try_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
     """Queues the parameters of a trial that a process has taken with it: those too that were queued for it, and that it
-    had not come to suggest."""
-    queued = study.get_trials(deepcopy=False)[number].system_attrs.get("fixed_params", {})
-    if wanted := {**queued, **params}:
+    had not come to suggest. Once, and before the trial is said to have failed: who is killed in between has lost
+    nothing."""
+    trials = study.get_trials(deepcopy=False)
+    wanted = {**trials[number].system_attrs.get("fixed_params", {}), **params}
+    if wanted and not any(trial.user_attrs.get(RETRY) == number for trial in trials):
         study.enqueue_trial(wanted, user_attrs={RETRY: number})
 
 

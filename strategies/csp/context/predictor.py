@@ -6,6 +6,7 @@ A stage's context is what it needs of a subnet: its layers there, parameters and
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 
@@ -130,6 +131,36 @@ class OneStep:
         following = admissible(queue)
         served = self._blocked.pop(subnet, [])
         return Prediction((*served, *([] if following is None else [following])))
+
+
+class InTurn:
+    """The prediction of the engine, on every stage by itself: first the subnets of which a stage has run some forwards
+    or backwards and not all; then the first forward that may begin, the first subnet that is to come back, and so on in
+    turn. Whichever it is, its context is there.
+
+    A subnet that has begun comes back after those that began before it: of what is here the others are needed last.
+
+    Args:
+        microbatches: of a subnet.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self._microbatches = microbatches
+        self._begun: dict[int, int] = {}  # tasks that have run, by subnet, in the order in which they began
+
+    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[Pending] = ()) -> Prediction:
+        ran = self._begun[task.subnet] = self._begun.get(task.subnet, 0) + 1
+        if ran == 2 * self._microbatches:
+            del self._begun[task.subnet]
+        return self.idle(queue)
+
+    def idle(self, queue: Sequence[Waiting]) -> Prediction:
+        doing = [subnet for subnet, ran in self._begun.items() if ran % self._microbatches]
+        back = [subnet for subnet, ran in self._begun.items() if not ran % self._microbatches]
+        forwards = [subnet for subnet, waits in queue if not waits]
+        blocked = [subnet for subnet, waits in queue if waits]
+        both = [each for pair in zip_longest(forwards, back) for each in pair if each is not None]
+        return Prediction((*doing, *both, *blocked))
 
 
 class Ahead:

@@ -15,36 +15,38 @@ FORWARD, BACKWARD, LAYER = 1, 2, 3
 
 
 def stream(shape, times, waits, rules, ran):
-    """How many tasks never ran; fills `ran`, the start and end of each forward and backward.
+    """How many tasks never ran; fills `ran`, the start and end of each forward, backward and, where the backward is
+    split, weight gradients.
 
-    `shape` is subnets, stages and micro-batches; `times` are of a micro-batch forward and backward, by
-    subnet and stage, and of a message, how long it occupies its link and how much later it is there. `waits` are, by
+    `shape` is subnets, stages and micro-batches; `times` are of a micro-batch forward, backward and weight gradients,
+    by subnet and stage, and of a message, how long it occupies its link and how much later it is there. `waits` are, by
     subnet and stage, how many layers are awaited, and where the update of a layer goes and how long that takes.
     `rules` are how far subnets may be apart, the size of a bulk, 0 for none, whether all forwards of a bulk come before
-    its backwards, and how many micro-batches each stage may hold.
+    its backwards, how many micro-batches each stage may hold, and whether the backward is split.
 
     All that happens at one instant has happened before any stage decides; stages decide in order.
     """
     subnets, stages, microbatches = shape
-    forward, backward, busy, latency = times
+    forward, backward, weights, busy, latency = times
     missing, first, target, delay = waits
-    depth, bulk, forwards_first, most = rules
-    starts_f, ends_f, starts_b, ends_b = ran
+    depth, bulk, forwards_first, most, split = rules
+    starts_f, ends_f, starts_b, ends_b, starts_w, ends_w = ran
     here_f = [0] * (subnets * stages)  # inputs that have come
     here_b = [0] * (subnets * stages)  # gradients
     ran_f = [0] * (subnets * stages)
     ran_b = [0] * (subnets * stages)
+    ran_w = [0] * (subnets * stages)
     oldest = [0] * stages  # all before it are over there
     held = [0] * stages
     begun = [0] * stages  # forwards
-    doing = [-1] * stages  # the task that runs, twice its number, and 1 more for a backward
+    doing = [-1] * stages  # the task that runs: three times its number, and its kind
     free_f = [0] * stages  # when the link to the next stage is free
     free_b = [0] * stages
     for y in range(subnets):
         here_f[y * stages] = microbatches
     agenda = [(0, 0, 0)]  # time, 4 * what is numbered + what it is
     agenda.pop()
-    left = 2 * subnets * stages * microbatches
+    left = (3 if split else 2) * subnets * stages * microbatches
     events = 0
     now = 0
     while True:
@@ -56,22 +58,39 @@ def stream(shape, times, waits, rules, ran):
             may_return = not forwards_first or begun[s] == until * microbatches
             chosen = -1
             a_forward = -1
+            awaited = -1  # weight gradients, by the subnet
+            others = -1
             for y in range(oldest[s], until):
                 i = y * stages + s
                 if may_return and here_b[i] > ran_b[i]:
                     chosen = i
                     break
-                if a_forward < 0 and here_f[i] > ran_f[i] and missing[i] == 0:
+                if a_forward < 0 and here_f[i] > ran_f[i] and missing[i] == 0 and held[s] < most[s]:
                     a_forward = i
+                if split and ran_b[i] > ran_w[i]:
+                    if others < 0:
+                        others = i
+                    if awaited < 0 and ran_b[i] == microbatches:
+                        for n in range(first[i], first[i + 1]):
+                            if target[n] // stages < until:
+                                awaited = i
+            if awaited < 0 and a_forward < 0:
+                awaited = others
             if chosen >= 0:
                 k = chosen * microbatches + ran_b[chosen]
-                doing[s] = 2 * k + 1
+                doing[s] = 3 * k + 1
                 starts_b[k] = now
                 ends_b[k] = now + backward[chosen]
                 t = ends_b[k]
-            elif a_forward >= 0 and held[s] < most[s]:
+            elif awaited >= 0:
+                k = awaited * microbatches + ran_w[awaited]
+                doing[s] = 3 * k + 2
+                starts_w[k] = now
+                ends_w[k] = now + weights[awaited]
+                t = ends_w[k]
+            elif a_forward >= 0:
                 k = a_forward * microbatches + ran_f[a_forward]
-                doing[s] = 2 * k
+                doing[s] = 3 * k
                 held[s] += 1
                 begun[s] += 1
                 starts_f[k] = now
@@ -96,12 +115,12 @@ def stream(shape, times, waits, rules, ran):
                 missing[i] -= 1
             else:
                 s = i
-                k = doing[s] // 2
-                is_backward = doing[s] % 2 == 1
+                k = doing[s] // 3
+                kind = doing[s] % 3
                 doing[s] = -1
                 left -= 1
                 i = k // microbatches
-                if not is_backward:
+                if kind == 0:
                     ran_f[i] += 1
                     if s == stages - 1:
                         here_b[i] += 1
@@ -110,18 +129,22 @@ def stream(shape, times, waits, rules, ran):
                         events += 1
                         heappush(agenda, (free_f[s] + latency, events, 4 * (i + 1) + FORWARD))
                     continue
-                ran_b[i] += 1
+                if kind == 1:
+                    ran_b[i] += 1
+                    if s > 0:
+                        free_b[s] = max(now, free_b[s]) + busy
+                        events += 1
+                        heappush(agenda, (free_b[s] + latency, events, 4 * (i - 1) + BACKWARD))
+                    if split:
+                        continue
+                ran_w[i] += 1
                 held[s] -= 1
-                if s > 0:
-                    free_b[s] = max(now, free_b[s]) + busy
-                    events += 1
-                    heappush(agenda, (free_b[s] + latency, events, 4 * (i - 1) + BACKWARD))
-                if ran_b[i] == microbatches:
+                if ran_w[i] == microbatches:
                     for n in range(first[i], first[i + 1]):
                         if delay[n] == 0:
                             missing[target[n]] -= 1
                         else:
                             events += 1
                             heappush(agenda, (now + delay[n], events, 4 * target[n] + LAYER))
-                    while oldest[s] < subnets and ran_b[oldest[s] * stages + s] == microbatches:
+                    while oldest[s] < subnets and ran_w[oldest[s] * stages + s] == microbatches:
                         oldest[s] += 1

@@ -33,6 +33,8 @@ class Rules:
         overhead: nanoseconds that each task takes besides.
         message, latency: nanoseconds in which a link moves the message of a whole batch, and until each is there.
         moving: how many times the swap time of a layer passes until its update has come to another stage.
+        split: whether backward is in two parts, each of half its time and the whole `overhead`: input gradients, which
+            go back at once, and weight gradients, see `CSP.split_backward`.
 
     Raises:
         InputError: a number below its least.
@@ -48,6 +50,7 @@ class Rules:
     message: int = 0
     latency: int = 0
     moving: int = 2
+    split: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -106,24 +109,36 @@ class Ran:
     """When everything ran, in nanoseconds, by subnet, stage and micro-batch.
 
     Attributes:
-        forwards, backwards: starts and ends; axis 0 is these two.
+        forwards, backwards: starts and ends; axis 0 is these two. Where backwards are split those of input gradients.
+        weights: of weight gradients, where backwards are split.
     """
 
     placed: Placed
     rules: Rules
     forwards: Array
     backwards: Array
+    weights: Array | None = None
+
+    @property
+    def tasks(self) -> tuple[Array, ...]:
+        """Starts and ends of each sort of tasks."""
+        return (self.forwards, self.backwards, *([] if self.weights is None else [self.weights]))
+
+    @cached_property
+    def stepped(self) -> Array:
+        """When each subnet's layers are up to date, by subnet and stage."""
+        return np.asarray(self.tasks[-1][1].max(axis=2))
 
     @cached_property
     def makespan(self) -> int:
         """When all is over."""
-        return int(self.backwards[1].max(initial=0))
+        return int(self.stepped.max(initial=0))
 
     @cached_property
     def steady(self) -> tuple[int, int]:
         """From when the pipeline is full to when it begins to run dry: after the first tenth of the subnets has left
         stage 0, and before it has less than a whole `depth`, or a bulk, left to choose from."""
-        ends = np.sort(self.backwards[1, :, 0].max(axis=1))
+        ends = np.sort(self.stepped[:, 0])
         n = len(ends)
         left = self.rules.bulk or min(self.rules.depth, n // 3)
         whole = max(1, self.rules.bulk)  # cut between bulks, where there are any
@@ -135,7 +150,7 @@ class Ran:
     def busy(self, begin: int, end: int) -> Array:
         """Nanoseconds that each stage computes between the two instants."""
         total = np.zeros(self.placed.stages, np.int64)
-        for starts, ends in (self.forwards, self.backwards):
+        for starts, ends in self.tasks:
             total += (np.minimum(ends, end) - np.maximum(starts, begin)).clip(0).sum(axis=(0, 2))
         return total
 
@@ -154,7 +169,7 @@ class Ran:
     def useful(self, begin: int, end: int) -> float:
         """Nanoseconds of `busy` on all stages without the tasks' `overhead`."""
         total = 0.0
-        for starts, ends in (self.forwards, self.backwards):
+        for starts, ends in self.tasks:
             inside = (np.minimum(ends, end) - np.maximum(starts, begin)).clip(0)
             lengths = np.maximum(ends - starts, 1)
             total += float((inside * (1 - self.rules.overhead / lengths)).sum())
@@ -164,7 +179,7 @@ class Ran:
     def throughput(self) -> float:
         """Subnets a second in the steady state: those that leave stage 0."""
         begin, end = self.steady
-        over = self.backwards[1, :, 0].max(axis=1)
+        over = self.stepped[:, 0]
         return float(((over > begin) & (over <= end)).sum()) / (end - begin) * 1e9
 
 
@@ -186,17 +201,21 @@ def run(placed: Placed, rules: Rules, waits: Waits | None = None) -> Ran:
     if waits is None:
         waits = by_version(placed, rules.moving) if rules.checks else nothing(placed)
     machine = kernel_for(2 * n * stages * m)
-    times = tuple(machine.copy(each // m + rules.overhead) for each in (placed.forward, placed.backward))
-    ran = tuple(machine.fill(n * stages * m) for _ in range(4))
+    back = placed.backward // m
+    weights = back // 2 if rules.split else np.zeros_like(back)
+    parts = (placed.forward // m, back - weights, weights)
+    times = tuple(machine.copy(each + rules.overhead) for each in parts)
+    ran = tuple(machine.fill(n * stages * m) for _ in range(6))
     shape = n, stages, m
     left = machine.run.stream(
         shape,
         (*times, rules.message // m, rules.latency),
         tuple(machine.copy(each) for each in waits),
-        (rules.depth, rules.bulk, rules.forwards_first, machine.copy(held)),
+        (rules.depth, rules.bulk, rules.forwards_first, machine.copy(held), rules.split),
         ran,
     )
     if left:
-        raise DeadlockError(f"{left} of {2 * n * stages * m} tasks never ran: they wait for layers that never come")
-    starts_f, ends_f, starts_b, ends_b = (np.asarray(each).reshape(shape) for each in ran)
-    return Ran(placed, rules, np.stack([starts_f, ends_f]), np.stack([starts_b, ends_b]))
+        raise DeadlockError(f"{left} tasks of {n} subnets never ran: they wait for layers that never come")
+    starts_f, ends_f, starts_b, ends_b, starts_w, ends_w = (np.asarray(each).reshape(shape) for each in ran)
+    split = np.stack([starts_w, ends_w]) if rules.split else None
+    return Ran(placed, rules, np.stack([starts_f, ends_f]), np.stack([starts_b, ends_b]), split)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_pipes.ir import check_count
+from lightning_pipes.ir import InputError, check_count
 from lightning_pipes.strategies.csp.context.predictor import (
     Ahead,
+    InTurn,
     Nothing,
     OneStep,
     Task,
@@ -29,7 +30,7 @@ from lightning_pipes.strategies.csp.emulated.swapping import Make, Swapping
 
 @dataclass(frozen=True)
 class Swaps:
-    """The outcome of a stream whose layers take turns.
+    """The result of a stream whose layers take turns.
 
     Attributes:
         makespan: nanoseconds.
@@ -74,6 +75,11 @@ def one_step(placed: Placed) -> Make:
     return lambda stage: OneStep(stage == placed.stages - 1)
 
 
+def in_turn(rules: Rules) -> Make:
+    """The prediction of the engine, on each stage by itself."""
+    return lambda stage: InTurn(rules.microbatches)
+
+
 def ahead(placed: Placed, rules: Rules, contexts: float, plain: Ran | None = None) -> Make:
     """By the order that the stream has without swaps, and by the times of the profile."""
     ran = plain or run(placed, rules)
@@ -95,8 +101,13 @@ def swapped(placed: Placed, rules: Rules, contexts: float, make: Make, jitter: f
 
     Args:
         jitter: by what share tasks take longer or shorter than the profile says, at random.
+
+    Raises:
+        InputError: no context, or a backward in two parts.
     """
     check_count("contexts", int(contexts))
+    if rules.split:
+        raise InputError("layers can't leave between the two parts of a backward; take rules without split")
     ran = Swapping(placed, rules, contexts, make, jitter, seed)
     ran.run()
     return Swaps(ran.end, (*ran.tasks,), (*ran.contexts,), ran.late, ran.stalled, ran.stages, ran.starts)

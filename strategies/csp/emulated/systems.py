@@ -102,5 +102,5 @@ def stale_reads(ran: Ran) -> int:
     last = placed.subnets.last_user[users, blocks]
     here, there = placed.stage_of[last, blocks], placed.stage_of[users, blocks]
     moving = np.where(here == there, 0, ran.rules.moving * placed.subnets.swap[users, blocks])
-    updated = ran.backwards[1].max(axis=2)[last, here] + moving
+    updated = ran.stepped[last, here] + moving
     return int((ran.forwards[0].min(axis=2)[users, there] < updated).sum())

@@ -15,12 +15,13 @@ FORWARD_FIRST = 1
 ALL_FORWARDS_FIRST = 2
 
 
-def place(p, width):
-    """Where process p runs: its stage's forward number, or its link, backward links after all others."""
+def place(p, width, lead):
+    """Where process p runs: the forward number of its rank's first stage, or its link, backward links after all
+    others."""
     if p < width:
-        return p
+        return p if p % 2 == 1 else 2 * lead[p // 2]
     if p % 2 == 1:
-        return 2 * width - 1 - p
+        return 2 * lead[(2 * width - 1 - p) // 2]
     return width + (2 * width - 2 - p) // 2
 
 
@@ -28,12 +29,13 @@ def dispatched(chunks, policy, limit, memory, room, log):
     """When the last backward chunk ends; NEVER if that is not before `limit`, if a stage would hold more than it may,
     or if all wait for each other. Fills `room.peak`, and `log` if it has room.
 
-    A chunk starts as soon as its stage or link is free and the process before has finished all its rows; for the first
-    backward that is the last forward. Where a stage could start a forward and a backward, the policy says which.
+    A chunk starts as soon as its rank or link is free and the process before has finished all its rows; for the first
+    backward that is the last forward. Where a rank could start a forward and a backward, the policy says which; of
+    those of several stages it takes the first stage's.
     """
     rows, busy, size = chunks
     caps, weight, weight_arrived, weight_returned, most = memory
-    begun, done, rest, tail, idle, running, ends, touched, flying, level, peak = room
+    lead, beside, begun, done, rest, tail, idle, running, ends, touched, flying, level, peak = room
     first, starts, turns = log
     logging = len(starts) > 0
     n = len(busy)
@@ -70,32 +72,47 @@ def dispatched(chunks, policy, limit, memory, room, log):
             r = touched[x]
             chosen = -1
             if r < width and r % 2 == 0:
+                forward = -1
+                backward = -1
                 i = r // 2
-                if idle[r] > 0:
-                    f = r
-                    b = n - 1 - r
+                while idle[r] > 0:
+                    f = 2 * i
+                    b = n - 1 - f
                     if t + rest[f] + rest[b] + tail[b] >= limit:
                         return NEVER
-                    if begun[f] < rows:
+                    if forward < 0 and begun[f] < rows:
                         end = min(begun[f] + size[f], rows)
                         if (f == 0 or done[f - 1] >= end) and (flying[i] == 0 or flying[i] + end - begun[f] <= caps[i]):
-                            chosen = f
-                    if begun[b] < rows and (chosen < 0 or policy != FORWARD_FIRST):
+                            forward = f
+                    if backward < 0 and begun[b] < rows:
                         end = min(begun[b] + size[b], rows)
                         if done[b - 1] >= end and (policy != ALL_FORWARDS_FIRST or begun[f] == rows):
-                            chosen = b
-                    if chosen == f:
-                        more = min(begun[f] + size[f], rows) - begun[f]
-                        flying[i] += more
-                        level[i] += more * weight[i]
-                        if f > 0:
-                            level[i] -= more * weight_arrived[i]
-                    elif chosen == b and b > width:
-                        level[i] -= (min(begun[b] + size[b], rows) - begun[b]) * weight_returned[i]
-                if level[i] > peak[i]:
-                    peak[i] = level[i]
-                    if level[i] > most[i]:
-                        return NEVER
+                            backward = b
+                    i = beside[i]
+                    if 2 * i == r:
+                        break
+                if forward >= 0 and (backward < 0 or policy == FORWARD_FIRST):
+                    chosen = forward
+                    i = forward // 2
+                    more = min(begun[chosen] + size[chosen], rows) - begun[chosen]
+                    flying[i] += more
+                    level[i] += more * weight[i]
+                    if i > 0:
+                        level[i] -= more * weight_arrived[i]
+                elif backward >= 0:
+                    chosen = backward
+                    if chosen > width:
+                        i = (n - 1 - chosen) // 2
+                        level[i] -= (min(begun[chosen] + size[chosen], rows) - begun[chosen]) * weight_returned[i]
+                i = r // 2
+                while True:
+                    if level[i] > peak[i]:
+                        peak[i] = level[i]
+                        if level[i] > most[i]:
+                            return NEVER
+                    i = beside[i]
+                    if 2 * i == r:
+                        break
             elif idle[r] > 0:
                 p = r if r < width else n - 2 - 2 * (r - width)
                 if t + rest[p] + tail[p] >= limit:
@@ -127,7 +144,7 @@ def dispatched(chunks, policy, limit, memory, room, log):
         while active > 0 and ends[active - 1] == t:
             active -= 1
             p = running[active]
-            r = place(p, width)
+            r = place(p, width, lead)
             more = begun[p] - done[p]
             done[p] = begun[p]
             idle[r] = 1
@@ -135,15 +152,16 @@ def dispatched(chunks, policy, limit, memory, room, log):
             news += 1
             if r < width and r % 2 == 0:
                 if p >= width:
-                    flying[r // 2] -= more
-                    level[r // 2] -= more * weight[r // 2]
+                    i = (n - 1 - p) // 2
+                    flying[i] -= more
+                    level[i] -= more * weight[i]
             elif p < width:
                 level[(p + 1) // 2] += more * weight_arrived[(p + 1) // 2]
             else:
                 level[(n - 2 - p) // 2] += more * weight_returned[(n - 2 - p) // 2]
             p += 1
             if p < n:
-                touched[news] = place(p, width)
+                touched[news] = place(p, width, lead)
                 news += 1
 
 

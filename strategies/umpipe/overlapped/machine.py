@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 
@@ -19,11 +20,15 @@ FREE = 1 << 40
 class Kernel(loops.Kernel):
     """One way to run the event loop, and what it takes."""
 
-    def room(self, stages: int) -> Room:
-        """Notes for so many stages."""
+    def room(self, stages: int, ranks: Sequence[int] = ()) -> Room:
+        """Notes for so many stages, which sit on these ranks; by default each on one of its own."""
         processes, runners = 4 * stages - 2, 3 * stages - 2
         lengths = (*(processes,) * 4, *(runners,) * 3, 2 * runners, *(stages,) * 3)
-        return Room(*map(self.fill, lengths))
+        where = tuple(ranks) or tuple(range(stages))
+        same = [[s for s in range(stages) if where[s] == rank] for rank in where]
+        lead = self.copy([there[0] for there in same])
+        beside = self.copy([there[(there.index(s) + 1) % len(there)] for s, there in enumerate(same)])
+        return Room(lead, beside, *map(self.fill, lengths))
 
     def log(self, chunks: Chunks | None = None) -> Log:
         """Room for all of `chunks`; without, nothing is logged."""

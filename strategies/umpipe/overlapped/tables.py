@@ -46,9 +46,10 @@ class Memory(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The notes of `kernel.dispatched`.
+    """Stages that share a rank, and the notes of `kernel.dispatched`.
 
     Attributes:
+        lead, beside: (i) the first stage on its rank, and the next one there, the first after the last.
         begun, done: (p) rows whose chunks have begun, and ended.
         rest: (p) what the chunks that have not begun take.
         tail: (p) what the processes after it take at least.
@@ -58,6 +59,8 @@ class Room(NamedTuple):
         flying, level, peak: (i) rows in flight, what is held now, and what was held at most.
     """
 
+    lead: Numbers
+    beside: Numbers
     begun: Numbers
     done: Numbers
     rest: Numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ ELIMINATIONS = 6
 """Rounds at most; each makes bounds tighter, which eliminates more."""
 
 
-def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0) -> Solved:
+def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0, beams: Sequence[int] = BEAMS) -> Solved:
     """The best scheme, all forwards before all backwards; or the best one found, where the search stops early.
 
     Forward and backward do not wait for each other but at the barrier, so they are searched one after the other. A
@@ -44,8 +45,9 @@ def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0) -> So
 
     Args:
         seconds: after which it stops between two processes; half of them are for either direction. None: when the
-            largest of `BEAMS` is done.
+            largest beam is done.
         gap: a share of the lower bound by which the result may be worse than the optimum.
+        beams: the first of `BEAMS`, fewer for less effort whatever the clock says.
 
     Raises:
         InputError: the gap is no share.
@@ -56,7 +58,7 @@ def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0) -> So
     begin = time.perf_counter()
     for number, chain in enumerate(parts):
         end = math.inf if seconds is None else begin + seconds * (number + 1) / len(parts)
-        found.append(_Search(chain, gap, end).run())
+        found.append(_Search(chain, gap, end).run(beams))
     forward, backward = (tuple(int(q) for q in each.genes) for each in found)
     return Solved(Scheme(forward, backward), sum(each.value for each in found), sum(each.lower_bound for each in found))
 
@@ -110,10 +112,10 @@ class _Search:
         """Whether nothing is left to find."""
         return self.lower_bound >= self.enough
 
-    def run(self) -> _Search:
+    def run(self, beams: Sequence[int]) -> _Search:
         """Itself, with what was found."""
         self.eliminate()
-        for turn, beam in enumerate(BEAMS):
+        for turn, beam in enumerate(beams):
             if self.done or time.perf_counter() > self.end:
                 break
             self.extend(beam)

@@ -148,6 +148,7 @@ def across(rank: int) -> list[StepSample]:
     return found
 
 
+@pytest.mark.alone  # beside others a message may be held up for longer than it takes
 @pytest.mark.root
 @pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
 def test_hosts_whose_clocks_differ_and_jump():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,46 +11,14 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine.residency.binding import Binding
-from lightning_pipes.engine.residency.copier import SlabCopier, ThreadCopier, Way
+from lightning_pipes.engine.residency.copier import SlabCopier, ThreadCopier
 from lightning_pipes.engine.residency.slab import ALIGNMENT, SlabLayout
 from lightning_pipes.engine.residency.state_cache import StateCache
 from lightning_pipes.ir import PipelineError, PlanError
-from lightning_pipes.sim.residency import VirtualCopier
+from tests.engine.residency.virtual import Virtual
 
 CPU = torch.device("cpu")
 MILLI = 1_000_000
-
-
-class Virtual:
-    """Copies at once, and says that it takes as long as on a link; computing puts the clock forward."""
-
-    def __init__(self, bandwidth: float = 1e9) -> None:
-        self.link = VirtualCopier(bandwidth)
-
-    def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Iterable[int] = ()) -> int:
-        target.copy_(source)
-        if way == "in":
-            return self.link.load(None, source.numel(), max(after, default=None))
-        return self.link.store(None, source.numel())
-
-    def mark(self) -> None:
-        return None
-
-    def done(self, ticket: int) -> bool:
-        return self.link.done(ticket)
-
-    def follow(self, ticket: int) -> int:
-        return self.link.wait(ticket)
-
-    def wait(self, ticket: int) -> None:
-        self.link.wait(ticket)
-
-    @property
-    def bandwidth(self) -> float | None:
-        return None
-
-    def close(self) -> int:
-        return 0
 
 
 @contextmanager

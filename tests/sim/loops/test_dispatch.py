@@ -12,6 +12,7 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
+from tests.sim.links import sending
 from tests.sim.policies import Scripted
 
 
@@ -55,10 +56,10 @@ def test_they_are_policies():
 def test_replaying_what_it_ran_takes_the_same_time(seed, policy, blocking):
     plan = random_plan(seed, unequal=policy != BackwardFirst(2))
     costs = replace(random_costs(plan, seed), overhead=seed % 2 * 1e-9)
-    timeline = simulate(policy, plan, costs, blocking_sends=blocking)
+    timeline = simulate(policy, plan, sending(costs, blocking))
     program = timeline.program()
     verify(program, plan)
-    replayed = simulate(program, plan, costs, blocking_sends=blocking)
+    replayed = simulate(program, plan, sending(costs, blocking))
     assert replayed.makespan == timeline.makespan
     assert set(replayed.events) == set(timeline.events)
 
@@ -70,8 +71,8 @@ def test_a_program_as_a_policy_takes_the_programs_time(seed, blocking):
     plan = random_plan(seed, unequal=False)
     costs = random_costs(plan, seed)
     program = OneFOneB().program(plan)
-    asked = simulate(Scripted(program.head), plan, costs, blocking_sends=blocking)
-    assert set(asked.events) == set(simulate(program, plan, costs, blocking_sends=blocking).events)
+    asked = simulate(Scripted(program.head), plan, sending(costs, blocking))
+    assert set(asked.events) == set(simulate(program, plan, sending(costs, blocking)).events)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 8), (4, 3)])

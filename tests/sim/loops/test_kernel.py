@@ -15,9 +15,11 @@ from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
 from tests.sim.by_events import ByEvents, StuckError
-from tests.sim.links import shaped
+from tests.sim.links import sending, shaped
 from tests.sim.longest_path import starts
 from tests.sim.policies import Asked, ByRule
+
+POLICIES = [ByRule(), ByRule((9,)), ByRule(alternate=False), ByRule((9,), weights_last=True)]
 
 
 class TestByRule(ScheduleConformance):
@@ -52,9 +54,9 @@ class TestFixedOrder:
         plan = random_plan(seed, unequal=seed % 2 == 0)
         costs = shaped(replace(random_costs(plan, seed), overhead=seed % 3 * 1e-9), plan, seed)
         program = (GPipe() if seed % 2 == 0 else KFKB(1 + seed % 3)).program(plan)
-        timeline = simulate(program, plan, costs, blocking_sends=blocking)
+        timeline = simulate(program, plan, sending(costs, blocking))
         assert {e.instruction: e.start for e in timeline.events} == starts(program, plan, costs, blocking)
-        assert makespan(program, plan, costs, blocking_sends=blocking) == timeline.makespan
+        assert makespan(program, plan, sending(costs, blocking)) == timeline.makespan
 
     @pytest.mark.parametrize("seed", range(8))
     def test_several_stages_a_rank(self, seed, kernel):
@@ -72,7 +74,7 @@ class TestFixedOrder:
 
 
 class TestChosenOrder:
-    @pytest.mark.parametrize("policy", [ByRule(), ByRule((9,)), ByRule(alternate=False)])
+    @pytest.mark.parametrize("policy", POLICIES)
     @pytest.mark.parametrize("seed", range(40))
     def test_by_rule_asked_and_by_events(self, seed, policy, kernel):
         plan, costs = random_window(seed)
@@ -84,28 +86,28 @@ class TestChosenOrder:
             events = by_events.run()
         except StuckError:
             with pytest.raises(DeadlockError, match=r"nothing is on its way: .*waits at"):
-                simulate(policy, plan, costs, blocking_sends=blocking, memory_limit=memory)
+                simulate(policy, plan, sending(costs, blocking), memory_limit=memory)
             return
         for order in (policy, Asked(policy)):
-            timeline = simulate(order, plan, costs, blocking_sends=blocking, memory_limit=memory)
+            timeline = simulate(order, plan, sending(costs, blocking), memory_limit=memory)
             assert sorted(timeline.events) == sorted(events)
             assert timeline.peak_bytes == tuple(by_events.peak)
         if memory is None:
-            assert makespan(policy, plan, costs, blocking_sends=blocking) == timeline.makespan
+            assert makespan(policy, plan, sending(costs, blocking)) == timeline.makespan
 
-    @pytest.mark.parametrize("policy", [ByRule(), ByRule((9,)), ByRule(alternate=False)])
+    @pytest.mark.parametrize("policy", POLICIES)
     @pytest.mark.parametrize("seed", range(40))
     def test_what_was_chosen_takes_the_same_time_as_a_program(self, seed, policy, kernel):
         plan, costs = random_window(seed)
         costs = shaped(costs, plan, seed, crowded=seed % 2 == 0) if seed % 4 else costs
         try:
-            timeline = simulate(policy, plan, costs, blocking_sends=seed % 3 == 0)
+            timeline = simulate(policy, plan, sending(costs, seed % 3 == 0))
         except DeadlockError:
             assert policy.limits
             return
         program = timeline.program()
         verify(program, plan)
-        replayed = simulate(program, plan, costs, blocking_sends=seed % 3 == 0)
+        replayed = simulate(program, plan, sending(costs, seed % 3 == 0))
         assert sorted(replayed.events) == sorted(timeline.events)
         assert replayed.program() == program
 
@@ -176,8 +178,8 @@ class TestManyCosts:
 
         times = np.array([[time(i, costs) for i in priced(program, plan)] for costs in many])
         for blocking in (False, True):
-            alone = [makespan(program, plan, costs, blocking_sends=blocking) for costs in many]
-            assert makespans(program, plan, base, times, blocking_sends=blocking).tolist() == alone
+            alone = [makespan(program, plan, sending(costs, blocking)) for costs in many]
+            assert makespans(program, plan, sending(base, blocking), times).tolist() == alone
 
     def test_other_shapes_are_refused(self):
         plan, costs = uniform(2, 2, f=1, b=2)

@@ -27,15 +27,16 @@ from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
 from tests.ir.programs import pipedream, split
+from tests.sim.links import sending
 from tests.sim.longest_path import starts
 
 ONE = Span(0, 1)
 
 
 def check(program, plan, costs, blocking=False):
-    timeline = simulate(program, plan, costs, blocking_sends=blocking)
+    timeline = simulate(program, plan, sending(costs, blocking))
     assert {e.instruction: e.start for e in timeline.events} == starts(program, plan, costs, blocking)
-    assert timeline.makespan == makespan(program, plan, costs, blocking_sends=blocking)
+    assert timeline.makespan == makespan(program, plan, sending(costs, blocking))
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -105,7 +106,7 @@ def test_sends_overlap_computation_unless_they_block():
     program = GPipe().program(plan)
 
     def forwards(blocking):
-        timeline = simulate(program, plan, costs, blocking_sends=blocking)
+        timeline = simulate(program, plan, sending(costs, blocking))
         return [e.start for e in timeline.computations if e.instruction.kind is Kind.F and e.rank == 0]
 
     assert forwards(False) == [0, 3]

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipes.cost import Link
-from lightning_pipes.ir import Kind, Plan, PlanError, Span
+from lightning_pipes.cost import CostModel, Link
+from lightning_pipes.ir import F, Kind, Plan, PlanError, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.shown.record import FILE, RunRecord
 from lightning_pipes.sim.shown.saved import costs_data, costs_of, load_timeline, plan_data, plan_of, save_timeline
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
-from lightning_pipes.testing.generators import random_costs, random_plan, uniform
+from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
 from lightning_pipes.testing.records import record_of
 
 
@@ -128,3 +128,17 @@ def test_settings_that_are_no_plain_values_are_named(tmp_path):
     record = replace(record_of([1, 1], 2, 2), schedule="mine", settings={"order": (1, (2,)), "k": 2, "by": {3}})
     record.save(tmp_path / FILE)
     assert RunRecord.load(tmp_path).settings == {"order": (1, (2,)), "k": 2, "by": "{3}"}
+
+
+def test_regime_single_operations_and_scatter(tmp_path):
+    plan = tiny_plan(2, 2)
+    costs = CostModel.uniform(2, 1e-3, 2e-3, message_bytes=9, link=Link(1e4, blocking=True), regime="shared")
+    costs = replace(costs, each={F(1, plan.spans(Kind.F, 1)[0]): 0.25}, scatter={(Kind.B, 0): (1.0, 1.5)})
+    assert costs_of(json.loads(json.dumps(costs_data(costs)))) == costs
+    timeline = simulate(GPipe().program(plan), plan, costs)
+    save_timeline(timeline, tmp_path / "t.json")
+    assert load_timeline(tmp_path / "t.json") == timeline
+    older = costs_data(CostModel.uniform(2, 1e-3, 2e-3))
+    for name in ("regime", "each", "scatter"):
+        del older[name]
+    assert costs_of(json.loads(json.dumps(older))) == CostModel.uniform(2, 1e-3, 2e-3)

@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_pipes.ir import STEP, B, F, InputError, Plan, RankView, Span, Use, check_stream, unrolled, verify
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import (
+    STEP,
+    B,
+    F,
+    I,
+    InputError,
+    Plan,
+    RankView,
+    Span,
+    Use,
+    W,
+    check_stream,
+    prepared,
+    unrolled,
+    verify,
+)
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.testing.generators import uniform
@@ -46,6 +62,37 @@ def test_a_step_comes_before_the_backward_of_an_earlier_batch() -> None:
     assert CSP().pick(ready, view, plan) == STEP(0, batch=2)
     assert CSP().pick([ready[0], ready[2]], view, plan) == B(0, span, batch=1)
     assert CSP().pick([ready[2]], view, plan) == F(0, span, batch=0)
+
+
+def test_weight_gradients_wait_until_nothing_else_is_ready_or_somebody_waits_for_them() -> None:
+    """Batch 2 shares layer 0 with batch 0: these go before a forward once no input gradients of batch 0 are left."""
+    spans = Span(0, 1), Span(1, 2)
+    policy = CSP(split_backward=True)
+    plan = prepared(Plan.even(2, 2), policy)
+    first, second = (W(0, span) for span in spans)
+    f = F(0, spans[0], batch=1)
+    view = RankView(0, None, {0: 2}, dict(enumerate(uses("0 3", "1 4", "0 5"))))
+    alone = RankView(0, None, {0: 2}, dict(enumerate(uses("0 3", "1 4", "2 5"))))
+    assert policy.pick([I(0, spans[1]), first, f], view, plan) == I(0, spans[1])
+    assert policy.pick([first, f], view, plan) == f
+    assert policy.pick([first, second, f], view, plan) == first
+    assert policy.pick([second, f], view, plan) == second
+    assert policy.pick([first, second, f], alone, plan) == f
+    assert policy.pick([first, second], alone, plan) == first
+    assert policy.pick([second, STEP(0, batch=1), f], view, plan) == STEP(0, batch=1)
+
+
+def test_a_split_backward_does_what_the_waits_allow_sooner() -> None:
+    plan, costs = Plan.even(3, 2), CostModel.uniform(3, 2e-9, 4e-9)
+    layers = (Span(0, 3), Span(3, 6), Span(6, 9))
+    given = [Use.of(each.split(), layers) for each in ("0 3 6", "1 4 7", "0 5 8", "2 3 7", "1 5 6", "0 4 8")]
+    took = {}
+    for split in (False, True):
+        policy = CSP(split_backward=split)
+        timeline = simulate(policy, prepared(plan, policy), costs, batches=given)
+        verify(timeline.program(), unrolled(prepared(plan, policy), given, policy.depth))
+        took[split] = timeline.makespan
+    assert took[True] < took[False]
 
 
 def test_layers_that_all_share_leave_one_batch_after_another() -> None:

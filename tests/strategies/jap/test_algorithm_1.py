@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_pipes.strategies.jap.greedy import as_printed
+from lightning_pipes.strategies.jap.solvers.greedy import as_printed
 from tests.strategies.jap.by_hand import random_problem
 
 

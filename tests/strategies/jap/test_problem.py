@@ -6,11 +6,11 @@ import pytest
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, DeadlockError, Kind, Plan, PlanError, verify
 from lightning_pipes.sim import simulate
-from lightning_pipes.strategies.jap import rules
 from lightning_pipes.strategies.jap.costs import ArrayCosts, plan_of, program_of
 from lightning_pipes.strategies.jap.generator import batch_sizes, random_array, random_costs
-from lightning_pipes.strategies.jap.machine import PYTHON
 from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
+from lightning_pipes.strategies.jap.solvers import rules
+from lightning_pipes.strategies.jap.solvers.machine import PYTHON
 from tests.strategies.jap.by_hand import random_problem, rows_of_a_stage, timed
 
 

@@ -7,10 +7,11 @@ import pytest
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.strategies.jap import Effort, solved
-from lightning_pipes.strategies.jap.bounds import interrupted, lower_bound, two_stages
-from lightning_pipes.strategies.jap.branch import branched
 from lightning_pipes.strategies.jap.generator import random_array
-from lightning_pipes.strategies.jap.genetic import (
+from lightning_pipes.strategies.jap.problem import ArrayProblem
+from lightning_pipes.strategies.jap.solvers.bounds import interrupted, lower_bound, two_stages
+from lightning_pipes.strategies.jap.solvers.branch import branched
+from lightning_pipes.strategies.jap.solvers.genetic import (
     Genetic,
     _crossed,
     _filled,
@@ -20,14 +21,15 @@ from lightning_pipes.strategies.jap.genetic import (
     decoded,
     evolved,
 )
-from lightning_pipes.strategies.jap.greedy import as_printed
-from lightning_pipes.strategies.jap.machine import PYTHON, numba_kernel
-from lightning_pipes.strategies.jap.problem import ArrayProblem
-from lightning_pipes.strategies.jap.rules import RULES, by_rule, pyramid
-from lightning_pipes.strategies.jap.search import searched
-from lightning_pipes.strategies.jap.solve import METHODS
+from lightning_pipes.strategies.jap.solvers.greedy import as_printed
+from lightning_pipes.strategies.jap.solvers.machine import PYTHON, numba_kernel
+from lightning_pipes.strategies.jap.solvers.rules import RULES, by_rule, pyramid
+from lightning_pipes.strategies.jap.solvers.search import searched
+from lightning_pipes.strategies.jap.solvers.solution import Solution
+from lightning_pipes.strategies.jap.solvers.solve import METHODS
 from tests.strategies.jap.by_hand import best_of_all, random_problem
 
+SOLVERS = "lightning_pipes.strategies.jap.solvers"
 SMALL = [(jobs, stages) for jobs in (1, 2, 3) for stages in (1, 2, 3) if jobs * stages <= 6]
 
 
@@ -165,8 +167,10 @@ def test_the_same_with_and_without_numba(monkeypatch):
     tried = []
     for kernel in (PYTHON, numba_kernel()):
         for module in ("search", "greedy", "rules"):
-            monkeypatch.setattr(f"lightning_pipes.strategies.jap.{module}.kernel_for", lambda blocks, k=kernel: k)
-        monkeypatch.setattr("lightning_pipes.strategies.jap.branch.numba_kernel", lambda k=kernel: k)
+            monkeypatch.setattr(
+                f"lightning_pipes.strategies.jap.solvers.{module}.kernel_for", lambda blocks, k=kernel: k
+            )
+        monkeypatch.setattr("lightning_pipes.strategies.jap.solvers.branch.numba_kernel", lambda k=kernel: k)
         found = [searched(problem, Effort(10_000), 3), as_printed(problem)]
         found.append(branched(small, Effort(2_000), by_rule(small, "pyramid")))
         tried.append([(f.makespan, f.bound, f.starts.tolist()) for f in found])
@@ -178,7 +182,7 @@ def test_the_same_with_and_without_numba(monkeypatch):
 )
 @pytest.mark.parametrize(("jobs", "stages"), [(3, 4), (4, 4), (3, 8), (4, 8)])
 def test_search_equals_what_cp_sat_proves(jobs, stages):
-    from lightning_pipes.strategies.jap.proof import proven
+    from lightning_pipes.strategies.jap.solvers.proof import proven
 
     for seed in range(2):
         problem = random_array(jobs, stages, imbalance=0.3, seed=seed)
@@ -192,7 +196,7 @@ def test_search_equals_what_cp_sat_proves(jobs, stages):
 
 @pytest.mark.skipif(find_spec("ortools") is not None, reason="OR-Tools is installed")
 def test_cp_sat_says_what_to_install():
-    from lightning_pipes.strategies.jap.proof import proven
+    from lightning_pipes.strategies.jap.solvers.proof import proven
 
     problem = random_array(2, 2)
     with pytest.raises(PlanError, match=r"lightning-pipes\[proof\]"):
@@ -277,3 +281,52 @@ def test_search_beats_the_paper():
     found = searched(problem, Effort(1500))
     assert found.makespan < 0.95 * as_printed(problem).makespan
     assert found.makespan < 0.90 * evolved(problem, Effort(3000)).makespan
+
+
+def test_auto_is_at_least_as_good_as_every_other_method():
+    """Arrays with more jobs than are searched for a proof, on few stages: branch and bound proves some at once."""
+    proven = []
+    for seed in range(12):
+        problem = random_problem(seed, 5 + seed % 3, 2, most=60, late=20)
+        found = solved(problem, effort=Effort(2_000))
+        problem.check(found.starts)
+        others = [solved(problem, method, Effort(2_000)) for method in ("algorithm 1", "branch and bound", "search")]
+        assert found.makespan <= min(other.makespan for other in others)
+        assert found.bound >= lower_bound(problem)
+        proven += [found.method] * (found.gap == 0)
+    assert len(proven) > 6
+    assert "branch and bound" in proven
+
+
+def test_auto_begins_with_algorithm_1s_order(monkeypatch):
+    """Also where there is no effort left for anything else."""
+    problem = random_array(12, 4)
+    best = Solution(problem, problem.heads, 1, 1, "algorithm 1")
+    seen = []
+
+    def search(problem, effort, seed=0, bound=0, incumbent=None):
+        seen.append(incumbent)
+        return best
+
+    monkeypatch.setattr(f"{SOLVERS}.solve.searched", search)
+    assert solved(problem, effort=Effort(20_000)) is not None
+    assert seen[0].starts.tolist() == as_printed(problem).starts.tolist()
+    solved(problem, effort=Effort(1_000))
+    assert seen[-1] is None, "it would take more than the effort"
+
+
+def test_effort_in_seconds():
+    """Of a clock that goes on by one at each look."""
+    ticks = iter(range(1000))
+    effort = Effort.within(5, clock=lambda: next(ticks))
+    assert [effort.left for _ in range(8)] == [True] * 5 + [False] * 3
+    problem = random_array(8, 4)
+    assert solved(problem, effort=0.05).makespan <= by_rule(problem, "pyramid").makespan
+
+
+def test_a_seeded_population_begins_with_the_rules():
+    problem = random_array(16, 4)
+    best = min(by_rule(problem, rule).makespan for rule in RULES)
+    seeded = evolved(problem, Effort(100), settings=Genetic(seeded=True))
+    assert seeded.makespan <= best < evolved(problem, Effort(100)).makespan
+    problem.check(seeded.starts)

@@ -9,10 +9,12 @@ from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link
 from lightning_pipes.ir import Cut, InputError, Kind, Plan, PlanError, Schedule, Span
 from lightning_pipes.planning.auto import choose
 from lightning_pipes.planning.fit import evaluated
-from lightning_pipes.planning.planner import Problem, even_plan, planned
+from lightning_pipes.planning.planner import Planner, Problem, even_plan, planned
 from lightning_pipes.sim import simulate
+from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.gpipe import GPipe
+from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
 from lightning_pipes.strategies.umpipe.planner import sized, sizes_of, spans_of
 
@@ -37,17 +39,22 @@ def problem(
     place = Deployment(Cluster((Device(memory),) * n, inside=Link(1e9, 1e-5)))
     decided = tuple(Span(i, i + 1) for i in range(n))
     found = Problem(
-        schedule, n, ROWS, layers=decided, profile=ModelProfile(tuple(layer(*each) for each in layers)), place=place
+        schedule,
+        n,
+        ROWS,
+        layers=decided,
+        profile=ModelProfile(tuple(layer(*each) for each in layers)),
+        deployment=place,
     )
     return replace(found, **more)
 
 
 def seconds(asked: Problem, plan: Plan) -> float:
     assert asked.profile is not None
-    assert asked.place is not None
+    assert asked.deployment is not None
     schedule = asked.schedule
     order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
-    return evaluated(asked.profile, order, replace(plan, layers=asked.layers), asked.place).seconds
+    return evaluated(asked.profile, order, replace(plan, layers=asked.layers), asked.deployment).seconds
 
 
 def best_equal(asked: Problem, *schedules: Schedule) -> float:
@@ -124,6 +131,76 @@ def test_layers_and_cut_together() -> None:
     assert seconds(replace(asked, layers=made.layers), made) <= 1.02 * best
 
 
+def two_a_rank(schedule: Schedule | UM1F1B, *kinds: tuple[float, float]) -> Problem:
+    """Two layers a rank, each a stage."""
+    return problem(schedule, *kinds, ranks=len(kinds) // 2)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "share"),
+    [
+        ((LINEAR,) * 6 + (FLAT,) * 2, 0.96),
+        ((FLAT, *(LINEAR,) * 6, FLAT), 1.0),
+        ((LINEAR, FLAT) * 3, 1.0),
+        ((LINEAR,) * 6, 1.0),
+        ((FLAT,) * 4, 1.0),
+    ],
+)
+def test_two_stages_a_rank_against_equal_ones(kinds: tuple[tuple[float, float], ...], share: float) -> None:
+    """No slower than interleaved 1F1B with the best number of equal micro-batches, and faster where layers differ."""
+    asked = two_a_rank(UM1F1B(stages_per_rank=2), *kinds)
+    other = replace(asked, schedule=Interleaved(2))
+    equal = min(seconds(other, even_plan(other.schedule, asked.ranks, m, ROWS)) for m in SIZES)
+    assert seconds(asked, planned(asked)) <= share * equal + 1e-12
+
+
+def test_two_stages_a_rank_share_its_memory() -> None:
+    kinds = (LINEAR, LINEAR, LINEAR, FLAT)
+    schedule = UM1F1B(stages_per_rank=2, memory_limit="16MiB")
+    asked = two_a_rank(schedule, *kinds)
+    plan = planned(asked)
+    assert asked.profile is not None
+    timeline = simulate(schedule, replace(plan, layers=()), asked.profile.costs(asked.layers))
+    assert max(timeline.peak_bytes) <= 16 * 2**20
+    assert seconds(asked, plan) > seconds(asked, planned(two_a_rank(UM1F1B(stages_per_rank=2), *kinds)))
+
+
+def explained(asked: Problem) -> str:
+    planner = asked.schedule.planner()
+    assert isinstance(planner, Planner)
+    return planner.explained(asked, planned(asked))
+
+
+def test_people_are_told_which_cut_and_why() -> None:
+    asked = problem(UM1F1B(), LINEAR, LINEAR, LINEAR, FLAT)
+    plan, said = planned(asked), explained(asked)
+    counts = ", ".join(str(len(plan.spans(Kind.F, s))) for s in range(4))
+    cuts = [(sized(ROWS, size),) * 4 for size in sizes_of(ROWS, None, "few")]
+    equal = min((seconds(asked, Plan(plan.ranks, (Cut(ROWS, cut),))), len(cut[0])) for cut in cuts)
+    then, now = seconds_text(round(1e9 * seconds(asked, plan))), seconds_text(round(1e9 * equal[0]))
+    assert said.startswith(f"um1f1b cuts 32 samples into {counts} micro-batches on stages 0 to 3")
+    assert f"a step takes {then} instead of {now} with {equal[1]} equal ones, the best equal cut" in said
+    assert "no other cut that was found saves more than 1%" in explained(problem(UMPipe(), *[(0.0, 1e-3)] * 3))
+    assert explained(problem(UM1F1B((2, 2)), LINEAR, FLAT)) == ""  # nothing was chosen
+    assert explained(problem(UM1F1B(), LINEAR, FLAT, profile=None)) == ""
+
+
+def test_all_forwards_first_says_how_good_a_cut_can_be() -> None:
+    said = explained(problem(UMPipe(), LINEAR, LINEAR, FLAT))
+    assert "none among these sizes is faster, which is proven" in said or "% faster" in said
+
+
+@pytest.mark.parametrize("schedule", [UMPipe((16, 8), (5, 3), (9,), (9,)), UMPipe(), UM1F1B()])
+@pytest.mark.parametrize("rows", [2, 7, 9, 31, 32])
+def test_no_micro_batch_has_fewer_samples_than_it_needs(schedule: Schedule | UM1F1B, rows: int) -> None:
+    """As models need whose layers look at several samples."""
+    plan = planned(problem(schedule, (1e-9, 1e-3), (1e-9, 1e-3), rows=rows, least=2))
+    every = [span for kind in (Kind.F, Kind.B) for s in range(2) for span in plan.spans(kind, s)]
+    every += [*plan.spans(Kind.SF, 0), *plan.spans(Kind.SB, 1)]
+    assert min(span.rows for span in every) >= 2
+    assert spans_of(1, 3, 2) == (Span(0, 1),)  # there is no more
+
+
 def test_memory_limits_what_stages_hold() -> None:
     """A megabyte a sample: 12 MiB hold 12 of 32 samples, those of a chunk under way among them."""
     free, tight = problem(UM1F1B(), LINEAR, LINEAR, FLAT), problem(UM1F1B(memory_limit="12MiB"), LINEAR, LINEAR, FLAT)
@@ -185,5 +262,5 @@ def test_cut_anew_when_a_stage_takes_other_times() -> None:
 def test_auto_considers_it() -> None:
     asked = problem(UM1F1B(), LINEAR, LINEAR, LINEAR, FLAT)
     assert asked.profile is not None
-    choice = choose(asked.profile, 4, ROWS, asked.place)
+    choice = choose(asked.profile, 4, ROWS, asked.deployment)
     assert choice.best.schedule == UM1F1B()

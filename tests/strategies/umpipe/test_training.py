@@ -93,8 +93,23 @@ def at_random(ranks: int) -> dict[str, Case]:
 def cases(ranks: int, slow: bool) -> dict[str, Case]:
     """Those that always run: the schemes of table 7 that differ most, and a few random ones; or all others."""
     every = {**of_table_7(ranks), **(at_random(ranks) if ranks < 5 else {})}
-    few = {name for name in every if "U4, umpipe" in name or "U5, um1f1b" in name or name[:2] in ("0,", "1,", "2,")}
+    if ranks == 2:
+        every["several stages a rank"] = two_a_rank()
+    few = {
+        name
+        for name in every
+        if "several" in name or "U4, umpipe" in name or "U5, um1f1b" in name or name[:2] in ("0,", "1,", "2,")
+    }
     return {name: case for name, case in every.items() if (name in few and ranks < 5) != slow}
+
+
+TWO_A_RANK = (2, 8, 4, 1)
+"""Micro-batches of four stages on two ranks."""
+
+
+def two_a_rank() -> Case:
+    settings = {"forward": TWO_A_RANK, "backward": (4, 2, 8, 1), "stages_per_rank": 2}
+    return Case(LitConv, strategy={"schedule": "um1f1b", "schedule_args": settings, "partition": [1, 2, 3]})
 
 
 CASES = {(ranks, slow): cases(ranks, slow) for ranks in (2, 4, 5) for slow in (False, True)}

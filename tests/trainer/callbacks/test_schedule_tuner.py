@@ -28,6 +28,7 @@ from lightning_pipes.trainer.callbacks import schedule_tuner
 from tests.trainer.lit import quiet
 
 BATCHES, RANKS, MICROBATCHES = 12, 3, 8
+HOLDING = (Kind.F, Kind.B, Kind.I, Kind.W)
 METRICS = {f"tuner/{name}" for name in ("predicted_ms", "gain", "error", "unsteadiness", "ms")}
 
 
@@ -54,7 +55,7 @@ class Watch(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         window = trainer.strategy.running.windows[-1]
         stage = window.events[-1].instruction.stage
-        mine = Program((tuple(e.instruction for e in window.events if e.instruction.kind in (Kind.F, Kind.B)),))
+        mine = Program((tuple(e.instruction for e in window.events if e.instruction.kind in HOLDING),))
         stage = mine.head[0][0].stage
         order = window.order
         most = held_rows(order, window.plan) if isinstance(order, Program) else order.rule(window.plan).limits
@@ -70,7 +71,7 @@ def stamps(slow: Any) -> Any:
     def sample(before: Any, window: Any) -> StepSample:
         seen["windows"] += 1
         found = original(before, window)
-        takes = {Kind.F: 1e6, Kind.B: 2e6}
+        takes = {Kind.F: 1e6, Kind.B: 2e6, Kind.I: 1e6, Kind.W: 1e6}
         means = {key: 1e9 * slow(seen["windows"]) if key[0] in SENDS else takes[key[0]] for key in found.means}
         return found._replace(means=means, spread=dict.fromkeys(found.spread, 0.0), lag=0.0)
 
@@ -108,10 +109,14 @@ def fit(folder: Path, schedule: Any, tuner: ScheduleTuner | None = None, **optio
 
 
 def tuned(rank: int, folder: str) -> dict[str, Any]:
-    original = schedule_tuner.sample_of
+    original, parts = schedule_tuner.sample_of, schedule_tuner.parts_of
     schedule_tuner.OVERHEAD = 1e9  # batches of a millisecond: deciding would be rare
     schedule_tuner.sample_of = stamps(lambda n: 0.0 if n < 2 else 0.001)  # type: ignore[assignment]
     found = {"slow": fit(Path(folder, "slow"), KFKB("auto"), ScheduleTuner(3, "1GiB", window=1))}
+    schedule_tuner.parts_of = lambda profile, layers: dict.fromkeys(range(RANKS), (0.5, 0.5))  # type: ignore[assignment]
+    schedule_tuner.sample_of = stamps(lambda n: 0.0 if n < 2 else 0.001)  # type: ignore[assignment]
+    found["split"] = fit(Path(folder, "split"), KFKB("auto"), ScheduleTuner(3, "1GiB", window=1))
+    schedule_tuner.parts_of = parts  # type: ignore[assignment]
     schedule_tuner.sample_of = stamps(lambda n: 0.0)  # type: ignore[assignment]
     found["fast"] = fit(Path(folder, "fast"), KFKB("auto"))
     found["other sizes"] = fit(Path(folder, "sizes"), KFKB(2), ScheduleTuner(2, window=1, sizes=(1, 2, 4)))
@@ -149,10 +154,17 @@ def test_only_rank_0_decides_at_the_batches_told(ranks):
     assert changes[0].startswith("slow links: kfkb k=1, 8 micro-batches takes")
 
 
-def test_weights_are_those_of_1f1b_to_the_bit(ranks):
+@pytest.mark.parametrize("run", ["slow", "split"])
+def test_weights_are_those_of_1f1b_to_the_bit(ranks, run):
     for r in ranks:
         for name, value in r["plain"]["weights"].items():
-            assert (r["slow"]["weights"][name] == value).all(), name
+            assert (r[run]["weights"][name] == value).all(), name
+
+
+def test_backwards_are_split_where_it_is_known_what_that_takes(ranks):
+    for r in ranks:
+        assert r["split"]["ran"][0] == str(KFKB("auto"))
+        assert "ZeroBubble" in r["split"]["ran"][-1]
 
 
 def test_stages_hold_what_is_predicted(ranks):

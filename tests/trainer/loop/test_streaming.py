@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError
@@ -29,7 +29,7 @@ from tests.trainer.lit import Keeper, Lit, LitOutside, LitTied, data, difference
 
 BATCHES = 9  # of 4 samples, an epoch; the last one has 2
 ROWS = 4 * BATCHES - 2
-CUTS = {1: [], 2: [4], 4: [2, 4, 6]}
+CUTS = {1: [], 2: [4], 3: [3, 6], 4: [2, 4, 6]}
 
 
 class StopAt(Callback):
@@ -60,6 +60,7 @@ class Streamed:
     microbatches: int
     options: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[str], list[Any]] = lambda folder: []
+    replicas: int = 1
 
 
 def saving(folder: str) -> list[Any]:
@@ -73,18 +74,24 @@ def stopping(folder: str) -> list[Any]:
 CASES = {
     "pipedream on 2": Streamed("pipedream", 2, 1, {"max_epochs": 2}),
     "pipedream on 4": Streamed("pipedream", 4, 1, {"max_epochs": 2, "val_check_interval": 5}),
+    "pipedream on 3": Streamed("pipedream", 3, 1, {"max_epochs": 2}),
     "several micro-batches": Streamed("pipedream", 4, 2, {"max_steps": 14}),
     "2bw on 2": Streamed("pipedream_2bw", 2, 2, {"max_epochs": 2}),
     "2bw on 4": Streamed("pipedream_2bw", 4, 4, {"max_steps": 13, "gradient_clip_val": 0.01}),
     "2bw on 1": Streamed("pipedream_2bw", 1, 2, {"max_epochs": 1}),
     "checkpoints": Streamed("pipedream", 2, 1, {"max_epochs": 1}, saving),
     "stopped": Streamed("pipedream", 2, 1, {"max_epochs": 3}, stopping),
+    "accumulated": Streamed("pipedream", 3, 1, {"max_epochs": 2, "accumulate_grad_batches": 2}),
+    "2bw accumulated": Streamed("pipedream_2bw", 2, 2, {"max_epochs": 1, "accumulate_grad_batches": 3}),
+    "clipped": Streamed("pipedream", 3, 1, {"max_epochs": 1, "gradient_clip_val": 0.05}),
+    "replicas": Streamed("pipedream", 2, 1, {"max_epochs": 2}, replicas=2),
+    "replicas, accumulated": Streamed("pipedream", 2, 2, {"max_epochs": 1, "accumulate_grad_batches": 2}, replicas=2),
 }
 CASES["2bw on 4"].options["gradient_clip_algorithm"] = "value"
 
 
-def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
-    return DataLoader(data(ROWS), batch_size=4), DataLoader(data(13), batch_size=5)
+def loaders(rows: int = 4) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    return DataLoader(data(ROWS), batch_size=rows), DataLoader(data(13), batch_size=5)
 
 
 def fit(case: Streamed, folder: str, resume: str | None = None, module: pl.LightningModule | None = None) -> Any:
@@ -92,10 +99,12 @@ def fit(case: Streamed, folder: str, resume: str | None = None, module: pl.Light
     pl.seed_everything(3, verbose=False)
     module = (module or Lit()).double()
     keeper, seen = Keeper(), Seen()
-    strategy = PipelineStrategy(case.schedule, case.microbatches, partition=CUTS[case.ranks])
+    strategy = PipelineStrategy(
+        case.schedule, case.microbatches, partition=CUTS[case.ranks], data_parallel=case.replicas
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=case.ranks,
+        devices=case.ranks * case.replicas,
         strategy=strategy,
         precision="64-true",
         logger=CSVLogger(folder, name="", version=0),
@@ -105,9 +114,13 @@ def fit(case: Streamed, folder: str, resume: str | None = None, module: pl.Light
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in case.callbacks(folder)),
         num_sanity_val_steps=0,
         callbacks=[keeper, seen, *case.callbacks(folder)],
+        use_distributed_sampler=False,
         **case.options,
     )
     train, val = loaders()
+    if case.replicas > 1:  # their samples together are those of one larger batch
+        mine = range(trainer.global_rank // case.ranks, ROWS, case.replicas)
+        train = DataLoader(Subset(data(ROWS), mine), batch_size=4)
     trainer.fit(module, train, val, ckpt_path=resume, weights_only=False)
     report = strategy.report
     return {
@@ -127,7 +140,7 @@ def of_rank(rank: int, keys: list[str], folder: str) -> list[Any]:
 
 @cache
 def in_a_pipeline(ranks: int) -> dict[str, list[Any]]:
-    keys = [key for key, case in CASES.items() if case.ranks == ranks]
+    keys = [key for key, case in CASES.items() if case.ranks * case.replicas == ranks]
     found = run_ranks(of_rank, ranks, keys, mkdtemp(), timeout=90)
     return {key: [of[n] for of in found] for n, key in enumerate(keys)}
 
@@ -151,30 +164,38 @@ def stale(case: Streamed, batches: int, flushes: set[int]) -> dict[str, Any]:
     bounds = [0, *CUTS[case.ranks], len(layers)]
     stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(bounds)]
     old = [[{n: p.detach().clone() for n, p in s.named_parameters()} for s in stages]]
-    losses, rates, since = [], [], 0
-    given = [b for _ in range(batches) for b in loaders()[0]][:batches]
+    losses, rates, since, stepped = [], [], 0, 0
+    given = [b for _ in range(batches) for b in loaders(4 * case.replicas)[0]][:batches]
+    an_epoch, several = -(-ROWS // (4 * case.replicas)), case.options.get("accumulate_grad_batches", 1)
     for n, (x, y) in enumerate(given):
         read = []
         for s, (stage, delay) in enumerate(zip(stages, delays(case), strict=True)):
             weights = old[max(since, n - delay)][s]
             read.append({name: w.clone().requires_grad_() for name, w in weights.items()})
             x = functional_call(stage, read[s], (x,))
-        loss = F.cross_entropy(x, y)
-        losses.append(float(loss.detach()))
+        loss = F.cross_entropy(x, y) / several
+        losses.append(float(loss.detach()))  # as Lightning hands it on
         found = iter(torch.autograd.grad(loss, [w for of in read for w in of.values()]))
         for stage in stages:
             for p in stage.parameters():
-                p.grad = next(found)
-        clip = case.options.get("gradient_clip_val")
-        if clip:
-            torch.nn.utils.clip_grad_value_(module.parameters(), clip)
-        optimizer.step()
-        scheduler.step()
+                new = next(found)
+                p.grad = new if p.grad is None else p.grad + new
+        in_epoch = n % an_epoch + 1
+        if in_epoch % several == 0 or in_epoch == an_epoch:
+            clip = case.options.get("gradient_clip_val")
+            if clip and "gradient_clip_algorithm" in case.options:
+                torch.nn.utils.clip_grad_value_(module.parameters(), clip)
+            for stage in stages if clip and "gradient_clip_algorithm" not in case.options else ():
+                torch.nn.utils.clip_grad_norm_(stage.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            stepped += 1
         rates.append(optimizer.param_groups[0]["lr"])
         old.append([{name: p.detach().clone() for name, p in s.named_parameters()} for s in stages])
         if n + 1 in flushes:
             since = n + 1
-    return {"losses": losses, "rates": rates, "weights": plain_values(dict(module.state_dict())), "steps": batches}
+    return {"losses": losses, "rates": rates, "weights": plain_values(dict(module.state_dict())), "steps": stepped}
 
 
 EXPECTED = {  # batches, and after which of them everything is finished
@@ -185,6 +206,12 @@ EXPECTED = {  # batches, and after which of them everything is finished
     "2bw on 4": (13, {9, 13}),
     "2bw on 1": (9, {9}),
     "checkpoints": (9, {4, 8, 9}),
+    "pipedream on 3": (18, {9, 18}),
+    "accumulated": (18, {9, 18}),
+    "2bw accumulated": (9, {9}),
+    "clipped": (9, {9}),
+    "replicas": (10, {5, 10}),
+    "replicas, accumulated": (5, {5}),
     "stopped": (5, {5}),  # asked for after batch 2, heard of two batches later
 }
 
@@ -193,12 +220,13 @@ EXPECTED = {  # batches, and after which of them everything is finished
 def test_parity(name: str) -> None:
     case, (batches, flushes) = CASES[name], EXPECTED[name]
     wanted = stale(case, batches, flushes)
-    ranks = in_a_pipeline(case.ranks)[name]
-    assert differences(ranks[0]["losses"], wanted["losses"]) == []  # the last stage knows them at once
-    for found in ranks:
+    ranks = in_a_pipeline(case.ranks * case.replicas)[name]
+    if case.replicas == 1:  # each has the losses of its own samples
+        assert differences(ranks[0]["losses"], wanted["losses"]) == []  # the last stage knows them at once
+    for n, found in enumerate(ranks):
         for what in ("weights", "rates", "steps"):
             assert differences(found[what], wanted[what], at=what) == []
-        assert differences(found["metrics"], ranks[0]["metrics"]) == []
+        assert differences(found["metrics"], ranks[n // case.ranks * case.ranks]["metrics"]) == []
         assert found["validated"] == ranks[0]["validated"]
 
 
@@ -252,8 +280,6 @@ def test_resumes_from_a_checkpoint() -> None:
 
 
 REFUSED = {
-    "accumulate_grad_batches": ({"accumulate_grad_batches": 2}, Lit),
-    "gradient_clip_val": ({"gradient_clip_val": 1.0}, Lit),
     "outlet.weight": ({}, LitOutside),
     "model.0.weight": ({}, LitTied),
 }

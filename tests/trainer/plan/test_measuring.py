@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-import warnings
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,13 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.cost import LayerProfile, ModelProfile
-from lightning_pipes.ir import COMPUTE, B, F, Span
-from lightning_pipes.sim.timeline import Event
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan import deciding, measuring
-from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.plan.sample import example_batch
-from lightning_pipes.trainer.reports.report import KEPT_WINDOWS
 from tests.trainer.lit import differences, quiet
 
 WIDTH = 6
@@ -245,47 +239,6 @@ def test_a_profile_that_a_trial_contradicts_is_corrected() -> None:
         assert cut == [3]
         assert "A trial with stages that begin at layers [1] took" in decision.why
         assert "by the times of its layers one by one" in decision.why
-
-
-def windows(milliseconds: float, rows: int = 8, count: int = KEPT_WINDOWS) -> list[Any]:
-    plan = SimpleNamespace(jobs=(SimpleNamespace(rows=rows),))
-    end = int(1e6 * milliseconds)
-    events = [Event(0, F(0, Span(0, 8)), 0, end // 3), Event(0, B(0, Span(0, 8)), end // 2, end)]
-    assert all(e.instruction.kind in COMPUTE for e in events)
-    return [SimpleNamespace(plan=plan, events=events)] * count
-
-
-def warned(seconds: float | None, found: list[Any], others: float = 0.0, alone: bool = True) -> list[str]:
-    """What is said of a run in which another rank took `others` milliseconds."""
-    decision: Any = SimpleNamespace(computing=seconds, rows=8, layers=(Span(0, 4), Span(4, 9)))
-
-    def all_gather(took: list[int]) -> list[list[int]]:
-        return [took, [int(1e6 * others)] * len(took)]
-
-    prediction = Prediction(decision, SimpleNamespace(all_gather=all_gather), alone)  # type: ignore[arg-type]
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for n in range(1, len(found) + 1):
-            prediction.check(found[:n])
-        prediction.check(found)
-    return [str(warning.message) for warning in said]
-
-
-def test_steps_that_contradict_the_prediction() -> None:
-    (text,) = warned(0.1, windows(130))
-    assert "A step takes 130 ms up to the optimizer, and 100 ms were predicted" in text
-    assert "[4]" in text
-    assert "partition=[...]" in text
-    assert len(warned(0.1, windows(80))) == 1
-    assert len(warned(0.1, windows(100), others=120)) == 1
-
-
-def test_steps_as_predicted() -> None:
-    assert warned(0.1, windows(109)) == []
-    assert warned(None, windows(130)) == []
-    assert warned(0.1, windows(130, count=KEPT_WINDOWS - 1)) == []
-    assert warned(0.1, windows(130, rows=6)) == []  # other batches than were predicted
-    assert warned(0.1, windows(130), alone=False) == []
 
 
 def measured_array(rank: int) -> list[tuple[Any, bool, int]]:

@@ -30,7 +30,7 @@ def test_the_last_stage_is_on_the_first_process():
     _, holdings = made(2, 2, 2, 1)
     assert (holdings.rank, holdings.local, holdings.global_ranks) == (0, [0, 1], [2, 1, 0])
     assert holdings.stage_of_layer == [0, 0, 1, 1, 2]
-    assert holdings.place_of_layer == holdings.rank_of_layer == [2, 2, 1, 1, 0]
+    assert holdings.position_of_layer == holdings.rank_of_layer == [2, 2, 1, 1, 0]
     assert dict(holdings.stages_of_processes()) == {0: (2,), 1: (1,), 2: (0,)}
 
 
@@ -46,6 +46,15 @@ def test_a_parameter_is_held_where_its_layers_are():
         *("model.1.weight", "model.2.weight", "model.2.bias")
     ]
     assert [name for name, p in named.items() if not holdings.in_one_stage(p)] == ["outside", "model.1.weight"]
+
+
+def test_layers_that_share_a_parameter_are_named() -> None:
+    """Not those that share one with the code around them: all ranks hold that, wherever layers go."""
+    module, holdings = made(1, 2, 2, 1)
+    assert holdings.tied == ((1, 3),)
+    module.outside = module.model[4].weight
+    holdings.look_at(module, "model")
+    assert holdings.tied == ((1, 3),)
 
 
 def spans(*ends: int) -> tuple[Span, ...]:

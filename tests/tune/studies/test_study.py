@@ -30,7 +30,7 @@ from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.tune.studies.announcements import Announcements
-from lightning_pipes.tune.studies.study import OWNER, RETRY, StudyFailedError, _Follower
+from lightning_pipes.tune.studies.study import OWNER, RETRY, StudyFailedError, _Follower, fail_dead_trials
 from lightning_pipes.tune.studies.trial import StorageLostError, current_trial
 from tests.launch.example import ROOT, environment
 from tests.tune.sweep import fit, new_study, objective, summary
@@ -258,6 +258,25 @@ def test_storages_and_resume(kind: int, tmp_path: Path) -> None:
     assert trials[6].params == trials[3].params
     assert trials[6].user_attrs[RETRY] == 3
     assert len(trials) == 8
+
+
+@pytest.mark.parametrize("at", ["tell", "enqueue_trial"])
+def test_who_is_killed_while_it_fails_a_trial_neither_loses_it_nor_tries_it_twice(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = new_study()
+    trial = study.ask()
+    x = trial.suggest_float("x", -1.0, 1.0)
+    trial.set_user_attr(OWNER, str(Process.own()._replace(started=1)))
+    with monkeypatch.context() as killed:
+        killed.setattr(optuna.Study, at, lambda *_, **__: (_ for _ in ()).throw(SystemExit))
+        with pytest.raises(SystemExit):
+            fail_dead_trials(study)
+    assert fail_dead_trials(study) == 1
+    assert states(study) == ["FAIL", "WAITING"]
+    assert study.trials[1].system_attrs["fixed_params"] == {"x": x}
+    assert fail_dead_trials(study) == 0
+    assert len(study.trials) == 2
 
 
 def test_storage_that_vanishes(tmp_path: Path) -> None:

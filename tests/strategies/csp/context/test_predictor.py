@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_pipes.strategies.csp.context.predictor import (
     Ahead,
+    InTurn,
     Nothing,
     OneStep,
     Pending,
@@ -34,6 +35,23 @@ def test_the_first_that_may_run() -> None:
     assert admissible(waiting, frozenset([1])) == 3
     assert admissible(queue(q3={1})) is None
     assert admissible(queue(q0=set())) == 0
+
+
+class TestInTurn:
+    def test_the_first_forward_and_the_first_to_come_back_take_turns(self) -> None:
+        predictor = InTurn(microbatches=2)
+        waiting = queue(q0=set(), q1=set(), q2={0}, q3=set())
+        assert predictor.idle(waiting) == Prediction((0, 1, 3, 2))
+        assert predictor.before(forward(0), waiting[1:]) == Prediction((0, 1, 3, 2))
+        assert predictor.before(forward(0, 1), waiting[1:]) == Prediction((1, 0, 3, 2))
+        assert predictor.before(forward(1), waiting[2:]) == Prediction((1, 3, 0, 2))
+
+    def test_one_that_is_back_is_over(self) -> None:
+        predictor = InTurn(microbatches=2)
+        for task in (forward(5), forward(5, 1), forward(7), forward(7, 1)):
+            predictor.before(task, [])
+        assert predictor.before(backward(5), queue(q8=set())) == Prediction((5, 8, 7))
+        assert predictor.before(backward(5, 1), queue(q8=set())) == Prediction((8, 7))
 
 
 class TestOneStep:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from lightning_pipes.cost import FREE, CostModel, Link
-from lightning_pipes.ir import InputError, Instruction, Kind, Plan, Span, Use
+from lightning_pipes.ir import InputError, Instruction, Kind, Plan, Span, Use, prepared
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.strategies.csp.emulated import machine, stream
@@ -28,7 +28,7 @@ def subnets(n: int, blocks: int, choices: int, seed: int) -> Subnets:
 
 def tasks(ran: Ran) -> dict[tuple[str, int, int, int], tuple[int, int]]:
     found = {}
-    for kind, (starts, ends) in (("F", ran.forwards), ("B", ran.backwards)):
+    for kind, (starts, ends) in zip("FBW", ran.tasks, strict=False):
         for (y, s, k), start in np.ndenumerate(starts):
             found[kind, y, s, k] = int(start), int(ends[y, s, k])
     return found
@@ -51,7 +51,9 @@ class BySubnet:
         if i.kind is Kind.STEP:
             return 0
         times = self.placed.forward if i.kind is Kind.F else self.placed.backward
-        return int(times[i.batch, i.stage]) // self.rules.microbatches + self.rules.overhead
+        whole = int(times[i.batch, i.stage]) // self.rules.microbatches
+        parts = {Kind.I: whole - whole // 2, Kind.W: whole // 2}
+        return parts.get(i.kind, whole) + self.rules.overhead
 
     def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         return self.rules.message // self.rules.microbatches, self.rules.latency
@@ -67,13 +69,14 @@ class BySubnet:
 
 
 def as_simulated(placed: Placed, rules: Rules, costs: object) -> dict[tuple[str, int, int, int], tuple[int, int]]:
-    plan = Plan.even(placed.stages, rules.microbatches)
-    timeline = simulate(CSP(rules.depth), plan, costs, batches=uses_of(placed))  # type: ignore[arg-type]
+    policy = CSP(rules.depth, split_backward=rules.split)
+    plan = prepared(Plan.even(placed.stages, rules.microbatches), policy)
+    timeline = simulate(policy, plan, costs, batches=uses_of(placed))  # type: ignore[arg-type]
     found = {}
     for event in timeline.computations:
         i = event.instruction
         if i.kind is not Kind.STEP:
-            found[i.kind.name, i.batch, i.stage, i.span.start] = event.start, event.end
+            found["B" if i.kind is Kind.I else i.kind.name, i.batch, i.stage, i.span.start] = event.start, event.end
     return found
 
 
@@ -91,6 +94,8 @@ def test_equals_the_simulator_with_costs_of_each_subnet(seed: int) -> None:
     rules = Rules(1 + seed % 3, (30, 2, 4)[seed % 3], overhead=seed, message=6 * (seed % 2), latency=seed // 2)
     placed = fixed(subnets(12, 7, 3, seed), 3)
     assert tasks(run(placed, rules)) == as_simulated(placed, rules, BySubnet(placed, rules))
+    rules = replace(rules, split=True)
+    assert tasks(run(placed, rules)) == as_simulated(placed, rules, BySubnet(placed, rules))
 
 
 CASES: Sequence[Rules] = (
@@ -102,6 +107,9 @@ CASES: Sequence[Rules] = (
     Rules(3, bulk=4, checks=False, forwards_first=True, overhead=1),
     Rules(2, checks=False, held=(4, 3, 2, 1), overhead=1),
     Rules(2, held=(3, 3, 2, 2), overhead=1),
+    Rules(3, depth=5, overhead=1, split=True),
+    Rules(2, checks=False, held=(4, 4, 3, 2), message=4, overhead=2, split=True),
+    Rules(2, bulk=3, checks=False, forwards_first=True, overhead=1, split=True),
 )
 
 
@@ -118,7 +126,7 @@ def test_the_compiled_loop_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for chosen in (machine.PYTHON, machine.numba_kernel()):
         monkeypatch.setattr(stream, "kernel_for", lambda tasks, chosen=chosen: chosen)
-        results.append(tasks(run(placed, Rules(2, 9, message=4, overhead=1))))
+        results.append(tasks(run(placed, Rules(2, 9, message=4, overhead=1, split=True))))
     assert results[0] == results[1]
 
 

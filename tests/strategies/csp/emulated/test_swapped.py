@@ -12,7 +12,7 @@ from lightning_pipes.strategies.csp.context.residents import Residents
 from lightning_pipes.strategies.csp.emulated.placed import Placed, balanced, fixed
 from lightning_pipes.strategies.csp.emulated.spaces import NLP, Space, Subnets, space_of
 from lightning_pipes.strategies.csp.emulated.stream import Ran, Rules, run
-from lightning_pipes.strategies.csp.emulated.swapped import ahead, nothing, one_step, order_of, swapped
+from lightning_pipes.strategies.csp.emulated.swapped import ahead, in_turn, nothing, one_step, order_of, swapped
 from lightning_pipes.strategies.csp.emulated.systems import bsp, stale_reads
 
 STAGES = 4
@@ -48,7 +48,7 @@ def test_is_the_plain_stream_where_all_layers_are_there(monkeypatch, rules: Rule
 @pytest.mark.parametrize("m", [1, 3])
 def test_everything_runs_once_and_nothing_reads_a_stale_layer(m: int) -> None:
     placed, rules = balanced(SPACE.draw(30, m), STAGES), Rules(m)
-    for make in (nothing(), one_step(placed), ahead(placed, rules, 3)):
+    for make in (nothing(), one_step(placed), in_turn(rules), ahead(placed, rules, 3)):
         found = swapped(placed, rules, 2, make)
         assert found.starts.min() >= 0
         times = np.stack([placed.forward, placed.backward])[..., None] // m + rules.overhead
@@ -66,11 +66,11 @@ def test_everything_runs_once_and_nothing_reads_a_stale_layer(m: int) -> None:
 def test_prefetching_is_never_worse_and_the_exact_order_nearly_always_hits(seed: int, m: int) -> None:
     placed, rules = balanced(SPACE.draw(40, seed), STAGES), Rules(m)
     plain = run(placed, rules)
-    without, paper, exact = (
-        swapped(placed, rules, 3, make) for make in (nothing(), one_step(placed), ahead(placed, rules, 3, plain))
-    )
+    makes = (nothing(), one_step(placed), in_turn(rules), ahead(placed, rules, 3, plain))
+    without, paper, turns, exact = (swapped(placed, rules, 3, make) for make in makes)
     assert without.hit_rate < paper.hit_rate < exact.hit_rate
     assert without.makespan >= paper.makespan
+    assert without.makespan >= turns.makespan
     assert without.makespan >= exact.makespan
     assert exact.hit_rate >= exact.switch_hit_rate >= 0.95
     assert exact.stall <= 0.02

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_pipes.ir import InputError, Kind, verify
+from lightning_pipes.ir import InputError, Kind, Plan, verify
 from lightning_pipes.sim import simulate
+from lightning_pipes.strategies.umpipe import UM1F1B
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
-from lightning_pipes.strategies.umpipe.overlapped.machine import PYTHON, numba_kernel
-from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, _logged, chunks_of, overlapped
+from lightning_pipes.strategies.umpipe.overlapped.machine import PYTHON, Kernel, numba_kernel
+from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, _logged, chunks_of, cut_of, overlapped
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks
 from tests.strategies.umpipe.overlapped.chunked import Chunked
 from tests.strategies.umpipe.overlapped.networks import random_scheme, realistic, simulation, uniform
@@ -155,3 +156,20 @@ def test_caps_that_are_none(caps: list[int]) -> None:
 def test_schemes_that_are_none(scheme: Scheme) -> None:
     with pytest.raises(InputError, match="an option from 0 to 1"):
         overlapped(uniform(2, 4, 1, 1), scheme)
+
+
+@pytest.mark.parametrize("machine", [PYTHON, numba_kernel()])
+@pytest.mark.parametrize("seed", range(8))
+def test_several_stages_a_rank_take_what_the_simulator_says(seed: int, machine: Kernel) -> None:
+    """Its greedy order is that of the policy. Links take no time: those of two stages would share a wire there."""
+    ranks = ((0, 1) * 2, (0, 1, 2) * 2, (0, 1) * 3)[seed % 3]
+    network = simulation(len(ranks), (8, 12, 16, 7)[seed % 4], seed, most=10**6)
+    network.forward[1::2], network.backward[1::2] = 0, 0
+    scheme = random_scheme(network, seed)
+    plain = chunks_of(network, scheme)
+    chunks = Chunks(plain.rows, machine.copy(plain.busy), machine.copy(plain.size))
+    notes = machine.memory(len(ranks)), machine.room(len(ranks), ranks), machine.log()
+    took = machine.run.dispatched(chunks, Merge.BACKWARD_FIRST, NEVER, *notes)
+    plan = Plan(ranks, (cut_of(network, scheme),))
+    timeline = simulate(UM1F1B(), plan, Chunked(network, scheme))
+    assert took == timeline.makespan

@@ -1,0 +1,119 @@
+"""The costs of one layer: seconds and bytes by numbers of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from lightning_pipes.cost.table import Table, at_rows
+from lightning_pipes.ir import InputError, Kind, check_fields, check_number, shown
+
+_TIMES = ("forward", "backward", "input_backward", "weight_backward")
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer's seconds and bytes. Tables are ((rows, value), ...), rows ascending; empty means none.
+
+    Attributes:
+        forward: seconds.
+        backward: seconds of the full backward.
+        input_backward: seconds of the gradients of inputs alone (I); empty where nobody measured it.
+        weight_backward: seconds of the gradients of weights alone (W).
+        step: seconds of its share of the optimizer step.
+        weight_bytes: of its parameters and buffers.
+        gradient_bytes: of the gradients of its parameters.
+        optimizer_bytes: of its optimizer state.
+        saved: bytes that it keeps from forward to backward: not weights, and not what an earlier layer keeps.
+        keeps_input: whether it keeps its input too, which an earlier layer counts where they share a stage.
+        output: bytes that it hands on, and that come back as gradients.
+        working: bytes that it needs besides while it runs, forward or backward, whichever is more.
+
+    Raises:
+        InputError: a negative or infinite number, or rows that do not ascend.
+    """
+
+    name: str
+    forward: Table
+    backward: Table
+    input_backward: Table = ()
+    weight_backward: Table = ()
+    step: float = 0.0
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    saved: Table = ()
+    keeps_input: bool = False
+    output: Table = ()
+    working: Table = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        where = f"layer {self.name!r}"
+        for name, value in vars(self).items():
+            if isinstance(value, tuple):
+                rows = [r for r, _ in value]
+                if (
+                    rows != sorted(set(rows))
+                    or min(rows, default=0) < 0
+                    or not all(0 <= x < math.inf for _, x in value)
+                ):
+                    raise InputError(
+                        f"{where}: {name} needs ascending rows and finite numbers, none negative, got {shown(value)}"
+                    )
+            elif not isinstance(value, str | bool):
+                check_number(f"{where}: {name}", value, "finite and not negative", lambda x: 0 <= x < math.inf)
+
+    def times(self, kind: Kind) -> Table:
+        """Seconds of F, B, I or W; without weights I is all of B.
+
+        Raises:
+            InputError: I or W, which were not measured.
+        """
+        if kind is Kind.F:
+            return self.forward
+        if kind is Kind.B:
+            return self.backward
+        if not self.gradient_bytes:
+            return self.backward if kind is Kind.I else ((1, 0.0),)
+        table = self.input_backward if kind is Kind.I else self.weight_backward
+        if not table:
+            raise InputError(
+                f"the profile of layer {self.name!r} has no times of {kind}; measure them with split=True, "
+                "or choose a schedule with full backwards"
+            )
+        return table
+
+    def stretched(self, factor: float) -> LayerProfile:
+        """The same layer whose forward and backward take that many times as long."""
+        times: dict[str, Any] = {
+            name: tuple((rows, value * factor) for rows, value in getattr(self, name)) for name in _TIMES
+        }
+        return replace(self, **times)
+
+    @staticmethod
+    def mean(parts: Sequence[LayerProfile]) -> LayerProfile:
+        """The first of several profiles of one layer with the mean seconds of all."""
+        means: dict[str, Any] = {name: _mean_table([getattr(p, name) for p in parts]) for name in _TIMES}
+        return replace(parts[0], step=sum(p.step for p in parts) / len(parts), **means)
+
+
+def added(tables: Iterable[Table]) -> Table:
+    """The sum of tables, at all rows that any of them has; linear between them, as each of them is."""
+    given = [table for table in tables if table]
+    rows = sorted(set(chain.from_iterable((r for r, _ in table) for table in given)))
+    return tuple((r, sum(at_rows(table, r) for table in given)) for r in rows) or ((1, 0.0),)
+
+
+def per_row(table: Table) -> float:
+    """Bytes per row at the most rows that the table has."""
+    return table[-1][1] / max(table[-1][0], 1) if table else 0.0
+
+
+def _mean_table(tables: Sequence[Table]) -> Table:
+    """Means where tables have entries; those that are not empty have the same rows."""
+    given = [table for table in tables if table]
+    return tuple((at[0][0], sum(value for _, value in at) / len(at)) for at in zip(*given, strict=True))

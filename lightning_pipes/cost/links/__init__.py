@@ -1,0 +1,1 @@
+"""Links: how messages move, and what ranks and wires do meanwhile."""

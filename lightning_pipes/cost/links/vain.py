@@ -1,0 +1,40 @@
+"""Sentences on what is said of links and no message of a plan notices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+
+from lightning_pipes.cost.links.link import Link
+from lightning_pipes.ir import Kind, Plan
+
+
+def in_vain(plan: Plan, links: Mapping[tuple[int, int], Link], link: Link, sized: Collection[Kind]) -> Iterator[str]:
+    """A sentence on links that join no neighbours, and one on a bandwidth where messages have no bytes.
+
+    Args:
+        links: exceptions from `link`, by (from rank, to rank).
+        sized: the sends, SF or SB, whose bytes or seconds are known.
+    """
+    joined = {(a, b) for a, b, _ in plan.links}
+    unused = sorted(pair for pair in links if pair not in joined)
+    if unused:
+        there = _some(sorted(joined)) or "none, as all stages are on one rank"
+        yield (
+            f"links has {_some(unused)}, over which no message of this plan goes: neighbouring stages are on the ranks "
+            f"{there}. Such a link changes nothing; name the ranks of neighbours, or leave it out"
+        )
+    for a, b, kind in plan.links:
+        bandwidth = links.get((a, b), link).bandwidth
+        if kind not in sized and bandwidth < math.inf:
+            name = "forward_bytes" if kind is Kind.SF else "backward_bytes"
+            yield (
+                f"the link from rank {a} to rank {b} has a bandwidth of {bandwidth:g} bytes a second and messages have "
+                f"no bytes, so they take no time on it; give {name}, or seconds of {kind}, or message_bytes where "
+                "CostModel.uniform makes the model"
+            )
+            return  # all others are told by this
+
+
+def _some(pairs: list[tuple[int, int]]) -> str:
+    return ", ".join(map(str, pairs[:6])) + (", ..." if pairs[6:] else "")

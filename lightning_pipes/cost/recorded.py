@@ -1,0 +1,145 @@
+"""Costs out of what was recorded: medians by size, how operations scatter around them, and each one for itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from statistics import median
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from lightning_pipes.cost.table import Table, at_rows
+from lightning_pipes.ir import (
+    COMPUTE,
+    RECEIVES,
+    RECOMPUTES,
+    SENDS,
+    Instruction,
+    Kind,
+    Pass,
+    Plan,
+    needs,
+    passes,
+    send_of,
+)
+
+Latency = Callable[[Instruction, Plan], int]
+"""Nanoseconds of a send's time in which it does not occupy its link."""
+
+
+@runtime_checkable
+class Recorded(Protocol):
+    """The measurements that a model is made from; a `Timeline` is one."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that ran."""
+
+    @property
+    def events(self) -> Sequence[tuple[int, Instruction, int, int]]:
+        """(rank, instruction, start, end) in nanoseconds; sends from the start of the transfer to its arrival."""
+
+
+class Measurement(NamedTuple):
+    """Some timelines in numbers.
+
+    Attributes:
+        seconds: medians by kind and stage, at the numbers of rows that ran.
+        scatter: by kind and stage, what each operation took as a multiple of the median of those of its size.
+        overhead: seconds, the median of what passed before a computation; None where none could be seen.
+    """
+
+    seconds: Mapping[tuple[Kind, int], Table]
+    scatter: Mapping[tuple[Kind, int], tuple[float, ...]]
+    overhead: float | None
+
+    @classmethod
+    def of(cls, timelines: Iterable[Recorded], latency: Latency) -> Measurement:
+        """The numbers of `timelines`."""
+        computed: list[tuple[Instruction, int, Plan]] = []
+        sent: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        alike: dict[tuple[Kind, int], dict[tuple[Pass, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
+        waited: list[int] = []
+        for timeline in timelines:
+            waited += lags(timeline)
+            for i, took in _occupied(timeline, latency):
+                if i.kind in COMPUTE:
+                    computed.append((i, took, timeline.plan))
+                    alike[i.kind, i.stage][tuple(passes(i, timeline.plan))].append(took)
+                else:
+                    sent[i.kind, i.stage][i.span.rows].append(took)
+                    alike[i.kind, i.stage][(Pass(i.span.rows, False),)].append(took)
+        seen = {**times_of_passes(computed), **sent}
+        tables = {key: {rows: median(times) / 1e9 for rows, times in by.items()} for key, by in seen.items()}
+        for (kind, _), points in tables.items():
+            if len(points) == 1 and kind is not Kind.STEP:
+                points[0] = 0.0
+        return cls(
+            {key: tuple(sorted(points.items())) for key, points in tables.items()},
+            {key: tuple(ratio for times in by.values() for ratio in _ratios(times)) for key, by in alike.items()},
+            median(waited) / 1e9 if waited else None,
+        )
+
+
+def durations(timeline: Recorded, latency: Latency) -> dict[Instruction, float]:
+    """Seconds of each operation of a timeline."""
+    return {i: took / 1e9 for i, took in _occupied(timeline, latency)}
+
+
+def _occupied(timeline: Recorded, latency: Latency) -> Iterable[tuple[Instruction, int]]:
+    """Nanoseconds that each computation occupies its rank, and each message its link."""
+    for _, i, start, end in timeline.events:
+        if i.kind in COMPUTE:
+            yield i, end - start
+        elif i.kind in SENDS:
+            yield i, max(0, end - start - latency(i, timeline.plan))
+
+
+def _ratios(times: Sequence[float]) -> list[float]:
+    usual = median(times)
+    return [took / usual for took in times] if usual else [1.0] * len(times)
+
+
+def times_of_passes(
+    computed: Iterable[tuple[Instruction, float, Plan]],
+) -> dict[tuple[Kind, int], dict[int, list[float]]]:
+    """Nanoseconds of single passes, by kind and stage, and by rows, from those of whole computations.
+
+    Passes share the time of their computation by their samples, as no more is to be seen from outside. Forwards that a
+    backward ran again are taken off: the median of those that were seen.
+    """
+    found: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    later: list[tuple[Instruction, float, tuple[Pass, ...]]] = []
+
+    def share(i: Instruction, took: float, each: Sequence[Pass]) -> None:
+        for rows, _ in each:
+            found[i.kind, i.stage][rows].append(took if len(each) == 1 else took * rows / i.span.rows)
+
+    for i, took, plan in computed:
+        each = passes(i, plan)
+        if i.kind in RECOMPUTES and any(again for _, again in each):
+            later.append((i, took, each))
+        else:
+            share(i, took, each)
+    forward: dict[int, Table] = {}
+    for i, took, each in later:
+        if i.stage not in forward:
+            points = {rows: median(times) for rows, times in found[Kind.F, i.stage].items()}
+            forward[i.stage] = tuple(sorted(({0: 0.0} | points if len(points) == 1 else points).items()))
+        again = sum(at_rows(forward[i.stage], rows) for rows, runs_again in each if runs_again)
+        share(i, max(0.0, took - again), each)
+    return {key: by for key, by in found.items() if by}
+
+
+def lags(timeline: Recorded, of: Set[Kind] = COMPUTE) -> list[int]:
+    """Nanoseconds from the moment when a computation had its inputs and its rank was free until it started, for those
+    kinds of computations."""
+    arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SENDS}
+    free: dict[int, int] = {}
+    found = []
+    for rank, i, start, end in sorted(timeline.events, key=lambda e: e[2]):
+        if i.kind in COMPUTE:
+            inputs = [arrivals.get(send_of(n), 0) for n in needs(i, timeline.plan) if n.kind in RECEIVES]
+            if i.kind in of and (rank in free or inputs):
+                found.append(max(0, start - max(free.get(rank, 0), *inputs, 0)))
+            free[rank] = end
+    return found

@@ -1,0 +1,183 @@
+"""The layers that the models of the zoo are made of, in symbols; see `zoo.shapes`."""
+
+from __future__ import annotations
+
+from lightning_pipes.cost.zoo.shapes import Layer, Tape, Tensor, Tensors
+from lightning_pipes.ir import InputError
+
+
+def tokens(vocabulary: int, width: int, *, kinds: int = 0, norm: bool = False, dropout: float = 0.0) -> Layer:
+    """Embeddings of tokens and of their positions, and of `kinds` of tokens, such as BERT's two sentences."""
+
+    def run(tape: Tape, x: Tensors) -> Tensors:
+        indices = _one(x)
+        y = tape.added_weights(tape.embedding(indices, vocabulary, width))
+        if kinds:
+            y = tape.add(y, tape.embedding(Tensor(indices.shape, indices.itemsize, trained=False), kinds, width))
+        return tape.dropout(tape.layer_norm(y) if norm else y, dropout)
+
+    return run
+
+
+def transformer_block(
+    width: int,
+    heads: int,
+    *,
+    causal: bool,
+    feed_forward: int = 4,
+    norm_first: bool = True,
+    fused: bool = True,
+    dropout: float = 0.0,
+) -> Layer:
+    """Attention and two matrix products with GELU between, each with a residual connection and a norm.
+
+    Args:
+        feed_forward: width between the two matrix products, in widths.
+        norm_first: the norm stands before each part, as in GPT-2, or after the sum, as in GPT-1 and BERT.
+        fused: queries, keys and values come from one matrix product, or from three.
+    """
+
+    def attend(tape: Tape, x: Tensor) -> Tensor:
+        qkv = (tape.linear(x, 3 * width),) if fused else tuple(tape.linear(x, width) for _ in range(3))
+        return tape.dropout(tape.linear(tape.attention(*qkv, heads=heads, causal=causal), width), dropout)
+
+    def feed(tape: Tape, x: Tensor) -> Tensor:
+        return tape.dropout(tape.linear(tape.gelu(tape.linear(x, feed_forward * width)), width), dropout)
+
+    def run(tape: Tape, x: Tensors) -> Tensors:
+        y = _one(x)
+        for part in (attend, feed):
+            if norm_first:
+                y = tape.add(y, part(tape, tape.layer_norm(y)))
+            else:
+                y = tape.layer_norm(tape.add(y, part(tape, y)))
+        return y
+
+    return run
+
+
+def vocabulary_head(vocabulary: int, *, copied: bool, norm: bool = True) -> Layer:
+    """A norm, and the score of every token of the vocabulary; `copied` where the matrix is that of the embedding."""
+
+    def run(tape: Tape, x: Tensors) -> Tensors:
+        y = _one(x)
+        return tape.linear(tape.layer_norm(y) if norm else y, vocabulary, bias=False, copied=copied)
+
+    return run
+
+
+def bert_heads(vocabulary: int, *, copied: bool) -> Layer:
+    """Scores of the masked tokens, and of whether the second sentence follows the first."""
+
+    def run(tape: Tape, x: Tensors) -> Tensors:
+        y = _one(x)
+        width = y.shape[-1]
+        pooled = tape.tanh(tape.linear(y.view(width), width))
+        follows = tape.linear(pooled, 2)
+        hidden = tape.layer_norm(tape.gelu(tape.linear(y, width)))
+        return tape.linear(hidden, vocabulary, copied=copied), follows
+
+    return run
+
+
+def conv_block(channels: int, kernel: int = 3, *, norm: bool = False, pool: bool = False) -> Layer:
+    """A convolution that keeps height and width, a batch norm if asked for, ReLU, and pooling to half the size."""
+
+    def run(tape: Tape, x: Tensors) -> Tensors:
+        y = tape.conv2d(_one(x), channels, kernel, padding=kernel // 2, bias=not norm)
+        y = tape.relu(tape.batch_norm(y) if norm else y)
+        return tape.max_pool2d(y, 2, 2) if pool else y
+
+    return run
+
+
+def classifier(*widths: int, pooled: int, dropout: float = 0.0) -> Layer:
+    """Average pooling to `pooled` by `pooled`, and matrix products with ReLU and dropout between."""
+
+    def run(tape: Tape, x: Tensors) -> Tensors:
+        y = tape.average_pool2d(_one(x), pooled)
+        y = y.view(y.elements)
+        for width in widths[:-1]:
+            y = tape.dropout(tape.relu(tape.linear(y, width)), dropout)
+        return tape.linear(y, widths[-1])
+
+    return run
+
+
+def resnet_stem(channels: int = 64) -> Layer:
+    """A convolution of 7 by 7 and pooling, to a quarter of height and width."""
+
+    def run(tape: Tape, x: Tensors) -> Tensors:
+        y = tape.relu(tape.batch_norm(tape.conv2d(_one(x), channels, 7, stride=2, padding=3, bias=False)))
+        return tape.max_pool2d(y, 3, 2, padding=1)
+
+    return run
+
+
+def bottleneck(channels: int, *, stride: int = 1, expansion: int = 4) -> Layer:
+    """A residual block of three convolutions, the middle one of 3 by 3 and with the stride; what it is added to goes
+    through a convolution too where the shape changes."""
+
+    def run(tape: Tape, x: Tensors) -> Tensors:
+        y = start = _one(x)
+        y = tape.relu(tape.batch_norm(tape.conv2d(y, channels, 1, bias=False)))
+        y = tape.relu(tape.batch_norm(tape.conv2d(y, channels, 3, stride, padding=1, bias=False)))
+        y = tape.batch_norm(tape.conv2d(y, expansion * channels, 1, bias=False))
+        if y.shape != start.shape:
+            start = tape.batch_norm(tape.conv2d(start, expansion * channels, 1, stride, bias=False))
+        return tape.relu(tape.add(y, start))
+
+    return run
+
+
+def down(channels: int, *, pool: bool = True) -> Layer:
+    """One step down of a U-Net: hands on what came, and with it everything that a later step up will join to its own,
+    so that skip connections travel along the edges between stages."""
+
+    def run(tape: Tape, x: Tensors) -> Tensors:
+        if not pool:
+            return _two_convolutions(tape, _one(x), channels)
+        came = (x,) if isinstance(x, Tensor) else x
+        return (*came, _two_convolutions(tape, tape.max_pool2d(came[-1], 2, 2), channels))
+
+    return run
+
+
+def up(channels: int) -> Layer:
+    """One step up of a U-Net: takes the last skip connection off what came."""
+
+    def run(tape: Tape, x: Tensors) -> Tensors:
+        if isinstance(x, Tensor):
+            raise InputError("a step up of a U-Net needs what a step down handed on; one tensor came")
+        *skips, skip, y = x
+        z = _two_convolutions(tape, tape.joined(skip, tape.up_conv2d(y, channels)), channels)
+        return (*skips, z) if skips else z
+
+    return run
+
+
+def pixel_scores(classes: int) -> Layer:
+    """A score of every class for each pixel."""
+
+    def run(tape: Tape, x: Tensors) -> Tensors:
+        return tape.conv2d(_one(x), classes, 1)
+
+    return run
+
+
+def cross_entropy(tape: Tape, x: Tensors) -> Tensors:
+    """The loss of all scores that come in."""
+    scores = (x,) if isinstance(x, Tensor) else x
+    return tuple(tape.cross_entropy(each) for each in scores)
+
+
+def _two_convolutions(tape: Tape, x: Tensor, channels: int) -> Tensor:
+    for _ in range(2):
+        x = tape.relu(tape.batch_norm(tape.conv2d(x, channels, 3, padding=1, bias=False)))
+    return x
+
+
+def _one(x: Tensors) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise InputError(f"this layer takes one tensor, and {len(x)} came")
+    return x

@@ -1,0 +1,223 @@
+"""The machine as Linux tells of it: who waits for cores, how busy they are, what is throttled, and memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from lightning_pipes.engine.monitor.source import Rates, Row, Source, SourceError
+
+_TASKS = "/proc/self/task"
+_NANO = 1e-9
+_TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+class SchedulerSource(Source):
+    """How long threads of this process have run, and have waited for a core although they could: in other words what a
+    neighbour on the same cores costs. Time in which they wait for messages counts as neither.
+
+    Args:
+        thread: the native number of the one that computes.
+    """
+
+    name: ClassVar[str] = "schedstat"
+    metrics = (
+        "host.compute_run_share",
+        "host.compute_wait_share",
+        "host.compute_slices_per_s",
+        "host.threads_run_cores",
+        "host.threads_wait_cores",
+        "host.forced_switches_per_s",
+        "host.minor_faults_per_s",
+        "host.major_faults_per_s",
+    )
+
+    def __init__(self, thread: int) -> None:
+        super().__init__()
+        self._compute = str(thread)
+        self._tasks = Rates()
+        self._shared = Rates()
+        self._threads: dict[str, tuple[float, float]] = {}
+        self._of_threads = np.zeros(2)  # cumulative, also of threads that have ended
+
+    def open(self) -> None:
+        _readable(f"{_TASKS}/{self._compute}/schedstat")
+
+    def read(self) -> Row:
+        own = str(threading.get_native_id())
+        compute = [math.nan] * 3
+        for name in os.listdir(_TASKS):
+            if name == own:
+                continue  # what sampling costs is no load of the training
+            try:
+                run, wait, slices = map(int, _text(f"{_TASKS}/{name}/schedstat").split())
+            except (OSError, ValueError):
+                continue  # it has ended
+            if name == self._compute:
+                compute = [run * _NANO, wait * _NANO, float(slices)]
+            before = self._threads.get(name, (0, 0))
+            self._threads[name] = (run, wait)
+            self._of_threads += [max(0, run - before[0]) * _NANO, max(0, wait - before[1]) * _NANO]
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        shared = [*self._of_threads, used.ru_nivcsw, used.ru_minflt, used.ru_majflt]
+        return np.concatenate([self._tasks.per_second(compute), self._shared.per_second(shared)])
+
+
+class MachineSource(Source):
+    """How busy the cores are that a thread may run on, and all of them; with everybody's work.
+
+    Args:
+        thread: the native number of the one that computes.
+    """
+
+    name: ClassVar[str] = "/proc/stat"
+    metrics = (
+        "host.cores_busy_share",
+        "host.cores_system_share",
+        "host.cores_interrupt_share",
+        "host.cores_stolen_share",
+        "host.machine_busy_share",
+        "host.runnable_count",
+    )
+
+    def __init__(self, thread: int) -> None:
+        super().__init__()
+        self._compute = thread
+        self._rates = Rates()
+
+    def open(self) -> None:
+        _readable("/proc/stat")
+
+    def read(self) -> Row:
+        mine = os.sched_getaffinity(self._compute)
+        cores: dict[int, list[float]] = {}
+        runnable = math.nan
+        for line in _text("/proc/stat").splitlines():
+            if line.startswith("cpu") and line[3] != " ":
+                name, *ticks = line.split()
+                cores[int(name[3:])] = [float(t) * _TICK for t in ticks[:8]]
+            elif line.startswith("procs_running"):
+                runnable = float(line.split()[1])
+        table = np.array([cores[core] for core in sorted(cores)])
+        places = [place for place, core in enumerate(sorted(cores)) if core in mine]
+        user, nice, system, _, _, interrupts, soft, stolen = table[places].mean(axis=0)
+        busy = user + nice + system + interrupts + soft + stolen
+        everybody = table.mean(axis=0)
+        all_busy = everybody.sum() - everybody[3] - everybody[4]  # idle, and idle until a disk answers
+        rates = self._rates.per_second([busy, system, interrupts + soft, stolen, all_busy])
+        return np.append(rates, runnable)
+
+
+class PressureSource(Source):
+    """The share of time in which some process of the machine waited for a core, for memory, for a disk (PSI)."""
+
+    name: ClassVar[str] = "/proc/pressure"
+    metrics = ("host.cpu_pressure_share", "host.memory_pressure_share", "host.io_pressure_share")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rates = Rates()
+
+    def open(self) -> None:
+        _readable("/proc/pressure/cpu")
+
+    def read(self) -> Row:
+        return self._rates.per_second([self._total(what) for what in ("cpu", "memory", "io")])
+
+    @staticmethod
+    def _total(what: str) -> float:
+        """Seconds since the machine started: "some avg10=... avg60=... avg300=... total=MICROSECONDS"."""
+        some = _text(f"/proc/pressure/{what}").splitlines()[0]
+        return int(some.rpartition("total=")[2]) / 1e6
+
+
+class ThrottleSource(Source):
+    """How long this process's control group was held back because its quota was used up."""
+
+    name: ClassVar[str] = "cgroup"
+    metrics = ("host.throttled_cores",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rates = Rates()
+
+    def open(self) -> None:
+        if self._seconds() is None:
+            raise SourceError("no control group limits the cores of this process")
+
+    def read(self) -> Row:
+        found = self._seconds()
+        return self._rates.per_second([math.nan if found is None else found])
+
+    @staticmethod
+    def _seconds() -> float | None:
+        """Since the group was made; None where nothing is counted. A process may be put into another group."""
+        for file in _statistics():
+            try:
+                found = dict(line.split() for line in _text(file).splitlines())
+            except (OSError, ValueError):
+                continue
+            if "throttled_usec" in found:
+                return int(found["throttled_usec"]) / 1e6
+            if "throttled_time" in found:
+                return int(found["throttled_time"]) * _NANO
+        return None
+
+
+class MemorySource(Source):
+    """Memory of the machine that could be had without swapping, and what this process holds of it."""
+
+    name: ClassVar[str] = "psutil"
+    metrics = ("host.available_bytes", "host.resident_bytes")
+
+    def open(self) -> None:
+        try:
+            import psutil
+        except ImportError as error:
+            raise SourceError(f"{error}; install psutil") from error
+        self._process = psutil.Process()
+        self._available: Callable[[], float] = lambda: float(psutil.virtual_memory().available)
+
+    def read(self) -> list[float]:
+        return [self._available(), float(self._process.memory_info().rss)]
+
+
+def host_sources(thread: int) -> Sequence[Source]:
+    """All that the machine tells, for a process in which that thread computes."""
+    return [SchedulerSource(thread), MachineSource(thread), PressureSource(), ThrottleSource(), MemorySource()]
+
+
+def _text(path: str | Path) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read()
+
+
+def _readable(path: str) -> None:
+    try:
+        _text(path)
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from error
+
+
+def _statistics() -> Iterable[Path]:
+    """The files that count for the groups of this process, of either version of control groups."""
+    try:
+        lines = _text("/proc/self/cgroup").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        inside = path.lstrip("/")
+        if number == "0" and not controllers:
+            yield _GROUPS / inside / "cpu.stat"
+        elif "cpu" in controllers.split(","):
+            yield _GROUPS / controllers / inside / "cpu.stat"
+            yield _GROUPS / "cpu" / inside / "cpu.stat"

@@ -1,0 +1,22 @@
+"""Where numbers about a rank's device may come from, the most telling source first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from lightning_pipes.engine.monitor.cuda import CudaSource
+from lightning_pipes.engine.monitor.gpm import GpmSource
+from lightning_pipes.engine.monitor.host import host_sources
+from lightning_pipes.engine.monitor.nvidia import uuid_of
+from lightning_pipes.engine.monitor.nvml import NvmlSource
+from lightning_pipes.engine.monitor.source import Source
+
+
+def sources_for(device: torch.device) -> Sequence[Source]:
+    """Sources about `device` and the machine, for the thread that calls this one: hardware counters, the driver's
+    numbers, torch's, and Linux's. Those that can't be had say so when they are opened."""
+    uuid = uuid_of(device.index or 0) if device.type == "cuda" else None
+    return [GpmSource(uuid), NvmlSource(uuid), CudaSource(device), *host_sources(threading.get_native_id())]

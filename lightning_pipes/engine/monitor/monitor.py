@@ -1,0 +1,189 @@
+"""A thread that samples a rank's device and machine while it trains, and what it has seen.
+
+DynPipe's engine records latencies, use of units and free memory every few hundred milliseconds (S III). Times of stages
+come from the run's own timeline, not from here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from lightning_pipes.engine.monitor.rows import History, Window, mean_of
+from lightning_pipes.engine.monitor.source import Row, Source, SourceError
+from lightning_pipes.ir import check_number
+from lightning_pipes.sim.shown.monitored import Curves
+
+OVERHEAD = 0.005
+"""The share of a core that sampling may take: where samples cost more, there are fewer."""
+MOST_HERTZ = 10.0
+"""GPUs have nothing new to say in less than 100 ms."""
+_FREE = ("gpu.free_bytes", "gpu.torch_free_bytes", "host.available_bytes")
+"""Which metric says what is free on the device, the best first; a rank without a GPU has the machine's memory."""
+_SETTLING = 0.9
+_PATIENCE = 5.0
+_log = logging.getLogger(__name__)
+
+
+class Monitor:
+    """Samples sources from `start` to `stop`. A source that can't be had, or that fails later, is missing, which is
+    said once; nothing else comes of it.
+
+    Args:
+        sources: those that could be had, the best first.
+        hertz: samples in a second, or fewer where they would take more than 0.5 % of a core.
+        window: seconds that features summarise: two steps of the training at least, or a sample says where in a step it
+            was taken.
+        who: whose device that is, for messages.
+        told: names of numbers that somebody else tells, to be kept beside the samples.
+
+    Raises:
+        InputError: hertz or window make no sense.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        hertz: float = 4.0,
+        window: float = 5.0,
+        who: str = "this rank",
+        told: Sequence[str] = (),
+    ) -> None:
+        check_number("hertz", hertz, f"above 0 and at most {MOST_HERTZ:g}", lambda x: 0 < x <= MOST_HERTZ)
+        check_number("window", window, "seconds, at least two samples long", lambda x: 2 / hertz <= x < math.inf)
+        self._wanted = tuple(sources)
+        self._period = 1 / hertz
+        self._who = who
+        self._sources: list[Source] = []
+        self._metrics: tuple[str, ...] = ()
+        self._told = dict.fromkeys(told, math.nan)
+        self._window = Window(max(2, round(window * hertz)))
+        self._history = History()
+        self._unasked = 0  # samples since somebody asked `since_last`
+        self._failed: set[str] = set()
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._began = 0.0
+        self.cost = 0.0
+        """Seconds of a core that a sample takes, on average over the last ones."""
+
+    def start(self) -> None:
+        """Samples from now on, in a thread of its own."""
+        self._thread = threading.Thread(target=self._work, name="monitor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends sampling; what was seen can still be asked for."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE)  # a driver that hangs is not waited for
+            self._thread = None
+
+    def features(self) -> Mapping[str, float]:
+        """The mean of each metric over the last window by name, and its 95th percentile with `_p95` behind the name;
+        not a number where it is missing. Empty before the first sample."""
+        with self._lock:
+            return self._window.features(self._metrics)
+
+    def since_last(self) -> tuple[Mapping[str, float], int | None]:
+        """The mean of each metric over the time since this was asked last, but of the last window at most, and of the
+        last sample at least; and what `free` says."""
+        with self._lock:
+            rows = [*self._window.rows][-max(1, self._unasked) :]
+            self._unasked = 0
+            means = dict(zip(self._metrics, map(float, mean_of(rows)), strict=True)) if rows else {}
+        return means, self.free()
+
+    def free(self) -> int | None:
+        """Bytes free on the device at the last sample; None where nothing says."""
+        with self._lock:
+            last = self._window.rows[-1] if self._window.rows else None
+            now = {} if last is None else dict(zip(self._metrics, last, strict=True))
+        return next((int(now[name]) for name in _FREE if name in now and not math.isnan(now[name])), None)
+
+    def tell(self, numbers: Mapping[str, float]) -> None:
+        """Numbers that were told of, kept from now on in the curves. Others than those named are left out."""
+        with self._lock:
+            self._told.update((name, value) for name, value in numbers.items() if name in self._told)
+
+    def curves(self) -> Curves:
+        """All that was seen, in time."""
+        with self._lock:
+            points = [point.tolist() for point in self._history.points]
+        columns = [*zip(*points, strict=True)] or [()] * (1 + len(self._metrics) + len(self._told))
+        names = (*self._metrics, *self._told)
+        values = {
+            name: tuple(None if math.isnan(value) else value for value in column)
+            for name, column in zip(names, columns[1:], strict=True)
+        }
+        return Curves(tuple(columns[0]), values)
+
+    # ---- in the thread
+
+    def open(self) -> None:
+        """Opens what can be had, and says what that is. For who samples without the thread, with `tick` and `close`."""
+        without = []
+        for source in self._wanted:
+            try:
+                source.open()
+            except SourceError as error:
+                without.append(f"{source.name} ({error})")
+            except Exception as error:  # training goes on without it, whatever is wrong with it
+                without.append(f"{source.name} ({type(error).__name__}: {error})")
+            else:
+                self._sources.append(source)
+        self._metrics = tuple(name for source in self._sources for name in source.metrics)
+        self._began = time.monotonic()
+        used = ", ".join(source.name for source in self._sources) or "nothing"
+        _log.info("%s is monitored by %s%s", self._who, used, f"; not by {', '.join(without)}" if without else "")
+
+    def tick(self) -> None:
+        """Takes one sample."""
+        row: Row = np.concatenate([self._read(source) for source in self._sources] or [np.empty(0)])
+        with self._lock:
+            self._window.rows.append(row)
+            self._unasked += 1
+            self._history.add(np.concatenate([[time.monotonic() - self._began], row, [*self._told.values()]]))
+
+    def close(self) -> None:
+        """Closes what is open."""
+        for source in self._sources:
+            with suppress(Exception):  # of a driver that is gone, say; nothing is read any more
+                source.close()
+
+    def _work(self) -> None:
+        self.open()
+        due = time.monotonic()
+        while not self._stopped.wait(max(0.0, due - time.monotonic())):
+            before = time.thread_time()
+            self.tick()
+            took = time.thread_time() - before
+            self.cost = _SETTLING * self.cost + (1 - _SETTLING) * took if self.cost else took
+            due = max(due + max(self._period, self.cost / OVERHEAD), time.monotonic())
+        self.close()
+
+    def _read(self, source: Source) -> Row:
+        missing = np.full(len(source.metrics), math.nan)
+        try:
+            found = np.asarray(source.read(), float)
+        except Exception as error:  # of any kind: training does not end by it
+            if source.name not in self._failed:
+                self._failed.add(source.name)
+                _log.warning(
+                    "%s: %s can't be read (%s: %s); its metrics are missing until it can. Training goes on",
+                    self._who,
+                    source.name,
+                    type(error).__name__,
+                    error,
+                )
+            return missing
+        while source.lost:
+            _log.info("%s: %s has no %s", self._who, source.name, source.lost.pop())
+        return found if found.shape == missing.shape else missing

@@ -1,0 +1,77 @@
+"""Versions of weights take turns on a device: each is there while it is read, and the next ones are brought meanwhile.
+
+B5 reads                  brought meanwhile     goes to the host      on the host, in the order in which they are read
+weights 3 of stage 0      weights 4             weights 7             weights 5, weights 6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lightning_pipes.engine.residency.layer_memory import States
+from lightning_pipes.engine.residency.swap import Bound
+
+
+class VersionMemory:
+    """The versions of one rank's stages.
+
+    Nobody writes to a version, so it goes to the host once, right after it was made, and is brought from there.
+
+    Args:
+        memory: where they take turns.
+        device: of this rank.
+
+    Attributes:
+        coming: gives the keys of the versions that will be read next, the first one first.
+    """
+
+    def __init__(self, memory: States, device: torch.device) -> None:
+        self._swap, self._prefetch = memory.states(device), memory.prefetch
+        self.coming: Callable[[], Iterable[Hashable]] = tuple
+        self._kept: set[Hashable] = set()
+
+    def keep(self, key: Hashable, bound: Bound) -> None:
+        """One more version, a copy of what `bound` uses, which uses the copy from now on.
+
+        Raises:
+            PlanError: no room for it.
+        """
+        self._swap.make(key, bound)
+        self._kept.add(key)
+        self._swap.relieve(key)
+
+    @contextmanager
+    def lease(self, key: Hashable) -> Iterator[None]:
+        """It is on the device for as long as the block runs.
+
+        Raises:
+            PlanError: no room for it.
+        """
+        with self._swap.lease(key):
+            self.look_ahead()
+            yield
+
+    def drop(self, key: Hashable) -> None:
+        """Nobody will read it any more."""
+        self._swap.discard(key)
+        self._kept.discard(key)
+
+    def look_ahead(self) -> None:
+        """Brings what is read next, as far as there is room."""
+        if self._kept:
+            self._swap.predict(self._next())
+            if self._prefetch:
+                self._swap.prefetch()
+
+    def _next(self) -> Iterator[Hashable]:
+        """The versions that are kept, in the order of their next reading; the rest of what comes does not matter."""
+        missing = set(self._kept)
+        for key in self.coming():
+            if key in missing:
+                missing.remove(key)
+                yield key
+                if not missing:
+                    return

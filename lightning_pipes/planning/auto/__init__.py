@@ -1,0 +1,8 @@
+"""Choosing schedule, micro-batches and recomputation by simulating what the layers would take."""
+
+from lightning_pipes.planning.auto.choice import Choice, Option
+from lightning_pipes.planning.auto.options import installed_variants
+from lightning_pipes.planning.auto.planner import AutoPlanner
+from lightning_pipes.planning.auto.search import choose
+
+__all__ = ["AutoPlanner", "Choice", "Option", "choose", "installed_variants"]

@@ -1,0 +1,72 @@
+"""The options there are to train: schedules, numbers of micro-batches, recomputation, and what keeps some out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from lightning_pipes.cost import Deployment, ModelProfile
+from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Schedule
+from lightning_pipes.ir.registry import installed_schedules
+from lightning_pipes.planning.auto.choice import Option
+from lightning_pipes.planning.bounds import step_bound
+from lightning_pipes.planning.planner import Problem, even_plan, planned
+
+MOST_FORWARDS = 2**15
+"""Of a batch on all ranks, in what is tried: more take long to simulate, and gain next to nothing."""
+POLICY_SIZE = 30_000
+"""Computations of the largest step that is simulated with a policy which nobody has named."""
+
+
+def installed_variants(ranks: int, microbatches: int) -> Iterator[Schedule | Policy]:
+    """Every installed schedule with the settings that it says are worth a try: `Traits.variants`."""
+    for entry in installed_schedules().values():
+        yield from entry.load().variants(ranks, microbatches)
+
+
+def numbers_to_try(ranks: int, rows: int) -> list[int]:
+    """Numbers of micro-batches: from about the number of ranks up, doubling, to one for each sample, or to as many as
+    can be simulated in reasonable time."""
+    found = [1]
+    rows = min(rows, max(2 * ranks, MOST_FORWARDS // ranks))
+    while found[-1] < rows:
+        found.append(found[-1] * 2)
+    return [m for m in [*found[:-1], min(found[-1], rows)] if m >= min(ranks, rows) // 2]
+
+
+def options(
+    profile: ModelProfile,
+    ranks: int,
+    rows: int,
+    deployment: Deployment,
+    schedules: Sequence[Schedule | Policy] | None,
+    numbers: Iterable[int],
+    recompute: Sequence[bool],
+) -> Iterator[Option]:
+    """Every combination, each with a step time that it can't beat."""
+    bounds: dict[tuple[object, ...], float] = {}
+    for m in numbers:
+        for schedule in schedules if schedules is not None else installed_variants(ranks, m):
+            for again in recompute:
+                try:
+                    plan = planned(Problem(schedule, ranks, rows, m, again, profile=profile, deployment=deployment))
+                except PlanError as error:
+                    yield Option(schedule, even_plan(schedule, ranks, m, rows, again), math.inf, why_not=str(error))
+                    continue
+                why_not = _impossible(profile, schedule, plan, asked_for=schedules is not None)
+                key = plan.ranks, plan.jobs, again, plan.split_backward
+                if not why_not and key not in bounds:
+                    bounds[key] = step_bound(profile, plan, deployment)
+                yield Option(schedule, plan, bounds.get(key, math.inf), why_not=why_not)
+
+
+def _impossible(profile: ModelProfile, schedule: Schedule | Policy, plan: Plan, asked_for: bool) -> str:
+    """Why there is nothing to simulate, if so."""
+    if len(profile.layers) < plan.n_stages:
+        return f"{len(profile.layers)} layers can't fill {plan.n_stages} stages"
+    if plan.split_backward and not profile.has_split:
+        return "the profile has no times of I and W"
+    size = 2 * plan.n_stages * len(plan.spans(Kind.F, 0))
+    if not isinstance(schedule, Schedule) and size > POLICY_SIZE and not asked_for:
+        return f"{size} computations take long to simulate where no order is fixed; name the schedule to insist"
+    return ""

@@ -1,0 +1,175 @@
+"""The search for the fastest way to train: all is simulated that might win."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from lightning_pipes.cost import Cluster, Deployment, Device, ModelProfile
+from lightning_pipes.cost.deployment import deployed
+from lightning_pipes.ir import DeadlockError, PlanError, Policy, ProgramError, Schedule
+from lightning_pipes.planning.auto.choice import Choice, Option
+from lightning_pipes.planning.auto.options import numbers_to_try, options
+from lightning_pipes.planning.candidates import TuningPlanner
+from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, improved
+from lightning_pipes.planning.planner import planner_of
+from lightning_pipes.sim import makespan
+from lightning_pipes.sim.loops.kernel import PLENTY
+
+REFINED = 4
+CLOSE = 1.05
+"""How many of the best options have their cuts moved until nothing gets better, and how close to the best they are."""
+WORTH_IT = 0.995
+"""An option that can't be faster than the best by more than this is not simulated."""
+LARGE = 2_000
+"""Forwards of a step from which on options are left out too if those beside them are FAR from the best."""
+FAR = 1.15
+Progress = Callable[[str, float], None]
+"""Told what is tried, and how much of all is done, 0 to 1."""
+
+
+def choose(
+    profile: ModelProfile,
+    ranks: int,
+    rows: int,
+    cluster: Cluster | Deployment | None = None,
+    schedules: Iterable[Schedule | Policy] | None = None,
+    microbatches: Sequence[int] = (),
+    recompute: Sequence[bool] = (False, True),
+    progress: Progress = lambda what, done: None,
+) -> Choice:
+    """The fastest way to train batches of `rows` samples on `ranks` ranks, within the devices' memory.
+
+    Only schedules that give the same result as one process come into question. Options are simulated in the order of
+    a lower bound, and no more once the bound promises less than 0.5 % on what was found.
+
+    Args:
+        rows: samples that a pipeline gets; each replica has its own.
+        cluster: the devices of one pipeline, or a deployment of several replicas; by default one without limits.
+        schedules: by default the variants of all that are installed.
+        microbatches: numbers to try; by default from the number of ranks up, doubling.
+
+    Raises:
+        PlanError: nothing fits; says what the closest one lacks.
+    """
+    deployment = deployed(cluster or Cluster((Device(),) * ranks))
+    numbers = [m for m in dict.fromkeys(microbatches or numbers_to_try(ranks, rows)) if m <= rows]
+    given = list(schedules) if schedules is not None else None
+    with _without_garbage_collection():
+        every = options(profile, ranks, rows, deployment, given, numbers, recompute)
+        search = _Search(profile, deployment)
+        in_turn = sorted(every, key=lambda o: (o.bound, o.recompute, -o.microbatches))
+        for number, option in enumerate(in_turn):
+            progress(f"{option.label}, {option.microbatches} micro-batches", number / len(in_turn))
+            search.look_at(option)
+        if given is None:
+            search.retune()
+        found = sorted(search.found, key=_by_time)
+        if not found or found[0].fit is None:
+            raise PlanError(f"no schedule fits: {found[0].why_not}" if found else "there is no schedule to choose from")
+        close = CLOSE * found[0].fit.seconds
+        for number, option in enumerate(found[:REFINED]):
+            if option.fit is not None and option.fit.seconds < close:
+                found[number] = replace(option, fit=improved(profile, option.fit, deployment))
+        found.sort(key=_by_time)
+    return Choice(found[0], tuple(found))
+
+
+class _Search:
+    """Fits those options that may be the best; `found` has all, with what kept the others out."""
+
+    def __init__(self, profile: ModelProfile, deployment: Deployment) -> None:
+        self._profile, self._deployment = profile, deployment
+        self._best = math.inf
+        self._seconds: dict[tuple[str, int, bool], float] = {}  # by label, micro-batches and recomputation
+        self._before: dict[tuple[type, int, bool], float] = {}  # of the last schedule of its kind
+        self.found: list[Option] = []
+
+    def look_at(self, option: Option) -> None:
+        """Options come in the order of their bounds."""
+        why_not = option.why_not or self._hopeless(option)
+        if why_not:
+            self.found.append(replace(option, why_not=why_not))
+            return
+        seconds = math.inf
+        try:
+            fit = fit_layers(self._profile, option.schedule, option.plan, self._deployment, trials=0)
+            option, seconds = replace(option, fit=fit), fit.seconds
+            self._best = min(self._best, seconds)
+        except (PlanError, DeadlockError, ProgramError) as error:
+            option = replace(option, why_not=str(error))
+        self._note(option, seconds)
+        self.found.append(option)
+
+    def retune(self) -> None:
+        """Adds the fastest of what planners offer that know the links, for the best numbers of micro-batches: extra
+        where links are slow. Cuts stay those that were found."""
+        fits = [o for o in sorted(self.found, key=_by_time) if o.fit is not None and o.plan.n_stages == o.plan.n_ranks]
+        best = {(o.microbatches, o.recompute): o for o in reversed(fits[:REFINED])}
+        planners = dict.fromkeys(planner_of(o.schedule) for o in self.found)
+        for option in reversed(best.values()):
+            if option.microbatches * option.plan.n_stages > LARGE:
+                continue
+            for planner in planners:
+                if isinstance(planner, TuningPlanner) and option.fit is not None:
+                    self._retuned(planner, option, option.fit)
+
+    def _retuned(self, planner: TuningPlanner, option: Option, fit: Fit) -> None:
+        devices = self._deployment.pipeline.devices[: fit.plan.n_ranks]
+        limits = [PLENTY if device.memory is None else device.memory for device in devices]
+        try:
+            offered = planner.candidates(replace(fit.plan, layers=()), fit.costs, limits)
+        except PlanError:
+            return
+        orders = [c.schedule.program(c.plan) if isinstance(c.schedule, Schedule) else c.schedule for c in offered]
+        steps = [makespan(order, c.plan, fit.costs) for order, c in zip(orders, offered, strict=True)]
+        number = min(range(len(steps)), key=steps.__getitem__)
+        if steps[number] / 1e9 < self._best * WORTH_IT:
+            chosen = offered[number]
+            made = evaluated(
+                self._profile, orders[number], replace(chosen.plan, layers=fit.plan.layers), self._deployment
+            )
+            self._best = min(self._best, made.seconds)
+            self.found.append(replace(option, schedule=chosen.schedule, plan=chosen.plan, fit=made, why_not=""))
+
+    def _note(self, option: Option, seconds: float) -> None:
+        m, again = option.microbatches, option.recompute
+        self._seconds[option.label, m, again] = self._before[type(option.schedule), m, again] = seconds
+
+    def _hopeless(self, option: Option) -> str:
+        """Why the option can't be the best or, in a large plan, hardly."""
+        m, again = option.microbatches, option.recompute
+        if option.bound >= self._best * WORTH_IT:
+            return f"can't beat the best: at least {1e3 * option.bound:.1f} ms"
+        if again and self._seconds.get((option.label, m, False), math.inf) < math.inf:
+            return "fits without recomputation, which only takes time"
+        if m * option.plan.n_stages <= LARGE:
+            return ""
+        for others, seconds in (
+            ("with twice the micro-batches", self._seconds.get((option.label, 2 * m, again), 0.0)),
+            ("with other settings", self._before.get((type(option.schedule), m, again), 0.0)),
+        ):
+            if seconds > FAR * self._best or seconds == math.inf:
+                self._note(option, seconds)
+                takes = "does not fit" if seconds == math.inf else f"takes {1e3 * seconds:.1f} ms"
+                return f"not simulated: {others} it {takes}"
+        return ""
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Millions of instructions are made and none in cycles: looking for those takes a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _by_time(option: Option) -> tuple[bool, float]:
+    return option.fit is None, option.bound if option.fit is None else option.fit.seconds

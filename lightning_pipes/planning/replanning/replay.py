@@ -1,0 +1,126 @@
+"""Steps with every operation's own duration: what averages hide, the pipeline waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import SENDS, Instruction, Kind, Plan, PlanError, Program
+from lightning_pipes.sim import makespans, priced
+
+Array = npt.NDArray[np.float64]
+Durations = Mapping[tuple[Kind, int], Array]
+"""Seconds by kind and stage: axis 0 is cases, axis 1 batches, axis 2 spans; axes of length 1 stand for any. Of a send,
+those of its message; of a STEP, axis 2 has length 1. What is absent takes no time."""
+MOST_AT_ONCE = 2**22
+"""Durations in one go."""
+
+
+class Replay:
+    """An order of a plan, to be timed with other durations again and again.
+
+    A schedule that flushes is timed batch by batch. Batches of one that does not follow each other as they came, twice:
+    the second time the pipeline is full.
+
+    Raises:
+        PlanError: several jobs; or the order is none of the plan.
+    """
+
+    def __init__(self, order: Program, plan: Plan, batches: int) -> None:
+        if len(plan.jobs) > 1:
+            raise PlanError(f"operations are timed one by one where there is one job, this plan has {len(plan.jobs)}")
+        self.batches, self._endless = batches, order.endless
+        self._costs: dict[float, CostModel] = {}
+        self._plan = replace(plan, layers=(), limits=())
+        rounds = (batches, 2 * batches) if self._endless else (1,)
+        self._programs = [order.unroll(n) for n in rounds]
+        self._columns = [_columns(priced(program, self._plan, apart=True), plan) for program in self._programs]
+
+    def seconds(self, durations: Durations, overhead: float = 0.0) -> Array:
+        """Of a step: axis 0 is cases, axis 1 batches, one by one; of a schedule that does not flush their mean only.
+
+        Args:
+            overhead: seconds before each computation.
+        """
+        if overhead not in self._costs:  # prices are worked out once for an object
+            self._costs = {overhead: CostModel.uniform(self._plan.n_stages, 0.0, 0.0, overhead=overhead)}
+        costs = self._costs[overhead]
+        cases = max(len(table) for table in durations.values())
+        if not self._endless:
+            each = max(1, MOST_AT_ONCE // (self.batches * self._width(0)))
+            return np.concatenate([self._flushed(_part(durations, k, each), costs) for k in range(0, cases, each)])
+        each = max(1, MOST_AT_ONCE // self._width(1))
+        return np.concatenate([self._streamed(_part(durations, k, each), costs) for k in range(0, cases, each)])
+
+    def _flushed(self, durations: Durations, costs: CostModel) -> Array:
+        cases = max(len(table) for table in durations.values())
+        times = np.zeros((cases, self.batches, self._width(0)))
+        for key, (_, spans, columns) in self._columns[0].items():
+            if key in durations:
+                table = durations[key]
+                shape = (cases, self.batches, table.shape[2])
+                times[:, :, columns] = np.broadcast_to(table, shape)[:, :, spans if table.shape[2] > 1 else 0 * spans]
+        return self._ends(0, times.reshape(cases * self.batches, -1), costs).reshape(cases, self.batches)
+
+    def _streamed(self, durations: Durations, costs: CostModel) -> Array:
+        cases = max(len(table) for table in durations.values())
+        ends = []
+        for n, of in enumerate(self._columns):
+            times = np.zeros((cases, self._width(n)))
+            for key, (batches, spans, columns) in of.items():
+                if key in durations:
+                    table = durations[key]
+                    batch = batches % self.batches if table.shape[1] > 1 else 0 * batches
+                    times[:, columns] = table[:, batch, spans if table.shape[2] > 1 else 0 * spans]
+            ends.append(self._ends(n, times, costs))
+        return np.asarray((ends[1] - ends[0]) / self.batches)[:, None]
+
+    def _ends(self, n: int, times: Array, costs: CostModel) -> Array:
+        found = makespans(self._programs[n], self._plan, costs, np.rint(times * 1e9).astype(np.int64), apart=True)
+        return np.asarray(found / 1e9)
+
+    def _width(self, n: int) -> int:
+        return sum(len(columns) for _, _, columns in self._columns[n].values())
+
+
+def replay_of(order: Program, plan: Plan, batches: int) -> Replay:
+    """The replay of an order, the same for all partitions; the last ones are remembered: to make one takes longer than
+    to use it."""
+    return _known(order, replace(plan, layers=()), batches)
+
+
+@lru_cache(maxsize=8)
+def _known(order: Program, plan: Plan, batches: int) -> Replay:
+    return Replay(order, plan, batches)
+
+
+def _part(durations: Durations, start: int, size: int) -> Durations:
+    return {key: table[start : start + size] if len(table) > 1 else table for key, table in durations.items()}
+
+
+def _columns(
+    operations: tuple[Instruction, ...], plan: Plan
+) -> dict[tuple[Kind, int], tuple[npt.NDArray[np.int64], ...]]:
+    """By kind and stage the batch, the number of the span, and the column of every operation."""
+    number = {
+        (kind, s): {span: n for n, span in enumerate(plan.spans(kind, s))}
+        for kind, s in {(i.kind, i.stage) for i in operations}
+    }
+    found: dict[tuple[Kind, int], list[tuple[int, int, int]]] = {}
+    for column, i in enumerate(operations):
+        span = 0 if i.kind is Kind.STEP else number[i.kind, i.stage][i.span]
+        found.setdefault((i.kind, i.stage), []).append((i.batch, span, column))
+    return {key: tuple(np.array(rows, np.int64).T) for key, rows in found.items()}
+
+
+def sends_of(plan: Plan) -> list[tuple[Kind, int]]:
+    """Kind and stage of the messages that `plan` has."""
+    crossing = [s for s in range(plan.n_stages - 1) if plan.crosses(s)]
+    sends = [(Kind.SF, s) for s in crossing] + [(Kind.SB, s + 1) for s in crossing]
+    assert {kind for kind, _ in sends} <= SENDS
+    return sends

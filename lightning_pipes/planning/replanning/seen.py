@@ -1,0 +1,73 @@
+"""The last batches of a run, as planners get to see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import COMPUTE, InputError, Kind, Plan, shown
+
+Array = npt.NDArray[np.float64]
+KEPT_LOOKS = 32
+"""Windows of the plan that runs that planners get to see, and of earlier ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One window of batches under one plan, the same on all ranks.
+
+    Attributes:
+        costs: averages of stages and links, for the sizes that the plan has.
+        operations: seconds of every computation by kind and stage: axis 0 is batches, the oldest first, axis 1 the
+            spans that the plan has for this kind and stage; of a STEP one. What was not seen is NaN. An average hides
+            an operation that is slow now and then, and the whole pipeline waits for that.
+        devices: of each rank of the pipeline what a monitor saw of its device, by name, means over the window; NaN
+            where one source was silent. Empty without a monitor.
+        free: bytes that are free on the device of each rank; None where nobody knows.
+
+    Raises:
+        InputError: operations that are no table, or of another kind; or devices and free of different lengths.
+    """
+
+    costs: CostModel
+    operations: Mapping[tuple[Kind, int], Array] = field(default_factory=dict)
+    devices: tuple[Mapping[str, float], ...] = ()
+    free: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        for (kind, stage), table in self.operations.items():
+            if kind not in COMPUTE or table.ndim != 2:
+                raise InputError(
+                    f"operations need computations in tables of batches by spans, got {kind}{stage} in shape "
+                    f"{shown(table.shape)}"
+                )
+        if len(self.devices) != len(self.free):
+            raise InputError(f"{len(self.devices)} devices were seen, and memory of {len(self.free)}")
+
+    @property
+    def batches(self) -> int:
+        """The number of batches of which operations are known."""
+        return max((len(table) for table in self.operations.values()), default=0)
+
+    @cached_property
+    def stage_seconds(self) -> tuple[float, ...]:
+        """Of every stage the seconds of a forward and its backward, by the means of what was seen."""
+        found: dict[int, float] = {}
+        for (kind, stage), table in self.operations.items():
+            if kind is not Kind.STEP:
+                known = table[np.isfinite(table)]
+                found[stage] = found.get(stage, 0.0) + (float(known.mean()) if known.size else 0.0)
+        return tuple(found[stage] for stage in sorted(found))
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether operations are those of `plan`, all forwards and backwards."""
+        kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
+        tables = [(self.operations.get((kind, s)), plan.spans(kind, s)) for s in range(plan.n_stages) for kind in kinds]
+        return self.batches > 0 and all(
+            table is not None and table.shape == (self.batches, len(spans)) for table, spans in tables
+        )

@@ -1,0 +1,113 @@
+"""Monitors' curves as small charts, one a metric, with a line for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from lightning_pipes.sim.shown.monitored import Curves
+from lightning_pipes.sim.units import bytes_text, seconds_text
+
+FIRST = 6
+"""Charts that are shown at once; the others unfold."""
+_COLOURS = 8
+_WIDTH, _HEIGHT, _EDGE = 400, 110, 6
+_GRID = "".join(
+    f'<path class="grid" d="M0 {y}H{_WIDTH}"/>' for y in (_EDGE, _HEIGHT // 2, _HEIGHT - _EDGE)
+)  # the most, half of it, 0
+_UNITS = ("share", "cores", "bytes", "bytes_per_s", "seconds", "hertz", "watts", "count", "per_s")
+
+
+def charts(ranks: Sequence[Curves]) -> str:
+    """Figures in HTML, which need no script; what was never seen, or always 0, is left out."""
+    names = dict.fromkeys(name for curves in ranks for name in curves.values)
+    shown = sorted((name for name in names if _most(ranks, name)), key=_importance)
+    if not shown:
+        return "<p>Nothing: no source could be read.</p>"
+    figures = [_figure(ranks, name) for name in shown]
+    legend = "".join(f'<li><i class="line {_colour(rank)}"></i>rank {rank}</li>' for rank in range(len(ranks)))
+    long = seconds_text(1e9 * _last(ranks))
+    hint = f'<p class="hint">{escape(long)} from left to right; each chart goes from 0 to the most that was seen.</p>'
+    legend = f'<ul class="legend" aria-label="Ranks">{legend}</ul>'
+    found = f'{legend}{hint}<div class="charts">{"".join(figures[:FIRST])}</div>'
+    if figures[FIRST:]:
+        more = f"<summary>{len(figures) - FIRST} more</summary>"
+        found += f'<details>{more}<div class="charts">{"".join(figures[FIRST:])}</div></details>'
+    return found
+
+
+def _importance(name: str) -> tuple[bool, bool, bool, bool]:
+    """A place in the order: first what says most of neighbours, which is times of stages, waits, hardware counters."""
+    return (
+        not name.startswith("pipeline."),
+        "compute" not in name and "active" not in name,
+        not name.startswith("gpu."),
+        name.endswith("_bytes"),
+    )
+
+
+def _most(ranks: Sequence[Curves], name: str) -> float:
+    known = (abs(value) for curves in ranks for value in curves.values.get(name, ()) if value is not None)
+    return max(known, default=0.0)
+
+
+def _last(ranks: Sequence[Curves]) -> float:
+    """Seconds until the last look of any rank."""
+    return max((curves.times[-1] for curves in ranks if curves.times), default=0.0)
+
+
+def _figure(ranks: Sequence[Curves], name: str) -> str:
+    most, last = _most(ranks, name), _last(ranks)
+    title, unit = _words(name)
+    up_to = _text(most, unit)
+    spoken = f"{title}, up to {up_to}, in {seconds_text(1e9 * last)}, by rank"
+    caption = f"<span>{escape(title)}</span><span>up to {escape(up_to)}</span>"
+    lines = "".join(
+        line for rank, curves in enumerate(ranks) for line in _lines(rank, curves, name, last or 1.0, most or 1.0)
+    )
+    return (
+        f'<figure><figcaption>{caption}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" '
+        f'role="img" aria-label="{escape(spoken, quote=True)}">{_GRID}{lines}</svg></figure>'
+    )
+
+
+def _lines(rank: int, curves: Curves, name: str, last: float, most: float) -> Iterable[str]:
+    """A line for every stretch without a gap; a dot for a single point."""
+    stretches: list[list[tuple[float, float]]] = [[]]
+    for time, value in zip(curves.times, curves.values.get(name, ()), strict=False):
+        if value is None:
+            stretches.append([])
+        else:
+            high = _HEIGHT - _EDGE - (_HEIGHT - 2 * _EDGE) * max(value, 0.0) / most
+            stretches[-1].append((_WIDTH * time / last, high))
+    for stretch in filter(None, stretches):
+        tip = f"<title>rank {rank}</title>"
+        if len(stretch) == 1:
+            x, y = stretch[0]
+            yield f'<circle class="{_colour(rank)}" cx="{x:.1f}" cy="{y:.1f}" r="1.5">{tip}</circle>'
+        else:
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in stretch)
+            yield f'<polyline class="{_colour(rank)}" points="{points}">{tip}</polyline>'
+
+
+def _colour(rank: int) -> str:
+    return f"rank{rank % _COLOURS}"
+
+
+def _words(name: str) -> tuple[str, str]:
+    """A metric's name for people, and its unit."""
+    unit = max((u for u in _UNITS if name.endswith(f"_{u}")), key=len, default="")
+    bare = name.removesuffix(f"_{unit}") if unit else name
+    return bare.replace("_", " ").replace(".", ": ", 1), unit
+
+
+def _text(value: float, unit: str) -> str:
+    if unit == "share":
+        return f"{value:.0%}"
+    if unit in ("bytes", "bytes_per_s"):
+        return bytes_text(round(value)) + ("/s" if unit == "bytes_per_s" else "")
+    if unit == "seconds":
+        return seconds_text(1e9 * value)
+    return f"{float(f'{value:.3g}'):.10g}" + (
+        f" {unit.replace('per_s', 'a second')}" if unit not in ("", "count") else ""
+    )

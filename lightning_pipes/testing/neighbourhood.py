@@ -1,0 +1,191 @@
+"""A pipeline in virtual time whose devices have neighbours: what a run would see, and what its steps would take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, LayerProfile, Link, ModelProfile
+from lightning_pipes.ir import Kind, Plan, Program, Schedule, Span
+from lightning_pipes.planning.partition import even_partition
+from lightning_pipes.planning.planner import Problem, planned
+from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.planning.replanning.replay import replay_of, sends_of
+
+Array = npt.NDArray[np.float64]
+Slowdown = Callable[[int, int, int], Array]
+"""By how much more time operations take: of a rank, from one batch on, so many batches. Axis 0 is batches, axis 1
+operations of a batch, maybe more than there are; axes of length 1 stand for any."""
+
+BESIDE = (1.1, 1.8, 3.2)
+"""How many times as long a device took beside one, two and three networks in the paper (table I)."""
+FAST = Link(bandwidth=1e9)
+
+
+def model(seconds: Sequence[float], edge: float = 1e3, weights: int = 10**6, backward: float = 2.0) -> ModelProfile:
+    """Layers with these seconds of a forward for a sample, and backwards that take `backward` times as long.
+
+    Args:
+        edge: bytes of the output of each layer for a sample.
+        weights: bytes of each layer; optimizers keep twice as much.
+    """
+    layers = tuple(
+        LayerProfile(
+            f"layer {n}",
+            ((0, 0.0), (1, t)),
+            ((0, 0.0), (1, backward * t)),
+            weight_bytes=weights,
+            gradient_bytes=weights,
+            optimizer_bytes=2 * weights,
+            saved=((1, edge),),
+            output=((1, edge),),
+        )
+        for n, t in enumerate(seconds)
+    )
+    return ModelProfile(layers)
+
+
+@dataclass(frozen=True)
+class Neighbourhood:
+    """A model on as many ranks as a schedule has, on devices with neighbours.
+
+    Attributes:
+        slowdown: what neighbours do.
+        link: between ranks.
+    """
+
+    profile: ModelProfile
+    schedule: Schedule
+    ranks: int
+    rows: int
+    microbatches: int
+    slowdown: Slowdown
+    link: Link = FAST
+    memory: int | None = None
+
+    @property
+    def deployment(self) -> Deployment:
+        """The devices and links."""
+        return Deployment(Cluster((Device(self.memory),) * self.ranks, inside=self.link))
+
+    def problem(self, layers: Sequence[Span] = ()) -> Problem:
+        """The problem of a batch; by default layers are cut evenly by their seconds."""
+        stages = len(self.schedule.placement(self.ranks))
+        columns = self.profile.columns
+        both = (columns.at(Kind.F, 1) + columns.at(Kind.B, 1))[1:-1].tolist()
+        cut = tuple(layers) or even_partition(both, stages)
+        return Problem(
+            self.schedule, self.ranks, self.rows, self.microbatches, False, cut, self.profile, self.deployment
+        )
+
+    def plan(self, layers: Sequence[Span] = ()) -> Plan:
+        """Of a batch."""
+        return planned(self.problem(layers))
+
+    def durations(self, plan: Plan, first: int, batches: int) -> dict[tuple[Kind, int], Array]:
+        """Seconds of all that runs in so many batches, as `Replay` takes them, of one case."""
+        costs = self.profile.costs(plan.layers)
+        found: dict[tuple[Kind, int], Array] = {}
+        for stage, rank in enumerate(plan.ranks):
+            operations = _operations(plan, stage)
+            factor = self.slowdown(rank, first, batches)[:, :operations]
+            factor = np.broadcast_to(factor, (batches, operations))
+            at = 0
+            for kind in kinds_of(plan):
+                spans = plan.spans(kind, stage)
+                alone = np.array([costs.time(kind, stage, span.rows) for span in spans])
+                found[kind, stage] = (alone * factor[:, at : at + len(spans)])[None]
+                at += len(spans)
+        return found | self.messages(plan)
+
+    def messages(self, plan: Plan) -> dict[tuple[Kind, int], Array]:
+        """Seconds of messages."""
+        found = {}
+        for kind, stage in sends_of(plan):
+            edge = plan.layers[stage if kind is Kind.SF else stage - 1].stop
+            size = np.array([self.profile.edge_bytes(edge) * span.rows for span in plan.spans(kind, stage)])
+            found[kind, stage] = (size / self.link.bandwidth + self.link.latency)[None, None]
+        return found
+
+    def seen(self, plan: Plan, first: int, batches: int, free: tuple[int | None, ...] = ()) -> Seen:
+        """The window that a run sees of so many batches."""
+        found = self.durations(plan, first, batches)
+        seconds = {}
+        for (kind, stage), table in found.items():
+            sizes = [span.rows for span in plan.spans(kind, stage)]
+            mean = table[0].mean(axis=0)
+            seconds[kind, stage] = tuple(
+                (n, float(np.mean([t for t, rows in zip(mean, sizes, strict=True) if rows == n])))
+                for n in sorted({*sizes})
+            )
+        operations = {key: table[0] for key, table in found.items() if key[0] in kinds_of(plan)}
+        return Seen(CostModel(seconds), operations, ({},) * len(free), free)
+
+    def order(self, plan: Plan) -> Program:
+        """Of a batch."""
+        return self.schedule.program(plan)
+
+    def steps(self, plan: Plan, first: int, batches: int) -> Array:
+        """Seconds of each step; of a schedule that does not flush their mean, for each."""
+        replay = replay_of(self.order(plan), plan, batches)
+        found: Array = np.broadcast_to(replay.seconds(self.durations(plan, first, batches))[0], (batches,))
+        return found
+
+
+def kinds_of(plan: Plan) -> tuple[Kind, ...]:
+    """Forwards and backwards as the plan has them."""
+    return (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
+
+
+def _operations(plan: Plan, stage: int) -> int:
+    return sum(len(plan.spans(kind, stage)) for kind in kinds_of(plan))
+
+
+def steady(factors: Sequence[float], since: int = 0) -> Slowdown:
+    """Every rank takes its own factor as long, from one batch on."""
+
+    def of(rank: int, first: int, batches: int) -> Array:
+        now = np.arange(first, first + batches) >= since
+        return np.where(now, factors[rank], 1.0)[:, None]
+
+    return of
+
+
+@lru_cache
+def visitors(ranks: int, load: float, stay: float, seed: int) -> Slowdown:
+    """Neighbours that come to every rank at random, and stay for a random time: each takes as much of the device as one
+    of BESIDE; what several take adds up.
+
+    Args:
+        load: neighbours that a rank has on the average.
+        stay: batches that each stays on the average.
+    """
+    chance, until = np.random.default_rng(seed), 100 * stay
+    found = []
+    for _ in range(ranks):
+        count = int(chance.poisson(load * (until + 10 * stay) / stay))
+        comes = chance.uniform(-10 * stay, until, count)
+        found.append((comes, comes + chance.exponential(stay, count), chance.choice(BESIDE, count) - 1.0))
+
+    def of(rank: int, first: int, batches: int) -> Array:
+        comes, goes, more = found[rank]
+        now = np.arange(first, first + batches)[:, None]
+        return np.asarray(1.0 + (((comes <= now) & (now < goes)) * more).sum(axis=1, keepdims=True))
+
+    return of
+
+
+def rare(rank: int, factor: float, share: float, seed: int, operations: int = 64) -> Slowdown:
+    """On one rank some operations, chosen at random, take `factor` times as long."""
+
+    def of(of_rank: int, first: int, batches: int) -> Array:
+        if of_rank != rank:
+            return np.ones((1, 1))
+        draws = np.stack([np.random.default_rng((seed, n)).random(operations) for n in range(first, first + batches)])
+        return np.where(draws < share, factor, 1.0)
+
+    return of

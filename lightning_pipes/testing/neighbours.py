@@ -1,0 +1,251 @@
+"""Neighbours that really compete with a training: processes pinned to a core, and quotas. Linux.
+
+    with Neighbour("spin", core=1):              # another process on that core: work there takes about twice as long
+    with Neighbour("memory", 0.5, processes=2):  # two, anywhere, each at work for half of the time
+    with Quota(0.5):                             # this process gets half of a core (root)
+
+A neighbour ends with the context, and with the process that has opened it, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Self
+
+from lightning_pipes.ir import PlanError, check_count, check_number, check_type
+
+PERIOD, LONG_PERIOD = 0.02, 2.0
+"""Seconds of one turn of work and rest, and of that of `bursts`."""
+_GROUPS = Path("/sys/fs/cgroup")
+_QUOTA_PERIOD = 10_000
+"""Microseconds: as short as steps are, so that each is held back alike."""
+_numbers = count()
+
+
+def _spin() -> Callable[[], object]:
+    return lambda: sum(range(2000))
+
+
+def _matmul() -> Callable[[], object]:
+    import numpy as np
+
+    a = np.ones((160, 160), np.float32)
+    out = np.empty_like(a)
+    return lambda: np.matmul(a, a, out=out)
+
+
+def _memory() -> Callable[[], object]:
+    """Copies far more than any cache holds."""
+    import numpy as np
+
+    source, target = np.ones(2**24, np.float32), np.empty(2**24, np.float32)
+    piece = 2**18
+    places = (n * piece % len(source) for n in count())
+
+    def work() -> None:
+        at = next(places)
+        target[at : at + piece] = source[at : at + piece]
+
+    return work
+
+
+def _cache() -> Callable[[], object]:
+    """Reads here and there in as much as a cache holds."""
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    table, places = np.ones(2**20), random.integers(0, 2**20, 2**13)
+    return lambda: table[places].sum()
+
+
+def _calls() -> Callable[[], object]:
+    """System calls, as who launches many small kernels makes them."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+
+    def work() -> None:
+        for _ in range(50):
+            os.write(nowhere, b"x")
+
+    return work
+
+
+KINDS: dict[str, Callable[[], Callable[[], object]]] = {
+    "spin": _spin,
+    "matmul": _matmul,
+    "memory": _memory,
+    "cache": _cache,
+    "calls": _calls,
+    "bursts": _spin,
+}
+"""By name, how to make a piece of work of less than a millisecond. `bursts` are seconds of it, and seconds of rest."""
+
+
+class Neighbour:
+    """Processes that compete for a core, its caches or the memory, while the context is open; it opens when they are at
+    work.
+
+    Args:
+        kind: of `KINDS`.
+        intensity: the share of the time in which each is at work, above 0 and at most 1.
+        core: where they are pinned to; by default they run where the system has them.
+        processes: how many.
+        nice: how much more polite than others each is, 0 to 19.
+
+    Raises:
+        PlanError: an argument that makes no sense here.
+    """
+
+    def __init__(
+        self, kind: str, intensity: float = 1.0, core: int | None = None, processes: int = 1, nice: int = 0
+    ) -> None:
+        if kind not in KINDS:
+            raise PlanError(f"there is no neighbour {kind!r}; there is {', '.join(KINDS)}")
+        check_number("intensity", intensity, "above 0 and at most 1", lambda x: 0 < x <= 1)
+        check_count("processes", processes)
+        check_type("nice", nice, int)
+        if core is not None and core not in os.sched_getaffinity(0):
+            raise PlanError(f"core must be one of {sorted(os.sched_getaffinity(0))}, got {core}")
+        self._arguments = [kind, str(intensity), str(-1 if core is None else core), str(nice), str(os.getpid())]
+        self._count = processes
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, while the context is open."""
+        return [process.pid for process in self._processes]
+
+    def __enter__(self) -> Self:
+        command = [sys.executable, "-m", __name__, *self._arguments]
+        alone = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        try:
+            for _ in range(self._count):
+                self._processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=alone))
+            for process in self._processes:
+                assert process.stdout is not None
+                if not process.stdout.read(1):
+                    raise PlanError(f"a neighbour ended before it was at work, with status {process.wait()}")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        self._processes = []
+
+
+class Quota:
+    """Less than a core, or more of a core than others get who want it, for a process with all of its threads and those
+    that it starts, while the context is open. Needs root.
+
+    Args:
+        cores: seconds of computing in a second, above 0; None is without a limit.
+        process: its number; by default the caller.
+        weight: how much of a core it gets beside others, 1 to 10000, where 100 is usual.
+
+    Raises:
+        PlanError: no sensible number of cores, or weight; quotas can't be set here.
+    """
+
+    def __init__(self, cores: float | None, process: int | None = None, weight: int = 100) -> None:
+        if cores is not None:
+            check_number("cores", cores, "above 0 and finite", lambda x: 0 < x < float("inf"))
+        check_number("weight", weight, "1 to 10000", lambda x: 1 <= x <= 10000)
+        why = why_no_quota()
+        if why is not None:
+            raise PlanError(f"quotas can't be set here: {why}")
+        self._cores, self._weight = cores, weight
+        self._process = os.getpid() if process is None else process
+        self._group = _home() / f"lightning_pipes-{os.getpid()}-{next(_numbers)}"
+
+    def __enter__(self) -> Self:
+        self._before = _group_of(self._process)
+        self._group.mkdir()
+        quota = None if self._cores is None else max(1000, round(self._cores * _QUOTA_PERIOD))
+        if (self._group / "cpu.max").exists():
+            (self._group / "cpu.weight").write_text(str(self._weight))
+            (self._group / "cpu.max").write_text(f"{quota or 'max'} {_QUOTA_PERIOD}")
+        else:
+            (self._group / "cpu.shares").write_text(str(round(self._weight * 10.24)))
+            (self._group / "cpu.cfs_period_us").write_text(str(_QUOTA_PERIOD))
+            (self._group / "cpu.cfs_quota_us").write_text(str(quota or -1))
+        (self._group / "cgroup.procs").write_text(str(self._process))
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        with suppress(ProcessLookupError):  # it has ended
+            (self._before / "cgroup.procs").write_text(str(self._process))
+        while True:
+            try:
+                self._group.rmdir()
+                return
+            except OSError:  # a process that ends is still in it
+                time.sleep(PERIOD)
+
+
+def why_no_quota() -> str | None:
+    """The reason why quotas can't be set on this machine; None where they can."""
+    home = _home()
+    if not (home / "cgroup.procs").exists():
+        return f"there are no control groups in {home}"
+    probe = home / f"lightning_pipes-{os.getpid()}-{next(_numbers)}"
+    try:
+        probe.mkdir()
+    except OSError as error:
+        return str(error)
+    try:
+        if not any((probe / name).exists() for name in ("cpu.max", "cpu.cfs_quota_us")):
+            return f"{home} does not share cores out among its groups"
+        return None
+    finally:
+        probe.rmdir()
+
+
+def _home() -> Path:
+    """The group that all others are in."""
+    return _GROUPS / "cpu" if (_GROUPS / "cpu" / "cgroup.procs").exists() else _GROUPS
+
+
+def _group_of(process: int) -> Path:
+    """The group that a process is in now."""
+    for line in Path(f"/proc/{process}/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        found = _home() / path.lstrip("/")
+        if ("cpu" in controllers.split(",") or (number == "0" and _home() == _GROUPS)) and found.exists():
+            return found
+    return _home()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Works and rests until whoever started it is gone."""
+    kind, intensity, core, nice, parent = arguments
+    if int(core) >= 0:
+        os.sched_setaffinity(0, {int(core)})
+    os.nice(int(nice))
+    work, period = KINDS[kind](), LONG_PERIOD if kind == "bursts" else PERIOD
+    work()
+    os.write(1, b"!")
+    began, busy = time.monotonic(), float(intensity) * period
+    while os.getppid() == int(parent):
+        while time.monotonic() - began < busy:
+            work()
+        rest = period - (time.monotonic() - began)
+        if rest > 0:
+            time.sleep(rest)
+        began = max(began + period, time.monotonic() - period)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

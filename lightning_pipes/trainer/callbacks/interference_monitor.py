@@ -1,0 +1,185 @@
+"""A callback that watches what else happens on every rank's device and machine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+
+from lightning_pipes.engine.monitor.ladder import sources_for
+from lightning_pipes.engine.monitor.monitor import MOST_HERTZ, Monitor
+from lightning_pipes.ir import Kind, PipelineError, check_count, check_number
+from lightning_pipes.sim.event import Event
+from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.ranks.notices import Notices
+
+SAID_EVERY = 1.0
+"""Seconds at least between two times that a rank says how it is."""
+_FORWARD, _BACKWARD = "pipeline.forward_seconds", "pipeline.backward_seconds"
+_BACKWARDS = {Kind.B, Kind.I, Kind.W}
+_WHERE = "on_train_batch_end"
+
+
+class StageTimes(NamedTuple):
+    """Seconds of a stage for one micro-batch, on average since it was told last; NaN for what has not run."""
+
+    forward: float
+    backward: float
+
+
+class RankState(NamedTuple):
+    """How a rank is.
+
+    Attributes:
+        features: of its device and machine, as `Monitor.features` has them.
+        stages: of those that it holds, by number.
+        free: bytes on its device; None where nothing says.
+    """
+
+    features: Mapping[str, float]
+    stages: Mapping[int, StageTimes]
+    free: int | None
+
+
+class InterferenceMonitor(pl.Callback):
+    """Watches every rank's device and machine while it trains, and tells planners, loggers and the report.
+
+    DynPipe's profiler (S III): hardware counters of the GPU where there are any (GPM), else what the driver and torch
+    tell; and from Linux how long the computing thread has waited for a core, pressure, quotas and memory. What a rank
+    can't see is missing, and the log says once by what it is monitored. Each rank samples in a thread of its own, which
+    takes at most 0.5 % of a core, and nobody waits for anybody, whether batches overlap or not.
+
+    Every `every_n_steps` steps each logger gets what all ranks have said last, under names as those of Lightning's
+    DeviceStatsMonitor: `InterferenceMonitor.on_train_batch_end/host.compute_wait_share.rank0`, and so for all metrics
+    (means over the window, by the ranks of the job), and the seconds of each stage for one micro-batch, by its own
+    timeline: `InterferenceMonitor.on_train_batch_end/stage1.forward_seconds`, `.backward_seconds`. All curves are in
+    `strategy.report.save(...)`, by places in the pipeline. A planner that replans finds the features in `Problem.seen`.
+
+    Args:
+        hertz: samples in a second, at most 10.
+        window: seconds over which what is logged is averaged; at least two steps of the training.
+        every_n_steps: batches between two entries in the log.
+
+    Raises:
+        PipelineError: an argument that makes no sense, or the trainer's strategy is none of ours.
+    """
+
+    def __init__(self, hertz: float = 4.0, window: float = 5.0, every_n_steps: int = 50) -> None:
+        where = "InterferenceMonitor: "
+        rate = f"above 0 and at most {MOST_HERTZ:g}"
+        self.hertz = check_number(f"{where}hertz", hertz, rate, lambda x: 0 < x <= MOST_HERTZ)
+        least = f"seconds, at least two samples long ({2 / hertz:g})"
+        self.window = check_number(f"{where}window", window, least, lambda x: 2 / hertz <= x < math.inf)
+        self.every_n_steps = check_count(f"{where}every_n_steps", every_n_steps)
+        self._monitor: Monitor | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, PipelineHost):
+            raise PipelineError(
+                "InterferenceMonitor watches the ranks of PipelineStrategy; this trainer has "
+                f"{type(trainer.strategy).__name__}. Set strategy=PipelineStrategy(...), or leave the callback out"
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, PipelineHost)
+        who = f"rank {strategy.global_rank}"
+        sources = sources_for(strategy.root_device)
+        monitor = self._monitor = Monitor(sources, self.hertz, self.window, who, (_FORWARD, _BACKWARD))
+        self._notices = Notices(strategy.control)
+        self._ranks, self._rank = range(strategy.grid.size), strategy.grid.rank
+        self._own: RankState | None = None
+        self._said = self._until = 0
+        self._batches = 0
+        strategy.running.looks.monitor = monitor
+        monitor.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if self._monitor is None:
+            return
+        self._batches += 1
+        due = self._batches % self.every_n_steps == 0
+        now = time.monotonic_ns()
+        if due or now - self._said >= SAID_EVERY * 1e9:
+            self._said = now
+            self._say(trainer.strategy.running, self._monitor)  # type: ignore[attr-defined]
+        if due and trainer.loggers and trainer.is_global_zero:
+            self._log(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._stop()
+
+    def everyone(self) -> list[RankState | None]:
+        """How each rank was when it last said so, by global rank; None from one that has said nothing yet. A rank asks
+        when it likes, and waits for nobody. While `fit` runs only."""
+        return [self._own if rank == self._rank else self._notices.find(str(rank)) for rank in self._ranks]
+
+    def _stop(self) -> None:
+        if self._monitor is not None:
+            self._monitor.stop()
+            self._monitor = None
+
+    def _say(self, run: PipelineRun, monitor: Monitor) -> None:
+        events = list(self._fresh(run))
+        self._until = max((e.end for e in events), default=self._until)
+        stages = stage_times(events)
+        for name, place in ((_FORWARD, 0), (_BACKWARD, 1)):
+            known = [times[place] for times in stages.values() if not math.isnan(times[place])]
+            if known:
+                monitor.tell({name: sum(known)})
+        self._own = RankState(monitor.features(), stages, monitor.free())
+        self._notices.put(str(self._rank), self._own)
+
+    def _fresh(self, run: PipelineRun) -> Iterable[Event]:
+        """Events of this rank since it said so last: of batches under way, and of windows that have ended."""
+        yield from (e for e in run.engine.under_way if e.end > self._until)
+        for window in reversed(run.windows):
+            fresh = [e for e in window.events if e.end > self._until]
+            if not fresh:
+                return
+            yield from fresh
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        found: dict[str, float] = {}
+        for rank, state in enumerate(self.everyone()):
+            if state is not None:
+                found |= _named(rank, state)
+        for logger in trainer.loggers:
+            prefix = f"{type(self).__qualname__}.{_WHERE}{logger.group_separator}"
+            logger.log_metrics({prefix + name: value for name, value in found.items()}, step=trainer.global_step)
+
+
+def stage_times(events: Iterable[Event]) -> dict[int, StageTimes]:
+    """Of each stage the seconds of a forward and of a backward, whole or in its two parts."""
+    took: dict[tuple[int, Kind], list[int]] = {}
+    for _, i, start, end in events:
+        if i.kind is Kind.F or i.kind in _BACKWARDS:
+            took.setdefault((i.stage, i.kind), []).append(end - start)
+    means = {key: fmean(times) / 1e9 for key, times in took.items()}
+    stages = sorted({stage for stage, _ in means})
+    return {
+        stage: StageTimes(
+            means.get((stage, Kind.F), math.nan),
+            sum(means[stage, kind] for kind in _BACKWARDS if (stage, kind) in means) or math.nan,
+        )
+        for stage in stages
+    }
+
+
+def _named(rank: int, state: RankState) -> dict[str, float]:
+    """By the names that loggers get; without what is missing, and without percentiles, which are for planners."""
+    found = {f"{name}.rank{rank}": value for name, value in state.features.items() if not name.endswith("_p95")}
+    for stage, times in state.stages.items():
+        found |= {f"stage{stage}.forward_seconds": times.forward, f"stage{stage}.backward_seconds": times.backward}
+    return {name: value for name, value in found.items() if not math.isnan(value)}

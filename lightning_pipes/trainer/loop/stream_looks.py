@@ -1,0 +1,106 @@
+"""The sights of batches that overlap, for planners: nobody waits for it.
+
+batch 50    every rank leaves what it has seen since the last look         a few numbers, in the store
+batch 54    all have come that far: every rank reads what all have left, and asks its planner
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_pipes.ir import Kind, Plan
+from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.sim import Event
+from lightning_pipes.trainer.loop.seen import Looks, Sight
+from lightning_pipes.trainer.ranks.notices import Notices
+from lightning_pipes.trainer.reports.report import Window
+
+
+class StreamLooks:
+    """The looks of a stream, one at a time.
+
+    Collective: all ranks make one, and the same calls for the same batches.
+
+    Args:
+        looks: what all ranks have seen so far.
+        notices: by which they tell each other.
+        ranks: global ones, of all replicas.
+        rank: this one.
+        late: batches that ranks may be apart.
+    """
+
+    def __init__(self, looks: Looks, notices: Notices, ranks: Sequence[int], rank: int, late: int) -> None:
+        self._looks, self._notices, self._ranks, self._rank, self._late = looks, notices, ranks, rank, late
+        self._begun: tuple[int, Plan, Sight] | None = None
+        self._left: deque[int] = deque()  # batches of looks whose notices are there
+        self._ended: list[Window] = []
+        self._from = 0  # events that end before were looked at
+
+    def ended(self, window: Window) -> None:
+        """A flush has ended this window of the rank; those since the last look count."""
+        events = counted(window.events, self._from)
+        if events:
+            self._ended.append(replace(window, events=events))
+
+    @property
+    def pending(self) -> bool:
+        """Whether a look waits for its answer."""
+        return self._begun is not None
+
+    def forget(self) -> None:
+        """The look that waits is of no use any more."""
+        self._begun = None
+
+    def begin(self, batch: int, window: Window) -> None:
+        """Leaves what this rank has seen of a plan, before batch number `batch`; no look waits.
+
+        Args:
+            window: the one that goes on.
+        """
+        plan = window.plan
+        self.ended(window)
+        self._from = max((e.end for each in (*self._ended, window) for e in each.events), default=self._from)
+        first = replace(window, events=[])  # a sample is that of a window after another one
+        sight = self._looks.sight(plan, [first, *(each for each in self._ended if each.plan is plan)])
+        self._ended.clear()
+        # The one after it has begun everywhere, so all have read it.
+        while len(self._left) > 1 and self._left[1] <= batch - self._late:
+            self._notices.remove(self._name(self._left.popleft(), self._rank))
+        self._left.append(batch)
+        self._notices.put(self._name(batch, self._rank), sight)
+        self._begun = batch, plan, sight
+
+    def answer(self, batch: int, rows: int, flushed: bool) -> tuple[Seen, ...] | None:
+        """The sights of all ranks of the plan for a batch of `rows` samples, before batch number `batch`; None where
+        there is nothing new of it, or some may not have told yet.
+
+        Args:
+            flushed: whether all ranks are at this batch.
+        """
+        if self._begun is None or self._begun[1].jobs[0].rows != rows:
+            return None
+        begun, plan, mine = self._begun
+        if not flushed and batch - begun <= self._late:
+            return None
+        self._begun = None
+        sights = [mine if r == self._rank else self._notices.get(self._name(begun, r)) for r in self._ranks]
+        return self._looks.together(sights, plan)
+
+    @staticmethod
+    def _name(batch: int, rank: int) -> str:
+        return f"look/{batch}/{rank}"
+
+
+def counted(events: Sequence[Event], since: int) -> list[Event]:
+    """Events of batches that have begun and ended since a time of the rank's clock, with batches counted from 0."""
+    events = [e for e in events if e.start > since]
+    ended = {e.instruction.batch for e in events if e.instruction.kind is Kind.STEP}
+    begun = {e.instruction.batch for e in events if e.instruction.kind is Kind.F and not e.instruction.span.start}
+    numbers = {batch: n for n, batch in enumerate(sorted(ended & begun))}
+    return [
+        e._replace(instruction=e.instruction._replace(batch=numbers[e.instruction.batch]))
+        for e in events
+        if e.instruction.batch in numbers
+    ]

@@ -1,0 +1,1 @@
+"""Layers that change ranks: between two batches, or while batches go on."""

@@ -1,0 +1,202 @@
+"""Layers on their way from rank to rank: all at once while everybody waits, or ahead of the switch while batches go on.
+
+    source   trains the layer:  its state as it is now --->   gradients of every step since --->   the rest ---> |
+    target   trains without it                                                 takes those steps, when all is there |
+
+Weights, buffers, gradients and optimizer states travel as parcels. They arrive before anything changes on any rank, so
+a rank that fails meanwhile ends the run as it always does. Nothing random moves: random numbers depend on the layer.
+
+The source keeps the state of a layer until the target has said that it has the very same, by a checksum: weights may
+have been changed by something else than steps. What differs is sent once more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.engine.messages.parcels import Handle
+from lightning_pipes.engine.residency.layer_state import LayerState
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.ir import Span
+from lightning_pipes.trainer.moves.late_steps import LateSteps, settings_of
+from lightning_pipes.trainer.moves.part import Part
+
+_log = logging.getLogger(__name__)
+
+
+class Journey:
+    """The layers that change ranks for the stages to have `layers`, as one rank sees them.
+
+    Collective: all ranks make one, and the same calls of it, each of `stepped` for the same batches.
+
+    Args:
+        pauses: the steps of all layers wait until the journey ends; otherwise those that travel step at the source.
+        number: tells journeys of a training apart.
+
+    Attributes:
+        moves: who goes where.
+        again: how many layers this rank was sent a second time.
+
+    Raises:
+        PlanError: see `Part.check`, or a layer can't come here.
+    """
+
+    def __init__(self, part: Part, layers: Sequence[Span], pauses: bool = False, number: int = 0) -> None:
+        part.check(layers)
+        self.again = 0
+        self._part, self._layers, self._pauses, self._number = part, layers, pauses, number
+        self.moves = part.holdings.moves(layers)
+        me = dist.get_rank()
+        self._leaving = {m.layer: m.target for m in self.moves if m.source == me}
+        self._coming = {m.layer: m.source for m in self.moves if m.target == me}
+        self._launched = False
+        self._sent: list[Handle] = []
+        self._states: dict[int, Handle] = {}
+        self._steps: dict[tuple[int, int, int], Handle] = {}
+        if self.moves:
+            point("move")
+            assert part.parcels, "asked for by all ranks"
+            for layer in self._coming:
+                part.cut.check_arrival(layer)
+            self._states = {layer: self._expect(source, layer, "state") for layer, source in self._coming.items()}
+
+    def launch(self) -> None:
+        """The states leave as they are now; every step after this is told by `stepped`."""
+        self._launched = True
+        for layer, target in self._leaving.items():
+            state: Any = vars(self._part.state_of(layer, gradients=False))
+            if not self._pauses:  # it changes while it travels
+                state = pytree.tree_map_only(torch.Tensor, torch.clone, state)
+            self._send(target, layer, "state", state)
+        point("move.launched")
+
+    @property
+    def launched(self) -> bool:
+        """Whether the states are on their way."""
+        return self._launched
+
+    @property
+    def arrived(self) -> bool:
+        """Whether all that this rank is to have has come, but for the latest step.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+        latest = max((batch for batch, _, _ in self._steps), default=-1)
+        steps = (handle for (batch, _, _), handle in self._steps.items() if batch < latest)
+        return all(handle.done() for handle in (*self._states.values(), *steps))
+
+    def stepped(self, batch: int, number: int, optimizer: Optimizer, layers: Collection[int], late: LateSteps) -> None:
+        """Optimizer `number` steps, or would step if nothing paused, these `layers` of the rank for a batch by the
+        gradients that they have; where it pauses these are taken away."""
+        point("move.step")
+        gradients = {p: p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        for layer in self._leaving.keys() & layers:
+            own = {n: gradients.pop(p) for n, p in self._part.parameters_of(layer).items() if p in gradients}
+            if not self._pauses:
+                own = {name: gradient.clone() for name, gradient in own.items()}
+            self._send(self._leaving[layer], layer, "step", own, batch, number)
+        for layer, source in self._coming.items():
+            if (batch, number, layer) not in self._steps:
+                self._steps[batch, number, layer] = self._expect(source, layer, "step", batch, number)
+        if self._pauses or self._coming:
+            late.add(batch, number, settings_of(optimizer), gradients if self._pauses else {})
+        if self._pauses:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+
+    def end(self, late: LateSteps, gradients: bool = True) -> None:
+        """The layers are where they are to be, and no step is late any more. No window is open.
+
+        Args:
+            gradients: whether those that parameters have now are to travel, too.
+
+        Raises:
+            PlanError: a layer has something that can't be sent.
+            PeerFailure: a rank has failed.
+        """
+        part, kept = self._part, {layer: self._part.state_of(layer, gradients) for layer in self._leaving}
+        for layer, target in self._leaving.items():
+            what, state = "state", vars(kept[layer])
+            if self._launched:
+                what, state = "rest", {"state": kept[layer].rest, "sum": kept[layer].checksum()}
+            self._send(target, layer, what, (state, part.changing(layer)))
+        arrived, sums = {}, {}
+        for layer, source in self._coming.items():
+            content = self._states[layer].content
+            if self._launched:
+                rest, changing = self._expect(source, layer, "rest").content
+                sums[layer] = rest["sum"]
+                arrived[layer] = LayerState(**content).with_rest(rest["state"]), changing
+            else:
+                arrived[layer] = LayerState(**content[0]), content[1]
+        steps = {key: handle.content for key, handle in self._steps.items()}
+        for handle in self._sent:
+            handle.wait()
+        point("move.arrived")
+        part.take(self._layers, arrived)
+        point("move.taken")
+        if self._pauses:
+            self._compare(sums, kept)
+        for (batch, number, layer), own in steps.items():
+            parameters = part.parameters_of(layer)
+            late.give(batch, number, {parameters[name]: g.to(part.device) for name, g in own.items()})
+        late.apply(part.optimizers)
+        if not self._pauses:
+            self._compare(sums, kept)
+        point("move.ended")
+
+    def _compare(self, sums: dict[int, int], kept: dict[int, LayerState]) -> None:
+        """Returns when the states of the layers are here what they are at the source."""
+        if not self._launched:
+            return
+        part = self._part
+        for layer, source in self._coming.items():
+            same = part.state_of(layer).checksum() == sums[layer]
+            self.again += not same
+            self._send(source, layer, "same", same)
+        for layer, target in self._leaving.items():
+            if not self._expect(target, layer, "same").content:
+                _log.warning(
+                    "layer %d was changed by something else than its optimizer's steps while its state was on the way "
+                    "to another rank, so it is sent again while all ranks wait",
+                    layer,
+                )
+                self._send(target, layer, "again", vars(kept[layer])).wait()
+        for layer, source in self._coming.items():
+            if part.state_of(layer).checksum() != sums[layer]:
+                state = LayerState(**self._expect(source, layer, "again").content)
+                state.put_values(part.cut.full[layer], part.device)
+                state.put_optimizer_states(part.cut.full[layer], part.optimizers, part.device)
+
+    def _send(self, target: int, layer: int, what: str, content: Any, *step: int) -> Handle:
+        handle = self._part.parcels.send(target, (self._number, what, layer, *step), content)
+        self._sent.append(handle)
+        return handle
+
+    def _expect(self, source: int, layer: int, what: str, *step: int) -> Handle:
+        return self._part.parcels.expect(source, (self._number, what, layer, *step))
+
+
+def move(part: Part, layers: Sequence[Span], gradients: bool = True) -> None:
+    """From now on the stages have these layers; no window is open, and all ranks wait until they are there. Collective.
+
+    Raises:
+        PlanError: see `Part.check`, or a layer has something that can't be sent.
+        PeerFailure: a rank has failed.
+    """
+    if layers != part.holdings.layers:
+        Journey(part, layers).end(LateSteps(), gradients)
+
+
+def go_home(part: Part) -> None:
+    """The layers go back to where they were when the run began, and the next one looks for them."""
+    move(part, part.began)

@@ -1,0 +1,150 @@
+"""The part of the model that this rank has, and what changes here when layers go to other ranks between two windows.
+
+source   drained, as all ranks are    its state ----->  stand-ins     gradients, clipping, checkpoints, logs:
+target                                     -----> its weights here    all ask who holds what
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipes.engine.messages.parcels import Parcels
+from lightning_pipes.engine.residency.layer_state import LayerState
+from lightning_pipes.ir import PlanError, Span
+from lightning_pipes.trainer.module.hidden_state import HiddenState
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout
+from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.ranks import Ranks
+from lightning_pipes.trainer.ranks.replicas import BufferSync, Replicas
+from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
+
+
+class Part:
+    """This rank's layers, and what follows from who has which.
+
+    Collective: all ranks make one, and the same calls of it.
+
+    Args:
+        cut: the module with the layers of this rank.
+        hidden: watches what layers leave where others might look for it.
+        layouts: of the optimizers.
+        bound: whether siblings share the rank.
+        priority: of parcels, see there.
+
+    Attributes:
+        parameters: of this rank.
+        device: where they are.
+        began: the layers of the stages when the run began.
+        shared: those that several ranks hold.
+        reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
+        buffers: keeps those of the replicas equal.
+    """
+
+    def __init__(
+        self,
+        cut: CutModule,
+        holdings: Holdings,
+        hidden: HiddenState,
+        layouts: Sequence[OptimizerLayout],
+        replicas: Replicas,
+        ranks: Ranks,
+        bound: bool,
+        priority: bool = False,
+    ) -> None:
+        self.cut, self.holdings, self.hidden = cut, holdings, hidden
+        self.buffers = BufferSync(cut.module, replicas)
+        self._layouts, self._replicas, self._control, self.device = layouts, replicas, ranks.control, ranks.device
+        self._bound, self._priority = bound, priority
+        self.began = holdings.layers
+        self._parcels: Parcels | None = None
+        self._connect_gradients()
+
+    def layers_of(self, stage: int) -> dict[int, nn.Module]:
+        """The layers of a stage of this rank, by number."""
+        return {number: self.cut.full[number] for number in range(*self.holdings.layers[stage])}
+
+    def check(self, layers: Sequence[Span]) -> None:
+        """Whether the stages can have these layers.
+
+        Raises:
+            PlanError: see `Holdings.moves`; or siblings share this rank, whose memory holds the layers of each.
+        """
+        if self.holdings.moves(layers) and self._bound:
+            raise PlanError(
+                "layers can't move while siblings of a job array share the ranks; run this training alone, or leave "
+                "the layers out of the plan"
+            )
+
+    def take(self, layers: Sequence[Span], arrived: Mapping[int, tuple[LayerState, Sequence[str]]]) -> None:
+        """The stages have these layers, of which this rank has those that have `arrived`, each with the names of its
+        buffers that change, as `changing` gives them."""
+        states = {layer: state for layer, (state, _) in arrived.items()}
+        self._disconnect_gradients()
+        self.holdings.settle(layers)
+        self.cut.hold(self.holdings.local, states, self.device)
+        for layout in self._layouts:
+            layout.keep_local(self.cut.is_foreign)
+        for layer, (state, changing) in arrived.items():
+            state.put_optimizer_states(self.cut.full[layer], self.optimizers, self.device)
+            self.buffers.follow(self._prefix(layer), changing)
+        self.hidden.look_again()
+        self._connect_gradients()
+
+    def state_of(self, layer: int, gradients: bool = True) -> LayerState:
+        """That of a layer of this rank; it refers to the tensors."""
+        return LayerState.of(self.cut.full[layer], self.optimizers, gradients)
+
+    def parameters_of(self, layer: int) -> dict[str, nn.Parameter]:
+        """Those of a layer of this rank, by name in it."""
+        return dict(self.cut.full[layer].named_parameters())
+
+    def changing(self, layer: int) -> list[str]:
+        """Names of the layer's buffers that are known to change."""
+        return self.buffers.changing(self._prefix(layer))
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those of this rank."""
+        return [layout.optimizer for layout in self._layouts]
+
+    def close(self) -> None:
+        """Ends the connections by which layers moved, if any did."""
+        self._disconnect_gradients()
+        if self._parcels is not None:
+            self._parcels.close()
+
+    @property
+    def parcels(self) -> Parcels:
+        """Those by which layers go; all ranks have to ask for them the first time at one place of training."""
+        if self._parcels is None:
+            grid, watch = self.holdings.grid, self._control.watch
+            self._parcels = Parcels(dist.get_rank(), grid.pipeline, watch, priority=self._priority)
+        return self._parcels
+
+    def group_of(self, optimizer: int, layer: int, name: str) -> int | None:
+        """The group in which an optimizer has a parameter, wherever that is; None if it has it not.
+
+        Args:
+            name: of the parameter in the layer.
+        """
+        groups = enumerate(self._layouts[optimizer].whole)
+        return next((group for group, names in groups if self._prefix(layer) + name in names), None)
+
+    def _prefix(self, layer: int) -> str:
+        return f"{self.cut.path}.{list(self.cut.full._modules)[layer]}."
+
+    def _connect_gradients(self) -> None:
+        own = self.holdings.stages
+        self.reducer = self._replicas.reducer({s: self.layers_of(s).values() for s in own}, self.holdings)
+        self.parameters = list(self.cut.module.parameters())
+        rest = [p for p in self.parameters if not self.holdings.in_one_stage(p)]
+        self.shared = SharedParameters(rest, self.holdings, self._control)
+
+    def _disconnect_gradients(self) -> None:
+        if self.reducer is not None:
+            self.reducer.remove()

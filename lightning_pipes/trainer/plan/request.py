@@ -1,0 +1,131 @@
+"""A run as asked for, and how it becomes a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_pipes.cost import Deployment, ModelProfile
+from lightning_pipes.ir import Policy, Schedule, check_type
+from lightning_pipes.planning.auto import AutoPlanner
+from lightning_pipes.planning.balance import BalancedPlanner
+from lightning_pipes.planning.planner import Planner, planner_of
+from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.plans import stage_layers
+from lightning_pipes.trainer.plan.settings import (
+    AUTO,
+    PARAMETERS,
+    known_partition,
+    known_replanner,
+    known_schedule,
+    possible_microbatches,
+)
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The run that the user asks for.
+
+    Attributes:
+        schedule: the one named; what stands in for it where `chooses`.
+        microbatches: of a batch; None for the default, or what is best where `chooses`.
+        partition: "auto", "parameters", or the layers at which stages begin.
+        chooses: schedule, micro-batches and recomputation are to be chosen.
+        replanner: has layers move while training goes on; None leaves that to the schedule.
+    """
+
+    schedule: Schedule | Policy
+    microbatches: int | None
+    recompute: bool
+    partition: str | list[int]
+    chooses: bool = False
+    replanner: Planner | None = None
+
+    @classmethod
+    def of(
+        cls,
+        schedule: str | Schedule | Policy,
+        schedule_args: Mapping[str, Any] | None,
+        microbatches: int | None,
+        recompute: bool,
+        partition: str | list[int],
+        replan: bool | Mapping[str, Any],
+    ) -> RunRequest:
+        """The run that these arguments of `PipelineStrategy` ask for.
+
+        Raises:
+            InputError: one of them makes no sense.
+        """
+        known = known_schedule(schedule, {} if schedule_args is None else schedule_args)
+        return cls(
+            known,
+            possible_microbatches(microbatches),
+            check_type("recompute", recompute, bool),
+            known_partition(partition, schedule),
+            chooses=schedule == AUTO,
+            replanner=known_replanner(replan, known),
+        )
+
+    def unmeasured(self, sizes: Sequence[int], ranks: int) -> Decision:
+        """The decision if nobody measures the layers; `sizes` are their parameters.
+
+        Raises:
+            PlanError: layers can't be cut so, or the schedule can't order it.
+        """
+        where = self.schedule.placement(ranks)
+        partition = PARAMETERS if isinstance(self.partition, str) else self.partition
+        layers = stage_layers(partition, sizes, len(where))
+        found = Decision(self.schedule, self.microbatches, self.recompute, where, layers)
+        plans = found.plans()
+        plans.for_rows(plans.trial_rows)
+        return found
+
+    @property
+    def planner(self) -> Planner:
+        """The planner that decides what the user leaves open."""
+        if self.chooses:
+            return AutoPlanner()
+        own = planner_of(self.schedule)
+        return BalancedPlanner(own) if self.partition == AUTO else own
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether layers are to be measured."""
+        return self.planner.wants_profile or self.replans
+
+    @property
+    def replans(self) -> bool:
+        """Whether layers may move later, by their times."""
+        return (self.replanner or planner_of(self.schedule)).wants_profile
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are to be measured in their two parts, too."""
+        return self.chooses or self.schedule.splits_backward or self.schedule.tunes
+
+    def microbatch_rows(self, rows: int, ranks: int) -> tuple[int, ...]:
+        """The numbers of samples to measure for batches of `rows`: ascending, none twice."""
+        return self.planner.measures(rows, len(self.schedule.placement(ranks)), self.microbatches)
+
+    def sample_rows(self, rows: int, ranks: int) -> int:
+        """How many samples of a batch of `rows` are needed to run micro-batches as large as may be decided."""
+        return self.planner.most_rows(rows, len(self.schedule.placement(ranks)), self.microbatches)
+
+    def measured(self, plain: Decision, profile: ModelProfile, rows: int, deployment: Deployment) -> Decision:
+        """The decision by the profile of the layers, for batches of `rows` samples on these devices.
+
+        Args:
+            plain: what would run without a profile.
+
+        Raises:
+            PlanError: a schedule is to be chosen, and none fits into the devices' memory.
+        """
+        problem = replace(plain.problem(rows), profile=profile, deployment=deployment, least=profile.least_rows)
+        if self.partition == AUTO:
+            problem = replace(problem, layers=(), fallback=plain.layers)
+        solution = self.planner.solve(problem)
+        schedule = solution.problem.schedule
+        stays = not schedule.flushes or bool((self.replanner or planner_of(schedule)).every)
+        made = Decision.of(solution, movable=self.partition == AUTO and not stays)
+        return made.predicted(profile) if schedule.flushes else made

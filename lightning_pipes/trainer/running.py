@@ -1,0 +1,83 @@
+"""A run under way, with what looks after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_pipes.engine.watch.points import point
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.connected import Connected
+from lightning_pipes.trainer.loop.about import describe_run, gather_run
+from lightning_pipes.trainer.loop.adopting import adopt_cut
+from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.loop.stopping import StopAgreement
+from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.prediction import Prediction
+from lightning_pipes.trainer.reports.report import About, Window
+
+
+@dataclass(frozen=True)
+class Running:
+    """From `setup` of a strategy to its `teardown`.
+
+    Attributes:
+        prediction: of its steps; None where nothing is trained.
+    """
+
+    run: PipelineRun
+    stops: StopAgreement
+    prediction: Prediction | None
+
+    def corrected(self) -> Decision | None:
+        """The decision that first steps call for, which holds from the next batch on; mostly None. Collective."""
+        made = None if self.prediction is None else self.prediction.corrected(self.run.windows)
+        if made is not None:
+            self.run.took.clear()
+            adopt_cut(self.run, made.layers, made.rows)
+        return made
+
+    def step(
+        self,
+        host: PipelineHost,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        usual: Callable[[Callable[[], Any]], Any],
+    ) -> Any:
+        """The result of `closure`. The optimizer steps by `usual`, as Lightning has it, unless stages step by
+        themselves, or no optimizer does while layers are on their way.
+        """
+        run, moving = self.run, self.run.moving
+        if run.streams:
+            return closure()  # every stage steps by itself when a batch's gradients are complete
+        if not moving.pauses():
+            return usual(closure)
+        result = closure()
+        if not moving.pauses():  # layers have arrived before the batch
+            return usual(lambda: result)
+        private.before_step(host.precision_plugin, run.cut.module, optimizer)
+        number, which = run.trainer.fit_loop.total_batch_idx, host.optimizers.index(optimizer)
+        moving.takes(number, which, optimizer, run.part.holdings.local)
+        return result
+
+    def close(
+        self, host: PipelineHost, connected: Connected | None
+    ) -> tuple[dict[str, Any] | None, tuple[Sequence[Sequence[Window]], About] | None]:
+        """The state dict of the whole module, and windows with facts of the settled run, as `gather_run` gives them.
+
+        None where the other ranks can't be asked for them: `connected` is None then.
+        """
+        state, reported = None, None
+        if connected is not None:
+            links, ranks = connected.links, connected.ranks
+            about = describe_run(host, links.trainings)
+            state, reported = gather_run(self.run, ranks.pipeline, host.optimizers, ranks.device, about)
+            links.check()
+        point("teardown.gathered")
+        self.run.close()
+        point("teardown.closed")
+        return state, reported

@@ -1,0 +1,295 @@
+"""How many stages, which layers each has, and on which devices (DynPipe, Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from lightning_pipes.ir import Span, check_count, shown
+from lightning_pipes.ir.errors import InputError
+from lightning_pipes.sim.units import seconds_text
+from lightning_pipes.strategies.dynpipe.meshes import Mesh, Pricing, meshes
+from lightning_pipes.strategies.dynpipe.paper import Pipeline, joined, paper_seconds, true_seconds
+
+SIMULATED = 40
+"""The best by their bound that are simulated, for each number of stages."""
+FRONT = 12
+"""Ways to the end that are kept for each rest of layers and devices."""
+RISES = 2
+"""Numbers of stages in a row with which a run takes longer, after which no more are tried."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Layers and devices of each stage.
+
+    Attributes:
+        stages, transfers: seconds of a batch on each stage, and of its messages between them, both directions.
+        iteration: seconds from one batch to the next.
+    """
+
+    layers: tuple[Span, ...]
+    meshes: tuple[Mesh, ...]
+    stages: tuple[float, ...]
+    transfers: tuple[float, ...]
+    iteration: float
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is one that can run: as many replicas of each stage, so that `data_parallel` has them, and no
+        shards. Others are planned only."""
+        return {mesh.tensor for mesh in self.meshes} == {1} and len({mesh.data for mesh in self.meshes}) == 1
+
+    @property
+    def cuts(self) -> list[int]:
+        """The layers at which stages 1, 2, ... begin, as `partition=` takes them."""
+        return [span.start for span in self.layers[1:]]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One number of stages.
+
+    Attributes:
+        iterations: T(S), batches until the target; infinite where stale gradients never get there.
+        best: None where nothing fits, or T(S) is infinite.
+        why_not: then the reason.
+    """
+
+    n_stages: int
+    iterations: float
+    best: Assignment | None
+    why_not: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """T(S) W(S), of the whole run."""
+        return math.inf if self.best is None else self.iterations * self.best.iteration
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """The number of stages with the shortest run, and all that were tried."""
+
+    options: tuple[Option, ...]
+
+    @property
+    def best(self) -> Option:
+        """The one to take.
+
+        Raises:
+            InputError: there is none; says why for each number.
+        """
+        found = min(self.options, key=lambda option: option.seconds)
+        if found.best is None:
+            reasons = "; ".join(f"{option.n_stages}: {option.why_not}" for option in self.options)
+            raise InputError(f"no number of stages reaches the target: {reasons}")
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"{'stages':>6} {'batches':>10} {'a batch':>10} {'in all':>10}  layers of each stage on its devices"]
+        least = min(self.options, key=lambda option: option.seconds)
+        for option in self.options:
+            batches = f"{option.iterations:.0f}" if math.isfinite(option.iterations) else "never"
+            start = f"{option.n_stages:6} {batches:>10}"
+            if option.best is None:
+                lines.append(f"{start} {'':>10} {'':>10}  {option.why_not}")
+                continue
+            best = option.best
+            each = " ".join(f"{span.rows}@{mesh}" for span, mesh in zip(best.layers, best.meshes, strict=True))
+            times = [seconds_text(1e9 * t) for t in (best.iteration, option.seconds)]
+            notes = ["the best"] * (option is least) + ["planned only: unequal replicas, or shards"] * (not best.runs)
+            note = f"  ({'; '.join(notes)})" if notes else ""
+            lines.append(f"{start} {times[0]:>10} {times[1]:>10}  {each}{note}")
+        return "\n".join([*lines, "n@DxT: n layers on D replicas of T shards each"])
+
+
+def choose_stages(
+    pricing: Pricing,
+    iterations: Callable[[int], float] = lambda stages: 1.0,
+    stages: Sequence[int] = (),
+    mode: Literal["simulated", "paper"] = "simulated",
+    scan_all: bool = False,
+    executable: bool = False,
+) -> StageChoice:
+    """The number of stages with the least T(S) W(S), each with its best layers and devices (DynPipe, Algorithm 1).
+
+    For every S from 1 on layers and devices are shared out in all ways that fit: a stage has consecutive layers and
+    consecutive devices of one machine. It stops when the whole has risen twice in a row.
+
+    Args:
+        iterations: T(S); by default the same for all, so that W(S) alone decides.
+        stages: the numbers to try; by default 1 to the number of devices, or of layers.
+        mode: "simulated" takes the best by a lower bound and has the simulator decide, "paper" goes by E4 and E5, which
+            are right for two stages.
+        scan_all: try all numbers.
+        executable: only what can run: all stages with the same number of replicas, and no shards.
+
+    Raises:
+        InputError: a mode that there is not, or no number of stages.
+    """
+    if mode not in ("simulated", "paper"):
+        raise InputError(f"mode must be 'simulated' or 'paper', got {shown(mode)}")
+    most = min(len(pricing.cluster.devices), len(pricing.profile.layers))
+    options: list[Option] = []
+    for n in stages or range(1, most + 1):
+        check_count("stages", n)
+        options.append(_option(pricing, n, iterations(n), mode, executable))
+        rises = sum(a.seconds < b.seconds for a, b in pairwise(options[-RISES - 1 :]))
+        if rises == RISES and not scan_all and not stages:
+            break
+    if not options:
+        raise InputError("no number of stages to try; give at least one")
+    return StageChoice(tuple(options))
+
+
+def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: bool) -> Option:
+    if not math.isfinite(iterations):
+        return Option(n, iterations, None, "gradients so stale never reach the target: target <= 2 lr^2 S^3 L^2 xi^2")
+    devices, layers = len(pricing.cluster.devices), len(pricing.profile.layers)
+    if n > min(devices, layers):
+        return Option(n, iterations, None, f"{layers} layers on {devices} devices can't make so many stages")
+    every: list[Assignment] = []
+    for only in _groups(devices, n) if executable else [None]:
+        search = _Search(pricing, n, only)
+        every += search.by_paper() if mode == "paper" else search.by_simulator()
+    if not every:
+        return Option(n, iterations, None, "no way to share out layers and devices fits into memory and machines")
+    return Option(n, iterations, min(every, key=lambda each: each.iteration))
+
+
+def _groups(devices: int, n: int) -> list[Mesh | None]:
+    return [Mesh(devices // n, 1)] if devices % n == 0 else []
+
+
+class _Way(NamedTuple):
+    """Stages from some layer and device on to the end.
+
+    Attributes:
+        way: seconds of a batch through them and their messages.
+        least: that a batch takes at least, by any of them.
+    """
+
+    least: float
+    way: float
+    stages: tuple[tuple[int, Mesh], ...]  # where each begins, and its mesh
+
+
+class _Search:
+    def __init__(self, pricing: Pricing, n: int, only: Mesh | None) -> None:
+        self._pricing, self._n = pricing, n
+        self._devices, self._layers = len(pricing.cluster.devices), len(pricing.profile.layers)
+        machine = pricing.machine
+        largest = max(machine.count(m) for m in {*machine})
+        shapes = [only] if only else [m for size in range(1, largest + 1) for m in meshes(size)]
+        shapes = [m for m in shapes if m.data <= max(1, pricing.rows // pricing.microbatches)]
+        self._seconds = {mesh: pricing.seconds(mesh) for mesh in shapes}
+        self._fits = {
+            (mesh, stage): pricing.memory is None or pricing.bytes(mesh, n - stage) <= pricing.memory
+            for mesh in shapes
+            for stage in range(n)
+        }
+
+    def _allowed(self, mesh: Mesh, stage: int, start: int, stop: int, device: int) -> bool:
+        """Whether a stage fits its devices, the first of which is `device`, and these are of one machine."""
+        machine, fits = self._pricing.machine, self._fits[mesh, stage]
+        last = device + mesh.size - 1
+        if last >= self._devices or machine[device] != machine[last]:
+            return False
+        return fits if isinstance(fits, bool) else bool(fits[start, stop])
+
+    def _transfer(self, cut: int, before: Mesh, after: Mesh, device: int) -> float:
+        """Between the stage that ends before `device` and the one that begins there."""
+        machine = self._pricing.machine
+        return self._pricing.transfer(cut, before, after, machine[device - 1] != machine[device])
+
+    def by_simulator(self) -> list[Assignment]:
+        """The best by their bounds, simulated: stage by stage from the last one, whatever no other is better than."""
+        fronts: dict[tuple[int, int, Mesh], list[_Way]] = {}
+        for stage in reversed(range(self._n)):
+            now: dict[tuple[int, int, Mesh], list[_Way]] = defaultdict(list)
+            if stage == self._n - 1:
+                after: list[tuple[int, int, Mesh | None, list[_Way]]] = [
+                    (self._layers, self._devices, None, [_Way(0.0, 0.0, ())])
+                ]
+            else:
+                after = [(layer, device, mesh, ways) for (layer, device, mesh), ways in fronts.items()]
+            for stop, end, next_mesh, ways in after:
+                for mesh, seconds in self._seconds.items():
+                    device = end - mesh.size
+                    if device < 0 or (stage == 0) != (device == 0):
+                        continue
+                    between = 0.0 if next_mesh is None else self._transfer(stop, mesh, next_mesh, end)
+                    for start in [0] if stage == 0 else range(stage, stop):
+                        if start < stop and self._allowed(mesh, stage, start, stop, device):
+                            takes = float(seconds[start, stop])
+                            for least, way, rest in ways:
+                                whole = way + takes + between
+                                bound = max(least, takes, whole / (self._n - stage))
+                                now[start, device, mesh].append(_Way(bound, whole, ((start, mesh), *rest)))
+            fronts = {key: _front(found) for key, found in now.items()}
+        best = sorted((way for ways in fronts.values() for way in ways), key=lambda way: way[:2])[:SIMULATED]
+        return self._assigned([way.stages for way in best], true_seconds)
+
+    def by_paper(self) -> list[Assignment]:
+        """The best by E4 and E5, stage by stage from the first one."""
+        best: dict[tuple[int, int, Mesh], tuple[float, tuple[tuple[int, Mesh], ...]]] = {}
+        for stage in range(self._n):
+            now: dict[tuple[int, int, Mesh], tuple[float, tuple[tuple[int, Mesh], ...]]] = {}
+            before = best.items() if stage else [((0, 0, Mesh(1, 1)), (0.0, ()))]
+            for (start, device, last), (so_far, made) in before:
+                for mesh, seconds in self._seconds.items():
+                    end = device + mesh.size
+                    left = self._n - 1 - stage
+                    if (left == 0) != (end == self._devices):
+                        continue
+                    stops = range(start + 1, self._layers - left + 1) if left else [self._layers]
+                    for stop in stops:
+                        if not self._allowed(mesh, stage, start, stop, device):
+                            continue
+                        takes = float(seconds[start, stop])
+                        between = self._transfer(start, last, mesh, device) if stage else 0.0
+                        total = joined(so_far, takes, between) if stage else takes
+                        key = stop, end, mesh
+                        if key not in now or total < now[key][0]:
+                            now[key] = total, (*made, (start, mesh))
+            best = now
+        return self._assigned([made for _, made in best.values()], lambda every: [paper_seconds(*p) for p in every])
+
+    def _assigned(
+        self, made: Sequence[Sequence[tuple[int, Mesh]]], judge: Callable[[Sequence[Pipeline]], Sequence[float]]
+    ) -> list[Assignment]:
+        if not made:
+            return []
+        parts = [self._parts(each) for each in made]
+        judged = judge([(seconds, between) for _, _, seconds, between in parts])
+        return [Assignment(*each, iteration) for each, iteration in zip(parts, judged, strict=True)]
+
+    def _parts(
+        self, made: Sequence[tuple[int, Mesh]]
+    ) -> tuple[tuple[Span, ...], tuple[Mesh, ...], tuple[float, ...], tuple[float, ...]]:
+        layers = tuple(Span(a, b) for a, b in pairwise([*(start for start, _ in made), self._layers]))
+        shapes = tuple(mesh for _, mesh in made)
+        seconds = tuple(float(self._seconds[m][s.start, s.stop]) for s, m in zip(layers, shapes, strict=True))
+        ends = np.cumsum([mesh.size for mesh in shapes]).tolist()
+        between = tuple(
+            self._transfer(span.start, a, b, end)
+            for span, (a, b), end in zip(layers[1:], pairwise(shapes), ends[:-1], strict=True)
+        )
+        return layers, shapes, seconds, between
+
+
+def _front(ways: list[_Way]) -> list[_Way]:
+    """Those that no other is better than in both, and then others, the best by their bounds first: FRONT of them."""
+    kept: list[_Way] = []
+    rest: list[_Way] = []
+    for way in sorted(ways, key=lambda way: way[:2]):
+        better = not kept or way.way < kept[-1].way
+        (kept if better else rest).append(way)
+    return [*kept, *rest][:FRONT]

@@ -1,0 +1,136 @@
+"""Stages beside neighbours, as they were measured: what a forest learns from, and how predictors are compared.
+
+DynPipe trains on a set of its own, each task alone and beside others (S V-A), and scores on a random part of it. Rows
+of one neighbour resemble each other, so whole kinds of neighbours, and whole kinds of stages, have to be held out here:
+a predictor is for those that it has not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.ir import InputError, shown
+from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array
+from lightning_pipes.strategies.dynpipe.interference.forest import arrays_of
+from lightning_pipes.strategies.dynpipe.interference.models import Model
+
+NONE = "none"
+"""The kind of no neighbour: others of the machine may be there anyway. It is in every training."""
+FOLDS = 5
+_DEVICE_COLUMNS = len(NAMES) - len(STAGE)
+
+
+class Score(NamedTuple):
+    """How far predicted ratios are from those that were measured: the share of their variance that is explained, 1 at
+    best and below 0 for what is worse than their mean; and the mean of the absolute error."""
+
+    r2: float
+    mae: float
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Windows of time in which a stage ran beside neighbours.
+
+    Attributes:
+        rows: axis 0 is windows, axis 1 the columns `features.NAMES`.
+        ratios: seconds of a step over those of one alone.
+        neighbours, stages: the kinds, by name.
+        settings: numbers of what was beside: windows with the same number had the same neighbours, one after another.
+
+    Raises:
+        InputError: different lengths, no rows, or ratios that are none.
+    """
+
+    rows: Array
+    ratios: Array
+    neighbours: npt.NDArray[np.str_]
+    stages: npt.NDArray[np.str_]
+    settings: npt.NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        lengths = {len(each) for each in vars(self).values()}
+        if len(lengths) != 1 or self.rows.ndim != 2 or self.rows.shape[1] != len(NAMES) or not len(self.rows):
+            raise InputError(f"a dataset needs {len(NAMES)} columns, and all else once a row; got {self.rows.shape}")
+        if not (np.isfinite(self.ratios) & (self.ratios > 0)).all():
+            raise InputError("ratios of a dataset must be above 0 and finite")
+
+    def __len__(self) -> int:
+        return len(self.ratios)
+
+    def of(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Dataset:
+        """Some of its windows."""
+        return Dataset(*(each[index] for each in vars(self).values()))
+
+    def crossed(self) -> Dataset:
+        """The questions of planners: a device as it was seen while one stage ran there, another stage, and the ratio of
+        that one beside the same neighbours; every pair of windows of a setting."""
+        pairs = [
+            (i, j)
+            for setting in np.unique(self.settings)
+            for i in np.flatnonzero(self.settings == setting)
+            for j in np.flatnonzero(self.settings == setting)
+        ]
+        seen, asked = np.array(pairs).T
+        rows = np.hstack([self.rows[seen, :_DEVICE_COLUMNS], self.rows[asked, _DEVICE_COLUMNS:]])
+        labels = (self.ratios, self.neighbours, self.stages, self.settings)
+        return Dataset(rows, *(each[asked] for each in labels))
+
+    def random_parts(self, seed: int = 0) -> Iterator[tuple[str, Dataset, Dataset]]:
+        """Parts by chance: (name, to learn from, to score on), five times."""
+        part = np.random.default_rng(seed).permutation(len(self)) % FOLDS
+        for n in range(FOLDS):
+            yield str(n), self.of(part != n), self.of(part == n)
+
+    def without_each(self, kinds: npt.NDArray[np.str_]) -> Iterator[tuple[str, Dataset, Dataset]]:
+        """For each of the kinds (`neighbours` or `stages`) all other windows, and its own."""
+        for kind in sorted({*kinds.tolist()} - {NONE}):
+            yield kind, self.of(kinds != kind), self.of(kinds == kind)
+
+    def save(self, path: str | Path) -> None:
+        """Writes arrays."""
+        with Path(path).open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, names=np.array(NAMES), **vars(self))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads what `save` wrote.
+
+        Raises:
+            InputError: there is no such file, or it is not one of these.
+        """
+        data = arrays_of(path, "a dataset")
+        try:
+            if tuple(data.pop("names")) != NAMES:
+                raise InputError(f"{path} has other columns than this version; measure again")
+            return cls(**data)
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{shown(str(path))} can't be read as a dataset: {error}") from error
+
+
+def score(truth: Array, predicted: Array) -> Score:
+    """How good predictions are."""
+    variance = float(((truth - truth.mean()) ** 2).sum())
+    r2 = 1 - float(((truth - predicted) ** 2).sum()) / variance if variance else float("nan")
+    return Score(r2, float(np.abs(truth - predicted).mean()))
+
+
+def cross_validated(
+    model: type[Model], parts: Iterator[tuple[str, Dataset, Dataset]]
+) -> tuple[Score, dict[str, Score]]:
+    """The score of a model over all parts together, each predicted by what the others have taught; and of each part."""
+    truths, guesses, each = [], [], {}
+    for name, learned, scored in parts:
+        guess = model().fit(learned.rows, learned.ratios).predict(scored.rows)
+        each[name] = score(scored.ratios, guess)
+        truths.append(scored.ratios)
+        guesses.append(guess)
+    return score(np.concatenate(truths), np.concatenate(guesses)), each

@@ -1,0 +1,137 @@
+"""A predictor that goes on learning from what the training shows, in a process of its own.
+
+Every look at a run tells, for nothing, how much a device's neighbours slow down the stage that it hosts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from lightning_pipes.ir import InputError, check_count
+from lightning_pipes.planning.replanning import Hosting, Interference, Predicted
+from lightning_pipes.strategies.dynpipe.interference.apart import Training
+from lightning_pipes.strategies.dynpipe.interference.features import Array, table
+from lightning_pipes.strategies.dynpipe.interference.forest import Forest
+from lightning_pipes.strategies.dynpipe.interference.models import formula_of
+from lightning_pipes.strategies.dynpipe.interference.predictor import Predictor
+
+Rows = Sequence[tuple[Mapping[str, float], Hosting]]
+VALIDATED = 0.2
+"""The share of rows, the newest ones, on which a new forest has to be better than the old one; it has not learned from
+them."""
+_LEAST = 20
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Learning(Interference, Protocol):
+    """A predictor that wants to be told how much stages were slowed down."""
+
+    def observe(self, rows: Rows, ratios: Sequence[float]) -> None:
+        """Stages ran on devices as seen, and took `ratios` times as long as alone."""
+
+
+class Refitted:
+    """A predictor that is trained anew after `every` rows that it has observed, in another process of a lower
+    priority. Training goes on meanwhile.
+
+    All ranks observe the same, and each has to plan with the same forest: so a new one counts from a certain row on,
+    however long it took, and who comes there first waits for it. It replaces the old one only if it is better on the
+    newest rows, which it has not seen.
+
+    Args:
+        first: predicts before; without it nothing is known at first.
+        every: rows from one training to the next.
+        after: rows from the start of a training to its use.
+        most: rows that are kept. Of too many, those go first that have been there longest with a ratio that many have:
+            heavy neighbours are rare, and a forest knows nothing beyond what it has seen.
+        trees: of a forest.
+
+    Attributes:
+        predictor: the one that counts now; None before there is one.
+        refits: how many were taken.
+
+    Raises:
+        InputError: a number below 1.
+    """
+
+    def __init__(
+        self, first: Predictor | None = None, every: int = 100, after: int = 20, most: int = 1000, trees: int = 128
+    ) -> None:
+        for name, value in (("every", every), ("after", after), ("most", most), ("trees", trees)):
+            check_count(f"Refitted: {name}", value)
+        self.predictor = first
+        self.refits = 0
+        self._every, self._after, self._most, self._trees = max(every, _LEAST), after, most, trees
+        self._bins: dict[int, deque[tuple[int, Array, float]]] = defaultdict(deque)
+        self._seen = self._began = 0
+        self._fit: _Fit | None = None
+        self._broken = False
+
+    def predict(self, rows: Rows) -> Predicted:
+        """See `Predictor.predict`."""
+        if self.predictor is None:
+            return Predicted(np.ones(len(rows)), np.zeros(len(rows), np.bool_))
+        return self.predictor.predict(rows)
+
+    def observe(self, rows: Rows, ratios: Sequence[float]) -> None:
+        """See `Learning.observe`. A ratio that is no positive number says nothing."""
+        for row, ratio in zip(table(rows), ratios, strict=True):
+            if not (math.isfinite(ratio) and ratio > 0):
+                continue
+            self._bins[math.floor(4 * math.log2(ratio))].append((self._seen, row, ratio))
+            self._seen += 1
+            if sum(map(len, self._bins.values())) > self._most:
+                max(self._bins.values(), key=len).popleft()
+            if self._fit is not None and self._seen - self._began >= self._after:
+                self._take(self._fit)
+            if self._fit is None and not self._broken and self._seen - self._began >= self._every:
+                self._begin()
+
+    def close(self) -> None:
+        """Ends a training that is under way."""
+        if self._fit is not None:
+            self._fit.training.close()
+            self._fit = None
+
+    def _begin(self) -> None:
+        kept = sorted((each for kept in self._bins.values() for each in kept), key=lambda each: each[0])
+        rows, ratios = np.array([row for _, row, _ in kept]), np.array([ratio for _, _, ratio in kept])
+        learned = round((1 - VALIDATED) * len(rows))
+        logs = np.log(ratios / formula_of(rows))
+        training = Training(rows[:learned], logs[:learned], self._trees)
+        self._fit, self._began = _Fit(training, rows[learned:], logs[learned:]), self._seen
+
+    def _take(self, fit: _Fit) -> None:
+        self._fit = None
+        try:
+            found = fit.training.result()
+        except (InputError, OSError) as error:
+            self._broken = True
+            _log.warning("No forest is trained any more: %s", error)
+            return
+        old = self.predictor
+        if old is None:
+            self.predictor, self.refits = Predictor(found), 1
+        elif _error(found, fit) < _error(old.forest, fit):
+            self.predictor, self.refits = replace(old, forest=found), self.refits + 1
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A training under way, and the newest rows, from which it does not learn: they are for comparing."""
+
+    training: Training
+    rows: Array
+    logs: Array
+
+
+def _error(forest: Forest, fit: _Fit) -> float:
+    return float(np.abs(forest.predict(fit.rows).mean(axis=1) - fit.logs).mean())

@@ -1,0 +1,146 @@
+"""Stages on groups of devices: what layers take on replicas of a stage and on shards of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.cost import Cluster, ModelProfile
+from lightning_pipes.ir import Kind, PlanError
+
+Array = npt.NDArray[np.float64]
+
+
+class Mesh(NamedTuple):
+    """The devices of a stage: `data` replicas, each of `tensor` shards."""
+
+    data: int
+    tensor: int
+
+    @property
+    def size(self) -> int:
+        """How many devices."""
+        return self.data * self.tensor
+
+    def __str__(self) -> str:
+        return f"{self.data}x{self.tensor}"
+
+
+def meshes(size: int, replicas_only: bool = False) -> tuple[Mesh, ...]:
+    """All shapes of a group of so many devices, as (1, 8), (2, 4), (4, 2) and (8, 1) (DynPipe, S IV-C)."""
+    return tuple(
+        Mesh(data, size // data)
+        for data in range(1, size + 1)
+        if not size % data and (data == size or not replicas_only)
+    )
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """Seconds and bytes of layers on meshes of equal devices, those of one machine in a row.
+
+    A stage's work is shared out evenly (E6). Shards put their outputs together after each layer, forward and backward,
+    which takes longer the more there are, and not less as printed; replicas average their gradients, if there are
+    several. Between stages the activations of a batch and their gradients, which have the same size, use as many links
+    as both stages have devices (E7), or where machines have one network card those of the stage that has fewer.
+
+    Args:
+        rows: of a batch.
+        microbatches: in which it goes through; the paper has one.
+        shared: whether devices of one machine share its network card.
+        cached: whether devices keep two weight versions only, and the rest on the host.
+    """
+
+    profile: ModelProfile
+    cluster: Cluster
+    rows: int
+    microbatches: int = 1
+    shared: bool = False
+    cached: bool = False
+
+    def seconds(self, mesh: Mesh) -> Array:
+        """Seconds of a batch on a mesh of one machine, of the layers i to j in row i, column j."""
+        rows = self.rows / self.microbatches / mesh.data
+        work = self._between(self._work(rows)) * self.microbatches / mesh.tensor
+        inside = self.cluster.inside
+        if mesh.tensor > 1:
+            size = self._between(self._outputs) * self.rows / mesh.data
+            each = (mesh.tensor - 1) / mesh.tensor * size / inside.bandwidth
+            work = work + 2 * (each + self._count * self.microbatches * inside.latency)
+        if mesh.data > 1:
+            size = self._between(self.profile.columns.of_layers("averaged")) / mesh.tensor
+            work = work + 2 * (mesh.data - 1) * (size / mesh.data / inside.bandwidth + inside.latency)
+        return np.where(self._count > 0, work, np.inf)
+
+    def transfer(self, cut: int, before: Mesh, after: Mesh, across: bool) -> float:
+        """Seconds of the messages of a batch, both directions, where a stage begins at layer `cut`.
+
+        Args:
+            across: whether the stages are on different machines.
+        """
+        link = self.cluster.between if across else self.cluster.inside
+        one_wire = across and self.shared
+        lanes = min(before.size, after.size) if one_wire else before.size * after.size
+        size = 2 * self.profile.edge_bytes(cut) * self.rows
+        return size / (lanes * link.bandwidth) + 2 * self.microbatches * link.latency
+
+    def bytes(self, mesh: Mesh, under_way: int) -> Array:
+        """Bytes that each device of a stage needs which has so many micro-batches under way, with their weights."""
+        columns = self.profile.columns
+        versions = 1 - (1 - under_way) // self.microbatches
+        versions = min(versions, 2) if self.cached else versions
+        fixed = (
+            versions * columns.of_layers("weights") + columns.of_layers("gradients") + columns.of_layers("optimizer")
+        )
+        saved = columns.of_layers("saved") * self.rows * under_way / self.microbatches / mesh.data
+        return self._between(fixed + saved) / mesh.tensor
+
+    @cached_property
+    def memory(self) -> int | None:
+        """Bytes of the device that has least."""
+        return min((d.memory for d in self.cluster.devices if d.memory is not None), default=None)
+
+    @cached_property
+    def machine(self) -> tuple[int, ...]:
+        """The number of the machine of each device.
+
+        Raises:
+            PlanError: devices of one machine are not in a row.
+        """
+        hosts = [device.host for device in self.cluster.devices]
+        starts = [n for n, host in enumerate(hosts) if not n or hosts[n - 1] != host]
+        if len(starts) > len({*hosts}):
+            raise PlanError(f"devices of one machine have to follow each other, got machines {hosts}")
+        return tuple(sum(start <= n for start in starts) - 1 for n in range(len(hosts)))
+
+    def _work(self, rows: float) -> Array:
+        columns = self.profile.columns
+        low, high = int(np.floor(rows)), int(np.ceil(rows))
+        ends = [sum(columns.at(kind, n) for kind in (Kind.F, Kind.B)) for n in (low, high)]
+        share = rows - low
+        return np.asarray((1 - share) * ends[0] + share * ends[1])
+
+    def _between(self, values: Array) -> Array:
+        """The sum of the values i to j (exclusive) in row i, column j; what runs before the layers, and after, is with
+        the first and the last."""
+        n = len(self.profile.layers)
+        inner = values
+        if len(values) == n + 2:
+            inner = values[1:-1].copy()
+            inner[0] += values[0]
+            inner[-1] += values[-1]
+        ends = np.concatenate([[0.0], np.cumsum(inner)])
+        return np.asarray(ends[None, :] - ends[:, None])
+
+    @cached_property
+    def _outputs(self) -> Array:
+        return np.array([self.profile.edge_bytes(n + 1) for n in range(len(self.profile.layers))])
+
+    @cached_property
+    def _count(self) -> Array:
+        n = np.arange(len(self.profile.layers) + 1)
+        return np.asarray((n[None, :] - n[:, None]).astype(float))

@@ -1,0 +1,197 @@
+"""Layers move while training goes on, to where they take least time beside neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import log2
+from statistics import fmean
+from typing import ClassVar
+
+import numpy as np
+
+from lightning_pipes.cost import Deployment, ModelProfile
+from lightning_pipes.ir import Plan, Program, Schedule, Span
+from lightning_pipes.planning.planner import DRAIN, EvenPlanner, Problem
+from lightning_pipes.planning.replanning import KEPT_LOOKS, Interference, Seen
+from lightning_pipes.strategies.dynpipe.guard import MemoryGuard
+from lightning_pipes.strategies.dynpipe.history import History
+from lightning_pipes.strategies.dynpipe.interference.refit import Learning
+from lightning_pipes.strategies.dynpipe.repartition import WHOLE, Change, Search, Windows, partitions_of, repartition
+from lightning_pipes.strategies.dynpipe.situation import Situation
+
+PATIENT = 8
+"""Looks for which a re-plan that was wrong is remembered."""
+DOUBT = 2.0
+"""A re-plan must promise this many times what the last one was wrong by, as long as there are PATIENT looks at most."""
+ANYWAY = 8
+"""Every so many looks all is weighed even if no stage takes another time than before: times may drift."""
+RISEN = 1.1
+"""By what factor a device takes longer that counts as slower than before."""
+
+_UNGUARDED = MemoryGuard()
+
+
+@dataclass(frozen=True)
+class DynPlanner(EvenPlanner):
+    """Even micro-batches; and layers that move where that pays, by what is seen of a run (DynPipe, S V-B1).
+
+    It plans on every operation's own duration, as medians are too low by 12-13 % where one stage is slow now and then.
+    Layers move only if that saves more than the share `gain` of a step, and more until the run ends, or for `horizon`
+    batches, than moving takes; and if this was so in each of the last `windows` looks, or on the average of more of
+    them where that would have served better so far, as `hindsight` finds: where neighbours come and go layers soon
+    stay. Nor does what slows all stages alike move any. After a move that did not bring what it promised the next one
+    must promise DOUBT times the difference, for a while, or lead back: layers may not take what their profile says.
+
+    Without a profile of the layers nothing is known of other partitions, and nothing moves.
+
+    Attributes:
+        every: training batches from one look to the next.
+        predictor: of interference; None takes stages that would suffer otherwise than the present ones to suffer as
+            much.
+        guard: says when memory gets short.
+    """
+
+    every: int = 20
+    windows: int = 2
+    gain: float = 0.05
+    horizon: int = 1000
+    search: Search = WHOLE
+    predictor: Interference | None = field(default=None, compare=False)
+    guard: MemoryGuard = _UNGUARDED
+    wants_profile: ClassVar[bool] = True
+
+    def throttles(self, looks: Sequence[Seen]) -> bool:
+        return self.guard.throttles(looks)
+
+    def replan(self, plan: Plan, seen: Problem) -> Plan | None:
+        looks = [look for look in seen.seen if look.fits(plan)]
+        if seen.profile is None or len(looks) < self.windows or plan.n_stages < 2 or not plan.layers:
+            return None
+        if not isinstance(seen.schedule, Schedule):  # who orders while it runs can't be asked what it would do
+            return None
+        if isinstance(self.predictor, Learning):
+            self.predictor.observe(*Situation(seen.profile, plan, looks[-1], seen.deployment).shown())
+        if not self._changed(looks, seen):
+            return None
+        order = seen.schedule.program(plan)
+        windows = self._windows([(plan, look) for look in looks[-self.windows :]], seen, order)
+        cuts = partitions_of(windows, seen.deployment, seen.tied, self.search)
+        if not len(cuts):
+            return None
+        alike = [(p, look) for p, look in seen.before if look.fits(p) and (p.jobs, p.ranks) == (plan.jobs, plan.ranks)]
+        every = [*alike, *((plan, look) for look in looks)][-KEPT_LOOKS:]
+        history = History(windows, cuts, every)
+        counted, stay = history.counted(self.windows, self.gain)
+        before = self._before(plan, every[: -len(looks)], len(looks), seen, order)
+        least = self.gain if before is None else max(self.gain, before.doubt)
+        if counted > self.windows and stay != plan.layers:
+            windows = self._windows(every[-counted:], seen, order)
+        if stay is not None:
+            there = stay == plan.layers or not self._pays(windows.change(stay), plan, seen, order, least)
+            return None if there else replace(plan, layers=stay)
+        if history.wants(counted, least):
+            change = repartition(windows, cuts, least)
+            if change is not None and before is not None:
+                change = before.corrected(change)
+            if change is not None and self._pays(change, plan, seen, order, least):
+                return replace(plan, layers=change.layers)
+        if before is not None and before.risen:  # what was faster, and would be again, may have what was doubted
+            change = before.corrected(windows.change(before.plan.layers))
+            if self._pays(change, plan, seen, order, self.gain):
+                return replace(plan, layers=change.layers)
+        return None
+
+    def _windows(self, looks: Sequence[tuple[Plan, Seen]], seen: Problem, order: Program) -> Windows:
+        assert seen.profile is not None
+        each = [Situation(seen.profile, plan, look, seen.deployment, self.predictor) for plan, look in looks]
+        return Windows(each, order)
+
+    def _changed(self, looks: Sequence[Seen], seen: Problem) -> bool:
+        """Whether some stage takes another time than in a look before, by a share that could matter, or there are twice
+        as many looks as when the answer was another time; else the answer is that of the last look."""
+        if seen.remaining is not None and seen.remaining // self.every % ANYWAY == 0:
+            return True
+        if len(looks) < KEPT_LOOKS and log2(len(looks) / self.windows).is_integer():
+            return True
+        times = np.array([look.stage_seconds for look in looks])
+        return bool((times.max(axis=0) > (1 + self.gain) * times.min(axis=0)).any())
+
+    def _pays(self, change: Change, plan: Plan, seen: Problem, order: Program, least: float) -> bool:
+        """Whether it does in each of the last windows; where more than the usual number count, on their average."""
+        left = self.horizon if seen.remaining is None else min(seen.remaining, self.horizon)
+        assert seen.profile is not None
+        waits = travels = move_seconds(seen.profile, plan, change.layers, seen.deployment)
+        if seen.moves == DRAIN:
+            travels = 0.0
+        else:  # only for the gradients of the last batch that ran meanwhile
+            waits = move_seconds(seen.profile, plan, change.layers, seen.deployment, ("gradients",))
+        if order.endless:  # it has to run dry, and to fill again
+            waits += plan.n_stages * max(change.old) / len(plan.jobs[0].forward[0])
+
+        def pays(old: float, new: float) -> bool:
+            return old - new > least * old and (old - new) * (left - travels / old) > waits
+
+        if len(change.old) > self.windows:
+            return pays(fmean(change.old), fmean(change.new))
+        return all(map(pays, change.old, change.new))
+
+    def _before(
+        self, plan: Plan, earlier: Sequence[tuple[Plan, Seen]], looks: int, seen: Problem, order: Program
+    ) -> _Before | None:
+        """The last move, where it was one, by the last window of the plan before it."""
+        if not earlier or earlier[-1][0].layers == plan.layers:
+            return None
+        windows, then = (self._windows([last], seen, order) for last in ((plan, seen.seen[-1]), earlier[-1]))
+        was = then.now.plan
+        (promised,) = then.change(plan.layers).new
+        stages = zip(windows.now.slowdowns(), then.now.slowdowns(), plan.layers, was.layers, strict=True)
+        got = [now > RISEN * old for now, old, has, had in stages if has.start < had.start or has.stop > had.stop]
+        doubt = 0.0
+        if any(got) and looks <= PATIENT:
+            doubt = DOUBT * max(0.0, windows.old[-1] - promised) / windows.old[-1]
+        return _Before(was, then.old[0], doubt, any(got))
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The plan before the last re-plan.
+
+    Attributes:
+        seconds: of its steps, in its last window.
+        doubt: the share of a step by which the re-plan was wrong, times DOUBT.
+        risen: some device to which layers went is slower now than then: maybe they are slower than is known.
+    """
+
+    plan: Plan
+    seconds: float
+    doubt: float
+    risen: bool
+
+    def corrected(self, change: Change) -> Change:
+        """The same with what this plan took, where it is to come back, if layers may be slower than is known."""
+        if not self.risen or change.layers != self.plan.layers:
+            return change
+        return replace(change, new=tuple(max(each, self.seconds) for each in change.new))
+
+
+def move_seconds(
+    profile: ModelProfile,
+    plan: Plan,
+    layers: Sequence[Span],
+    deployment: Deployment | None = None,
+    what: Sequence[str] = ("weights", "optimizer"),
+) -> float:
+    """Seconds until the layers that have to are elsewhere: the bytes of `what` they have, by default their weights and
+    what optimizers remember of them, on the links that they take, which work side by side."""
+    size = np.sum([profile.columns.of_layers(name) for name in what], axis=0)
+    before, after = ([s for s, span in enumerate(each) for _ in range(span.rows)] for each in (plan.layers, layers))
+    taken: dict[tuple[int, int], float] = {}
+    for layer, (a, b) in enumerate(zip(before, after, strict=True)):
+        pair = plan.ranks[a], plan.ranks[b]
+        if pair[0] != pair[1]:
+            taken[pair] = taken.get(pair, 0.0) + float(size[layer])
+    if deployment is None:
+        return 0.0
+    cluster = deployment.pipeline
+    return max((cluster.link(*p).seconds(n) + cluster.link(*p).latency for p, n in taken.items()), default=0.0)

@@ -1,0 +1,81 @@
+"""PipeDream's order, and layers that move while training goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import ClassVar
+
+from lightning_pipes.cost.units import as_bytes, named
+from lightning_pipes.ir import check_count, check_fields, check_number, check_type
+from lightning_pipes.planning.replanning import Interference
+from lightning_pipes.strategies.dynpipe.guard import MemoryGuard
+from lightning_pipes.strategies.dynpipe.interference.predictor import Predictor
+from lightning_pipes.strategies.dynpipe.planner import DynPlanner
+from lightning_pipes.strategies.dynpipe.repartition import Search
+from lightning_pipes.strategies.pipedream import PipeDream
+
+
+@dataclass(frozen=True)
+class DynPipe(PipeDream):
+    """Asynchronous 1F1B with weight stashing that re-partitions itself (DynPipe): the order and the weight versions of
+    `pipedream` (S IV-B1), and a planner that looks at every operation's time and has layers move to other stages, away
+    from devices that a neighbour slows down (S V).
+
+    Attributes:
+        every: training batches from one look to the next. The paper's code looks every 50 and acts 60 batches later;
+            looking more often costs little here, and what is seen counts at once.
+        windows: looks in a row that have to want a move.
+        gain: the share of a step that a move must save at least. The paper's text has no threshold; its code waits for
+            a stage that takes twice as long as another.
+        horizon: batches for which it is counted on that all stays as it is, when a move is weighed.
+        top_k: blocks of the condensed model between which it may be cut, S V-B1; None takes as many as can be gone
+            through.
+        incremental: layers only move to a neighbouring stage.
+        predictor: of interference, S V-A, or the path of a forest (`interference.Predictor.load`); None plans with
+            measured times alone ("w/o RF").
+        low_memory: bytes, such as "2GiB", of which more has to be free on each device, or batches stop overlapping
+            until that is so again (S V-B2); None for no such mark. An InterferenceMonitor has to see it.
+        memory_drop: the share of the free memory that may go from one look to the next, for the same; None for any.
+    """
+
+    every: int = 20
+    windows: int = 2
+    gain: float = 0.05
+    horizon: int = 1000
+    top_k: int | None = None
+    incremental: bool = False
+    predictor: str | Interference | None = field(default=None, compare=False)
+    low_memory: int | str | None = None
+    memory_drop: float | None = None
+    name: ClassVar[str] = "dynpipe"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("every", "windows", "horizon"):
+            check_count(f"{self.name}: {name}", getattr(self, name))
+        check_number(f"{self.name}: gain", self.gain, "a share of a step, 0 to 1", lambda x: 0 <= x < 1)
+        check_type(f"{self.name}: top_k", self.top_k, int | None)
+        if self.top_k is not None:
+            check_count(f"{self.name}: top_k", self.top_k)
+        if self.low_memory is not None:
+            named(f"{self.name}: low_memory", as_bytes, self.low_memory)
+        if self.memory_drop is not None:
+            check_number(f"{self.name}: memory_drop", self.memory_drop, "a share, 0 to 1", lambda x: 0 < x < 1)
+
+    # Drawn by `step(DynPipe(), microbatches=1, batches=5)`:
+    # rank 0 |0-1-2-........0===3-1===4-2===..3===..4===| bubble 28.6%
+    # rank 1 |..0-1-....0===2-1===3-2===4-3===..4===....| bubble 28.6%
+    # rank 2 |....0-0===1-1===2-2===3-3===4-4===........| bubble 28.6%
+    #         - forward  = backward  . idle
+    def planner(self) -> DynPlanner:
+        search = Search(self.top_k, self.incremental)
+        predictor = _loaded(self.predictor) if isinstance(self.predictor, str) else self.predictor
+        low = None if self.low_memory is None else as_bytes(self.low_memory)
+        guard = MemoryGuard(low, self.memory_drop)
+        return DynPlanner(self.every, self.windows, self.gain, self.horizon, search, predictor, guard)
+
+
+@lru_cache
+def _loaded(path: str) -> Predictor:
+    return Predictor.load(path)

@@ -1,0 +1,75 @@
+"""The best order by OR-Tools' CP-SAT, an extra: for proofs, and to test the other solvers."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from lightning_pipes.ir import InputError
+from lightning_pipes.strategies.jap.problem import ArrayProblem
+from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
+from lightning_pipes.strategies.jap.solvers.solution import Solution
+
+
+def proven(problem: ArrayProblem, seconds: float, incumbent: Solution, workers: int = 1, seed: int = 0) -> Solution:
+    """The best that CP-SAT finds in `seconds` from `incumbent` on, and its bound: equal if it is proven best.
+
+    Equal jobs go in the order of their numbers, which costs nothing.
+
+    Raises:
+        InputError: OR-Tools is not installed.
+    """
+    if find_spec("ortools") is None:
+        raise InputError("CP-SAT needs OR-Tools, which is not installed; pip install lightning-pipes[proof]")
+    from ortools.sat.python import cp_model
+
+    unit = int(np.gcd.reduce([*problem.busy, *problem.lag]))
+    model = cp_model.CpModel()
+    most = incumbent.makespan // unit
+    hint = _equals_in_order(problem, incumbent.starts) // unit
+    start = [model.new_int_var(0, most, f"start {o}") for o in range(problem.blocks)]
+    for o, variable in enumerate(start):
+        model.add_hint(variable, int(hint[o]))
+    numbers = np.arange(problem.blocks).reshape(problem.stages, 2, problem.jobs)
+    for stage in numbers.reshape(problem.stages, -1).tolist():
+        model.add_no_overlap(
+            [model.new_fixed_size_interval_var(start[o], int(problem.busy[o] // unit), f"block {o}") for o in stage]
+        )
+    for job in range(problem.jobs):
+        for o, follower in pairwise([*numbers[:, 0, job].tolist(), *numbers[::-1, 1, job].tolist()]):
+            model.add(start[follower] >= start[o] + int(problem.lag[o] // unit))
+    for a, b in _equals(problem):
+        for o, later in zip(numbers[:, :, a].reshape(-1).tolist(), numbers[:, :, b].reshape(-1).tolist(), strict=True):
+            model.add(start[o] <= start[later])
+    end = model.new_int_var(-(-lower_bound(problem) // unit), most, "end")
+    for o in numbers[0, 1].tolist():
+        model.add(end >= start[o] + int(problem.busy[o] // unit))
+    model.minimize(end)
+    solver: Any = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = workers
+    solver.parameters.random_seed = seed
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return incumbent
+    starts = np.array([solver.value(variable) for variable in start], np.int64) * unit
+    found = starts if problem.makespan(starts) < incumbent.makespan else incumbent.starts
+    bound = max(lower_bound(problem), round(solver.best_objective_bound) * unit)
+    return Solution(problem, found, problem.makespan(found), bound, "cp-sat", incumbent.tried)
+
+
+def _equals(problem: ArrayProblem) -> list[tuple[int, int]]:
+    kinds = problem.same
+    return [(a, b) for kind in np.unique(kinds) for a, b in pairwise(np.flatnonzero(kinds == kind).tolist())]
+
+
+def _equals_in_order(problem: ArrayProblem, starts: np.ndarray) -> np.ndarray:
+    """The same schedule where of equal jobs the one with the smaller number goes first everywhere."""
+    table = starts.reshape(problem.stages, 2, problem.jobs).copy()
+    for kind in np.unique(problem.same):
+        jobs = np.flatnonzero(problem.same == kind)
+        table[:, :, jobs] = np.sort(table[:, :, jobs], axis=2)
+    return table.reshape(-1)

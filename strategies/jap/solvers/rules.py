@@ -1,0 +1,85 @@
+"""Orders by a rule: every stage that is free takes the ready block that comes first by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lightning_pipes.cost.named import known
+from lightning_pipes.sim.loops.machine import Kernel
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem
+from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
+from lightning_pipes.strategies.jap.solvers.kernel import NEVER
+from lightning_pipes.strategies.jap.solvers.machine import kernel_for
+from lightning_pipes.strategies.jap.solvers.solution import Solution
+from lightning_pipes.strategies.jap.solvers.tables import Notes, Urgency
+
+
+def by_number(problem: ArrayProblem) -> Array:
+    """First come, first served where jobs have arrived by number: places by job."""
+    return np.arange(problem.jobs)
+
+
+def longest_first(problem: ArrayProblem) -> Array:
+    """Places by job, the one with most work first."""
+    return places(np.argsort(-_work(problem), kind="stable"))
+
+
+def pyramid(problem: ArrayProblem) -> Array:
+    """Places by job: short ones at both ends, which fill and empty the pipeline, long ones between them."""
+    short = np.argsort(_work(problem), kind="stable")
+    return places(np.concatenate([short[::2], short[1::2][::-1]]))
+
+
+RULES: Mapping[str, tuple[Any, int]] = {
+    "backward first": (by_number, 0),
+    "forward first": (by_number, 1),
+    "longest first": (longest_first, 0),
+    "pyramid": (pyramid, 0),
+}
+"""Places, and what goes first among ready blocks: 0 backwards, 1 forwards, 2 whoever has the smaller place."""
+
+
+def by_rule(problem: ArrayProblem, rule: str) -> Solution:
+    """The order that a rule gives.
+
+    Raises:
+        InputError: nobody knows the rule.
+    """
+    place, style = known(RULES, rule, "rule")
+    there = place(problem)
+    starts = listed(problem, there, there, style, 0, kernel_for(problem.blocks))
+    return Solution(problem, starts, problem.makespan(starts), lower_bound(problem), rule)
+
+
+def listed(problem: ArrayProblem, there: Array, back: Array, style: int, patience: int, by: Kernel) -> Array:
+    """Starts by block number, from places of forwards and backwards; see `kernel.listed`."""
+    n, j = problem.blocks, problem.jobs
+    urgency = Urgency(*map(by.copy, numbers(there, back, style)))
+    starts = by.fill(n)
+    by.run.listed(problem.read(by), urgency, notes(problem, by), j, patience, NEVER, starts)
+    return np.array(starts, np.int64)
+
+
+def numbers(there: Array, back: Array, style: int) -> tuple[Array, Array]:
+    """The input of `kernel.listed`: numbers of forwards and of backwards, all different."""
+    ahead = 4 * len(there)
+    return 2 * there + 1 + ahead * (style == 0), 2 * back + ahead * (style == 1)
+
+
+def notes(problem: ArrayProblem, by: Kernel) -> Notes:
+    """Room for the kernel's notes on all jobs, and no `need` of theirs."""
+    n, s = problem.blocks, problem.stages
+    jobs = by.copy(np.arange(problem.jobs))
+    return Notes(jobs, by.fill(s), by.fill(n), by.fill(s), by.fill(s), by.fill(s), by.fill(n), by.fill(s))
+
+
+def places(order: Array) -> Array:
+    """The place of each job in an order of jobs."""
+    return np.argsort(order)
+
+
+def _work(problem: ArrayProblem) -> Array:
+    return np.asarray(sum(problem.occupied).sum(1), np.int64)  # type: ignore[union-attr]

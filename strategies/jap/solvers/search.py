@@ -1,0 +1,181 @@
+"""Insertion, annealing, and exchanges along the longest path: the best that is found in limited time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, longest
+from lightning_pipes.strategies.jap.solvers import rules
+from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
+from lightning_pipes.strategies.jap.solvers.kernel import NEVER, SCALE
+from lightning_pipes.strategies.jap.solvers.machine import kernel_for
+from lightning_pipes.strategies.jap.solvers.solution import Solution
+from lightning_pipes.strategies.jap.solvers.tables import Chance, Path, Sequence, Style, Sweep, Urgency
+
+LUCK = np.rint(-np.log((np.arange(4096) + 0.5) / 4096) * SCALE).astype(np.int64)
+"""How much worse is accepted, in units of the temperature: as often as annealing by exp(-worse / temperature) does."""
+HEAT = 333
+"""The first temperature is this part of the makespan."""
+ROUND = 4_000
+"""Orders of jobs that one annealing tries; `EXCHANGES` times as many exchanges of blocks follow."""
+EXCHANGES = 2
+CHUNK = 200
+"""Orders that are tried between two looks at the clock."""
+
+
+@dataclass
+class Effort:
+    """The budget of a search: `orders` to be timed, and an end that somebody else's clock may call.
+
+    Only the number of orders makes results reproducible: ranks that must agree give no `over`.
+    """
+
+    orders: int = 20_000
+    over: Callable[[], bool] = field(default=lambda: False)
+    spent: int = 0
+
+    @classmethod
+    def within(cls, seconds: float, clock: Callable[[], float] = time.monotonic) -> Effort:
+        """As many orders as can be timed in so many seconds from now on, by `clock`. What is found differs from run to
+        run then."""
+        end = clock() + seconds
+        return cls(10**9, lambda: clock() > end)
+
+    @property
+    def left(self) -> bool:
+        """Whether there is anything left."""
+        return self.spent < self.orders and not self.over()
+
+
+def searched(
+    problem: ArrayProblem, effort: Effort, seed: int = 0, bound: int = 0, incumbent: Solution | None = None
+) -> Solution:
+    """The best order found, at least as good as the best rule's, and as `incumbent`.
+
+    Jobs are inserted one by one where they do least harm (Nawaz, Enscore and Ham 1983). From the best orders of jobs in
+    turn follow rounds: annealing on the places of jobs, on what goes first, and on how long a stage waits for a better
+    block; then exchanges of blocks along the longest path.
+
+    Args:
+        bound: nanoseconds at which nothing is left to find; 0 means `lower_bound`.
+        incumbent: an order that is known already.
+    """
+    search = _Search(problem, effort, seed, bound or lower_bound(problem))
+    beginnings = [search.by_rule(rule) for rule in rules.RULES]
+    for longest_first in (True, False):
+        for style in (0, 2):
+            beginnings += search.insertion(longest_first, style)
+    beginnings.sort(key=lambda beginning: beginning.makespan)
+    if incumbent is not None and search.wanted and search.keep(incumbent.starts) <= search.makespan:
+        search.exchanges(incumbent.starts)
+    turn = 0
+    while search.wanted:
+        search.exchanges(search.annealing(beginnings[turn % len(beginnings)]))
+        turn += 1
+    return Solution(problem, search.starts, search.makespan, search.bound, "search", effort.spent)
+
+
+class _Beginning(NamedTuple):
+    """Places of jobs, what goes first (see `rules.RULES`), and what comes of it."""
+
+    makespan: int
+    style: int
+    places: Array
+
+
+class _Search:
+    """The best so far, and how it may be improved."""
+
+    def __init__(self, problem: ArrayProblem, effort: Effort, seed: int, bound: int) -> None:
+        self.problem, self.bound = problem, bound
+        self.makespan, self.starts = NEVER, problem.heads
+        self._effort = effort
+        self._by = by = kernel_for(effort.orders * problem.blocks)
+        self._blocks = problem.read(by)
+        self._luck = by.copy(LUCK)
+        self._rng = by.copy([seed % 2147483646 + 1])
+
+    @property
+    def wanted(self) -> bool:
+        """Whether something better may be found."""
+        return self.makespan > self.bound and self._effort.left
+
+    def keep(self, starts: Array) -> int:
+        """Nanoseconds of an order, which is kept if it is the best."""
+        makespan = self.problem.makespan(starts)
+        if makespan < self.makespan:
+            self.makespan, self.starts = makespan, starts
+        return makespan
+
+    def by_rule(self, rule: str) -> _Beginning:
+        """The order that a rule gives."""
+        place, style = rules.RULES[rule]
+        there = place(self.problem)
+        return _Beginning(self.keep(rules.listed(self.problem, there, there, style, 0, self._by)), style, there)
+
+    def insertion(self, longest_first: bool, style: int) -> list[_Beginning]:
+        """Jobs inserted one by one; none where there is no time for all of them."""
+        by, jobs = self._by, self.problem.jobs
+        places = rules.longest_first(self.problem)
+        order = by.copy(np.argsort(places if longest_first else -places))
+        row, urgency = by.fill(jobs), Urgency(by.fill(jobs), by.fill(jobs))
+        notes, starts = rules.notes(self.problem, by), by.fill(self.problem.blocks)
+        for k in range(jobs):
+            if not self.wanted:
+                return []
+            by.run.inserted(self._blocks, urgency, notes, order, k, row, 4 * jobs * (style == 0), NEVER, starts)
+            self._effort.spent += k + 1
+        there = rules.places(np.array(row, np.int64))
+        return [_Beginning(self.keep(rules.listed(self.problem, there, there, style, 0, by)), style, there)]
+
+    def annealing(self, beginning: _Beginning) -> Array:
+        """The starts of the best order of a round of annealing."""
+        by, p = self._by, self.problem
+        rule = [beginning.style, 0, beginning.makespan]
+        now, before, best = (Style(*map(by.copy, (beginning.places, beginning.places, rule))) for _ in range(3))
+        mean = max(1, int(p.forward.mean()))
+        urgency = Urgency(by.fill(p.jobs), by.fill(p.jobs))
+        notes, room, chance = rules.notes(p, by), by.fill(p.blocks), self._chance(ROUND)
+        self._in_chunks(
+            ROUND,
+            lambda begin, end: by.run.annealed(
+                self._blocks, chance, begin, end, mean, now, before, best, urgency, notes, room
+            ),
+        )
+        there, back = (np.array(each, np.int64) for each in (best.there, best.back))
+        starts = rules.listed(p, there, back, int(best.rule[0]), int(best.rule[1]), by)
+        self.keep(starts)
+        return starts
+
+    def exchanges(self, starts: Array) -> None:
+        """A round of exchanges of blocks that follow each other on the longest path."""
+        by, p = self._by, self.problem
+        given = p.order_of(starts).reshape(-1)
+        order, best_sequence = Sequence(by.copy(given), by.copy(np.argsort(given))), by.copy(given)
+        value, chance = by.fill(2, p.makespan(starts)), self._chance(EXCHANGES * ROUND)
+        path, path_new = (Path(by.fill(p.blocks), by.fill(p.blocks)) for _ in range(2))
+        sweep = Sweep(by.fill(p.blocks), by.fill(p.blocks))
+        self._in_chunks(
+            EXCHANGES * ROUND,
+            lambda begin, end: by.run.polished(
+                self._blocks, chance, begin, end, order, value, best_sequence, path, path_new, sweep
+            ),
+        )
+        found = longest(p, np.array(best_sequence, np.int64).reshape(p.stages, -1), by)
+        assert found is not None
+        self.keep(found)
+
+    def _chance(self, total: int) -> Chance:
+        return Chance(self.bound, self._luck, HEAT, total, self._rng)
+
+    def _in_chunks(self, total: int, some: Callable[[int, int], object]) -> None:
+        for begin in range(0, total, CHUNK):
+            if not self.wanted:
+                return
+            some(begin, min(begin + CHUNK, total))
+            self._effort.spent += CHUNK

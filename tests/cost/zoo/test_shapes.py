@@ -1,0 +1,216 @@
+"""Formulas against torch: FLOPs as its counter counts them, parameters, and bytes as our profiler measures them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from lightning_pipes.cost.zoo import blocks, named_model
+from lightning_pipes.cost.zoo.shapes import INT64, LayerShape, Tape, Tensor, shapes
+from lightning_pipes.engine.compute.profiler import profile_layers
+from lightning_pipes.ir import PlanError
+from tests.cost.zoo import torch_zoo as ours
+
+
+def flops(layer: nn.Module, *x: torch.Tensor) -> tuple[int, int, tuple[torch.Tensor, ...]]:
+    """Of forward and of backward, and the output, cut off from its graph."""
+    with FlopCounterMode(display=False) as forward:
+        given = layer(x[0] if len(x) == 1 else x)
+    out = given if isinstance(given, tuple) else (given,)
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.backward(out, [torch.ones_like(t) for t in out])
+    return (
+        forward.get_total_flops(),
+        backward.get_total_flops(),
+        tuple(t.detach().requires_grad_() for t in out),
+    )
+
+
+def check_flops(layers: list[nn.Module], found: list[LayerShape], *x: torch.Tensor) -> None:
+    rows = len(x[0])
+    for layer, shape in zip(layers, found, strict=True):
+        forward, backward, x = flops(layer, *x)
+        assert shape.forward_flops * rows == forward, shape.name
+        assert (shape.input_flops + shape.weight_flops) * rows == backward, shape.name
+        assert shape.parameters == sum(p.numel() for p in layer.parameters()), shape.name
+        assert shape.buffer_bytes == sum(b.nbytes for b in layer.buffers()), shape.name
+        assert shape.output == sum(t.nbytes for t in x) / rows, shape.name
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("VGG-16", lambda: ours.vgg(2, 2, 3, 3, 3)),
+        ("ResNet-50", lambda: ours.resnet(3, 4, 6, 3)),
+        ("U-Net", lambda: ours.unet()),
+    ],
+)
+def test_models_of_images(name, make):
+    model = named_model(name)
+    with torch.device("meta"):
+        check_flops(make(), model.shapes()[:-1], torch.zeros(2, *model.sample))
+
+
+WIDTH, HEADS, TOKENS, VOCABULARY = 64, 4, 24, 97
+TEXT = Tensor((TOKENS,), INT64, trained=False)
+IMAGE = Tensor((3, 32, 32), 4, trained=False)
+
+SMALL = {
+    "GPT-2": (
+        TEXT,
+        [
+            ("tokens", blocks.tokens(VOCABULARY, WIDTH)),
+            ("block", blocks.transformer_block(WIDTH, HEADS, causal=True)),
+            ("block", blocks.transformer_block(WIDTH, HEADS, causal=True, feed_forward=2)),
+            ("head", blocks.vocabulary_head(VOCABULARY, copied=False)),
+        ],
+        lambda: [
+            ours.Tokens(VOCABULARY, WIDTH, TOKENS),
+            ours.Block(WIDTH, HEADS, causal=True),
+            ours.Block(WIDTH, HEADS, causal=True, feed_forward=2),
+            ours.vocabulary_head(WIDTH, VOCABULARY),
+        ],
+    ),
+    "GPT-1 with dropout": (
+        TEXT,
+        [
+            ("tokens", blocks.tokens(VOCABULARY, WIDTH, dropout=0.1)),
+            *[("block", blocks.transformer_block(WIDTH, HEADS, causal=True, norm_first=False, dropout=0.1))] * 2,
+            ("head", blocks.vocabulary_head(VOCABULARY, copied=False, norm=False)),
+        ],
+        lambda: [
+            ours.Tokens(VOCABULARY, WIDTH, TOKENS, p=0.1),
+            *[ours.Block(WIDTH, HEADS, causal=True, norm_first=False, p=0.1) for _ in range(2)],
+            ours.vocabulary_head(WIDTH, VOCABULARY, norm=False),
+        ],
+    ),
+    "BERT": (
+        TEXT,
+        [
+            ("tokens", blocks.tokens(VOCABULARY, WIDTH, kinds=2, norm=True)),
+            *[("block", blocks.transformer_block(WIDTH, HEADS, causal=False, norm_first=False, fused=False))] * 2,
+            ("heads", blocks.bert_heads(VOCABULARY, copied=False)),
+        ],
+        lambda: [
+            ours.Tokens(VOCABULARY, WIDTH, TOKENS, kinds=2, norm=True),
+            *[ours.Block(WIDTH, HEADS, causal=False, norm_first=False, fused=False) for _ in range(2)],
+            ours.BertHeads(WIDTH, VOCABULARY),
+        ],
+    ),
+    "VGG": (
+        IMAGE,
+        [
+            ("convolution", blocks.conv_block(16)),
+            ("convolution", blocks.conv_block(24, norm=True, pool=True)),
+            ("classifier", blocks.classifier(40, 10, pooled=2, dropout=0.5)),
+        ],
+        lambda: [
+            ours.conv_block(3, 16),
+            ours.conv_block(16, 24, norm=True, pool=True),
+            ours.classifier(96, 40, 10, pooled=2, p=0.5),
+        ],
+    ),
+    "ResNet": (
+        IMAGE,
+        [
+            ("stem", blocks.resnet_stem()),
+            ("block", blocks.bottleneck(16)),
+            ("block", blocks.bottleneck(32, stride=2)),
+            ("block", blocks.bottleneck(32)),
+            ("classifier", blocks.classifier(10, pooled=1)),
+        ],
+        lambda: [
+            ours.resnet_stem(),
+            ours.Bottleneck(64, 16),
+            ours.Bottleneck(64, 32, 2),
+            ours.Bottleneck(128, 32),
+            ours.classifier(128, 10, pooled=1),
+        ],
+    ),
+    "U-Net": (
+        IMAGE,
+        [
+            ("down", blocks.down(8, pool=False)),
+            ("down", blocks.down(16)),
+            ("down", blocks.down(32)),
+            ("up", blocks.up(16)),
+            ("up", blocks.up(8)),
+            ("scores", blocks.pixel_scores(2)),
+        ],
+        lambda: ours.unet((8, 16)),
+    ),
+}
+
+
+def real(x: Tensor, rows: int) -> torch.Tensor:
+    return torch.randn(rows, *x.shape) if x.itemsize == 4 else torch.randint(VOCABULARY, (rows, *x.shape))
+
+
+def as_products(shape: LayerShape, causal: bool) -> LayerShape:
+    """As torch does attention on the meta device: by matrix products over all pairs of tokens, and backward without
+    computing scores again."""
+    skipped = (TOKENS + 1) / (2 * TOKENS) if causal else 1.0
+    operations = (
+        replace(o, flops=(o.flops[0] / skipped, 2 * o.flops[0] / skipped, 0.0)) if o.name == "attention" else o
+        for o in shape.operations
+    )
+    return replace(shape, operations=tuple(operations))
+
+
+@pytest.mark.parametrize(("name", "causal"), [("GPT-2", True), ("BERT", False)])
+def test_small_transformers(name, causal):
+    x, layers, make = SMALL[name]
+    found = [as_products(shape, causal) for shape in shapes(layers, x, Tape(4))]
+    with torch.device("meta"):
+        check_flops(make(), found, torch.zeros(3, *x.shape, dtype=torch.long))
+
+
+def test_fused_attention():
+    def run(tape, x):
+        return tape.attention(x, heads=HEADS, causal=False)
+
+    (attention,) = shapes([("attention", run)], Tensor((TOKENS, 3 * WIDTH), 4), Tape(4))
+    each = (1, HEADS, TOKENS, WIDTH // HEADS)
+    assert attention.forward_flops == sdpa_flop_count(each, each, each)
+    assert attention.input_flops == sdpa_backward_flop_count(each, each, each, each)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_bytes_are_those_that_the_profiler_measures(name):
+    """Float32 on the CPU, where a dropout mask is as wide as an activation. Statistics of batch normalisation, which do
+    not grow with the samples, are left out by the formulas."""
+    torch.manual_seed(0)
+    x, layers, make = SMALL[name]
+    found = shapes(layers, x, Tape(4, mask_itemsize=4))
+    rows = 4
+    profile = profile_layers(make(), {rows: real(x, rows)}, repeats=1)
+    for shape, layer in zip(found, profile.layers, strict=True):
+        assert rows * shape.saved == pytest.approx(layer.saved[0][1], rel=0.02), shape.name
+        assert shape.keeps_input == layer.keeps_input, shape.name
+        assert rows * shape.output == layer.output[0][1], shape.name
+        assert shape.parameters * 4 == layer.gradient_bytes, shape.name
+        assert shape.parameters * 4 + shape.buffer_bytes == layer.weight_bytes, shape.name
+        if name != "U-Net":  # gradients of what is joined are copied where they end a layer
+            assert shape.working(rows) == pytest.approx(layer.working[0][1], rel=0.02), shape.name
+
+
+def test_half_the_bytes_where_numbers_are_half_as_wide():
+    x, layers, _ = SMALL["VGG"]
+    wide, narrow = (shapes(layers, replace(x, itemsize=size), Tape(size)) for size in (4, 2))
+    assert [n.output for n in narrow] == [w.output / 2 for w in wide]
+    assert narrow[0].saved == wide[0].saved / 2
+    where = 24 * 16 * 16 * INT64  # max pooling's indices stay as they are
+    assert narrow[1].saved - where == (wide[1].saved - where) / 2
+
+
+def test_layers_that_do_not_fit():
+    with pytest.raises(PlanError, match="its input is too small"):
+        shapes([("convolution", blocks.conv_block(4, pool=True))] * 6, IMAGE, Tape(4))
+    with pytest.raises(PlanError, match="this layer takes one tensor, and 2 came"):
+        shapes([("down", blocks.down(4)), ("convolution", blocks.conv_block(4))], IMAGE, Tape(4))
+    with pytest.raises(PlanError, match="needs what a step down handed on"):
+        shapes([("up", blocks.up(4))], IMAGE, Tape(4))

@@ -1,0 +1,69 @@
+"""What a rank knows of its own future."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_pipes.engine.compute.order import ReadyOrder, StaticOrder
+from lightning_pipes.engine.messages.mailbox import Mailbox
+from lightning_pipes.ir import Kind, Program, Span, Use, lower, prepared
+from lightning_pipes.ir.program import shifted
+from lightning_pipes.strategies.csp import CSP
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.strategies.pipedream import PipeDream
+from lightning_pipes.testing.generators import tiny_plan
+
+
+class Everything:
+    """A mailbox with every message."""
+
+    def holds(self, key: Any) -> bool:
+        return True
+
+
+def far(program: Program, rank: int) -> list[Any]:
+    """The row, far beyond the batches that come."""
+    turns = [i for turn in range(20) for i in shifted(program.cycle[rank], turn)] if program.endless else []
+    return [*program.head[rank], *turns]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("schedule", [PipeDream(), OneFOneB()])
+def test_coming(schedule: Any, rank: int, microbatches: int) -> None:
+    plan = prepared(tiny_plan(4, microbatches), schedule)
+    program = lower(schedule.program(plan), plan)
+    order, mailbox, ran, batches = StaticOrder(program, rank), Everything(), [], 5 if program.endless else 1
+    for batch in range(batches):
+        order.add((0, batch), plan.jobs[0].rows, Use(()))
+        if batch == batches - 1:
+            order.close()
+        while (i := order.next(mailbox, 0)) is not None:  # type: ignore[arg-type]
+            wanted = [each for each in far(program, rank) if each.batch <= batch and each not in ran]
+            assert list(order.coming()) == wanted
+            assert wanted[0] == i
+            ran.append(i)
+            order.done(i)
+    assert not list(order.coming())
+    assert len(ran) == len([i for i in far(program, rank) if i.batch < batches])
+
+
+def test_layers_of_forwards_and_of_batches_that_come_back_take_turns() -> None:
+    """Six batches whose forwards are all ready on the first stage: a gradient may come at any time."""
+    policy = CSP()
+    plan = prepared(tiny_plan(2, 2), policy)
+    order = ReadyOrder(policy, plan, rank=0)
+    for batch in range(6):
+        order.add((0, batch), plan.jobs[0].rows, Use.of([str(batch), "9"], (Span(0, 9), Span(9, 10))))
+    mailbox: Any = Mailbox()
+    for _ in range(7):  # three forwards and sends of two micro-batches each, but the last one
+        i = order.next(mailbox, 0)
+        assert i is not None
+        while i.kind is not Kind.F:
+            order.done(i)
+            i = order.next(mailbox, 0)
+            assert i is not None
+        order.done(i)
+    assert list(order.coming()) == ["3", "4", "0", "5", "1", "2"]

@@ -1,0 +1,218 @@
+"""A monitor of sources that a test answers for."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_pipes.engine.monitor.ladder import sources_for
+from lightning_pipes.engine.monitor.monitor import OVERHEAD, Monitor
+from lightning_pipes.engine.monitor.rows import History, Window
+from lightning_pipes.engine.monitor.source import Rates, Source, SourceError
+from lightning_pipes.ir import InputError
+from lightning_pipes.testing.patience import patience
+
+NAN = math.nan
+
+
+class Fake(Source):
+    """Says what it was given, row by row; an exception among them is raised."""
+
+    name: ClassVar[str] = "fake"
+
+    def __init__(self, rows: Sequence[Sequence[float] | Exception], names: Sequence[str] = ("gpu.busy_share",)) -> None:
+        super().__init__()
+        self.metrics = tuple(names)
+        self._rows: Iterator[Sequence[float] | Exception] = iter(rows)
+        self.closed = False
+
+    def open(self) -> None:
+        pass
+
+    def read(self) -> Sequence[float]:
+        row = next(self._rows)
+        if isinstance(row, Exception):
+            raise row
+        return row
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Absent(Fake):
+    name: ClassVar[str] = "absent"
+
+    def open(self) -> None:
+        raise SourceError("there is none")
+
+
+class Broken(Fake):
+    name: ClassVar[str] = "broken"
+
+    def open(self) -> None:
+        raise RuntimeError("it can't even say why")
+
+
+def ticked(*sources: Source, ticks: int, **settings) -> Monitor:
+    monitor = Monitor(sources, **settings)
+    monitor.open()
+    for _ in range(ticks):
+        monitor.tick()
+    monitor.close()
+    return monitor
+
+
+def test_means_and_percentiles_of_the_last_window():
+    rows = [[float(n)] for n in range(100)]
+    found = ticked(Fake(rows), ticks=100, hertz=4, window=10).features()
+    assert found == {"gpu.busy_share": np.mean(range(60, 100)), "gpu.busy_share_p95": 97.0}
+
+
+def test_what_is_missing_is_no_number_and_counts_for_nothing():
+    fake = Fake([[NAN, NAN], [1.0, NAN], [3.0, NAN]], ["gpu.busy_share", "gpu.power_watts"])
+    found = ticked(fake, ticks=3).features()
+    assert (found["gpu.busy_share"], found["gpu.busy_share_p95"]) == (2.0, 3.0)
+    assert math.isnan(found["gpu.power_watts"])
+    assert math.isnan(found["gpu.power_watts_p95"])
+
+
+def test_the_log_says_once_by_what(caplog):
+    caplog.set_level(logging.INFO)
+    monitor = ticked(Absent([]), Broken([]), Fake([[0.5]] * 3), ticks=3, who="rank 7")
+    assert [r.message for r in caplog.records] == [
+        "rank 7 is monitored by fake; not by absent (there is none), broken (RuntimeError: it can't even say why)"
+    ]
+    assert monitor.features()["gpu.busy_share"] == 0.5
+
+
+def test_a_source_that_disappears_and_comes_back(caplog):
+    gone = OSError("gone")
+    other = Fake([[float(n)] for n in range(5)], ["host.runnable_count"])
+    fake = Fake([[1.0], gone, gone, [2.0], [2.0, 2.0]])
+    monitor = ticked(fake, other, ticks=5)
+    curves = monitor.curves()
+    assert curves.values["gpu.busy_share"] == (1.0, None, None, 2.0, None)  # the last had another shape
+    assert curves.values["host.runnable_count"] == (0.0, 1.0, 2.0, 3.0, 4.0)
+    assert monitor.features()["gpu.busy_share"] == 1.5
+    assert [r.message for r in caplog.records] == [
+        "this rank: fake can't be read (OSError: gone); its metrics are missing until it can. Training goes on"
+    ]
+
+
+def test_a_metric_that_is_lost_is_said_once(caplog):
+    caplog.set_level(logging.INFO)
+    fake = Fake([[NAN]] * 3)
+    fake.lost = ["power: not supported"]
+    ticked(fake, ticks=3)
+    assert sum("fake has no power: not supported" in r.message for r in caplog.records) == 1
+
+
+def test_free_bytes_of_the_best_source():
+    host = ["host.available_bytes"]
+    both = Fake([[7.0, 5.0], [NAN, 6.0]], ["gpu.free_bytes", *host])
+    monitor = Monitor([both])
+    assert monitor.free() is None
+    monitor.open()
+    monitor.tick()
+    assert monitor.free() == 7
+    monitor.tick()
+    assert monitor.free() == 6
+    assert ticked(Fake([[1.0]]), ticks=1).free() is None
+
+
+def test_numbers_that_it_is_told():
+    monitor = Monitor([Fake([[0.0]] * 3)], told=["pipeline.forward_seconds"])
+    monitor.open()
+    monitor.tick()
+    monitor.tell({"pipeline.forward_seconds": 0.25, "unknown": 1.0})
+    monitor.tick()
+    assert monitor.curves().values["pipeline.forward_seconds"] == (None, 0.25)
+    assert "pipeline.forward_seconds" not in monitor.features()
+
+
+def test_nothing_to_read_is_no_error():
+    monitor = ticked(Absent([]), ticks=2)
+    assert (monitor.features(), monitor.free()) == ({}, None)
+    assert len(monitor.curves().times) == 2
+
+
+def test_before_anything_was_seen():
+    monitor = Monitor([Fake([])])
+    assert (monitor.features(), monitor.free(), monitor.curves().times) == ({}, None, ())
+    monitor.stop()  # never started
+
+
+@pytest.mark.parametrize("settings", [{"hertz": 0}, {"hertz": 11}, {"hertz": NAN}, {"window": 0.4}, {"hertz": "4"}])
+def test_settings_that_make_no_sense(settings):
+    with pytest.raises(InputError):
+        Monitor([], **settings)
+
+
+class Costly(Fake):
+    """Takes a twentieth of a second of a core."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.reads: list[float] = []
+        self.read_once = threading.Event()
+
+    def read(self) -> Sequence[float]:
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        self.reads.append(time.monotonic())
+        self.read_once.set()
+        return [1.0]
+
+
+def test_the_thread_takes_no_more_than_its_share():
+    costly = Costly()
+    monitor = Monitor([costly], hertz=10)
+    monitor.start()
+    assert costly.read_once.wait(patience(10))
+    time.sleep(0.5)  # five more would be due
+    monitor.stop()
+    assert len(costly.reads) == 1, f"the next is due after {0.05 / OVERHEAD:.0f} s"
+    assert costly.closed
+    assert monitor.features() == {"gpu.busy_share": 1.0, "gpu.busy_share_p95": 1.0}
+
+
+def test_this_machine_has_something_to_say():
+    monitor = Monitor(sources_for(torch.device("cpu")), hertz=10, window=1)
+    monitor.start()
+    deadline = time.monotonic() + patience(20)
+    while time.monotonic() < deadline and not monitor.features().get("host.compute_run_share", 0) > 0:
+        sum(range(100_000))
+    monitor.stop()
+    assert monitor.features()["host.compute_run_share"] > 0
+    assert (monitor.free() or 0) > 0
+    assert "gpu.sm_active_share" not in monitor.features()
+
+
+def test_features_do_not_hold_up_sampling_for_long():
+    """2400 samples take little room, and little time."""
+    history, window = History(), Window(40)
+    for n in range(2400):
+        row = np.array([float(n), 2.0 * n])
+        history.add(row)
+        window.rows.append(row)
+    assert 200 <= len(history.points) <= 400
+    assert history.points[0].tolist() == [3.5, 7.0]  # the mean of eight
+    assert all(a[0] < b[0] for a, b in zip(history.points, history.points[1:], strict=False))
+
+
+def test_rates():
+    rates = Rates()
+    assert np.isnan(rates.per_second([1.0, 10.0], now=5.0)).all()
+    assert rates.per_second([2.0, 30.0], now=7.0).tolist() == [0.5, 10.0]
+    wrapped = rates.per_second([3.0, 0.0], now=8.0)
+    assert (wrapped[0], math.isnan(wrapped[1])) == (1.0, True)
+    assert np.isnan(rates.per_second([3.0, 0.0], now=8.0)).all()  # no time has passed

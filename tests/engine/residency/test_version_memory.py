@@ -1,0 +1,216 @@
+"""Weight versions of PipeDream's first stage on a device with room for a few, on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipes.engine.compute.weights import TurningVersions, Version
+from lightning_pipes.engine.residency.copier import SlabCopier, ThreadCopier, Way
+from lightning_pipes.engine.residency.state_cache import StateCache
+from lightning_pipes.engine.residency.swap import Swap
+from lightning_pipes.engine.residency.version_memory import VersionMemory
+from lightning_pipes.ir import Kind, PipelineError, PlanError, prepared
+from lightning_pipes.sim.residency import Statistics
+from lightning_pipes.strategies.pipedream import PipeDream
+from lightning_pipes.testing.generators import tiny_plan
+from tests.engine.residency.virtual import Virtual
+
+CPU = torch.device("cpu")
+STAGES, BATCHES, WIDTH = 8, 40, 16
+SIZE = 4 * WIDTH * WIDTH + 512
+"""Bytes of a version: one linear layer."""
+FORWARD, BACKWARD = 10_000_000, 30_000_000
+"""Nanoseconds of a batch; backward runs forward again."""
+
+
+class Late:
+    """Makes each copy as late as it may: when somebody waits for it, or for one that follows."""
+
+    bandwidth = None
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.waiting: dict[int, tuple[Way, torch.Tensor, torch.Tensor, tuple[int, ...]]] = {}
+
+    def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Iterable[int] = ()) -> int:
+        self.count += 1
+        self.waiting[self.count] = way, target, source, tuple(after)
+        return self.count
+
+    def mark(self) -> None:
+        return None
+
+    def done(self, ticket: int) -> bool:
+        return ticket not in self.waiting
+
+    def follow(self, ticket: int) -> int:
+        if ticket in self.waiting:
+            way = self.waiting[ticket][0]
+            for number in [n for n, each in self.waiting.items() if n <= ticket and each[0] == way]:
+                if number in self.waiting:  # else one before has waited for it
+                    _, target, source, after = self.waiting[number]
+                    for other in after:
+                        self.follow(other)
+                    target.copy_(source)
+                    self.waiting.pop(number, None)
+        return 0
+
+    def wait(self, ticket: int) -> None:
+        self.follow(ticket)
+
+    def close(self) -> int:
+        return 0
+
+
+@dataclass
+class States:
+    """Where versions take turns."""
+
+    swap: Swap[object]
+    prefetch: bool = True
+
+    def states(self, device: torch.device) -> Swap[object]:
+        return self.swap
+
+
+@dataclass
+class Walk:
+    """What a walk through the row of the first stage finds.
+
+    Attributes:
+        nanoseconds: that it takes on the copier's clock, if it has one.
+        versions: the most there were, with the live one.
+        bytes: of the device for versions, without the live one.
+    """
+
+    nanoseconds: int
+    versions: int
+    bytes: int
+    statistics: Statistics
+
+
+def walk(
+    slots: int,
+    copier: SlabCopier,
+    microbatches: int = 1,
+    prefetch: bool = True,
+    stages: int = STAGES,
+    poison: bool = False,
+) -> Walk:
+    """Every version has weights that are all its number, which whoever reads it finds again."""
+    plan = prepared(tiny_plan(stages, microbatches), PipeDream())
+    row = PipeDream().program(plan).unroll(BATCHES).head[0]
+    swap: Swap[object] = Swap(slots * SIZE, copier, CPU, poison=poison)
+    memory = VersionMemory(States(swap, prefetch), CPU)
+    layer = nn.Linear(WIDTH, WIDTH)
+    versions = TurningVersions({0: layer}, plan.versions[0], 0, memory, CPU)
+    read: dict[int, tuple[Version, int]] = {}
+    clock, newest, most, bytes_there = getattr(copier, "link", None), 0, 0, 0
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.fill_(newest)
+        for at, i in enumerate(row):
+            memory.coming = lambda at=at: (
+                read[i.batch][0].key for i in row[at:] if i.kind is not Kind.STEP and i.batch in read
+            )
+            if i.kind is Kind.STEP:
+                del read[i.batch]
+                versions.before_update(version for version, _ in read.values())
+                newest += 1
+                for p in layer.parameters():
+                    p.fill_(newest)
+                versions.updated()
+                most = max(most, 1 + len(versions._kept))
+                bytes_there = max(bytes_there, swap._cache._slab_bytes)
+                continue
+            if i.batch not in read:
+                current = versions.current()
+                assert current is not None
+                read[i.batch] = current, newest
+            version, number = read[i.batch]
+            with versions.at_hand(version):
+                assert all((p == number).all() for p in version.parameters[0].values()), i
+                if clock is not None:
+                    clock.now += FORWARD // microbatches if i.kind is Kind.F else BACKWARD // microbatches
+    assert not versions._kept
+    swap.close()
+    return Walk(0 if clock is None else clock.now, most, bytes_there, swap.statistics)
+
+
+@pytest.mark.parametrize(("slots", "share"), [(2, 0.3), (3, 0.45)])
+def test_three_of_eight_versions_cost_little(slots: int, share: float) -> None:
+    """Two besides the live one. A copy takes this share of a batch's forward and backward: on 25 GB/s, 0.3 is what
+    weights of four bytes take beside 8192 tokens at 125 TFLOP/s, whatever the size of the stage."""
+    found = walk(slots, Virtual(SIZE / (share * (FORWARD + BACKWARD) / 1e9)))
+    assert found.nanoseconds <= 1.02 * BATCHES * (FORWARD + BACKWARD)
+    assert found.versions == STAGES
+    assert found.bytes == slots * SIZE < (STAGES - 1) * SIZE
+    assert found.statistics.bytes_out <= BATCHES * SIZE  # each once
+
+
+def test_without_prefetching_every_backward_waits() -> None:
+    found = walk(3, Virtual(SIZE / (0.3 * (FORWARD + BACKWARD) / 1e9)), prefetch=False)
+    assert found.nanoseconds > 1.15 * BATCHES * (FORWARD + BACKWARD)
+
+
+@pytest.mark.parametrize(
+    ("slots", "microbatches", "bandwidth", "poison"),
+    [(1, 1, 2e7, True), (2, 1, 2e7, True), (1, 2, 2e7, True), (2, 1, None, False), (3, 1, None, False)],
+)
+def test_versions_are_what_was_read(slots: int, microbatches: int, bandwidth: float | None, poison: bool) -> None:
+    """Without a bandwidth nothing is copied before somebody waits for it, and places are taken from versions that are
+    still on their way."""
+    copier = Late() if bandwidth is None else ThreadCopier(bandwidth)
+    try:
+        found = walk(slots, copier, microbatches, stages=6, poison=poison)
+    finally:
+        copier.close()
+    assert found.bytes == min(slots, found.versions - 1) * SIZE
+    assert found.statistics.leases >= BATCHES - 1  # the first backward finds the live weights as they were
+    assert (found.statistics.bytes_in > 0) == (slots < found.versions - 1)
+
+
+def test_weights_that_somebody_else_changes_are_noticed() -> None:
+    swap: Swap[object] = Swap(SIZE, Virtual(1e9), CPU)
+    layer = nn.Linear(WIDTH, WIDTH)
+    versions = TurningVersions({0: layer}, 2, 0, VersionMemory(States(swap), CPU), CPU)
+    version = versions.current()
+    with versions.at_hand(version):
+        pass
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with (
+        pytest.raises(PipelineError, match=r"weights of stage 0 were changed between .* leave MemorySwap out"),
+        versions.at_hand(version),
+    ):
+        pass
+
+
+def test_a_version_that_does_not_fit() -> None:
+    swap: Swap[object] = Swap(SIZE - 1, Virtual(1e9), CPU)
+    versions = TurningVersions({0: nn.Linear(WIDTH, WIDTH)}, 2, 3, VersionMemory(States(swap), CPU), CPU)
+    with pytest.raises(PlanError, match=r"state weights 1 of stage 3 has 1536 bytes, .* raise the budget"):
+        versions.before_update([versions.current()])
+
+
+def test_a_place_to_which_a_state_is_on_its_way() -> None:
+    copier = Late()
+    cache: StateCache[str] = StateCache(512, copier, CPU)
+    cache.add("loaded", {"x": torch.ones(128)})
+    cache.predict(["loaded"])
+    assert cache.prefetch() == 1
+    cache.make("made", {"x": torch.zeros(128)})
+    for ticket in list(copier.waiting):
+        copier.wait(ticket)
+    assert not cache.on_device("made")["x"].any()
+    cache.offload("made")
+    with cache.lease("loaded") as state:
+        assert state["x"].all()
+    with cache.lease("made") as state:
+        assert not state["x"].any()
+    assert cache.statistics.bytes_out == 512

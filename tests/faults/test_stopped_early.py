@@ -1,0 +1,43 @@
+"""Processes that are stopped before ranks have met, in interpreters of their own: nobody waits for them without end."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOON = 60.0
+"""Seconds on a busy machine; heartbeat_timeout is 5 s in these runs, and `timeout` 180 s."""
+CASES = {
+    "a rank of torchrun's": {"launcher": "torchrun", "victim": 1, "point": "rendezvous"},
+    "rank 0 of torchrun's": {"launcher": "torchrun", "victim": 0, "point": "rendezvous"},
+    "who has launched the other": {"launcher": "lightning", "victim": 0, "point": "process_group"},
+    "a rank of a study": {"launcher": "lightning", "victim": 1, "point": "process_group", "kind": "study"},
+    "rank 0 of a study": {"launcher": "lightning", "victim": 0, "point": "process_group", "kind": "study"},
+}
+QUICK = "rank 0 of torchrun's"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in CASES]
+)
+def test_who_is_stopped_before_ranks_have_met(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    faults: Any = importlib.import_module("faults")
+    usual = {"number": 0, "kind": "fit", "form": "full", "ranks": 2, "act": "stop", "phase": "launch"}
+    case = faults.Case(**{**usual, **CASES[name]})
+    run = faults.Run(case, tmp_path, SOON)
+    with run.started():
+        at = run.strike()
+        assert at is not None, run.log()
+        wrong, _ = run.watch(at)
+        took = time.monotonic() - at
+        assert not wrong, run.log()
+        assert not run.check(), run.log()
+        assert not faults.processes(run.token)
+    assert took < run.timeout / 2, "not by heartbeat_timeout"
+    assert re.search(rf"local rank {case.victim}, process \d+, has been stopped for \d+ s", run.log())

@@ -1,0 +1,98 @@
+"""What predictors learn from, and how they are compared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.metrics import mean_absolute_error, r2_score
+
+from lightning_pipes.ir import InputError
+from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, cross_validated, score
+from lightning_pipes.strategies.dynpipe.interference.features import FORMULA_AT, NAMES, STAGE
+from lightning_pipes.strategies.dynpipe.interference.models import Constant, Formula, Scaled
+
+
+@pytest.fixture
+def data() -> Dataset:
+    """Two settings of three stages, twice each, and one without a neighbour."""
+    random = np.random.default_rng(0)
+    stages = np.array(["a", "b", "c"] * 6)
+    neighbours = np.array(["spin"] * 6 + ["memory"] * 6 + [NONE] * 6)
+    rows = random.uniform(1, 3, size=(18, len(NAMES)))
+    return Dataset(rows, 1.5 * rows[:, FORMULA_AT], neighbours, stages, np.repeat([0, 1, 2], 6))
+
+
+def test_other_stages_on_a_device_as_it_was_seen(data):
+    crossed = data.crossed()
+    assert len(crossed) == 3 * 6 * 6
+    device = len(NAMES) - len(STAGE)
+    place = 6 + 1 * 6 + 5  # in the first setting the second window, as seen, and the last one, as asked
+    np.testing.assert_array_equal(crossed.rows[place - 6 + 0, :device], data.rows[1, :device])
+    np.testing.assert_array_equal(crossed.rows[place - 6, device:], data.rows[5, device:])
+    assert crossed.ratios[place - 6] == data.ratios[5]
+    assert (crossed.stages[place - 6], crossed.neighbours[place - 6], crossed.settings[place - 6]) == ("c", "spin", 0)
+    assert all(len({*data.settings[[i]]}) == 1 for i in range(len(data)))
+
+
+def test_whole_kinds_are_held_out(data):
+    parts = {name: (learned, held) for name, learned, held in data.without_each(data.neighbours)}
+    assert set(parts) == {"memory", "spin"}  # what is beside nothing is always learned from
+    learned, held = parts["spin"]
+    assert set(learned.neighbours) == {"memory", NONE}
+    assert set(held.neighbours) == {"spin"}
+    assert [set(held.stages) for _, _, held in data.without_each(data.stages)] == [{"a"}, {"b"}, {"c"}]
+    found = [*data.random_parts()]
+    assert sorted(np.concatenate([held.ratios for _, _, held in found])) == sorted(data.ratios)
+    assert all(len(learned) + len(held) == len(data) for _, learned, held in found)
+
+
+def test_scores_are_those_of_scikit_learn():
+    random = np.random.default_rng(1)
+    truth, guess = random.uniform(1, 5, 50), random.uniform(1, 5, 50)
+    found = score(truth, guess)
+    assert found.r2 == pytest.approx(r2_score(truth, guess))
+    assert found.mae == pytest.approx(mean_absolute_error(truth, guess))
+    assert score(truth, truth) == (1.0, 0.0)
+
+
+def test_models_are_scored_on_what_they_have_not_seen(data):
+    over_all, each = cross_validated(Scaled, data.without_each(data.neighbours))
+    assert over_all.r2 == pytest.approx(1.0)  # all of it is 1.5 times the formula
+    assert set(each) == {"memory", "spin"}
+    assert cross_validated(Formula, data.random_parts())[0].mae == pytest.approx((data.ratios / 3).mean())
+    assert cross_validated(Constant, data.random_parts())[0].r2 < 0.1
+
+
+def test_it_is_kept(data, tmp_path):
+    data.save(tmp_path / "data.npz")
+    again = Dataset.load(tmp_path / "data.npz")
+    for name, values in vars(data).items():
+        np.testing.assert_array_equal(getattr(again, name), values)
+
+
+def test_other_files(data, tmp_path):
+    np.savez(tmp_path / "other.npz", names=np.array(["x"]))
+    np.savez(tmp_path / "less.npz", names=np.array(NAMES), rows=data.rows)
+    np.savez(tmp_path / "objects.npz", **{**vars(data), "names": np.array(NAMES), "stages": data.stages.astype(object)})
+    for name, message in {
+        "other.npz": "other columns",
+        "less.npz": "can't be read as a dataset",
+        "objects.npz": "can't be read as a dataset",
+        "none.npz": "can't be read as a dataset",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            Dataset.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ratios": np.zeros(18)}, "above 0 and finite"),
+        ({"ratios": np.full(18, np.nan)}, "above 0 and finite"),
+        ({"ratios": np.ones(3)}, "all else once a row"),
+        ({"rows": np.ones((18, 2))}, "all else once a row"),
+    ],
+)
+def test_no_dataset(data, changes, message):
+    with pytest.raises(InputError, match=message):
+        Dataset(**{**vars(data), **changes})

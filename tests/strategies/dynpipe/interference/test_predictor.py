@@ -1,0 +1,159 @@
+"""What planners are told of interference."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from lightning_pipes.ir import InputError
+from lightning_pipes.planning.replanning import Hosting, Interference
+from lightning_pipes.strategies.dynpipe.interference import Forest, Predictor
+from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, formula, table
+from lightning_pipes.strategies.dynpipe.interference.forest import train
+from lightning_pipes.strategies.dynpipe.interference.models import MODELS, Constant, Corrected, Formula, Linear, Trees
+from lightning_pipes.testing.patience import patience
+
+BUSY = "host.machine_busy_share"
+
+
+def hosting(forward: float = 0.002, weights: float = 1e6) -> Hosting:
+    return Hosting(1, 8, forward, 2 * forward, weights, 2 * weights, 1e5, 1e4)
+
+
+def device(run: float = 0.5, wait: float = 0.5, busy: float = 0.5) -> dict[str, float]:
+    return {RUN: run, WAIT: wait, BUSY: busy}
+
+
+def data(rows: int = 400, seed: int = 0):
+    """A world in which weights suffer from a busy machine on top of waiting."""
+    random = np.random.default_rng(seed)
+    pairs, ratios = [], []
+    for _ in range(rows):
+        run, wait, busy = random.uniform(0.2, 1), random.uniform(0, 1), random.uniform(0, 1)
+        stage = hosting(random.uniform(0.001, 0.004), random.choice([1e5, 1e8]))
+        pairs.append((device(run, wait, busy), stage))
+        ratios.append((run + wait) / run * (1 + busy * (stage.weights > 1e7)))
+    return pairs, np.array(ratios)
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    pairs, ratios = data()
+    return Predictor(Corrected().fit(table(pairs), ratios).forest)
+
+
+def test_a_row():
+    (row,) = table([(device(0.25, 0.5), hosting(0.001, 3e6))])
+    found = dict(zip(NAMES, row, strict=True))
+    assert found["formula.ratio"] == 3.0
+    assert found["stage.backward_share"] == pytest.approx(2 / 3)
+    assert found["stage.weight_bytes_per_s"] == pytest.approx(1e9)
+    assert math.isnan(found["gpu.sm_active_share"])
+
+
+@pytest.mark.parametrize(
+    ("seen", "ratio"),
+    [({}, math.nan), ({RUN: 0.0, WAIT: 0.5}, math.nan), ({RUN: 0.5, WAIT: 0.25}, 1.5), ({RUN: 1e-9, WAIT: 1.0}, 1000)],
+)
+def test_the_plain_formula(seen, ratio):
+    assert formula(seen) == pytest.approx(ratio, nan_ok=True)
+
+
+def test_stages_that_suffer_more_do_so_in_its_answer(predictor):
+    assert isinstance(predictor, Interference)
+    here = device(0.5, 0.5, 0.9)
+    found = predictor.predict([(here, hosting(0.002, 1e5)), (here, hosting(0.002, 1e8)), (here, hosting(0.002, 1e8))])
+    assert found.ratios[0] == pytest.approx(2.0, rel=0.1)
+    assert found.ratios[1] == found.ratios[2] == pytest.approx(3.8, rel=0.1)
+    assert found.known.all()
+
+
+def test_it_does_not_know(predictor):
+    rows = [
+        (device(), hosting()),
+        (device(busy=3.0), hosting()),  # busier than anything it has seen
+        ({RUN: 0.5, WAIT: 0.5}, hosting()),  # a source that was always there is silent
+        ({**device(), "gpu.sm_active_share": 0.5}, hosting()),  # one that never was says nothing to it
+        (device(), hosting(weights=1e12)),  # a stage unlike all others
+        ({}, Hosting(*(8 * [0.0]))),
+    ]
+    assert predictor.predict(rows).known.tolist() == [True, False, False, True, False, False]
+    unsure = [(device(wait=wait / 100), hosting()) for wait in range(100)]
+    assert not Predictor(predictor.forest, spread=0.0).predict(unsure).known.all()  # trees do not agree on all of them
+    assert Predictor(predictor.forest).predict(unsure).known.all()
+    nothing = predictor.predict([])
+    assert (len(nothing.ratios), len(nothing.known)) == (0, 0)
+
+
+def test_it_is_kept(predictor, tmp_path):
+    predictor.forest.save(tmp_path / "forest.npz")
+    again = Predictor.load(tmp_path / "forest.npz")
+    rows = [(device(wait=wait / 10), hosting()) for wait in range(10)]
+    assert again.predict(rows).ratios.tolist() == predictor.predict(rows).ratios.tolist()
+
+
+def test_a_forest_of_other_columns():
+    x = np.random.default_rng(0).normal(size=(20, 2))
+    with pytest.raises(InputError, match=r"other columns than this version has \(a, b, formula.ratio"):
+        Predictor(train(x, x[:, 0], ("a", "b"), trees=2))
+
+
+def test_bad_margins(predictor):
+    with pytest.raises(InputError, match="spread must be 0 or more, got -1"):
+        Predictor(predictor.forest, spread=-1)
+
+
+def test_what_learns_beats_what_does_not_and_the_formula_needs_no_data():
+    (pairs, ratios), (new_pairs, truth) = data(), data(100, seed=1)
+    rows, new = table(pairs), table(new_pairs)
+    errors = {m.name: float(np.abs(m().fit(rows, ratios).predict(new) - truth).mean()) for m in MODELS}
+    assert errors["formula x forest"] < errors["formula"] < errors["constant"]
+    assert errors["forest"] < errors["constant"]
+    assert errors["linear"] < errors["constant"]
+    assert errors["network"] < errors["constant"]
+    assert set(errors) == {
+        "forest",
+        "formula x forest",
+        "formula",
+        "formula x constant",
+        "linear",
+        "network",
+        "constant",
+    }
+    assert Formula().predict(new[:1])[0] == pytest.approx(formula(new_pairs[0][0]))
+
+
+def test_where_the_scheduler_counts_nothing_the_forest_is_alone():
+    pairs, ratios = data()
+    blind = [({BUSY: seen[BUSY]}, stage) for seen, stage in pairs]
+    rows = table(blind)
+    alone = Corrected().fit(rows, ratios).predict(rows)
+    np.testing.assert_allclose(alone, Trees().fit(rows, ratios).predict(rows))
+
+
+def test_a_line_does_not_lead_out_of_the_world():
+    pairs, ratios = data()
+    far = table([(device(1e-3, 1.0, 1e6), hosting())])
+    assert Linear().fit(table(pairs), ratios).predict(far)[0] == pytest.approx(ratios.max())
+    assert Constant().fit(table(pairs), ratios).predict(far)[0] == ratios.mean()
+
+
+def test_a_whole_re_plan_takes_less_than_a_second(predictor):
+    """All 6435 partitions of 16 blocks on 8 devices, which DynPipe asks one by one."""
+    devices = [device(wait=n / 8) for n in range(8)]
+    rows = [
+        (devices[place], hosting(0.0005 * (stop - start), 1e5 * (stop - start)))
+        for cut in combinations(range(1, 16), 7)
+        for place, (start, stop) in enumerate(pairwise((0, *cut, 16)))
+    ]
+    assert len(rows) == 6435 * 8
+    began = time.process_time()
+    found = predictor.predict(rows)
+    assert time.process_time() - began < patience(1.0)
+    assert len(found.ratios) == len(rows)
+    assert isinstance(predictor.forest, Forest)
+    assert len(predictor.forest.roots) == 128

@@ -1,0 +1,46 @@
+"""What partitions would have taken in looks at other plans."""
+
+from __future__ import annotations
+
+from lightning_pipes.ir import Plan, Schedule, Span
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.strategies.dynpipe.history import History
+from lightning_pipes.strategies.dynpipe.partitions import all_partitions
+from lightning_pipes.strategies.dynpipe.repartition import Windows
+from lightning_pipes.strategies.dynpipe.situation import Situation
+from lightning_pipes.testing.neighbourhood import Neighbourhood, model, steady
+
+EVEN, MOVED = (Span(0, 4), Span(4, 8)), (Span(0, 5), Span(5, 8))
+
+
+def history(*looks: tuple[tuple[Span, ...], float]) -> History:
+    """Of looks at partitions of eight equal layers while the device of stage 1 takes so many times as long."""
+    schedule = make_schedule("pipedream")
+    assert isinstance(schedule, Schedule)
+    every: list[tuple[Plan, Seen]] = []
+    for layers, factor in looks:
+        world = Neighbourhood(model([1e-3] * 8), schedule, 2, 8, 4, steady((1.0, factor)))
+        plan = world.plan(layers)
+        every.append((plan, world.seen(plan, 0, 20)))
+    plan, look = every[-1]
+    windows = Windows([Situation(world.profile, plan, look, world.deployment)], world.order(plan))
+    return History(windows, all_partitions(range(1, 8), 2, 8), every)
+
+
+def test_devices_are_as_slow_as_they_were_whatever_ran_there() -> None:
+    """Beside a neighbour that takes 5/3 of the time, 5 layers and 3 take as long as each other; moved already, no more
+    is wanted, although stage 1 was seen at other plans."""
+    slow = 5 / 3
+    assert history((EVEN, slow), (EVEN, slow)).wants(2, 0.05)
+    assert not history((MOVED, slow), (MOVED, slow)).wants(2, 0.05)
+    assert not history((EVEN, slow), (MOVED, slow)).wants(2, 0.05)
+    assert history((EVEN, slow), (MOVED, slow), (MOVED, 1.0), (MOVED, 1.0)).wants(2, 0.05)
+    assert not history((EVEN, slow), (MOVED, slow), (MOVED, 1.0), (MOVED, slow)).wants(2, 0.05)
+
+
+def test_the_partition_to_stay_with_is_one_that_ran() -> None:
+    """The neighbour is there for one look of four; who goes by two of them moves in vain each time."""
+    looks = [(EVEN, 1.0), (EVEN, 1.0), (MOVED, 1.0), (MOVED, 2.0)] * 4
+    assert history(*looks, (MOVED, 1.0)).counted(2, 0.05) == (17, EVEN)
+    assert history(*([(EVEN, 1.0)] * 8), (EVEN, 3.0), (EVEN, 3.0)).counted(2, 0.05) == (2, None)

@@ -1,0 +1,118 @@
+"""Neighbours take the core that they are told to, as much as they are told to, and end with whoever started them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_pipes.ir import PlanError
+from lightning_pipes.testing.neighbours import KINDS, Neighbour, Quota, why_no_quota
+from lightning_pipes.testing.patience import patience
+
+CORE = min(os.sched_getaffinity(0))
+SCRIPT = """
+import sys, time
+from lightning_pipes.testing.neighbours import Neighbour
+with Neighbour("spin", processes=2) as there:
+    print(*there.pids, flush=True)
+    time.sleep(600)
+"""
+
+
+def cpu(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def shares(pids: list[int], seconds: float) -> float:
+    """Of a core, that the processes have taken together."""
+    before, began = sum(map(cpu, pids)), time.monotonic()
+    time.sleep(seconds)
+    return (sum(map(cpu, pids)) - before) / (time.monotonic() - began)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_works_on_its_core_from_the_start(kind):
+    with Neighbour(kind, core=CORE, processes=2) as there:
+        assert [os.sched_getaffinity(pid) for pid in there.pids] == [{CORE}] * 2
+        deadline = time.monotonic() + patience(10)
+        before = [cpu(pid) for pid in there.pids]
+        while not all(cpu(pid) > used for pid, used in zip(there.pids, before, strict=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        pids = there.pids
+    assert not any(map(psutil.pid_exists, pids))
+    assert there.pids == []
+
+
+def test_it_rests_in_between():
+    with Neighbour("spin", 0.1) as there:
+        assert shares(there.pids, 1.0) < 0.2
+
+
+def processes_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + patience(10)
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_it_ends_with_whoever_started_it():
+    parent = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    processes_gone(pids)
+
+
+@pytest.mark.skipif(why_no_quota() is not None, reason=f"no quotas here: {why_no_quota()}")
+def test_a_quota_holds_a_process_back():
+    groups = Path("/proc/self/cgroup").read_text()
+    with Neighbour("spin") as there:
+        with Quota(0.1, there.pids[0]) as quota:
+            assert shares(there.pids, 1.0) < 0.2
+        assert not quota._group.exists()
+        with Quota(0.1, there.pids[0]) as quota:
+            there.__exit__()  # it ends meanwhile
+    assert not quota._group.exists()
+    assert Path("/proc/self/cgroup").read_text() == groups
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("dance",), "there is no neighbour 'dance'; there is spin, matmul"),
+        (("spin", 0), "intensity must be above 0 and at most 1, got 0"),
+        (("spin", 2.0), "intensity must be above 0 and at most 1"),
+        (("spin", 1.0, 4096), "core must be one of"),
+        (("spin", 1.0, None, 0), "processes must be at least 1"),
+    ],
+)
+def test_mistakes(arguments, message):
+    with pytest.raises(PlanError, match=message):
+        Neighbour(*arguments)
+
+
+@pytest.mark.skipif(why_no_quota() is not None, reason=f"no quotas here: {why_no_quota()}")
+def test_a_weight_is_what_it_gets_beside_another():
+    with Neighbour("spin", core=CORE) as heavy, Neighbour("spin", core=CORE) as light, Quota(None, heavy.pids[0], 1000):
+        before = [cpu(there.pids[0]) for there in (heavy, light)]
+        time.sleep(1.0)
+        took = [cpu(there.pids[0]) - used for there, used in zip((heavy, light), before, strict=True)]
+    assert took[0] > 2 * took[1]
+
+
+def test_a_quota_of_nothing():
+    with pytest.raises(PlanError, match="cores must be above 0"):
+        Quota(0)
+    with pytest.raises(PlanError, match="weight must be 1 to 10000"):
+        Quota(None, weight=0)

@@ -1,0 +1,134 @@
+"""Constants of the theory of stale gradients, on models for which they are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipes import GradientProbe
+from lightning_pipes.ir import InputError
+from lightning_pipes.strategies.dynpipe import Constants
+from lightning_pipes.testing.ranks import run_ranks
+from tests.trainer.lit import quiet
+
+SILENT = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Quadratic(pl.LightningModule):
+    """The mean over rows of c |w - x|^2 / 2: its gradient changes c times as much as w."""
+
+    def __init__(self, curvature: float = 3.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.curvature = curvature
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = 0.5 * self.curvature * (self.w - batch[0]).square().sum(1).mean()
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def rows(count: int = 40) -> torch.Tensor:
+    return torch.randn(count, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def probed(module: pl.LightningModule, data: torch.Tensor, **options: Any) -> GradientProbe:
+    probe = GradientProbe()
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[probe], **SILENT, **options)
+    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=4))
+    return probe
+
+
+def test_a_quadratic_function_has_known_constants():
+    data, module = rows(), Quadratic()
+    probe = probed(module, data)
+    w, squared, batches = torch.ones(5, dtype=torch.float64), [], data.split(4)
+    for x in batches:  # the same by hand
+        gradient = 3.0 * (w - x.mean(0))
+        squared.append(float(gradient.square().sum()))
+        w -= 0.1 * gradient
+    torch.testing.assert_close(module.w.detach(), w)
+    found = Constants.estimated(probe.loss, probe.probes)
+    assert len(probe.probes) == 9
+    assert found.lipschitz == pytest.approx(3.0)
+    assert found.noise == pytest.approx(sum(squared[1:]) / 9)
+    assert found.loss == pytest.approx(float(1.5 * (1 - batches[0]).square().sum(1).mean()))
+
+
+def test_gradients_of_accumulated_batches_are_one():
+    probe = probed(Quadratic(), rows(), accumulate_grad_batches=2)
+    assert len(probe.probes) == 4
+    assert Constants.estimated(probe.loss, probe.probes).lipschitz == pytest.approx(3.0)
+
+
+class Noisy(Quadratic):
+    """Has all that a look could change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 1)).double()
+        self.unused = nn.Linear(2, 2)
+        self.logged: list[str] = []
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.calls += 1
+        return loss
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self.logged.append(args[0])
+        super().log(*args, **kwargs)
+
+
+def test_training_is_the_same_with_it():
+    found = []
+    for callbacks in ([], [GradientProbe()]):
+        pl.seed_everything(1, verbose=False)
+        module = Noisy()
+        trainer = pl.Trainer(accelerator="cpu", max_epochs=2, callbacks=callbacks, **SILENT)
+        trainer.fit(module, DataLoader(TensorDataset(rows()), batch_size=4))
+        found.append((module.logged, float(trainer.callback_metrics["loss_epoch"]), module.state_dict()))
+        assert module.calls == (1 + len(callbacks)) * 20
+    (*plain, weights), (*logged, same) = found
+    assert logged == plain
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def several(rank: int) -> str:
+    quiet()
+    try:
+        probed(Quadratic(), rows(), devices=2, strategy="ddp")
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_mistakes():
+    assert all(
+        "GradientProbe needs the whole model in one process, and this run has 2" in s for s in run_ranks(several, 2)
+    )
+
+    class Manual(Quadratic):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(InputError, match="needs automatic_optimization"):
+        probed(Manual(), rows())
+
+    class Skips(Quadratic):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    with pytest.raises(InputError, match="returned None for the first batch"):
+        probed(Skips(), rows())

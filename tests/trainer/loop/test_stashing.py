@@ -1,0 +1,84 @@
+"""Weight versions that take turns on a device: bit by bit what they are where all of them stay there."""
+
+from __future__ import annotations
+
+import csv
+from functools import cache
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_pipes.testing.ranks import run_ranks
+from tests.toys.install import install
+from tests.trainer.lit import differences
+from tests.trainer.stashes import LINEAR, Stashing, fit, turning
+
+CASES = {
+    "2bw": Stashing(2, "pipedream_2bw", 2, {"accumulate_grad_batches": 2}),
+    "moving": Stashing(2, "stashing_mover", 2),
+    "ahead": Stashing(2, "stashing_mover", 2, moves="ahead"),
+    "pipedream": Stashing(3, "pipedream", 1, {"val_check_interval": 5}, resumes=True),
+    "dynpipe": Stashing(3, "dynpipe", 2, {"accumulate_grad_batches": 2}),
+}
+
+
+def of_rank(rank: int, keys: list[str], folder: str) -> dict[str, list[dict[str, Any]]]:
+    """Runs where all versions stay, and where they take turns; then those that go on from a checkpoint of the first."""
+    install("mover")
+    found: dict[str, list[dict[str, Any]]] = {}
+    for key in keys:
+        case, saved = CASES[key], f"{folder}/{key}/step=7.ckpt"
+        found[key] = [fit(case, f"{folder}/{key}", None), fit(case, f"{folder}/{key}/2", turning(1, 2e6))]
+        if case.resumes:
+            found[key].append(fit(case, f"{folder}/{key}/3", turning(1), resume=saved))
+    return found
+
+
+@cache
+def results(ranks: int) -> list[dict[str, list[dict[str, Any]]]]:
+    keys = [key for key, case in CASES.items() if case.ranks == ranks]
+    return run_ranks(of_rank, ranks, keys, mkdtemp(), timeout=120)
+
+
+@pytest.mark.parametrize("key", [key for key in CASES if key != "ahead"])
+def test_bit_for_bit(key: str) -> None:
+    for of in results(CASES[key].ranks):
+        plain, *turned = of[key]
+        for found in turned:
+            for name in ("weights", "metrics", "steps", "layers"):
+                assert differences(found[name], plain[name], tolerance=0) == [], name
+        assert plain["layers"] == 1 + (key == "moving")
+
+
+def test_layers_that_move_while_batches_go_on() -> None:
+    """When such a move ends, and with it a window, depends on time: weights near those of another time."""
+    for of in results(2):
+        plain, turned = of["ahead"]
+        assert turned["layers"] == 2
+        assert differences(turned["weights"], plain["weights"], tolerance=1e-2) == []
+        assert all(np.isfinite(weights).all() for weights in turned["weights"].values())
+
+
+def test_versions_took_turns() -> None:
+    """On the first of three stages two are kept beside the live one, and there is room for one."""
+    *_, first = results(3)
+    for found in first["pipedream"][1:]:
+        assert found["most"] == 3
+        assert found["statistics"].bytes_in > 8 * 3 * LINEAR // 2
+        assert found["statistics"].bytes_out > 8 * 3 * LINEAR // 2
+    assert first["pipedream"][1]["statistics"].stall_ns > 0  # over the slow link
+    assert first["dynpipe"][1]["most"] == 2
+
+
+def test_what_all_ranks_count_is_logged() -> None:
+    """By the first rank, which is the last stage and has no version to wait for."""
+    last, *others = results(3)
+    rows = [row for row in csv.DictReader(last["pipedream"][1]["logged"].splitlines()) if row["memory_hit_rate"]]
+    assert last["pipedream"][1]["statistics"].leases == 0
+    bytes_moved = sum(s.bytes_in + s.bytes_out for s in (of["pipedream"][1]["statistics"] for of in others))
+    assert 0 < float(rows[-1]["memory_gigabytes"]) <= bytes_moved / 1e9
+    assert 0 < float(rows[-1]["memory_hit_rate"]) <= 1
+    assert float(rows[-1]["memory_stall_seconds"]) > 0
+    assert float(rows[-1]["memory_late"]) >= 0

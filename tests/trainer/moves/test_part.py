@@ -1,0 +1,281 @@
+"""Layers that move between two batches with all that belongs to them, to the bit as if they had stayed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.engine.watch.points import Fault
+from lightning_pipes.ir import Plan, PlanError, Span
+from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.trainer.module.capture import Interceptor
+from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.moves.part import Part
+from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.replicas import BufferSync
+from tests.trainer.lit import (
+    WIDTH,
+    Case,
+    Lit,
+    LitOutside,
+    LitTied,
+    differences,
+    loaders,
+    plain_values,
+    quiet,
+    train,
+)
+from tests.trainer.moves.rich import LAYERS, LitRich
+
+CUTS = ((3,), (1,), (5,), (0,), (4,), (2,))
+"""Where the second stage begins, batch by batch."""
+FOUR = ((2, 4, 6), (1, 5, 7), (3, 3, 8), (0, 4, 9), (2, 5, 6), (2, 6, 6))
+"""Where three stages begin of nine layers; two stages are on each rank."""
+
+
+class LitMeta(Lit):
+    """No process ever has all of its layers."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        with torch.device("meta"):
+            self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS - 1)), nn.Linear(WIDTH, 3))
+
+
+class Moves(Callback):
+    """Has the next batch run with another cut."""
+
+    def __init__(self, cuts: Sequence[tuple[int, ...]] = CUTS) -> None:
+        self.cuts = cuts
+        self.trained: list[tuple[int, ...]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        strategy = trainer.strategy
+        plan = strategy.running.windows[-1].plan
+        self.trained.append(tuple(span.start for span in plan.layers[1:]))
+        ends = (0, *self.cuts[len(self.trained) % len(self.cuts)], plan.layers[-1].stop)
+        strategy.adopt(strategy.schedule, plan=replace(plan, layers=tuple(Span(a, b) for a, b in pairwise(ends))))
+
+
+RICH = Case(
+    LitRich,
+    strategy={"partition": [3], "microbatches": 1},
+    trainer={"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3},
+)
+TWICE = replace(RICH, trainer={"max_epochs": 2})
+"""Without a norm, whose terms add up in another order where other ranks have them."""
+CASES = {"rich": RICH, "twice": TWICE}
+THREE = ((4, 6), (3, 6), (3, 5), (1, 8), (2, 2), (4, 6))
+"""The same for three ranks with a stage each: at first between two of them only."""
+CLIPPED = Case(LitOutside, trainer={"max_epochs": 2, "gradient_clip_val": 0.3})
+WAYS = {
+    2: ({"schedule": "interleaved", "partition": [2, 4, 6], "recompute": True}, FOUR),
+    3: ({"schedule": "zero_bubble", "partition": [4, 6]}, THREE),
+}
+KEYS = ("outputs", "metrics", "weights", "rates", "steps")
+
+
+def moving(rank: int, name: str, ranks: int, more: dict[str, Any], folder: str) -> tuple[Any, Any, Any]:
+    case, moves = CASES[name], Moves()
+    strategy = {**(case.strategy or {}), **more}
+    options = {**case.trainer, "callbacks": [moves]}
+    stayed = train(Case(case.module, case.settings, strategy, case.trainer, case.evaluate), ranks, f"{folder}/stayed")
+    moved = train(Case(case.module, case.settings, strategy, options, case.evaluate), ranks, f"{folder}/moved")
+    return moved, stayed, moves.trained
+
+
+def test_state_of_every_kind_moves() -> None:
+    """Gradients of two batches add up meanwhile, and are clipped by the norm over all layers."""
+    alone = train(RICH.plain(), 1, mkdtemp())
+    for moved, _, trained in run_ranks(moving, 2, "rich", 2, {}, mkdtemp(), timeout=90):
+        assert trained == list(CUTS)
+        for key in KEYS:
+            assert differences(moved[key], alone[key]) == []
+
+
+def several(rank: int, ranks: int, folder: str) -> tuple[Any, Any]:
+    strategy, cuts = WAYS[ranks]
+    moves = Moves(cuts)
+    case = replace(CLIPPED, strategy=strategy, trainer={**CLIPPED.trainer, "callbacks": [moves]})
+    return train(case, ranks, folder), moves.trained
+
+
+@pytest.mark.parametrize("ranks", WAYS)
+def test_between_several_stages_of_a_rank_and_between_some_of_the_ranks(ranks: int) -> None:
+    alone = train(CLIPPED, 1, mkdtemp())
+    for moved, trained in run_ranks(several, ranks, ranks, mkdtemp(), timeout=60):
+        assert trained == list(WAYS[ranks][1])
+        for key in KEYS:
+            assert differences(moved[key], alone[key]) == []
+
+
+def test_replicas_move_alike_and_keep_their_averages_equal() -> None:
+    for moved, stayed, trained in run_ranks(moving, 4, "twice", 4, {"data_parallel": 2}, mkdtemp(), timeout=90):
+        assert trained == list(CUTS)[: len(trained)]
+        for key in KEYS:
+            assert differences(moved[key], stayed[key], tolerance=0) == []
+
+
+def spread(rank: int, folder: str) -> list[Any]:
+    """Losses of a module that no process has whole, and of its validation after training."""
+    quiet()
+    found = []
+    for callbacks in ([Moves()], []):
+        pl.seed_everything(3, verbose=False)
+        case = Case(LitMeta)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            max_epochs=2,
+            strategy=PipelineStrategy(partition=[3], module="model"),
+            precision="64-true",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=callbacks,
+        )
+        module = LitMeta()
+        trainer.fit(module, **loaders(case))
+        found.append(
+            (plain_values(dict(trainer.callback_metrics)), trainer.validate(module, loaders(case)["val_dataloaders"]))
+        )
+    return found
+
+
+def test_a_module_that_nobody_has_whole_goes_home_when_training_ends() -> None:
+    for moved, stayed in run_ranks(spread, 2, mkdtemp(), timeout=60):
+        assert differences(moved, stayed, tolerance=0) == []
+
+
+class LitFrozen(LitOutside):
+    """Trains its layers only: schedules that do not flush refuse parameters that all ranks train."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for part in (self.inlet, self.outlet, self.unused):
+            part.requires_grad_(False)
+
+
+class Adopts(Callback):
+    """After the fourth of six batches another cut, or the same; and what can't begin there."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.error = ""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        strategy = trainer.strategy
+        if trainer.global_step == 4:
+            try:
+                strategy.adopt("1f1b")
+            except PlanError as error:
+                self.error = str(error)
+            layers = (Span(0, self.start), Span(self.start, 9))
+            strategy.adopt("pipedream_2bw", plan=replace(strategy.running.engine.plan, layers=layers))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.held = trainer.strategy.running.part.holdings.local
+
+
+def streaming(rank: int, folder: str) -> list[Any]:
+    found = []
+    for start in (4, 7):
+        adopts = Adopts(start)
+        strategy = {"schedule": "pipedream_2bw", "partition": [4]}
+        options = {"max_epochs": 2, "limit_val_batches": 0, "callbacks": [adopts]}
+        out = train(Case(LitFrozen, strategy=strategy, trainer=options), 2, f"{folder}/{start}")
+        found.append((out["weights"], out["metrics"], adopts.error, adopts.held))
+    return found
+
+
+def test_where_batches_overlap_they_are_finished_first() -> None:
+    for rank, (stayed, moved) in enumerate(run_ranks(streaming, 2, mkdtemp(), timeout=60)):
+        assert differences(moved[:2], stayed[:2], tolerance=0) == []
+        assert "1f1b flushes between batches, and pipedream_2bw does not" in moved[2]
+        first, second = ([0, 1, 2, 3], [4, 5, 6, 7, 8]), ([0, 1, 2, 3, 4, 5, 6], [7, 8])
+        assert (stayed[3], moved[3]) == (first[1 - rank], second[1 - rank])
+
+
+class Refused(Callback):
+    """Asks for what can't be, and keeps why."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        for spans in ((Span(0, 1), Span(1, 5)), (Span(0, 5), Span(5, 5)), (Span(0, 1), Span(2, 5)), (Span(0, 4),) * 2):
+            try:
+                trainer.strategy.adopt("1f1b", plan=Plan.even(2, 2, 8, layers=spans))
+                self.errors.append("")
+            except PlanError as error:
+                self.errors.append(str(error))
+
+
+def asking(rank: int, folder: str) -> tuple[Any, list[str]]:
+    refused = Refused()
+    case = Case(LitTied, strategy={"partition": [2]}, trainer={"limit_train_batches": 1, "callbacks": [refused]})
+    return train(case, 2, folder), refused.errors
+
+
+def test_layers_that_share_a_weight_stay_together() -> None:
+    for _, (fine, tied, gap, twice) in run_ranks(asking, 2, mkdtemp(), timeout=60):
+        assert fine == ""
+        assert "model.0.weight is shared by layers 0 and 4" in tied
+        assert "every layer has to be in one stage" in gap
+        assert "every layer has to be in one stage" in twice
+
+
+def test_layers_of_siblings_stay_where_their_memory_is() -> None:
+    part = object.__new__(Part)
+    part.holdings, part._bound = Holdings(Grid(1, 2, 0), (0, 1), (Span(0, 3), Span(3, 5))), True
+    part.check(part.holdings.layers)
+    with pytest.raises(PlanError, match="siblings of a job array share the ranks"):
+        part.check((Span(0, 2), Span(2, 5)))
+
+
+def test_a_layer_takes_along_which_of_its_buffers_change() -> None:
+    module = LitRich()
+    buffers = BufferSync(module, SimpleNamespace(mesh=None))  # type: ignore[arg-type]
+    buffers.follow("model.1.", ["count", "norm.running_mean"])
+    assert buffers.changing("model.1.") == ["count", "norm.running_mean"]
+    assert buffers.changing("model.2.") == []
+
+
+def test_a_copy_of_weights_elsewhere_keeps_their_layer_there() -> None:
+    module = Lit()
+    cut = CutModule(module, "model", [0, 1], Interceptor("self.model"))
+    average = copy.deepcopy(module.model)
+    cut.check_arrival(1)
+    with pytest.raises(PlanError, match=r"a copy of self.model.2.0.weight whose values are on the rank"):
+        cut.check_arrival(2)
+    del average
+    cut.check_arrival(2)
+
+
+def dying(rank: int, folder: str) -> None:
+    train(Case(LitRich, strategy=RICH.strategy, trainer={"callbacks": [Moves()]}), 2, folder)
+
+
+@pytest.mark.parametrize("place", ["move", "move.arrived"])
+def test_a_rank_that_dies_while_layers_move_is_named(place: str) -> None:
+    folder = mkdtemp()
+    fault = Fault(1, place, f"{folder}/when")
+    other, victim = watch_ranks(dying, 2, folder, timeout=60, env=dict(fault.environment()))
+    assert victim.exitcode == -9
+    assert "rank 1 (stage 0) has ended" in other.error
+    assert other.seconds - victim.seconds < patience(10.0)

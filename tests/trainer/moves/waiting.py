@@ -1,0 +1,267 @@
+"""Trainings in which layers move while batches go on, and one process that computes what they should."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.engine.messages import parcels
+from lightning_pipes.ir import Span
+from tests.trainer.lit import WIDTH, Lit, data, plain_values, quiet
+from tests.trainer.moves.rich import LAYERS, Block
+
+BATCHES = 12
+"""Of an epoch, with 4 samples each."""
+SYNCHRONOUS = ("1f1b", "kfkb", "interleaved")
+
+
+class LitWaiting(Lit):
+    """Layers with state of every kind, the third without any, the fourth frozen."""
+
+    def __init__(self, saves: bool) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Block(saves) for _ in range(LAYERS - 1)), nn.Linear(WIDTH, 3))
+        self.model[2] = nn.Tanh()
+        self.model[3].requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """One training.
+
+    Attributes:
+        cuts: where stages begin: at first, and from what is adopted after which batches on.
+        held: parcels are on their way until that batch has begun, from the one that is adopted before on.
+        free: after which batches nothing is held any more.
+        saved: after which batches a checkpoint is saved.
+        stopped: after which batch rank 1 wants to stop.
+        meddles: after which batch weights are changed by hand.
+        saves: all of the module's state is in checkpoints.
+        slow: seconds that every batch takes longer.
+    """
+
+    schedule: str = "1f1b"
+    moves: str = "buffered"
+    cuts: dict[int, tuple[int, ...]] = field(default_factory=lambda: {-1: (3,), 2: (1,)})
+    held: dict[int, int] = field(default_factory=lambda: {2: 7})
+    epochs: int = 1
+    trainer: dict[str, Any] = field(default_factory=dict)
+    free: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
+    stopped: int = -1
+    meddles: int = -1
+    slow: float = 0.0
+    saves: bool = False
+
+
+class Acts(Callback):
+    """Has layers move."""
+
+    def __init__(self, case: Waiting, folder: str) -> None:
+        self.case, self.folder, self.until = case, folder, -1
+        self.weights: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        parcels.PATIENCE = 1000.0
+        loop, self.moving = trainer.fit_loop, trainer.strategy.running.moving
+        trainer.strategy.running.part.parcels.gate(lambda: loop.total_batch_idx < self.until)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        case, strategy, number = self.case, trainer.strategy, trainer.fit_loop.total_batch_idx
+        time.sleep(case.slow)
+        if number in case.held and case.moves != "drain":
+            self.until = case.held[number]
+        if number in case.free or (trainer.is_last_batch and case.moves == "buffered"):
+            self.until = -1
+        if number in case.cuts:
+            plan = strategy.running.engine.plan
+            ends = (0, *case.cuts[number], LAYERS)
+            plan = replace(plan, layers=tuple(Span(a, b) for a, b in pairwise(ends)))
+            strategy.adopt(strategy.schedule, plan=plan)
+        if number == case.stopped and trainer.global_rank == 1:
+            trainer.should_stop = True
+        if number == case.meddles:
+            for layer in strategy.running.part.cut.layers.values():
+                for p in layer.parameters():
+                    p.data.mul_(0.5)  # torch does not count this as a change
+        if number in case.saved:
+            trainer.save_checkpoint(f"{self.folder}/{number}.ckpt")
+
+
+def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    return DataLoader(data(4 * BATCHES), batch_size=4), DataLoader(data(13), batch_size=5)
+
+
+def made(case: Waiting) -> LitWaiting:
+    pl.seed_everything(3, verbose=False)
+    return LitWaiting(case.saves).double()
+
+
+def fit(case: Waiting, ranks: int, folder: str, resume: str | None = None) -> dict[str, Any]:
+    quiet()
+    module, acts = made(case), Acts(case, folder)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=PipelineStrategy(
+            case.schedule, 1 if ranks == 2 else None, partition=list(case.cuts[-1]), moves=case.moves, check_loss=False
+        ),
+        precision="64-true",
+        max_epochs=case.epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[acts],
+        **{"limit_val_batches": 0, **case.trainer},
+    )
+    trainer.fit(module, *loaders(), ckpt_path=resume, weights_only=False)
+    return {
+        "weights": plain_values(dict(module.state_dict())),
+        "metrics": plain_values(dict(trainer.callback_metrics)),
+        "steps": trainer.global_step,
+        "rate": trainer.optimizers[0].param_groups[0]["lr"],
+        "moved": [vars(m) for m in acts.moving.moved],
+    }
+
+
+def delays(schedule: str, stages: int) -> list[int]:
+    late = {"pipedream": [stages - 1 - s for s in range(stages)], "pipedream_2bw": [1] * stages}
+    return late.get(schedule, [0] * stages)
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The steps of batches `start` to `stop` - 1 wait, and are taken before batch `stop`; with `cut` from there on."""
+
+    start: int
+    stop: int
+    cut: tuple[int, ...]
+
+
+def pauses(case: Waiting, moved: list[dict[str, Any]]) -> list[Pause]:
+    """Those of a training, and where layers changed ranks in the others."""
+    cuts = list(case.cuts.values())[1:]
+    given = zip(moved, cuts, strict=True)
+    if case.moves != "buffered":
+        return [Pause(m["ended"], m["ended"], cut) for m, cut in given]
+    # In a stream no stage steps for the first batch with which they travel; elsewhere that one has begun to step.
+    return [Pause(m["began"] + (case.schedule in SYNCHRONOUS), m["ended"], cut) for m, cut in given]
+
+
+def expected(case: Waiting, batches: int, pauses: Sequence[Pause], flushes: Sequence[int] = ()) -> dict[str, Any]:
+    """A plain loop. Everything is finished before the batches that `flushes` name, and at the end of a pause."""
+    module = made(case)
+    configured = module.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    layers, loss_of = list(module.model), module.model
+    assert loss_of is not None
+    cut, since, queue = case.cuts[-1], 0, []
+    old = [_weights(layers)]
+    every = case.trainer.get("accumulate_grad_batches", 1)
+    given = [b for _ in range(case.epochs) for b in loaders()[0]][:batches]
+    sums: dict[nn.Parameter, torch.Tensor] = {}
+    for n, (x, y) in enumerate(given):
+        for pause in pauses:
+            if n == pause.stop:
+                _take(queue, optimizer)
+                old[n], since, cut = _weights(layers), n, pause.cut
+        if n in flushes:
+            since = n
+        ends = (0, *cut, LAYERS)
+        late = [
+            d
+            for d, (a, b) in zip(delays(case.schedule, len(ends) - 1), pairwise(ends), strict=True)
+            for _ in range(a, b)
+        ]
+        read = []
+        for number, (layer, delay) in enumerate(zip(layers, late, strict=True)):
+            weights = old[max(since, n - delay)][number]
+            read.append({name: w.clone().requires_grad_(w.requires_grad) for name, w in weights.items()})
+            x = functional_call(layer, read[-1], (x,))
+        loss = F.cross_entropy(x, y) / every
+        wanted = [
+            (p, read[k][name])
+            for k, layer in enumerate(layers)
+            for name, p in layer.named_parameters()
+            if p.requires_grad
+        ]
+        for (p, _), gradient in zip(wanted, torch.autograd.grad(loss, [w for _, w in wanted]), strict=True):
+            sums[p] = sums[p] + gradient if p in sums else gradient
+        if (n + 1) % every == 0 or (n + 1) % BATCHES == 0:
+            _clip(case, sums)
+            told = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            queue.append((copy.deepcopy(told), sums))
+            sums = {}
+            if not any(pause.start <= n < pause.stop for pause in pauses):
+                assert len(queue) == 1
+                _take(queue, optimizer)
+            scheduler.step()
+        if n == case.meddles:
+            with torch.no_grad():
+                for p in module.model.parameters():
+                    p.mul_(0.5)
+        old.append(_weights(layers))
+    _take(queue, optimizer)
+    return {
+        "weights": plain_values(dict(module.state_dict())),
+        "steps": len([n for n in range(batches) if (n + 1) % every == 0 or (n + 1) % BATCHES == 0]),
+        "rate": optimizer.param_groups[0]["lr"],
+    }
+
+
+def _weights(layers: Sequence[nn.Module]) -> list[dict[str, torch.Tensor]]:
+    return [
+        {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in layer.named_parameters()}
+        for layer in layers
+    ]
+
+
+def _clip(case: Waiting, gradients: dict[nn.Parameter, torch.Tensor]) -> None:
+    value = case.trainer.get("gradient_clip_val")
+    if value is None:
+        return
+    for p, gradient in gradients.items():
+        p.grad = gradient
+    if case.trainer.get("gradient_clip_algorithm") == "value":
+        torch.nn.utils.clip_grad_value_(gradients, value)
+    else:
+        torch.nn.utils.clip_grad_norm_(gradients, value)
+    for p in gradients:
+        gradients[p], p.grad = p.grad, None  # type: ignore[assignment]
+
+
+def _take(queue: list[Any], optimizer: torch.optim.Optimizer) -> None:
+    now = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for told, gradients in queue:
+        for group, settings in zip(optimizer.param_groups, told, strict=True):
+            group.update(settings)
+        for p, gradient in gradients.items():
+            p.grad = gradient
+        optimizer.step()
+        for p in gradients:
+            p.grad = None
+    for group, settings in zip(optimizer.param_groups, now, strict=True):
+        group.update(settings)
+    queue.clear()
+
+
+def folder_of(folder: str, name: str) -> str:
+    path = Path(folder) / name.replace(" ", "_")
+    path.mkdir(parents=True, exist_ok=True)
+    return str(path)

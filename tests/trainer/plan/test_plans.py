@@ -1,0 +1,74 @@
+"""Who is asked again for a plan while training goes on, and what with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Kind, Plan, Span
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.partition import with_layer
+from lightning_pipes.planning.planner import EvenPlanner, Problem
+from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.trainer.plan.plans import Plans
+
+LAYERS = (Span(0, 4), Span(4, 6))
+
+
+@dataclass(frozen=True)
+class Asked(EvenPlanner):
+    """Gives a layer away while stage 0 has more than it is to keep."""
+
+    keeps: int = 2
+    every: int = 5
+
+    def replan(self, plan: Plan, seen: Problem) -> Plan | None:
+        questions.append(seen)
+        layers = plan.layers[0]
+        return None if layers.rows <= self.keeps else with_layer(plan, layers.stop - 1, plan.ranks[1])
+
+
+questions: list[Problem] = []
+
+
+def plans(replanner: Asked | None = Asked()) -> Plans:  # it is frozen
+    questions.clear()
+    return Plans(Problem(make_schedule("1f1b"), 2, 1, 2, layers=LAYERS, tied=((0, 1),)), replanner)
+
+
+def test_who_replans_instead_of_the_schedules_planner() -> None:
+    assert [plans().due(batch) for batch in (0, 4, 5, 10, 11)] == [False, False, True, True, False]
+    assert not any(plans(None).due(batch) for batch in range(20))
+    assert plans(None).revised(8, ()) is not None
+
+
+def test_a_revised_plan_remembers_the_one_before() -> None:
+    first = plans()
+    look, later = (Seen(CostModel.uniform(2, t, 2 * t)) for t in (1.0, 2.0))
+    once = first.revised(8, (look,), remaining=9)
+    assert once.for_rows(8)[0].layers == (Span(0, 3), Span(3, 6))
+    assert once.for_rows(3)[0].layers == once.for_rows(8)[0].layers
+    asked = questions[0]
+    assert (asked.before, asked.seen, asked.costs, asked.remaining) == (None, (look,), look.costs, 9)
+    assert (asked.rows, asked.layers, asked.tied) == (8, LAYERS, ((0, 1),))
+    twice = once.revised(8, (look, later))
+    assert questions[1].before == (first.for_rows(8)[0], look)
+    assert questions[1].costs is later.costs
+    assert twice.for_rows(8)[0].layers == (Span(0, 2), Span(2, 6))
+    assert twice.revised(8, (look,)) is twice
+    assert questions[2].before == (once.for_rows(8)[0], later)
+
+
+def test_another_schedule_is_replanned_by_the_same() -> None:
+    other = plans().other(make_schedule("gpipe"))
+    assert other.due(5)
+    assert other.revised(8, ()).for_rows(8)[0].layers == (Span(0, 3), Span(3, 6))
+    assert questions[0].schedule == make_schedule("gpipe")
+
+
+def test_a_short_batch_is_cut_into_fewer_where_one_sample_is_too_few() -> None:
+    found = Plans(Problem(make_schedule("1f1b"), 2, 1, 4, layers=LAYERS), least=2)
+    sizes = {rows: [span.rows for span in found.for_rows(rows)[0].spans(Kind.F, 0)] for rows in (1, 3, 5, 7, 8, 9)}
+    assert sizes == {1: [1], 3: [3], 5: [2, 3], 7: [2, 2, 3], 8: [2] * 4, 9: [2, 2, 2, 3]}
+    wider = found.other(make_schedule("kfkb", k=2), microbatches=2)
+    assert [span.rows for span in wider.for_rows(3)[0].spans(Kind.F, 0)] == [3]

@@ -1,0 +1,105 @@
+"""Trainings whose weight versions take turns on a device, and those whose versions stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_pipes import MemorySwap, PipelineStrategy
+from tests.trainer.lit import Lit, data, plain_values, quiet
+from tests.trainer.one_gpu import SHARED, on_one_gpu
+
+BATCHES = 9
+"""An epoch; the last one has 2 samples of 4."""
+LINEAR = 1024
+"""Bytes of a layer's weights on the device; each of its two tensors begins where an allocator would have it."""
+CUTS = {2: [4], 3: [5, 7]}
+
+
+@dataclass(frozen=True)
+class Stashing:
+    """A run; its first stage has two or three layers with weights."""
+
+    ranks: int
+    schedule: str
+    microbatches: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    resumes: bool = False
+    gpu: bool = False
+    moves: str = "drain"
+
+
+class Counts(Callback):
+    """The most versions of the first stage, with the live one, between two batches; and all cuts there were."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self.layers: set[Any] = set()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        run = trainer.strategy.running
+        self.layers.add(run.part.holdings.layers)
+        for stage in run.stages.values():
+            found = 1 + len(getattr(stage.weights, "_kept", ()))
+            self.most = max(self.most, found)
+            assert found <= stage.weights.most
+
+
+def fit(case: Stashing, folder: str, memory: MemorySwap | None, resume: str | None = None) -> dict[str, Any]:
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    torch.set_num_threads(1)
+    module, counts = Lit(dropout=0.2).double(), Counts()
+    others: list[Callback] = [counts, *([] if memory is None else [memory])]
+    if case.resumes:
+        others.append(ModelCheckpoint(folder, filename="{step}", every_n_train_steps=7, save_top_k=-1))
+    arguments = {"every": 5} if case.schedule == "stashing_mover" else {}
+    place: dict[str, Any] = on_one_gpu(case.ranks) if case.gpu else {"accelerator": "cpu", "devices": case.ranks}
+    shared: dict[str, Any] = SHARED if case.gpu else {}
+    strategy = PipelineStrategy(
+        case.schedule,
+        case.microbatches,
+        partition=CUTS[case.ranks],
+        recompute=True,
+        schedule_args=arguments,
+        moves=case.moves,
+        **shared,
+    )
+    trainer = pl.Trainer(
+        **place,
+        strategy=strategy,
+        precision="64-true",
+        logger=CSVLogger(folder, name="", version=0),
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=case.resumes,
+        num_sanity_val_steps=0,
+        callbacks=others,
+        **{"max_epochs": 2} | case.options,
+    )
+    held_out = DataLoader(data(13), batch_size=5)
+    trainer.fit(module, DataLoader(data(4 * BATCHES - 2), batch_size=4), held_out, ckpt_path=resume, weights_only=False)
+    return {
+        "weights": plain_values(dict(module.state_dict())),
+        "metrics": plain_values(dict(trainer.callback_metrics)),
+        "steps": trainer.global_step,
+        "most": counts.most,
+        "layers": len(counts.layers),
+        "statistics": None if memory is None else memory.statistics,
+        "logged": Path(folder, "version_0", "metrics.csv").read_text() if trainer.is_global_zero else "",
+    }
+
+
+def turning(versions: int, bandwidth: float | None = None) -> MemorySwap:
+    """Room for so many versions of two layers."""
+    memory = MemorySwap(versions * 3 * LINEAR, bandwidth=bandwidth)
+    memory._poison = True
+    return memory
