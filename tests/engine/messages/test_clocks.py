@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ class Skewed:
         wire, tensors = Encoder().encode(key, tree, flags, sent)
         wire.fill(tensors)
         message = Decoder().decode(wire.buffer, 0, 0)
-        self.boxes[rank].put(replace(message, arrived=self.time[0] + self.ahead[rank]))
+        self.boxes[rank].put(message._replace(arrived=self.time[0] + self.ahead[rank]))
 
 
 def offsets(monkeypatch, ahead, takes, names=("a", "b")):

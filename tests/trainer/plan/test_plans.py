@@ -42,21 +42,23 @@ def test_who_replans_instead_of_the_schedules_planner() -> None:
     assert plans(None).revised(8, ()) is not None
 
 
-def test_a_revised_plan_remembers_the_one_before() -> None:
+def test_a_revised_plan_remembers_the_looks_at_those_before() -> None:
     first = plans()
     look, later = (Seen(CostModel.uniform(2, t, 2 * t)) for t in (1.0, 2.0))
     once = first.revised(8, (look,), remaining=9)
     assert once.for_rows(8)[0].layers == (Span(0, 3), Span(3, 6))
     assert once.for_rows(3)[0].layers == once.for_rows(8)[0].layers
     asked = questions[0]
-    assert (asked.before, asked.seen, asked.costs, asked.remaining) == (None, (look,), look.costs, 9)
+    assert (asked.before, asked.seen, asked.costs, asked.remaining) == ((), (look,), look.costs, 9)
     assert (asked.rows, asked.layers, asked.tied) == (8, LAYERS, ((0, 1),))
     twice = once.revised(8, (look, later))
-    assert questions[1].before == (first.for_rows(8)[0], look)
+    seen_of_first = (first.for_rows(8)[0], look)
+    assert questions[1].before == (seen_of_first,)
     assert questions[1].costs is later.costs
     assert twice.for_rows(8)[0].layers == (Span(0, 2), Span(2, 6))
     assert twice.revised(8, (look,)) is twice
-    assert questions[2].before == (once.for_rows(8)[0], later)
+    second = once.for_rows(8)[0]
+    assert questions[2].before == (seen_of_first, (second, look), (second, later))
 
 
 def test_another_schedule_is_replanned_by_the_same() -> None:
