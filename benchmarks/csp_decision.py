@@ -42,12 +42,12 @@ class Arrivals(Mailbox):
 
     def __init__(self) -> None:
         super().__init__()
-        self.come: list[Key] = []
+        self.come: list[Instruction] = []
 
     def holds(self, key: Key) -> bool:
         return False
 
-    def fresh(self) -> list[Key]:
+    def fresh(self, window: int) -> list[Instruction]:
         come, self.come = self.come, []
         return come
 
@@ -71,13 +71,14 @@ def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, d
             order.add((0, entered), microbatches, uses[entered])
             entering.append(process_time_ns() - begun)
             mine = window(plan, RANK, 0, entered)
-            mailbox.come += [(0, i) for i in mine if i.kind is Kind.RF]
+            mailbox.come += [i for i in mine if i.kind is Kind.RF]
             entered += 1
             if entered == subnets:
                 order.close()
         begun = process_time_ns()
         i: Instruction | None = order.next(mailbox, 0)
         assert i is not None, "everything that a stage waits for has arrived"
+        order.begin(i)
         order.done(i)
         spent += process_time_ns() - begun
         if i.kind in RECEIVES or i.kind in SENDS:
@@ -88,7 +89,7 @@ def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, d
         if i.kind is Kind.F:
             left[i.batch] -= 1
             if not left[i.batch]:
-                mailbox.come += [(0, j) for j in window(plan, RANK, 0, i.batch) if j.kind is Kind.RB]
+                mailbox.come += [j for j in window(plan, RANK, 0, i.batch) if j.kind is Kind.RB]
     whole = decisions[: len(decisions) * 3 // 4]  # the queue runs dry at the end
     return Cost(
         sum(whole) / len(whole) / 1e3,

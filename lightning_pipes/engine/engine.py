@@ -436,6 +436,7 @@ class Engine:
         self._batches.clear()
 
     def _run(self, window: _Window, i: Instruction) -> None:
+        window.order.begin(i)
         try:
             window.executor.run(i)
         except BaseException as error:

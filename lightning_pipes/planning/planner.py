@@ -95,6 +95,11 @@ class Planner(ABC):
     every: int = 0
     wants_profile: ClassVar[bool] = False
 
+    @property
+    def by_hand(self) -> bool:
+        """Whether the user has said how a batch is cut, so that nobody else says into how many micro-batches."""
+        return False
+
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
         """How the batch is cut, on the ranks where the schedule places its stages; `prepared` for it by `solve`.

@@ -86,7 +86,8 @@ class PipelineSetup:
         """The decision: as asked for, as measured where something is trained, or as siblings have made it."""
         length = self._ranks.grid.length
         request = self._links.requested(request, length)
-        plain = request.unmeasured(layer_sizes(self.full), length)
+        least = LEAST_FOR_STATISTICS if batch_statistics(self.full) else 1
+        plain = request.unmeasured(layer_sizes(self.full), length, least)
         decide = partial(self._measured, request, plain) if self._fitting else lambda: plain
         return self._links.decide(self._module, plain, decide)
 
@@ -111,8 +112,7 @@ class PipelineSetup:
         self._decision = decision
         self.holdings = holdings = Holdings(self._ranks.grid, decision.ranks, decision.layers)
         holdings.look_at(self._module, self.path)
-        least = LEAST_FOR_STATISTICS if batch_statistics(self.full) else 1
-        self._plans = decision.plans(replanner, holdings.tied, least, self._settings.moves)
+        self._plans = decision.plans(replanner, holdings.tied, self._settings.moves)
         self._plan, order = self._plans.for_rows(self._plans.trial_rows)
         if self._fitting and self._plans.microbatches > 1:
             warn_about_pieces(self.full)

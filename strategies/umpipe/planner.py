@@ -111,6 +111,10 @@ class UnequalPlanner(Planner):
     memory_limit: int | None = None
     every: int = 100
 
+    @property
+    def by_hand(self) -> bool:
+        return self.given is not None
+
     def plan(self, problem: Problem) -> Plan:
         even = EvenPlanner().plan(problem)
         if self.given is not None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
+from lightning_pipes.ir import Schedule
 from tests.trainer.one_gpu import SHARED, on_one_gpu
 
 LAST = 0
@@ -62,9 +63,9 @@ class Job:
     width: int = 6
     clip: float | None = None
     patience: int | None = None
-    schedule: str = "jap"
+    schedule: str | Schedule = "jap"
     recompute: bool = False
-    microbatches: int = 2
+    microbatches: int | None = 2
     partition: tuple[int, ...] = ()
     gpu: bool = False
 

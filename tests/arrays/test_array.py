@@ -21,8 +21,9 @@ from lightning_pipes.arrays.memory_swap import MemorySwap
 from lightning_pipes.arrays.sibling_memory import SiblingMemory
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Sibling, current_sibling
 from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
-from lightning_pipes.ir import Kind, PipelineError, PlanError
+from lightning_pipes.ir import Kind, PipelineError, PlanError, Schedule
 from lightning_pipes.strategies.jap import round_order
+from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
 from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.arrays.jobs import EXCEPTIONS, LAST, UNEQUAL, Job, Net, assert_equal, told_text
@@ -71,6 +72,26 @@ def test_siblings_with_several_stages_a_rank() -> None:
     jobs = [Job(n, schedule="interleaved", batch=batch) for n, batch in enumerate((8, 20))]
     for together, alone in run_ranks(array_and_alone, 2, jobs, 2, timeout=90):
         assert not any(error for _, _, error in together)
+        for (_, value, _), expected in zip(sorted(together, key=lambda each: each[0]), alone, strict=True):
+            assert_equal(value, expected)
+
+
+UNEQUAL_ORDERS = [
+    (UMPipe((2, 1), (4, 2)), UM1F1B((4, 2), (2, 3)), "jap"),
+    (UM1F1B(), "umpipe", "ready"),
+]
+"""As the user says; and as planners decide, by what the first sibling has measured."""
+
+
+@pytest.mark.parametrize("schedules", UNEQUAL_ORDERS, ids=["by hand", "planned"])
+def test_siblings_with_orders_of_their_own(schedules: tuple[str | Schedule, ...]) -> None:
+    """Unequal micro-batches, and ranks that choose among what is ready, in the same array as fixed orders."""
+    jobs = [
+        Job(n, schedule=s, batch=b, microbatches=None)
+        for n, (s, b) in enumerate(zip(schedules, (8, 20, 8), strict=True))
+    ]
+    for together, alone in run_ranks(array_and_alone, 2, jobs, 3, timeout=90):
+        assert not [error for _, _, error in together if error]
         for (_, value, _), expected in zip(sorted(together, key=lambda each: each[0]), alone, strict=True):
             assert_equal(value, expected)
 

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 
 from lightning_pipes.arrays.siblings.sibling import Sibling
 from lightning_pipes.ir import PlanError
+from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
 
@@ -30,7 +31,7 @@ class CompatibilityError(PlanError):
 
 def microbatches_among(request: RunRequest, sibling: Sibling[object], ranks: int) -> RunRequest:
     """The run that a sibling asks for, in as many micro-batches as its array says where it does not."""
-    if request.microbatches is not None or request.chooses:
+    if request.microbatches is not None or request.chooses or planner_of(request.schedule).by_hand:
         return request
     stages = len(request.schedule.placement(ranks))
     return replace(request, microbatches=sibling.array.microbatches(stages))

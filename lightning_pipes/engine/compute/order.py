@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from itertools import chain, count, tee, zip_longest
 from typing import Protocol
 
-from lightning_pipes.engine.messages.mailbox import Key, Mailbox
+from lightning_pipes.engine.messages.mailbox import Mailbox
 from lightning_pipes.engine.residency.deliveries import Deliveries
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import (
@@ -47,7 +47,11 @@ class Order(Protocol):
         """One more batch may be worked on, which uses these layers."""
 
     def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
-        """The instruction to run now; None if nothing can be run yet. `number` is the window's."""
+        """The instruction to run now; None if nothing can be run yet. `number` is the window's. Whoever asks again
+        before it is begun may hear of a better one, which has become ready."""
+
+    def begin(self, i: Instruction) -> None:
+        """`i`, which `next` gave, is run now."""
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
         """Returns when something has arrived that `next` may give.
@@ -61,7 +65,7 @@ class Order(Protocol):
         """A phrase for that which `wait` waits for."""
 
     def done(self, i: Instruction) -> None:
-        """`i`, which `next` gave, has been run."""
+        """`i`, which was begun, has been run."""
 
     def close(self) -> None:
         """No more batches come in this window."""
@@ -103,6 +107,9 @@ class StaticOrder:
         if i is None or (i.kind in RECEIVES and not mailbox.holds((number, i))):
             return None
         return i
+
+    def begin(self, i: Instruction) -> None:
+        pass
 
     def done(self, i: Instruction) -> None:
         self._advance()
@@ -240,11 +247,11 @@ class ReadyOrder:
 
     def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
         self._deliver()
-        self._arrived([(number, i) for i in self._unchecked if mailbox.holds((number, i))], number)
+        self._arrived(i for i in self._unchecked if mailbox.holds((number, i)))
         self._unchecked.clear()
-        self._arrived(mailbox.fresh(), number)
+        self._arrived(mailbox.fresh(number))
         if self._transfers:
-            return self._transfers.popleft()
+            return self._transfers[0]
         if not self._ready:
             return None
         anybody = self._has_room is None and not self._plan.limits
@@ -254,16 +261,18 @@ class ReadyOrder:
         ledger = self._ledger
         view = RankView(self._rank, self._last, dict(self._in_flight), ledger.uses, ledger.versions)
         picked = self._policy.pick(allowed, view, self._plan)
-        if picked is not None:
-            if picked not in allowed:
-                raise ProgramError(
-                    f"policy {self._policy.name!r} picked {picked} on rank {self._rank}, which is not ready"
-                )
-            self._ready.remove(picked)
-            self._last = picked
-            if picked.kind is Kind.F and self._deliveries is not None:
-                self._deliveries.before_forward(picked.batch, picked.stage)
+        if picked is not None and picked not in allowed:
+            raise ProgramError(f"policy {self._policy.name!r} picked {picked} on rank {self._rank}, which is not ready")
         return picked
+
+    def begin(self, i: Instruction) -> None:
+        if i.kind in SENDS or i.kind in RECEIVES:
+            self._transfers.remove(i)
+            return
+        self._ready.remove(i)
+        self._last = i
+        if i.kind is Kind.F and self._deliveries is not None:
+            self._deliveries.before_forward(i.batch, i.stage)
 
     def coming(self) -> Iterator[str]:
         """The layers of the tasks that will probably run next, the first one first: what is ready but forwards, and
@@ -329,7 +338,7 @@ class ReadyOrder:
                 f"rank {self._rank} waits although nothing is on its way: policy {self._policy.name!r} or the limits "
                 f"{self._plan.limits} hold back {', '.join(map(str, self._ready))}"
             )
-        self._arrived(mailbox.wait(), number)
+        self._arrived(mailbox.wait_fresh(number))
 
     @property
     def awaited(self) -> str:
@@ -357,10 +366,9 @@ class ReadyOrder:
         oldest = next((batch for _, batch in self._left), self._newest + 1)
         return self._newest + 1 - oldest < self._policy.depth
 
-    def _arrived(self, keys: list[Key], number: int) -> None:
-        for window_number, i in keys:
-            if window_number == number:  # a neighbour may be in the next window already; its messages wait
-                self._sort(self._tracker.complete(send_of(i)))
+    def _arrived(self, receives: Iterable[Instruction]) -> None:
+        for i in receives:
+            self._sort(self._tracker.complete(send_of(i)))
 
     def _sort(self, ready: list[Instruction]) -> None:
         for i in ready:

@@ -22,7 +22,7 @@ import torch
 
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox
 from lightning_pipes.engine.messages.message import Decoder, Encoder, Slot, Wire
-from lightning_pipes.ir import Kind, PipelineError
+from lightning_pipes.ir import Instruction, Kind, PipelineError
 
 _RING = struct.Struct("<i i q q")  # what, number of the slot, its bytes, the sender's clock
 _FRESH, _AGAIN, _DROP, _GOODBYE = range(4)
@@ -78,20 +78,17 @@ class LocalMailbox(Mailbox):
         self.fetch()
         return key in self._messages
 
-    def fresh(self) -> list[Key]:
+    def fresh(self, window: int) -> list[Instruction]:
         self.fetch()
-        return super().fresh()
+        return super().fresh(window)
 
     def wait_some(self, seconds: float) -> None:
         self.check()
         self.fetch(seconds)
 
-    def wait(self, key: Key | None = None) -> list[Key]:
-        while not (key in self._messages if key is not None else self._unseen or self._rung):
-            self.check()
-            self.fetch(None)
-        self._rung = self._rung and key is not None
-        return super().fresh()
+    def _sleep(self) -> None:
+        self.check()
+        self.fetch(None)
 
     def check(self) -> None:
         """Raises the failure that was told, if any."""

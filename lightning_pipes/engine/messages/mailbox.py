@@ -58,12 +58,13 @@ class Mailbox:
             self._bell.get_nowait()
         return self._messages.pop(key, None)
 
-    def fresh(self) -> list[Key]:
-        """The keys that have arrived since they were asked for last, without those that were taken."""
-        keys = list(self._unseen)
-        for key in keys:
+    def fresh(self, window: int) -> list[Instruction]:
+        """The receives of the window of that number whose messages have arrived since they were asked for last, without
+        those that were taken. Those of other windows stay for who asks for them."""
+        found = [key for key in tuple(self._unseen) if key[0] == window]
+        for key in found:
             del self._unseen[key]
-        return keys
+        return [i for _, i in found]
 
     def wait_some(self, seconds: float) -> None:
         """Returns when anything has arrived, or after that time.
@@ -76,19 +77,36 @@ class Mailbox:
         with suppress(Empty):
             self._bell.get(timeout=seconds)
 
-    def wait(self, key: Key | None = None) -> list[Key]:
-        """Waits until `key`, or without a key anything new, has arrived, or somebody has rung; returns what is fresh.
+    def wait(self, key: Key) -> None:
+        """Waits until the message has arrived.
 
         Raises:
             PeerFailure: a rank has failed.
         """
-        while not (key in self._messages if key is not None else self._unseen or self._rung):
-            if self._error is not None:
-                raise self._error
-            with suppress(Empty):
-                self._bell.get(timeout=1.0)  # bounded, to let Ctrl-C in
-        self._rung = self._rung and key is not None
-        return self.fresh()
+        while key not in self._messages:
+            self._sleep()
+
+    def wait_fresh(self, window: int) -> list[Instruction]:
+        """Waits until something new of that window has arrived, or somebody has rung; returns what is `fresh`.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+        while not (found := self.fresh(window)) and not self._rung:
+            self._sleep()
+        self._rung = False
+        return found
+
+    def _sleep(self) -> None:
+        """Returns when something may have changed.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+        if self._error is not None:
+            raise self._error
+        with suppress(Empty):
+            self._bell.get(timeout=1.0)  # bounded, to let Ctrl-C in
 
 
 class Transport(Protocol):

@@ -28,6 +28,8 @@ class Decision:
         profile: of the layers, where they were measured.
         deployment: devices, links and memory, where they were asked for.
         movable: whether its layers may go to other stages where first steps contradict the profile.
+        least: the fewest samples that a micro-batch is to have, as far as the module says it; the profile may know
+            more.
     """
 
     schedule: Schedule | Policy
@@ -44,6 +46,7 @@ class Decision:
     profile: ModelProfile | None = None
     deployment: Deployment | None = None
     movable: bool = False
+    least: int = 1
 
     @classmethod
     def of(cls, solution: Solution, movable: bool) -> Decision:
@@ -61,6 +64,7 @@ class Decision:
             profile=solved.profile,
             deployment=solved.deployment,
             movable=movable,
+            least=solved.least,
         )
 
     def problem(self, rows: int = 1) -> Problem:
@@ -74,13 +78,13 @@ class Decision:
             self.layers,
             self.profile,
             self.deployment,
+            least=self.least if self.profile is None else max(self.least, self.profile.least_rows),
         )
 
     def plans(
         self,
         replanner: Planner | None = None,
         tied: tuple[tuple[int, ...], ...] = (),
-        least: int = 1,
         moves: str = DRAIN,
     ) -> Plans:
         """The plans of its batches.
@@ -88,22 +92,19 @@ class Decision:
         Args:
             replanner: see `Plans`.
             tied, moves: see `Problem`.
-            least: see `Plans`; more where the model was found not to run on so few.
         """
-        if self.profile is not None:
-            least = max(least, self.profile.least_rows)
-        return Plans(replace(self.problem(), tied=tied, moves=moves), replanner, least)
+        return Plans(replace(self.problem(), tied=tied, moves=moves), replanner)
 
     def predicted(self, profile: ModelProfile) -> Decision:
         """The same decision with what it comes to by a profile, for its devices and batches of its size."""
-        plan, order = replace(self, profile=profile).plans().for_rows(self.rows)
+        made = replace(self, profile=profile)
+        plan, order = made.plans().for_rows(self.rows)
         assert self.deployment is not None
         whole, computing = (
             evaluated(p, order, plan, self.deployment).seconds for p in (profile, profile.without_steps())
         )
-        problem = replace(self.problem(self.rows), profile=profile, least=profile.least_rows)
-        cut = planner_of(self.schedule).explained(problem, plan)
-        return replace(self, seconds=whole, computing=computing, cut=cut, profile=profile)
+        cut = planner_of(self.schedule).explained(made.problem(self.rows), plan)
+        return replace(made, seconds=whole, computing=computing, cut=cut)
 
     def cut_anew(self, profile: ModelProfile) -> Decision:
         """The same decision with the layers that stages should have by another profile, if that saves enough of a
@@ -112,6 +113,6 @@ class Decision:
         Raises:
             PlanError: no cut fits into the memory of the devices.
         """
-        problem = replace(self.problem(self.rows), profile=profile, layers=(), fallback=self.layers)
-        found = BalancedPlanner(planner_of(self.schedule)).solve(problem)
+        problem = replace(self, profile=profile).problem(self.rows)
+        found = BalancedPlanner(planner_of(self.schedule)).solve(replace(problem, layers=(), fallback=self.layers))
         return replace(self, layers=found.plan.layers).predicted(profile)

@@ -22,15 +22,13 @@ class Plans:
     only.
 
     Args:
-        problem: that of any batch, its layers decided; `rows` are filled in.
+        problem: that of any batch, its layers decided; `rows` are filled in. A batch with too few samples for as many
+            micro-batches as were asked for, of the fewest that one is to have, is cut into fewer.
         replanner: who is asked again while training goes on; by default the planner of the schedule.
-        least: the fewest samples that a micro-batch is to have; a batch with too few of them for all that were asked
-            for is cut into fewer.
     """
 
-    def __init__(self, problem: Problem, replanner: Planner | None = None, least: int = 1) -> None:
+    def __init__(self, problem: Problem, replanner: Planner | None = None) -> None:
         self._problem = problem
-        self._least = least
         self._replanner = replanner
         self._asked = replanner or planner_of(problem.schedule)
         self._ranks = problem.schedule.placement(problem.ranks)
@@ -98,9 +96,7 @@ class Plans:
             )
         layers = self._problem.layers if given is None or not given.layers else given.layers
         m = microbatches or self.microbatches
-        made = Plans(
-            replace(self._problem, schedule=schedule, microbatches=m, layers=layers), self._replanner, self._least
-        )
+        made = Plans(replace(self._problem, schedule=schedule, microbatches=m, layers=layers), self._replanner)
         made._verified = verified
         if given is not None:
             rows = given.jobs[0].rows
@@ -153,9 +149,9 @@ class Plans:
 
     def _problem_of(self, rows: int) -> Problem:
         decides = self._problem.microbatches is None and self.schedule.planner() is not None
-        few = not decides and rows < self._least * self.microbatches
-        m = max(1, rows // self._least) if few else self._problem.microbatches
-        return replace(self._problem, rows=rows, microbatches=m, least=self._least)
+        few = not decides and rows < self._problem.least * self.microbatches
+        m = max(1, rows // self._problem.least) if few else self._problem.microbatches
+        return replace(self._problem, rows=rows, microbatches=m)
 
     def _kept(self, given: Plan, usual: Plan) -> Plan:
         if any(given.recompute) and given.recompute != usual.recompute:

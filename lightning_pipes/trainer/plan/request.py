@@ -67,8 +67,9 @@ class RunRequest:
             replanner=known_replanner(replan, known),
         )
 
-    def unmeasured(self, sizes: Sequence[int], ranks: int) -> Decision:
-        """The decision if nobody measures the layers; `sizes` are their parameters.
+    def unmeasured(self, sizes: Sequence[int], ranks: int, least: int = 1) -> Decision:
+        """The decision if nobody measures the layers; `sizes` are their parameters, and a micro-batch is to have at
+        least so many samples.
 
         Raises:
             PlanError: layers can't be cut so, or the schedule can't order it.
@@ -76,7 +77,7 @@ class RunRequest:
         where = self.schedule.placement(ranks)
         partition = PARAMETERS if isinstance(self.partition, str) else self.partition
         layers = stage_layers(partition, sizes, len(where))
-        found = Decision(self.schedule, self.microbatches, self.recompute, where, layers)
+        found = Decision(self.schedule, self.microbatches, self.recompute, where, layers, least=least)
         plans = found.plans()
         plans.for_rows(plans.trial_rows)
         return found
@@ -121,7 +122,7 @@ class RunRequest:
         Raises:
             PlanError: a schedule is to be chosen, and none fits into the devices' memory.
         """
-        problem = replace(plain.problem(rows), profile=profile, deployment=deployment, least=profile.least_rows)
+        problem = replace(plain, profile=profile, deployment=deployment).problem(rows)
         if self.partition == AUTO:
             problem = replace(problem, layers=(), fallback=plain.layers)
         solution = self.planner.solve(problem)

@@ -10,6 +10,8 @@ import pytest
 
 from lightning_pipes.engine.messages.local import LocalMailbox
 from lightning_pipes.engine.messages.mailbox import Mailbox
+from lightning_pipes.engine.messages.message import Message
+from lightning_pipes.ir import Instruction, Kind
 
 
 @pytest.mark.parametrize("make", [Mailbox, LocalMailbox])
@@ -17,12 +19,27 @@ def test_ringing_wakes_once(make: Callable[[], Mailbox]) -> None:
     mailbox = make()
     for _ in range(2):
         mailbox.ring()  # before anybody waits
-        assert mailbox.wait() == []
+        assert mailbox.wait_fresh(1) == []
         later = threading.Timer(0.1, mailbox.ring)
         begun = time.monotonic()
         later.start()
-        assert mailbox.wait() == []
+        assert mailbox.wait_fresh(1) == []
         assert time.monotonic() - begun > 0.05
         later.join()
+    if isinstance(mailbox, LocalMailbox):
+        mailbox.close()
+
+
+@pytest.mark.parametrize("make", [Mailbox, LocalMailbox])
+def test_what_is_fresh_in_another_window_stays_for_who_asks_for_it(make: Callable[[], Mailbox]) -> None:
+    mailbox = make()
+    first, second = Instruction(Kind.RF, 1), Instruction(Kind.RB, 0)
+    for window, receive in ((1, first), (2, first), (2, second)):
+        mailbox.put(Message((window, receive), None, ()))
+    assert mailbox.fresh(1) == [first]
+    assert mailbox.fresh(1) == []
+    assert mailbox.take((2, first)) is not None
+    assert mailbox.wait_fresh(2) == [second]
+    assert mailbox.fresh(2) == []
     if isinstance(mailbox, LocalMailbox):
         mailbox.close()
