@@ -235,6 +235,9 @@ def test_auto_tries_numbers_of_microbatches_whose_size_can_be_run() -> None:
     plain = request.unmeasured([1] * 4, 2)
     assert request.measured(plain, ModelProfile(layers), 16, place).microbatches == 16
     assert request.measured(plain, ModelProfile(layers, notes={LEAST_ROWS: 3}), 16, place).microbatches == 4
+    normalised = request.unmeasured([1] * 4, 2, least=2)  # statistics of one sample say nothing
+    assert request.measured(normalised, ModelProfile(layers), 16, place).microbatches == 8
+    assert request.measured(normalised, ModelProfile(layers), 16, place).problem().least == 2
 
 
 def test_auto_keeps_to_sizes_that_can_be_run() -> None:

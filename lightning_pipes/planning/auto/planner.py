@@ -46,7 +46,7 @@ class AutoPlanner(Planner):
         profile, rows = problem.profile, problem.rows
         if profile is None:
             return planner_of(problem.schedule).solve(problem)
-        numbers = [m for m in numbers_to_try(problem.ranks, rows) if rows // m >= profile.least_rows] or [1]
+        numbers = [m for m in numbers_to_try(problem.ranks, rows) if rows // m >= problem.least] or [1]
         choice = choose(
             profile,
             problem.ranks,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipes.cost import Deployment, ModelProfile
+from lightning_pipes.cost import Deployment
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import AutoPlanner, choose
 from lightning_pipes.planning.planner import Problem, planned
@@ -58,9 +58,7 @@ def test_what_is_asked_for_is_kept() -> None:
 
 def test_micro_batches_on_which_the_model_does_not_run_are_left_out() -> None:
     asked = problem(0, deployment=None)
-    assert isinstance(asked.profile, ModelProfile)
-    picky = replace(asked.profile, notes={"least_rows": asked.rows})
-    assert AutoPlanner().solve(replace(asked, profile=picky)).problem.microbatches == 1
+    assert AutoPlanner().solve(replace(asked, least=asked.rows)).problem.microbatches == 1
 
 
 def test_without_a_profile_the_schedule_stays() -> None:
