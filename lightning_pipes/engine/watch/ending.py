@@ -1,7 +1,9 @@
 """How a process ends that has given up waiting for others.
 
 gloo's threads sit on a collective that was given up until its time is up, half an hour later. Who destroys its group
-waits for them, and the end of the interpreter destroys all objects.
+waits for them, and the end of the interpreter destroys all objects. And a thread whose call of torch's comes back while
+the interpreter ends, as where the other rank ends at the same time, is ended by Python by unwinding it (before 3.14),
+which C++ answers with an abort of the process.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
+import signal
 import sys
 import threading
 import time
@@ -16,6 +19,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 _LOOK_SECONDS = 0.2
+_MOST_SECONDS = 20
+"""For the end of an interpreter, once it has begun."""
 _given_up = threading.Event()
 _waits = threading.Lock()
 
@@ -51,6 +56,19 @@ def never_destroy(things: Iterable[object]) -> None:
         library = ctypes.CDLL(None)
         if hasattr(library, "on_exit"):
             library.on_exit(library._exit, None)
+        _have_threads_wait(library)
+
+
+def _have_threads_wait(library: ctypes.CDLL) -> None:
+    """From here on a thread that C++ would answer with an abort waits for the end of the process; and so that this
+    never waits for the thread, an alarm ends it then, unless somebody else uses alarms."""
+    try:
+        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+    except (OSError, AttributeError):  # another C++ library
+        return
+    if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and not any(signal.getitimer(signal.ITIMER_REAL)):
+        signal.alarm(_MOST_SECONDS)
+        set_terminate(library.pause)
 
 
 def hurry() -> None:

@@ -1,0 +1,50 @@
+"""The end of an interpreter whose threads are still waiting for others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from lightning_pipes.testing.patience import patience
+
+ENDS = """
+import atexit, os, subprocess, sys, threading, time
+import torch.distributed as dist
+from lightning_pipes.engine.watch import ending
+
+HOST = '''
+import time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+'''
+host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
+waits = threading.Event()
+
+def wait():
+    waits.set()
+    store.wait(["what never comes"])
+
+threading.Thread(target=wait, daemon=True).start()
+waits.wait()
+time.sleep(0.5)  # until it is in torch's call, which nothing tells
+
+class Last:
+    '''Has the thread's call come back while the interpreter ends.'''
+
+    def __del__(self, kill=os.kill, pid=host.pid, sleep=time.sleep):
+        kill(pid, 9)
+        sleep(1.0)
+
+sys.last = Last()
+atexit.register(ending.never_destroy, [store])
+sys.exit(3)
+"""
+
+
+def test_a_call_that_comes_back_at_the_end_does_not_abort_it() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=patience(60))
+    assert ended.returncode == 3, ended.stderr
+    assert "terminate called" not in ended.stderr
