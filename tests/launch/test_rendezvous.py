@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -12,7 +16,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_pipes.engine.watch import rendezvous
+from lightning_pipes.engine.watch import meeting, rendezvous
+from lightning_pipes.engine.watch.meeting import run_store
 from lightning_pipes.engine.watch.rendezvous import agreed_name, launcher_store
 from lightning_pipes.tune.run_name import run_name
 
@@ -118,6 +123,37 @@ def test_a_launcher_that_is_stopped_is_not_waited_for_without_end(environment):
         environment.setenv("MASTER_PORT", str(silent.getsockname()[1]))
         with pytest.raises(TimeoutError, match="the launcher has not answered within 1 s"):
             launcher_store(timedelta(seconds=1))
+
+
+HOST = """
+import time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_launcher_that_is_stopped_while_ranks_meet_is_not_waited_for_without_end(environment, monkeypatch):
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    try:
+        environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        environment.setenv("MASTER_ADDR", "127.0.0.1")
+        environment.setenv("MASTER_PORT", host.stdout.readline().strip())
+        environment.setenv("GLOO_SOCKET_IFNAME", "lo")
+        monkeypatch.setattr(meeting, "_store", None)
+        looks = itertools.count()
+
+        def check():
+            if next(looks) == 5:  # rank 1 has asked for the name by then, or does so of a host that is stopped
+                host.send_signal(signal.SIGSTOP)
+
+        with pytest.raises(TimeoutError, match="the launcher has not answered within 2 s"):
+            run_store(1, 2, 2, timedelta(seconds=2), check)
+    finally:
+        host.kill()
+        host.wait()
+        host.stdout.close()
 
 
 def test_who_was_alive_and_has_ended_is_not_waited_for(monkeypatch):

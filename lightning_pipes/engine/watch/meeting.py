@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psutil
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from lightning_pipes.engine.watch.rendezvous import own_store, wait_for_host
+from lightning_pipes.engine.watch.asking import Asking
+from lightning_pipes.engine.watch.rendezvous import own_store, store_host, wait_for_host
 from lightning_pipes.engine.watch.trust import sealed
 
 LOOPBACK = "127.0.0.1"
@@ -33,7 +36,7 @@ def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Calla
         check: called while others have not come; may raise.
 
     Raises:
-        TimeoutError: not all that are needed came.
+        TimeoutError: not all that are needed came, or who hosts the store answers no more.
         ConnectionRefusedError: the launcher hosted the store, and is gone.
         PipelineError: the ranks do not believe each other.
     """
@@ -42,9 +45,36 @@ def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Calla
         one_host = _on_one_host(size, local)
         if one_host:
             _stay_on_host()
-        store = own_store(rank, size, timeout, check) or _met_store(rank, one_host, timeout, check)
-        _store = sealed(store, rank, one_host, size, timeout, check)
+        _store = _while_it_answers(partial(_opened, rank, size, one_host, timeout), timeout, check)
     return _store
+
+
+def _opened(rank: int, size: int, one_host: bool, timeout: timedelta, check: Callable[[], None]) -> Any:
+    store = own_store(rank, size, timeout, check) or _met_store(rank, one_host, timeout, check)
+    return sealed(store, rank, one_host, size, timeout, check)
+
+
+def _while_it_answers(
+    opened: Callable[[Callable[[], None]], Any], timeout: timedelta, check: Callable[[], None]
+) -> Any:
+    """What `opened` returns. It calls what it is given whenever the store has answered; where that was not so for long,
+    as of a host that is stopped, TimeoutError is raised: most calls of a store know no limit."""
+    answered = time.monotonic()
+
+    def tick() -> None:
+        nonlocal answered
+        answered = time.monotonic()
+
+    def look() -> None:
+        check()
+        seconds = timeout.total_seconds()
+        if time.monotonic() > answered + seconds:
+            raise TimeoutError(
+                f"{store_host()} has not answered within {seconds:.0f} s: it hosts the store of this run"
+            )
+
+    with Asking() as asking:
+        return asking(partial(opened, tick), look)
 
 
 def made_store() -> Any:
