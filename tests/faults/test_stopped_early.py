@@ -40,4 +40,4 @@ def test_who_is_stopped_before_ranks_have_met(name: str, monkeypatch: pytest.Mon
         assert not run.check(), run.log()
         assert not faults.processes(run.token)
     assert took < run.timeout / 2, "not by heartbeat_timeout"
-    assert re.search(rf"local rank {case.victim}, process \d+, has been stopped for \d+ s", run.log())
+    assert re.search(rf"rank {case.victim}, process \d+, has been stopped for \d+ s", run.log())

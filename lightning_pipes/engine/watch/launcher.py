@@ -191,29 +191,29 @@ class Company:
         if now < self._next:
             return
         self._next = now + _COMPANY_SECONDS
-        for rank, pid in _company():
+        for name, pid in _company():
             moved = 0 if is_stopped(pid) else next(self._moves)
             seconds = self._silences[pid].seconds(moved, now)
             if seconds > _above.patience:
                 raise RankStoppedError(
-                    f"local rank {rank}, process {pid}, has been stopped for {seconds:.0f} s, and others wait for "
+                    f"{name}, process {pid}, has been stopped for {seconds:.0f} s, and others wait for "
                     f"it. Let it go on (kill -CONT {pid}) and start again; heartbeat_timeout says how long is waited"
                 )
 
 
 def _company() -> Iterator[tuple[str, int]]:
-    """The other processes that the same launcher has started as ranks, with their local ranks; itself, if it is one."""
+    """The other processes that the same launcher has started as ranks, with their names; itself, if it is one."""
     for rank, process in _below.processes.items():
-        yield str(rank), process.pid
+        yield f"rank {rank}", process.pid
     if not _above.pid or _above.gone:
         return
     if os.environ.get(LAUNCHER) == str(_above.pid):
-        yield "0", _above.pid
+        yield "local rank 0", _above.pid
     with suppress(psutil.Error):
         for child in psutil.Process(_above.pid).children():
-            local = _in_environment(child.pid, "LOCAL_RANK")
+            local, rank = (_in_environment(child.pid, name) for name in ("LOCAL_RANK", "RANK"))
             if child.pid != os.getpid() and local:
-                yield local, child.pid
+                yield f"rank {rank}" if rank else f"local rank {local}", child.pid
 
 
 def how_it_ended(code: int) -> str:
