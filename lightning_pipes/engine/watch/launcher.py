@@ -211,9 +211,9 @@ def _company() -> Iterator[tuple[str, int]]:
         yield "local rank 0", _above.pid
     with suppress(psutil.Error):
         for child in psutil.Process(_above.pid).children():
-            local, rank = (_in_environment(child.pid, name) for name in ("LOCAL_RANK", "RANK"))
+            local, among_all = (_in_environment(child.pid, name) for name in ("LOCAL_RANK", "RANK"))
             if child.pid != os.getpid() and local:
-                yield f"rank {rank}" if rank else f"local rank {local}", child.pid
+                yield f"rank {among_all}" if among_all else f"local rank {local}", child.pid
 
 
 def how_it_ended(code: int) -> str:
