@@ -52,6 +52,8 @@ def test_a_plan_alone_is_for_the_schedule_of_the_problem() -> None:
 def test_what_is_asked_for_is_kept() -> None:
     found = AutoPlanner().solve(problem(0, microbatches=2, recompute=True)).problem
     assert (found.microbatches, found.recompute) == (2, True)
+    assert not AutoPlanner().solve(problem(0, deployment=None)).problem.recompute  # with room for all it costs time
+    assert AutoPlanner().solve(problem(0, deployment=None, recompute=True)).problem.recompute
     assert all(rows <= 8 for rows in AutoPlanner().measures(32, 4, 4))
     assert AutoPlanner().most_rows(32, 4, 4) == 8
 
