@@ -46,6 +46,8 @@ LAST_FULL = {"migration_slowdown": 0.009, "vs_never": 1.157, "vs_restart": 1.422
 """Of the last full runs: of dynpipe_migration.py (gated, two thirds busy), and of `--only heavy`. They take long."""
 HEAVY = 0.6, 200.0, 3
 """Neighbours of a device on the average, batches that each stays, and a seed."""
+SOON = 10
+"""Batches from look to look where neighbours come and go: two looks pass before layers move."""
 EPOCH = 200
 """Batches after which restarts may re-partition."""
 SMOOTHED = 20
@@ -297,7 +299,7 @@ def reached(found: dict[str, Any], loss: float, wait: float = 0.0) -> float:
 def against_restart(quick: bool) -> dict[str, float]:
     """Seconds to a loss under a heavy trace: never re-planned, and re-partitioned by restarts, over those of the run
     whose layers move."""
-    moves = Case("dynpipe", 4, 16, 300 if quick else 800, visitors=HEAVY, every=EVERY)
+    moves = Case("dynpipe", 4, 16, 300 if quick else 800, visitors=HEAVY, every=SOON)
     never = replace(moves, schedule="pipedream", replan=False)
     restarts = replace(moves, every=EPOCH, windows=1)
     wait = restart_seconds(moves)

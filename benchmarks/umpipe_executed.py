@@ -250,7 +250,7 @@ def calibrated() -> tuple[float, Link]:
     def fit(m: int, overhead: float, latency: float) -> Fit:
         place = Deployment(Cluster((Device(),) * RANKS, inside=Link(BANDWIDTH, latency)))
         schedule = OneFOneB()
-        plan = replace(even_plan(schedule, RANKS, m, 4 * RANKS), layers=even_partition([1.0] * RANKS, RANKS))
+        plan = replace(even_plan(schedule, RANKS, m, ROWS), layers=even_partition([1.0] * RANKS, RANKS))
         return evaluated(ModelProfile(layers, overhead=overhead), schedule.program(plan), plan, place)
 
     few, many = (fit(m, 0.0, 0.0) for m in (1, 4 * RANKS))

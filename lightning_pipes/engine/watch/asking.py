@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from lightning_pipes.engine.watch.ending import leave_thread
+
 T = TypeVar("T")
 _LOOK_SECONDS = 0.1
 
@@ -40,7 +42,11 @@ class Asking:
             except TimeoutError:
                 if made.done():
                     raise
-            meanwhile()
+            try:
+                meanwhile()
+            except BaseException:
+                leave_thread()
+                raise
 
     def _make(self) -> None:
         while (asked := self._calls.get()) is not None:

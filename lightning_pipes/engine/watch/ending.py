@@ -8,6 +8,7 @@ which C++ answers with an abort of the process.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import io
@@ -23,6 +24,7 @@ _MOST_SECONDS = 20
 """For the end of an interpreter, once it has begun."""
 _given_up = threading.Event()
 _waits = threading.Lock()
+_left = threading.Lock()
 
 
 def give_up() -> None:
@@ -59,11 +61,17 @@ def never_destroy(things: Iterable[object]) -> None:
         _have_threads_wait(library)
 
 
+def leave_thread() -> None:
+    """A thread stays behind in a call of torch's that nobody waits for any more: it must not disturb the end."""
+    if _left.acquire(blocking=False):
+        atexit.register(never_destroy, ())
+
+
 def _have_threads_wait(library: ctypes.CDLL) -> None:
     """From here on a thread that C++ would answer with an abort waits for the end of the process; and so that this
     never waits for the thread, an alarm ends it then, unless somebody else uses alarms."""
     try:
-        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
     except (OSError, AttributeError):  # another C++ library
         return
     if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and not any(signal.getitimer(signal.ITIMER_REAL)):

@@ -57,13 +57,15 @@ def _opened(rank: int, size: int, one_host: bool, timeout: timedelta, check: Cal
 def _while_it_answers(
     opened: Callable[[Callable[[], None]], Any], timeout: timedelta, check: Callable[[], None]
 ) -> Any:
-    """What `opened` returns. It calls what it is given whenever the store has answered; where that was not so for long,
-    as of a host that is stopped, TimeoutError is raised: most calls of a store know no limit."""
-    answered = time.monotonic()
+    """The result of `opened`, which calls what it is given whenever the store has answered; where that was not so for
+    long, as of a host that is stopped, TimeoutError is raised: most calls of a store know no limit."""
+    answered, left = time.monotonic(), False
 
     def tick() -> None:
         nonlocal answered
         answered = time.monotonic()
+        if left:
+            raise TimeoutError("nobody waits for this any more")
 
     def look() -> None:
         check()
@@ -73,8 +75,11 @@ def _while_it_answers(
                 f"{store_host()} has not answered within {seconds:.0f} s: it hosts the store of this run"
             )
 
-    with Asking() as asking:
-        return asking(partial(opened, tick), look)
+    try:
+        with Asking() as asking:
+            return asking(partial(opened, tick), look)
+    finally:
+        left = True
 
 
 def made_store() -> Any:

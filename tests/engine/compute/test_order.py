@@ -62,8 +62,11 @@ def test_layers_of_forwards_and_of_batches_that_come_back_take_turns() -> None:
         i = order.next(mailbox, 0)
         assert i is not None
         while i.kind is not Kind.F:
+            assert order.next(mailbox, 0) == i, "asking changes nothing"
+            order.begin(i)
             order.done(i)
             i = order.next(mailbox, 0)
             assert i is not None
+        order.begin(i)
         order.done(i)
     assert list(order.coming()) == ["3", "4", "0", "5", "1", "2"]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from lightning_pipes.testing.patience import patience
 
 ENDS = """
 import atexit, os, subprocess, sys, threading, time
+from contextlib import suppress
 import torch.distributed as dist
 from lightning_pipes.engine.watch import ending
+from lightning_pipes.engine.watch.asking import Asking
 
 HOST = '''
 import time
@@ -21,14 +25,11 @@ time.sleep(600)
 '''
 host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
 store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
-waits = threading.Event()
 
-def wait():
-    waits.set()
+def call():
     store.wait(["what never comes"])
 
-threading.Thread(target=wait, daemon=True).start()
-waits.wait()
+<<left>>
 time.sleep(0.5)  # until it is in torch's call, which nothing tells
 
 class Last:
@@ -39,12 +40,23 @@ class Last:
         sleep(1.0)
 
 sys.last = Last()
-atexit.register(ending.never_destroy, [store])
 sys.exit(3)
 """
+LEFT = {
+    "in a group that was given up": """
+threading.Thread(target=call, daemon=True).start()
+atexit.register(ending.never_destroy, [store])
+""",
+    "in a question that nobody waits for": """
+with suppress(KeyError), Asking() as asking:
+    asking(call, lambda: {}["nobody waits"])
+""",
+}
 
 
-def test_a_call_that_comes_back_at_the_end_does_not_abort_it() -> None:
-    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=patience(60))
+@pytest.mark.parametrize("left", LEFT)
+def test_a_call_that_comes_back_at_the_end_does_not_abort_it(left: str) -> None:
+    script = ENDS.replace("<<left>>", LEFT[left])
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=patience(60))
     assert ended.returncode == 3, ended.stderr
     assert "terminate called" not in ended.stderr
