@@ -333,9 +333,10 @@ class JobArray(Generic[T]):
     def _compute_here(self, sibling: Sibling[T]) -> None:
         """Runs a computation with the sibling's weights on the device, while those that come next are brought."""
         engine, memory = sibling.engine, self.memory
-        i = None if engine is None else engine.upcoming()
         assert engine is not None
-        assert i is not None
+        i = engine.upcoming()
+        if i is None:  # more has come since, and its policy waits for better
+            return
         memory.begin_block(sibling.index, i.stage)
         memory.look_ahead(self._coming())
         sibling.compute()
