@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -84,6 +85,18 @@ def script(folder: Path, *launcher: str, stops: str = "") -> Iterator[Script]:
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+
+
+def test_who_can_not_host_the_store_ends_and_all_that_it_has_started(tmp_path, monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        with script(tmp_path) as run:
+            run.launched.wait(START)
+            status, said = run.end()
+    assert status == 1
+    assert "rank 0 can't host the store of this run at 127.0.0.1" in said
 
 
 @pytest.mark.slow

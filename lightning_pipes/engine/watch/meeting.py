@@ -17,14 +17,17 @@ import psutil
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.watch.asking import Asking
+from lightning_pipes.engine.watch.ending import give_up
 from lightning_pipes.engine.watch.rendezvous import own_store, store_host, wait_for_host
 from lightning_pipes.engine.watch.trust import sealed
+from lightning_pipes.ir import PipelineError
 
 LOOPBACK = "127.0.0.1"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _store: Any = None
 _kept: list[Any] = []
 _adopted: tuple[Any, Any] = None, None
+_held: socket.socket | None = None
 
 
 def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Callable[[], None]) -> Any:
@@ -45,7 +48,11 @@ def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Calla
         one_host = _on_one_host(size, local)
         if one_host:
             _stay_on_host()
-        _store = _while_it_answers(partial(_opened, rank, size, one_host, timeout), timeout, check)
+        try:
+            _store = _while_it_answers(partial(_opened, rank, size, one_host, timeout), timeout, check)
+        except BaseException:
+            give_up()  # those that this process has started may wait for it
+            raise
     return _store
 
 
@@ -116,15 +123,52 @@ def store_on_loopback(port: int, timeout: timedelta) -> TCPStore:
 
     Args:
         port: 0 for any that is free.
+
+    Raises:
+        PipelineError: somebody has the port.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((LOOPBACK, port))
+    listener = _holding(port) or _bound(port)
     listener.listen(socket.SOMAXCONN)
     port = listener.getsockname()[1]
     return TCPStore(
         LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
+
+
+def hold_port(port: int) -> None:
+    """Nobody takes the port, where it is free, before this process hosts its store there: who starts other processes
+    first may need half a minute until then."""
+    global _held
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((LOOPBACK, port))  # not SO_REUSEADDR, with which another could bind it, too
+    except OSError:  # perhaps the last run's; who needs it says so
+        listener.close()
+    else:
+        _held = listener
+
+
+def _holding(port: int) -> socket.socket | None:
+    """The socket that holds the port, for who asks first."""
+    global _held
+    if _held is None or _held.getsockname()[1] != port:
+        return None
+    held, _held = _held, None
+    return held
+
+
+def _bound(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, port))
+    except OSError as error:
+        listener.close()
+        raise PipelineError(
+            f"rank 0 can't host the store of this run at {LOOPBACK}:{port}: {error}. Set MASTER_PORT to a port that is "
+            "free, or end who has this one"
+        ) from error
+    return listener
 
 
 def _stay_on_host() -> None:

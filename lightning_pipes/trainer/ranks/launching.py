@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_pipes.engine.watch.launcher import LAUNCHER, watch_launched
+from lightning_pipes.engine.watch.meeting import hold_port
 from lightning_pipes.trainer import private_lightning as private
 
 
@@ -24,6 +25,7 @@ class Launcher(private.SubprocessLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             os.environ[LAUNCHER] = str(os.getpid())
+            hold_port(environment.main_port)
             private.call_children_scripts(self)
             watch_launched(environment.node_rank() * self.num_processes + 1, self.procs)
         private.set_num_threads_if_needed(num_processes=self.num_processes)

@@ -1,0 +1,35 @@
+"""The port at which ranks meet."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+
+from lightning_pipes.engine.watch.meeting import LOOPBACK, hold_port, store_on_loopback
+from lightning_pipes.ir import PipelineError
+
+SOON = timedelta(seconds=20)
+
+
+def test_who_holds_a_port_hosts_a_store_there_and_nobody_else() -> None:
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        port = free.getsockname()[1]
+    hold_port(port)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            other.bind((LOOPBACK, port))
+    assert store_on_loopback(port, SOON).port == port
+
+
+def test_a_port_that_somebody_has_is_named() -> None:
+    with socket.socket() as other:
+        other.bind((LOOPBACK, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        hold_port(port)  # which it can't, and says nothing
+        with pytest.raises(PipelineError, match=f"can't host the store of this run at {LOOPBACK}:{port}"):
+            store_on_loopback(port, SOON)
