@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,12 +22,10 @@ from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import Kind, Policy, Schedule
 from lightning_pipes.planning.auto import installed_variants
 from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, improved
-from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.planner import Problem, even_plan, planned
 from lightning_pipes.strategies.gpipe import GPipe
-from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
-from lightning_pipes.testing.emulated import Emulation, Steps, run_steps, sleeping, steady, step_seconds
+from lightning_pipes.testing.emulated import Emulation, Steps, run_steps, steady, step_seconds
 from lightning_pipes.testing.ranks import run_ranks
 
 RANKS = 4
@@ -38,8 +35,9 @@ NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 22, 32, 64)
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 MESSAGE = 4096
 """Bytes that a sample hands on."""
-BANDWIDTH = 2e9
-"""Bytes per second of a link: memory that two ranks share."""
+ENGINE = 6e-4
+"""Seconds that the engine needs beside each computation of emulated stages on two cores: see docs/benchmarks.md."""
+LINK = Link(2e9, 2e-4)
 STRETCH = 4.0
 """Emulated layers take so many times as long as real ones: a sleep ends on time to some tens of microseconds."""
 
@@ -242,38 +240,14 @@ def keys_of(found: Sequence[Executed]) -> dict[str, float]:
     }
 
 
-def calibrated() -> tuple[float, Link]:
-    """Seconds that the engine needs beside each computation, and a link: here and now, by what steps of equal layers
-    take besides what they sleep. One micro-batch waits for every message, and of many hardly any does."""
-    layers = (sleeping(0.003, 0.006, message_bytes=MESSAGE),) * RANKS
-
-    def fit(m: int, overhead: float, latency: float) -> Fit:
-        place = Deployment(Cluster((Device(),) * RANKS, inside=Link(BANDWIDTH, latency)))
-        schedule = OneFOneB()
-        plan = replace(even_plan(schedule, RANKS, m, ROWS), layers=even_partition([1.0] * RANKS, RANKS))
-        return evaluated(ModelProfile(layers, overhead=overhead), schedule.program(plan), plan, place)
-
-    few, many = (fit(m, 0.0, 0.0) for m in (1, 4 * RANKS))
-    found = execute("calibration", ModelProfile(layers), {"few": few, "many": many}, 5)
-    unit = 1e-4
-    effects, left = [], []
-    for m, each in zip((1, 4 * RANKS), found, strict=True):
-        alone = each.fit.seconds
-        effects.append([(fit(m, *of).seconds - alone) / unit for of in ((unit, 0.0), (0.0, unit))])
-        left.append(each.median - alone)
-    overhead, latency = np.linalg.solve(effects, left).clip(0.0)
-    return float(overhead), Link(BANDWIDTH, float(latency))
-
-
 def emulated(quick: bool) -> list[Executed]:
     """Every network, by the best equal GPipe, UMPIPE, the best equal schedule that ships, and UM-1F1B."""
     torch.set_num_threads(1)
     layers = {kind: measured(kind, 5 if quick else 15) for kind in LAYERS}
-    engine, link = calibrated()
-    place = Deployment(Cluster((Device(),) * RANKS, inside=link))
+    place = Deployment(Cluster((Device(),) * RANKS, inside=LINK))
     found = []
     for network, kinds in list(NETWORKS.items())[: 2 if quick else None]:
-        profile = ModelProfile(tuple(layers[kind] for kind in kinds), overhead=engine)
+        profile = ModelProfile(tuple(layers[kind] for kind in kinds), overhead=ENGINE)
         fits = {
             "best equal gpipe": equal_best(profile, place, lambda m: [GPipe()]),
             "umpipe": unequal_best(profile, place, UMPipe()),

@@ -37,6 +37,15 @@ def locked(path: Path, shared: bool = False) -> Iterator[None]:
         os.close(descriptor)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def elsewhere() -> Iterator[None]:
+    """A training in this process says in the environment where its ranks meet, which is nobody else's: the port may be
+    another program's by then."""
+    yield
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     with ExitStack() as room:

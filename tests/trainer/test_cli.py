@@ -119,7 +119,8 @@ def test_a_script_with_lightnings_launcher(tmp_path: Path, expected: Any) -> Non
     with redirect_stdout(config), pytest.raises(SystemExit):
         main([*COMMON, *given, "--trainer.devices=2", "--print_config"])
     (tmp_path / "printed.yaml").write_text(config.getvalue())
-    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
+    left = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by trainings in this process
+    env = {k: v for k, v in os.environ.items() if k not in left}
     command = [sys.executable, str(APP), "fit", "--config=printed.yaml"]
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
