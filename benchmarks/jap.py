@@ -186,7 +186,7 @@ def main() -> None:
     if not options.simulated:
         if options.quick:
             cases = [jap_run.Case(8, 16, 6, jap_run.slow_layers(8, 0.24))]
-            real = jap_run.Case(2, 8, 4, jap_run.gpt_profile(2), real=True)
+            real = jap_run.Case(2, 8, 6, jap_run.gpt_profile(2), real=True)
         else:
             cases = [jap_run.Case(ranks, 16, 20, jap_run.slow_layers(ranks, 0.24), contenders=2) for ranks in (4, 8)]
             real = jap_run.Case(2, 8, 12, jap_run.gpt_profile(2), real=True, contenders=2)

@@ -25,7 +25,8 @@ class Launcher(private.SubprocessLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             os.environ[LAUNCHER] = str(os.getpid())
-            hold_port(environment.main_port)
+            if self.num_nodes == 1:  # else the store listens for other nodes, too, where this would be in its way
+                hold_port(environment.main_port)
             private.call_children_scripts(self)
             watch_launched(environment.node_rank() * self.num_processes + 1, self.procs)
         private.set_num_threads_if_needed(num_processes=self.num_processes)
