@@ -65,9 +65,9 @@ class LocalMailbox(Mailbox):
             if not self._closed:
                 os.write(self._waker, b"!")
 
-    def fetch(self, seconds: float | None = 0.0) -> None:
-        """Takes in what has arrived; waits that long, or with None for ever, if nothing has."""
-        for descriptor, _ in self._poll.poll(None if seconds is None else 1000 * seconds):
+    def fetch(self, seconds: float = 0.0) -> None:
+        """Takes in what has arrived; waits that long if nothing has."""
+        for descriptor, _ in self._poll.poll(1000 * seconds):
             reader = self._readers.get(descriptor)
             if reader is not None:
                 reader()
@@ -85,10 +85,6 @@ class LocalMailbox(Mailbox):
     def wait_some(self, seconds: float) -> None:
         self.check()
         self.fetch(seconds)
-
-    def _sleep(self) -> None:
-        self.check()
-        self.fetch(None)
 
     def check(self) -> None:
         """Raises the failure that was told, if any."""

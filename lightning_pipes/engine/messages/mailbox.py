@@ -9,6 +9,8 @@ from typing import Protocol
 from lightning_pipes.engine.messages.message import Message
 from lightning_pipes.ir import Instruction
 
+LOOK_SECONDS = 1.0
+"""How long a wait goes on without a look around, which lets Ctrl-C in."""
 Key = tuple[int, Instruction]
 """A window's number and the instruction that receives."""
 
@@ -84,7 +86,7 @@ class Mailbox:
             PeerFailure: a rank has failed.
         """
         while key not in self._messages:
-            self._sleep()
+            self.wait_some(LOOK_SECONDS)
 
     def wait_fresh(self, window: int) -> list[Instruction]:
         """Waits until something new of that window has arrived, or somebody has rung; returns what is `fresh`.
@@ -93,20 +95,9 @@ class Mailbox:
             PeerFailure: a rank has failed.
         """
         while not (found := self.fresh(window)) and not self._rung:
-            self._sleep()
+            self.wait_some(LOOK_SECONDS)
         self._rung = False
         return found
-
-    def _sleep(self) -> None:
-        """Returns when something may have changed.
-
-        Raises:
-            PeerFailure: a rank has failed.
-        """
-        if self._error is not None:
-            raise self._error
-        with suppress(Empty):
-            self._bell.get(timeout=1.0)  # bounded, to let Ctrl-C in
 
 
 class Transport(Protocol):

@@ -1,0 +1,37 @@
+"""The port of a run that Lightning's launcher starts."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from lightning_pipes.engine.watch.meeting import LOOPBACK
+from lightning_pipes.trainer.ranks import launching
+from lightning_pipes.trainer.ranks.launching import Launcher
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_port_is_held_where_nobody_else_is_to_reach_it(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", launching.LAUNCHER):
+        monkeypatch.setenv(name, "")  # put back in the end
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("lightning_pipes.engine.watch.meeting._held", None)
+    monkeypatch.setattr(launching.private, "call_children_scripts", lambda launcher: None)
+    monkeypatch.setattr(launching.private, "set_num_threads_if_needed", lambda num_processes: None)
+    monkeypatch.setattr(launching, "watch_launched", lambda first, processes: None)
+    environment = LightningEnvironment()
+
+    def taken() -> bool:
+        with socket.socket() as other:
+            try:
+                other.bind((LOOPBACK, environment.main_port))
+            except OSError:
+                return True
+            return False
+
+    launcher = Launcher(environment, 2, nodes)
+    launcher.procs = SimpleNamespace()
+    assert launcher.launch(taken) == (nodes == 1)
