@@ -3,6 +3,9 @@
 Times of layers are measured on this machine, one thread, forward and backward, for every number of samples. Emulated
 stages then sleep that long, so that two cores can stand for four devices: right for order, transport and overhead, and
 for nothing else. What is compared runs in turn, in the same processes.
+
+What the engine needs beside a computation is learned before anything is planned, from a run of its own on each network:
+GPipe with `LEARNING` equal micro-batches, which is in no row of the table.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 22, 32, 64)
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 MESSAGE = 4096
 """Bytes that a sample hands on."""
-ENGINE = 6e-4
-"""Seconds that the engine needs beside each computation of emulated stages on two cores: see docs/benchmarks.md."""
-LINK = Link(2e9, 2e-4)
-STRETCH = 4.0
+LINK = Link(2e9, 1e-4)
+LEARNING = 8
+"""Micro-batches of the run that tells what the engine needs."""
+MOST = 2e-3
+"""Seconds beside a computation that the engine needs at most."""
+STRETCH = 8.0
 """Emulated layers take so many times as long as real ones: a sleep ends on time to some tens of microseconds."""
 
 
@@ -173,18 +178,34 @@ class Executed:
         return " ".join(map(str, every)) if len(set(every)) > 1 else str(every[0])
 
 
-def execute(network: str, profile: ModelProfile, fits: dict[str, Fit], rounds: int) -> list[Executed]:
-    """All of `fits` in turn, `rounds` times three steps of each."""
-    whole = tuple(replace(layer, input_backward=(), weight_backward=()) for layer in profile.layers)
+def execute(fits: Iterable[tuple[ModelProfile, Fit]], rounds: int) -> list[tuple[float, ...]]:
+    """Seconds of the steps of each: all in turn, `rounds` times three steps."""
     emulations = []
-    for fit in fits.values():  # emulated layers whose backward has two parts take both for a whole one
+    for profile, fit in fits:  # emulated layers whose backward has two parts take both for a whole one
+        whole = tuple(replace(layer, input_backward=(), weight_backward=()) for layer in profile.layers)
         layers = profile.layers if fit.plan.split_backward else whole
         emulations.append(Emulation(fit.plan, fit.order, layers, (1.0,) * RANKS))
     found = run_ranks(_rank_main, RANKS, emulations, rounds, timeout=300)
+
+    def steps(n: int) -> tuple[float, ...]:
+        return tuple(s for turn in range(rounds) for s in step_seconds([of_rank[turn][n] for of_rank in found]))
+
+    return [steps(n) for n in range(len(emulations))]
+
+
+def learned(profiles: Sequence[ModelProfile], place: Deployment) -> list[ModelProfile]:
+    """The profiles with what the engine needs beside each computation: so much that the simulated step of a run takes
+    as long as the executed one."""
+    plan = even_plan(GPipe(), RANKS, LEARNING, ROWS)
+    fits = [fit_layers(profile, GPipe(), plan, place, trials=0) for profile in profiles]
     result = []
-    for n, (label, fit) in enumerate(fits.items()):
-        steps = [s for turn in range(rounds) for s in step_seconds([of_rank[turn][n] for of_rank in found])]
-        result.append(Executed(network, label, fit, tuple(steps)))
+    for profile, fit, steps in zip(profiles, fits, execute(zip(profiles, fits, strict=True), 4), strict=True):
+        low, high = 0.0, MOST
+        while high - low > 1e-6:
+            middle = (low + high) / 2
+            seconds = evaluated(replace(profile, overhead=middle), fit.order, fit.plan, place).seconds
+            low, high = (middle, high) if seconds < statistics.median(steps) else (low, middle)
+        result.append(replace(profile, overhead=low))
     return result
 
 
@@ -245,14 +266,18 @@ def emulated(quick: bool) -> list[Executed]:
     torch.set_num_threads(1)
     layers = {kind: measured(kind, 5 if quick else 15) for kind in LAYERS}
     place = Deployment(Cluster((Device(),) * RANKS, inside=LINK))
+    networks = dict(list(NETWORKS.items())[: 2 if quick else None])
+    bare = [ModelProfile(tuple(layers[kind] for kind in kinds)) for kinds in networks.values()]
     found = []
-    for network, kinds in list(NETWORKS.items())[: 2 if quick else None]:
-        profile = ModelProfile(tuple(layers[kind] for kind in kinds), overhead=ENGINE)
+    for network, profile in zip(networks, learned(bare, place), strict=True):
         fits = {
             "best equal gpipe": equal_best(profile, place, lambda m: [GPipe()]),
             "umpipe": unequal_best(profile, place, UMPipe()),
             "best equal schedule": equal_best(profile, place, ready_ones),
             "um1f1b": unequal_best(profile, place, UM1F1B(), UM1F1B(stages_per_rank=2)),
         }
-        found += execute(network, profile, fits, 2 if quick else 8)
+        seconds = execute([(profile, fit) for fit in fits.values()], 4 if quick else 8)
+        found += [
+            Executed(network, label, fit, steps) for (label, fit), steps in zip(fits.items(), seconds, strict=True)
+        ]
     return found
