@@ -306,7 +306,7 @@ def report(by_rank: Sequence[tuple[dict[str, list[Found]], list[float]]]) -> dic
         "prefetch_overhead": round(overheads["prefetched"], 4),
         "demand_overhead": round(overheads["on demand"], 4),
         "slow_link_overhead": round(overheads["slow link"], 4),
-        "slow_link_foretold": round(predicted / statistics.median(plain) - 1, 4),
+        "slow_link_predicted": round(predicted / statistics.median(plain) - 1, 4),
         "hit_rate": round(hits, 4),
         "e2_holds": all(f.switching is not None and f.switching.holds for f in found["prefetched"]),
     }
