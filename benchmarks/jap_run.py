@@ -41,16 +41,15 @@ from lightning_pipes.testing.ranks import run_ranks
 ROWS = (8, 16, 24, 32)
 """Batch sizes of the siblings, in turn, as in the paper's language jobs."""
 SIZES = (1, 2, 3, 4, 6, 8, 12, *ROWS[1:])
+FEW_SIZES = (1, 2, 4, 8, 16, 32)
 """Samples for which layers are measured."""
-MEASURED = 12
-"""So often is a layer measured that the others are to be like, and the layers of a GPT four times less often."""
+MEASURED = 3
+"""So often are layers measured; four times as often a layer that all others are to be like."""
 LAYERS = 4
 """Of each rank, so that it can have one, two or four stages."""
 TOKENS = 96
 THIRD = 2
 """The number of each sibling's third batch."""
-SHORT = 4
-"""Batches of each sibling in an array of a real model which says what blocks take while all ranks compute."""
 SIMULATIONS, UNEVEN = 9, 0.005
 """So many of an array, with stages that differ by so much from what they are said to take."""
 
@@ -64,6 +63,10 @@ class Case:
         batches: of each sibling; so all take part to the end, and the steady state is what is compared.
         real: layers compute, those of `gpt_parts`, instead of sleeping.
         contenders: schedules of ours that run for one job, the fastest by simulation.
+        steps: of torch's pipeline, of which the median counts.
+        starts: measure what a sibling's start and end take, too.
+        short: batches, three or more, of each sibling in an array of a real model which says what blocks take while all
+            ranks compute.
     """
 
     ranks: int
@@ -72,6 +75,9 @@ class Case:
     profile: ModelProfile
     real: bool = False
     contenders: int = 1
+    steps: int = 2
+    starts: bool = True
+    short: int = 4
 
     def rows(self, sibling: int) -> int:
         """Its batch size."""
@@ -153,12 +159,12 @@ def uneven(costs: CostModel, seed: int) -> CostModel:
     return replace(costs, seconds={key: tuple((n, s * draw(1.0, UNEVEN)) for n, s in table) for key, table in tables})
 
 
-def slow_layers(ranks: int, seconds: float) -> ModelProfile:
+def slow_layers(ranks: int, seconds: float, times: int = MEASURED) -> ModelProfile:
     """Equal layers with the times of a transformer block on this machine by rows, stretched so that a batch of 16 takes
     a rank `seconds`."""
     torch.manual_seed(0)
     block = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
-    found = least([block], {rows: torch.randn(rows, 32, 128) for rows in SIZES}).layers[0]
+    found = least([block], {rows: torch.randn(rows, 32, 128) for rows in SIZES}, 4 * times).layers[0]
     scale = seconds / LAYERS / sum(dict(table)[16] for table in (found.forward, found.backward))
 
     def stretched(table: Table) -> Table:
@@ -175,16 +181,16 @@ def slow_layers(ranks: int, seconds: float) -> ModelProfile:
     return ModelProfile((layer,) * ranks * LAYERS)
 
 
-def gpt_profile(stages: int) -> ModelProfile:
+def gpt_profile(stages: int, sizes: Sequence[int] = SIZES, times: int = MEASURED) -> ModelProfile:
     """What the layers of a small byte GPT take on this machine, with the loss after them."""
     layers = [layer for part in gpt_parts(stages) for layer in part]
-    inputs = {rows: torch.randint(256, (rows, TOKENS)) for rows in SIZES}
-    return least([*layers[:-1], _WithLoss(layers[-1])], inputs)
+    inputs = {rows: torch.randint(256, (rows, TOKENS)) for rows in sizes}
+    return least([*layers[:-1], _WithLoss(layers[-1])], inputs, times)
 
 
-def least(layers: Sequence[nn.Module], inputs: dict[int, torch.Tensor]) -> ModelProfile:
-    """The least times that layers took in some measurements, on one core."""
-    found = run_ranks(_profiles, 1, layers, inputs, timeout=300)[0]
+def least(layers: Sequence[nn.Module], inputs: dict[int, torch.Tensor], times: int) -> ModelProfile:
+    """The least times that layers took in so many measurements, on one core."""
+    found = run_ranks(_profiles, 1, layers, inputs, times, timeout=300)[0]
 
     def of(tables: Iterable[Table]) -> Table:
         return tuple(map(min, zip(*tables, strict=True)))
@@ -202,10 +208,11 @@ def least(layers: Sequence[nn.Module], inputs: dict[int, torch.Tensor]) -> Model
     return ModelProfile(tuple(best))
 
 
-def _profiles(rank: int, layers: Sequence[nn.Module], inputs: dict[int, torch.Tensor]) -> list[ModelProfile]:
+def _profiles(
+    rank: int, layers: Sequence[nn.Module], inputs: dict[int, torch.Tensor], times: int
+) -> list[ModelProfile]:
     steady()
     torch.set_num_threads(1)
-    times = MEASURED if len(layers) == 1 else MEASURED // 4
     return [profile_layers(layers, inputs, repeats=1, split=True) for _ in range(times)]
 
 
@@ -327,7 +334,7 @@ def block_seconds(timeline: Timeline) -> dict[tuple[Kind, int], Table]:
 def array_and_costs(case: Case) -> tuple[Took, CostModel]:
     """All siblings together, and the costs to simulate them with: of layers that sleep what they are told, of others
     what blocks took in a short array just before."""
-    costs = CostModel(array(replace(case, batches=SHORT)).seconds) if case.real else case.costs(case.ranks)
+    costs = CostModel(array(replace(case, batches=case.short)).seconds) if case.real else case.costs(case.ranks)
     assert costs is not None
     return array(case), costs
 
@@ -360,7 +367,7 @@ def one_by_one_by_torch(case: Case, chosen: dict[int, list[Single]], rank: int) 
         assert layers is not None
         each = modules(case)
         parts = [nn.Sequential(*each[span.start : span.stop]) for span in layers]
-        seconds = by_torch(single, parts, rank, samples(case, rows), loss_of(case), steps=2)
+        seconds = by_torch(single, parts, rank, samples(case, rows), loss_of(case), case.steps)
         total += seconds * case.batches * case.siblings / len(ROWS)
     return total
 
@@ -468,7 +475,7 @@ def rank_main(rank: int, case: Case, chosen: dict[int, list[Single]], pairs: int
         for name in list(sides)[:: -1 if pair % 2 else 1]:
             dist.barrier()
             measured[name].append(sides[name]())
-    return {**measured, "start": start_and_end(case)}
+    return {**measured, "start": start_and_end(case) if case.starts else None}
 
 
 def executed(case: Case, pairs: int) -> tuple[list[str], dict[str, float]]:
@@ -505,8 +512,8 @@ def executed(case: Case, pairs: int) -> tuple[list[str], dict[str, float]]:
         f" {median(busy):.1%}); {median(t.steady.rest for t in tooks):.2f} s, {errors[0]:+.1%} to {errors[-1]:+.1%} of"
         " the simulation, which takes"
         f" {min(map(min, simulated)):.2f} to {max(map(max, simulated)):.2f} s where blocks vary by {UNEVEN:.1%}",
-        f"  first to last computation {took.computing:.1f} s, of which the busiest rank computes {took.work:.1f} s;"
-        f" start and end of a sibling, nobody computing, {1000 * found['start']:.0f} ms",
+        f"  first to last computation {took.computing:.1f} s, of which the busiest rank computes {took.work:.1f} s"
+        + (f"; start and end of a sibling, nobody computing, {1000 * found['start']:.0f} ms" if case.starts else ""),
     ]
     if case.real:
         for key in ("processes", "ddp"):
