@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile, Table
 from lightning_pipes.engine import FailureWatch
-from lightning_pipes.engine.compute.profiler import profile_layers
+from lightning_pipes.engine.compute.profiler import joining_seconds, profile_layers
 from lightning_pipes.ir import Kind, Policy, Schedule
 from lightning_pipes.planning.auto import installed_variants
 from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, improved
@@ -267,7 +267,8 @@ def emulated(quick: bool) -> list[Executed]:
     layers = {kind: measured(kind, 5 if quick else 15) for kind in LAYERS}
     place = Deployment(Cluster((Device(),) * RANKS, inside=LINK))
     networks = dict(list(NETWORKS.items())[: 2 if quick else None])
-    bare = [ModelProfile(tuple(layers[kind] for kind in kinds)) for kinds in networks.values()]
+    joining = joining_seconds(torch.device("cpu"))
+    bare = [ModelProfile(tuple(layers[kind] for kind in kinds), joining=joining) for kinds in networks.values()]
     found = []
     for network, profile in zip(networks, learned(bare, place), strict=True):
         fits = {

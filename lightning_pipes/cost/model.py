@@ -30,6 +30,7 @@ from lightning_pipes.ir import (
     check_fields,
     check_number,
     check_type,
+    joined,
     passes,
     shown,
 )
@@ -55,6 +56,8 @@ class CostModel:
         working_bytes: bytes per row that stage s needs while it computes, on top of what it keeps; empty means none.
         waiting_messages: messages that lie with their receiver before they are needed, of each stage and direction.
         overhead: seconds that a rank spends before each computation once its inputs are there.
+        joining: seconds per byte of samples that a computation joins from several parts, see `ir.joined`: where stages
+            and links cut a batch in different ways.
         regime: what ranks and wires do while a message is on its way, by its name; see `cost.Regime`.
         each: seconds of single operations in place of `seconds`: micro-batches or batches that take another time than
             others of their size. Of a backward all that it does, of a send the time that it occupies its link.
@@ -77,6 +80,7 @@ class CostModel:
     working_bytes: tuple[float, ...] = ()
     waiting_messages: int = 0
     overhead: float = 0.0
+    joining: float = 0.0
     regime: str = Regime.ASYNCHRONOUS
     each: Mapping[Instruction, float] = field(default_factory=dict, hash=False)
     scatter: Mapping[tuple[Kind, int], tuple[float, ...]] = field(default_factory=dict, hash=False)
@@ -103,7 +107,8 @@ class CostModel:
                 raise InputError(f"{name} needs {entries} finite numbers >= 0 for {n} stages, got {shown(got)}")
         if not all(isinstance(link, Link) for link in self.links.values()):
             raise TypeError
-        check_number("overhead", self.overhead, "finite seconds, not negative", lambda x: 0 <= x < math.inf)
+        for name in ("overhead", "joining"):
+            check_number(name, getattr(self, name), "finite seconds, not negative", lambda x: 0 <= x < math.inf)
         if not all(isinstance(i, Instruction) for i in self.each) or not all(
             isinstance(k, tuple) for k in self.scatter
         ):
@@ -249,7 +254,19 @@ class CostModel:
             found += self._pass(i.kind, i.stage, rows)
             if again and i.kind in RECOMPUTES:
                 found += self._pass(Kind.F, i.stage, rows)
-        return found
+        return found + self._joins(i, plan) if self.joining else found
+
+    def _joins(self, i: Instruction, plan: Plan) -> int:
+        arriving, leaving = joined(i, plan)
+        if not (arriving or leaving):
+            return 0
+        forward = i.kind is Kind.F
+        table = self.forward_bytes if forward else self.backward_bytes
+        before, after = (i.stage - 1, i.stage) if forward else (i.stage, i.stage - 1)  # links
+        size = (
+            (arriving * table[before] if arriving else 0) + (leaving * table[after] if leaving else 0) if table else 0
+        )
+        return nanoseconds(self.joining * size)
 
     def _pass(self, kind: Kind, stage: int, rows: int) -> int:
         known = self._durations.get((kind, stage, rows))

@@ -35,6 +35,7 @@ class ModelProfile:
         before: what the first stage runs before the layers, such as user code; its output is what enters them.
         after: what the last stage runs after them, such as the loss.
         overhead: seconds that a rank spends before each computation.
+        joining: seconds per byte of samples that are joined from parts; see `CostModel`.
         widened: bytes of gradients on their way between replicas, as a multiple of those in memory: 2 for half
             precision, which the engine sums in float32.
         device: what was measured, for people.
@@ -48,6 +49,7 @@ class ModelProfile:
     before: LayerProfile = _NOTHING_BEFORE
     after: LayerProfile = _NOTHING_AFTER
     overhead: float = 0.0
+    joining: float = 0.0
     widened: float = 1.0
     device: str = ""
     source: str = "measured"
@@ -57,7 +59,8 @@ class ModelProfile:
         check_fields(self)
         if not 0 < len(self.layers) <= MOST_LAYERS:
             raise InputError(f"a profile has 1 to {MOST_LAYERS} layers, got {len(self.layers)}")
-        check_number("overhead", self.overhead, "finite seconds, not negative", lambda x: 0 <= x < math.inf)
+        for name in ("overhead", "joining"):
+            check_number(name, getattr(self, name), "finite seconds, not negative", lambda x: 0 <= x < math.inf)
         check_number("widened", self.widened, "finite and above 0", lambda x: 0 < x < math.inf)
 
     @property
@@ -126,6 +129,7 @@ class ModelProfile:
             state_bytes=tuple(int(gradients + optimizer) for gradients, optimizer in states),
             working_bytes=tuple(columns.most("working", layers)),
             overhead=self.overhead,
+            joining=self.joining,
         )
 
     def edge_bytes(self, cut: int) -> float:

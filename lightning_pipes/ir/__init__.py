@@ -23,7 +23,7 @@ from lightning_pipes.ir.instruction import (
     send_of,
 )
 from lightning_pipes.ir.lowering import lower, window
-from lightning_pipes.ir.passes import Alike, Pass, alike, graphs, passes, sorts
+from lightning_pipes.ir.passes import Alike, Joined, Pass, alike, graphs, joined, passes, sorts
 from lightning_pipes.ir.plan import MOST_MICROBATCHES, MOST_STAGES, Cut, Plan
 from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.rule import Rule, RulePolicy, has_room, offered
@@ -62,6 +62,7 @@ __all__ = [
     "I",
     "InputError",
     "Instruction",
+    "Joined",
     "Kind",
     "Ledger",
     "Pass",
@@ -96,6 +97,7 @@ __all__ = [
     "even_spans",
     "graphs",
     "has_room",
+    "joined",
     "lower",
     "needs",
     "offered",

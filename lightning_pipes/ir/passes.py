@@ -6,11 +6,15 @@ backwards, need graphs of their own:
     F   |        0:4        |        one forward, or one for each graph
         | 0:1 | 1:2 |  2:4  |        three graphs
     B   | 0:1 | 1:2 |  2:4  |
+
+And where a stage computes on other samples than a message holds, these are cut, which copies nothing, or joined, which
+does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,7 +22,7 @@ from lightning_pipes.ir.instruction import COMPUTE, Instruction, Kind
 from lightning_pipes.ir.plan import Plan, Spans
 from lightning_pipes.ir.span import Span
 
-Alike = int | tuple["Pass", ...]
+Alike = int | tuple[tuple["Pass", ...], "Joined"]
 
 
 class Pass(NamedTuple):
@@ -59,20 +63,67 @@ def passes(i: Instruction, plan: Plan) -> tuple[Pass, ...]:
     )
 
 
+class Joined(NamedTuple):
+    """Samples that a computation copies.
+
+    Attributes:
+        arriving: that have come in smaller parts than they are needed in.
+        leaving: that were made in smaller parts than the message which takes them.
+    """
+
+    arriving: int
+    leaving: int
+
+
+_NOTHING = Joined(0, 0)
+
+
+def joined(i: Instruction, plan: Plan) -> Joined:
+    """The samples that the computation `i` joins from parts: of what it takes in, and of messages of which it makes the
+    last part."""
+    forward = i.kind is Kind.F
+    if plan.uniform[i.job] or not (forward or i.kind is Kind.B or i.kind is Kind.I):
+        return _NOTHING
+    source, target = (i.stage - 1, i.stage + 1) if forward else (i.stage + 1, i.stage - 1)
+    mine = _runs(i, plan)
+    arriving = leaving = 0
+    if 0 <= source < plan.n_stages:
+        arriving = sum(part.rows for part in mine if len(_parts_from(source, i, part, plan)) > 1)
+    if 0 <= target < plan.n_stages and plan.crosses(min(i.stage, target)):
+        for message in plan.overlapping(Kind.SF if forward else Kind.SB, i.stage, i.job, i.span):
+            whole = any(part.start <= message.start and message.stop <= part.stop for part in mine)
+            if message.stop <= i.span.stop and not whole:
+                leaving += message.rows
+    return Joined(arriving, leaving)
+
+
+def _runs(i: Instruction, plan: Plan) -> Spans:
+    """The samples of every run of a computation."""
+    return (i.span,) if i.kind is Kind.F and len(passes(i, plan)) == 1 else graphs(i, plan)
+
+
+def _parts_from(source: int, i: Instruction, part: Span, plan: Plan) -> Sequence[Span]:
+    """The parts in which samples of `i` come from the stage `source`: of messages, or as that stage has made them."""
+    if plan.crosses(min(source, i.stage)):
+        return plan.overlapping(Kind.SF if i.kind is Kind.F else Kind.SB, source, i.job, part)
+    spans = plan.overlapping(i.kind, source, i.job, part)
+    every = [run for span in spans for run in _runs(i._replace(stage=source, span=span), plan)]
+    return [run for run in every if run.overlaps(part)]
+
+
 def alike(i: Instruction, plan: Plan) -> Alike:
     """A value that computations of one kind, stage, job and batch have in common if they cost the same."""
-    cut = plan.jobs[i.job]
-    return i.span.rows if cut.forward[i.stage] is cut.backward[i.stage] else passes(i, plan)
+    return i.span.rows if plan.uniform[i.job] else (passes(i, plan), joined(i, plan))
 
 
 def sorts(kind: Kind, stage: int, plan: Plan) -> list[tuple[Instruction, int]]:
     """One instruction of job 0 of every sort that costs the same, and how many of it there are."""
-    cut, spans = plan.jobs[0], plan.spans(kind, stage)
-    if kind not in COMPUTE or cut.forward[stage] is cut.backward[stage]:
+    spans = plan.spans(kind, stage)
+    if kind not in COMPUTE or plan.uniform[0]:
         return [(Instruction(kind, stage, span=span), count) for span, count in _sizes(spans)]
     every = [Instruction(kind, stage, span=span) for span in spans]
-    counts = Counter(passes(i, plan) for i in every)
-    return [(i, counts[same]) for same, i in {passes(i, plan): i for i in every}.items()]
+    counts = Counter(alike(i, plan) for i in every)
+    return [(i, counts[same]) for same, i in {alike(i, plan): i for i in every}.items()]
 
 
 @lru_cache(maxsize=64)

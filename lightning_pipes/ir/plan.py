@@ -107,6 +107,13 @@ class Cut:
                 return ()
 
 
+def _cuts_alike(cut: Cut) -> bool:
+    first = cut.forward[0]
+    tables = (cut.forward, cut.backward, cut.forward_links, cut.backward_links)
+    different = {id(spans): spans for table in tables for spans in table}  # a thousand stages usually share one tuple
+    return all(spans == first for spans in different.values())
+
+
 def _listed(name: str, values: Sequence[_T]) -> tuple[_T, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise PlanError(f"{name} must be a list, got {shown(values)}")
@@ -248,6 +255,11 @@ class Plan:
     def spans(self, kind: Kind, stage: int, job: int = 0) -> Spans:
         """The spans of all instructions of one kind on one stage for one batch of `job`."""
         return self.jobs[job].spans(kind, stage)
+
+    @cached_property
+    def uniform(self) -> tuple[bool, ...]:
+        """Of each job, whether all stages and links cut its batches alike."""
+        return tuple(map(_cuts_alike, self.jobs))
 
     def crosses(self, stage: int) -> bool:
         """Whether data from `stage` to `stage + 1`, and gradients back, go from one rank to another."""

@@ -181,7 +181,7 @@ class WhatIf:
             )
             for s in range(n)
         )
-        profile = ModelProfile(layers, overhead=costs.overhead)
+        profile = ModelProfile(layers, overhead=costs.overhead, joining=costs.joining)
         return profile, self._cluster([1.0] * self.plan.n_ranks, profile, self._each_its_own)
 
     def _of_layers(self) -> tuple[ModelProfile, Cluster]:

@@ -31,7 +31,8 @@ class Option(NamedTuple):
 
 
 def stage_options(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -> list[Option]:
-    """Every way in which `stage` can cut, with chunks of `sizes`, ascending, one of which divides the other.
+    """Every way in which `stage` can cut, with chunks of `sizes`, ascending, one of which divides the other. What
+    joining messages takes depends on the link's choice, too: the simulator knows, the search does without.
 
     Samples that share a forward and a backward share one graph, so the finer of the two sizes says how long both take.
     A coarser backward goes through the graphs of several forwards; of a coarser forward see `Option.whole`.

@@ -27,6 +27,9 @@ from lightning_pipes.engine.compute.stage import IN_PLACE, fresh
 from lightning_pipes.ir import InputError, Kind, Span
 
 REPEATS = 5
+JOINED_BYTES = 2**21
+"""Of a tensor that is joined from two: more than a kernel's start takes as long as, and less than a cache that many
+share."""
 CallLayer = Callable[[nn.Module, Any], Any]
 Progress = Callable[[str, float], None]
 """Told what is measured, and how much of all is done, 0 to 1."""
@@ -101,10 +104,24 @@ def profile_layers(
     given = list(names) or [str(number) for number in range(len(layers))]
     return ModelProfile(
         tuple(_profile(n, each, layer, *s) for n, each, layer, s in zip(given, measured, layers, steps, strict=True)),
+        joining=joining_seconds(device),
         device=torch.cuda.get_device_name(device)
         if device.type == "cuda"
         else f"CPU, {torch.get_num_threads()} threads",
     )
+
+
+def joining_seconds(device: torch.device) -> float:
+    """Seconds per byte in which a device joins tensors, measured."""
+    halves = [torch.zeros(JOINED_BYTES // 8, device=device) for _ in range(2)]
+    times = []
+    for _ in range(REPEATS + 1):
+        synchronize(device)
+        begun = time.perf_counter()
+        torch.cat(halves)
+        synchronize(device)
+        times.append(time.perf_counter() - begun)
+    return median(times[1:]) / JOINED_BYTES
 
 
 def _profile(name: str, seen: _Seen, layer: nn.Module, step: float, optimizer_bytes: int) -> LayerProfile:

@@ -7,11 +7,10 @@ and stage, which compiles large plans more than ten times faster.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, Program, Span, needs, send_of
+from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, Program, needs, send_of
 from lightning_pipes.ir.lowering import sends_after
 
 
@@ -62,18 +61,9 @@ class _Send(NamedTuple):
 def numbered(program: Program, plan: Plan) -> Numbered | None:
     """The finite `program`, which has no transfers yet; None where the plan is not regular, or where the program can't
     run: whoever looks at each instruction says why."""
-    if plan.after or not all(_alike(cut) for cut in _tables(plan)) or program.n_ranks != plan.n_ranks:
+    if plan.after or not all(plan.uniform) or program.n_ranks != plan.n_ranks:
         return None
     return _Numbering(plan).run(program)
-
-
-def _tables(plan: Plan) -> Iterable[tuple[tuple[Span, ...], ...]]:
-    for cut in plan.jobs:
-        yield (*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links)
-
-
-def _alike(table: tuple[tuple[Span, ...], ...]) -> bool:
-    return all(spans is table[0] or spans == table[0] for spans in table)
 
 
 class _Numbering:

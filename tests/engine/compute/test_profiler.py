@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -68,6 +69,14 @@ def test_times_are_not_proportional_to_rows(monkeypatch):
     costs = found.costs([Span(0, 2), Span(2, 3)])
     assert costs.time(Kind.B, 0, 8) == pytest.approx(0.036)
     assert costs.time(Kind.F, 1, 8) == pytest.approx(0.004)
+
+
+def test_joining_is_measured_and_priced():
+    x = torch.randn(8, 4)
+    profile = profile_layers([nn.Linear(4, 4), nn.Linear(4, 4)], {8: x}, repeats=1)
+    assert 1e-12 < profile.joining < 1e-7  # between ten megabytes and a terabyte a second
+    assert ModelProfile.of_data(json.loads(json.dumps(profile.data()))).joining == profile.joining
+    assert profile.costs([Span(0, 1), Span(1, 2)]).joining == profile.joining
 
 
 def test_bytes_by_hand():
