@@ -25,6 +25,9 @@ from lightning_pipes.sim import makespan, simulate
 from lightning_pipes.sim.shown.curve import most_held
 from lightning_pipes.sim.shown.record import RunRecord
 
+FAR = 2
+"""Times as many samples of a micro-batch tell what a fixed part of its time is."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -57,8 +60,8 @@ class WhatIf:
     """Tries changes of a recorded run.
 
     Where the layers' profile is known, every device is as fast as its stages were beside the profile, so layers that
-    move take the time of where they go. Else every stage is one layer, and what was measured with one size of
-    micro-batches is taken as proportional to their samples.
+    move take the time of where they go. Else every stage is one layer, and what was measured with micro-batches of
+    about one size is taken as proportional to their samples.
 
     Steps of optimizers are left out, as a run's timeline leaves them out.
 
@@ -169,10 +172,10 @@ class WhatIf:
         layers = tuple(
             LayerProfile(
                 f"stage {s}",
-                forward=costs.seconds[Kind.F, s],
-                backward=costs.seconds.get((Kind.B, s)) or _sum(costs, s, self._rows),
-                input_backward=costs.seconds.get((Kind.I, s), ()),
-                weight_backward=costs.seconds.get((Kind.W, s), ()),
+                forward=self._scaled(Kind.F, s),
+                backward=self._scaled(Kind.B, s) or _sum(costs, s, self._rows),
+                input_backward=self._scaled(Kind.I, s),
+                weight_backward=self._scaled(Kind.W, s),
                 weight_bytes=int(per_stage(costs.weight_bytes, s)),
                 gradient_bytes=max(1, int(per_stage(costs.state_bytes, s))),
                 saved=((1, per_stage(costs.activation_bytes, s)),),
@@ -183,6 +186,16 @@ class WhatIf:
         )
         profile = ModelProfile(layers, overhead=costs.overhead, joining=costs.joining)
         return profile, self._cluster([1.0] * self.plan.n_ranks, profile, self._each_its_own)
+
+    def _scaled(self, kind: Kind, stage: int) -> Table:
+        """Seconds by samples, for other sizes too: proportional to those of the largest micro-batches, unless sizes
+        that are far from each other were measured. A short last micro-batch takes a little more or less by chance, and
+        a line through that leads anywhere."""
+        table = self._record.costs.seconds.get((kind, stage), ())
+        sizes, times = [rows for rows, _ in table if rows], [seconds for _, seconds in table]
+        if len(table) < 2 or (sizes[-1] >= FAR * sizes[0] and times == sorted(times)):
+            return table
+        return _line(*table[-1])
 
     def _of_layers(self) -> tuple[ModelProfile, Cluster]:
         costs, plan = self._record.costs, self.plan

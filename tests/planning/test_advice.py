@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipes.cost import Link
+from lightning_pipes.cost.table import at_rows
+from lightning_pipes.ir import Cut, Kind
 from lightning_pipes.planning.advice import advise
 from lightning_pipes.planning.what_if import WhatIf
 from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.strategies.umpipe.planner import spans_of
 from lightning_pipes.testing.records import layer, record_of
 
 SLOW_THIRD = [2] * 6 + [4] * 3 + [2] * 3
@@ -155,3 +158,20 @@ def test_progress_is_told():
     advise(record_of([2] * 4, 2, 4), lambda what, done: told.append(done))
     assert told == sorted(told)
     assert told[0] == 0 < told[-1] < 1
+
+
+@pytest.mark.parametrize("short", [1.3, 0.99])
+def test_a_short_last_micro_batch_says_little_of_larger_ones(short):
+    # By chance 4 samples took longer than 7, or hardly less: larger micro-batches would not be free for it.
+    record = record_of([10.0] * 4, 2, 5, rows=7, known=False)
+    cut = Cut(32, (spans_of(32, 5),) * 2)
+    times = {key: ((4, short * at_rows(t, 7)), (7, at_rows(t, 7))) for key, t in record.costs.seconds.items()}
+    kept = {key: t for key, t in times.items() if key[0] in (Kind.F, Kind.B)}
+    plan = replace(record.plan, jobs=(cut,))
+    model = WhatIf(
+        replace(record, predicted=replace(record.predicted, plan=plan), costs=replace(record.costs, seconds=kept))
+    )
+    whole = model.same_cuts(None, 1)
+    assert whole is not None
+    one = sum(at_rows(kept[kind, s], 7) for kind in (Kind.F, Kind.B) for s in range(2))
+    assert whole.seconds == pytest.approx(one * 32 / 7, rel=0.02)  # messages take the rest
