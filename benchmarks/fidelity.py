@@ -39,6 +39,7 @@ from lightning_pipes.planning.auto import choose
 from lightning_pipes.planning.fit import evaluated, fit_layers
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.planner import even_plan
+from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim import Timeline, makespan
 from lightning_pipes.testing.choices import every_fit, random_problem
 from lightning_pipes.testing.emulated import Emulation, Steps, run_steps, sleeping, steady, step_seconds
@@ -120,7 +121,7 @@ class Cell:
     @property
     def label(self) -> str:
         """The schedule with its settings."""
-        return " ".join([self.schedule.name, *(f"{name[0]}={value}" for name, value in vars(self.schedule).items())])
+        return schedule_label(self.schedule)
 
     @property
     def speeds(self) -> tuple[float, ...]:
@@ -139,6 +140,7 @@ class Cell:
 
     def costs(self, links: Links, overheads: Overheads | None) -> CostModel:
         """What is known before training."""
+        links = {(a, b): links[a, b] for a, b, _ in self.plan.links if (a, b) in links}
         costs = self.profile.costs(self.plan.layers, [self.speeds[rank] for rank in self.plan.ranks])
         if overheads is None:
             return replace(costs, links=links)
@@ -170,7 +172,7 @@ class Row:
 
     def __str__(self) -> str:
         times = f"{1e3 * self.predicted:9.1f} ms {1e3 * self.measured:9.1f} ms"
-        return f"{self.condition:32} {self.label:16} {times} {self.error:+7.1%}"
+        return f"{self.condition:32} {self.label:28} {times} {self.error:+7.1%}"
 
 
 # Every schedule on links of several speeds
@@ -366,7 +368,7 @@ class Candidate:
     def __str__(self) -> str:
         name = f"{self.cell.label}, {len(self.cell.plan.spans(Kind.F, 0))} micro-batches"
         times = f"{1e3 * self.predicted:9.1f} ms {1e3 * self.measured:9.1f} ms"
-        return f"    {name:36} {times}{'   chosen' if self.chosen else ''}"
+        return f"    {name:48} {times}{'   chosen' if self.chosen else ''}"
 
 
 CHOICES: tuple[tuple[str, float, int | None], ...] = (
@@ -477,7 +479,7 @@ def on_shaped_links(quick: bool) -> dict[str, float]:
     with NetLab(RANKS) as lab:
         overheads = calibrated(lab)
         print(f"emulated layers; {overheads}")
-        print(f"{'':49} {'predicted':>12} {'measured':>12}   error")
+        print(f"{'':61} {'predicted':>12} {'measured':>12}   error")
         rows = []
         for row in emulated_rows(lab, overheads, quick):
             rows.append(row)
