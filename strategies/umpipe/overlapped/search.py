@@ -33,6 +33,8 @@ DESCENTS = 3
 """Starts from which a search descends."""
 HOPELESS = 1.5
 """Times the best start, above which a start is not worth a descent."""
+COARSE = 0.2
+"""The share of a search in which sizes differ by twice and more: where there are many they come to much the same."""
 KICKED = (1, 4)
 """Processes, at least and at most, that a kick gives other options."""
 
@@ -143,7 +145,10 @@ class Descent:
         self._memory = machine.memory(network.stages, memory)
         self._tuned = tune_caps
         self._room, self._log = machine.room(network.stages), machine.log()
-        self._options = [machine.copy(options) for options in _options(network, memory)]
+        every, few = _options(network, memory), _doublings(network.sizes)
+        self._every = [machine.copy(options) for options in every]
+        self._few = [machine.copy([q for q in options if q in few] or options) for options in every]
+        self._options = self._every
         self._best = machine.fill(4)
         self.genes = [0] * (2 * network.processes)
         self.value, self.policy, self.evaluations = NEVER, Merge(policies[0]), 0
@@ -257,8 +262,12 @@ class Descent:
         ranked.sort(key=lambda each: each[0])
         best = ranked[0]
         descents = [each for each in ranked[:DESCENTS] if each[0] <= HOPELESS * best[0]]
+        enough = effort.part(COARSE).over()
+        self._options = self._few
         while best[0] < NEVER and not over(self.evaluations):
             changed = None
+            if self._options is self._few and enough(self.evaluations):
+                self._options, descents = self._every, [best]
             if descents:
                 self.take(*descents.pop(0)[2:])
             else:
@@ -269,6 +278,15 @@ class Descent:
                 best = (self.value, self.policy, self.scheme, self.caps)
         value, policy, scheme, caps = best
         return Found(scheme, policy, value, caps, self.evaluations)
+
+
+def _doublings(sizes: Sequence[int]) -> set[int]:
+    """The numbers of some of the `sizes`, which descend: the first, and always the next that is at most half of it."""
+    found = [0]
+    for number, size in enumerate(sizes):
+        if 2 * size <= sizes[found[-1]]:
+            found.append(number)
+    return {*found, len(sizes) - 1}
 
 
 def _options(network: Network, memory: Memory) -> list[list[int]]:

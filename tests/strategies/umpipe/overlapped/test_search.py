@@ -45,6 +45,13 @@ def test_it_finds_what_brute_force_finds(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+def test_sizes_between_doublings_are_found_too(seed: int) -> None:
+    network = simulation(2, 12, seed)
+    assert network.sizes == (12, 6, 4, 3, 2, 1)
+    assert search(network, evaluations=20_000, seed=seed).value <= best_of_all(network, None)
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_it_is_no_worse_than_its_starts(seed: int) -> None:
     network = (simulation, realistic)[seed % 2](4, 16, seed)
     starts = [random_scheme(network, n) for n in range(30)]
