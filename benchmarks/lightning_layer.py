@@ -265,7 +265,8 @@ def piped_rank(rank: int, pairs: int) -> list[tuple[Took, Took]]:
     quiet()
     dist.init_process_group("gloo")
     # Of its own, for the strategy's watch takes what is not its own for somebody else's.
-    watch = FailureWatch(dist.PrefixStore("engine", dist.distributed_c10d._get_default_store()), rank)
+    store = dist.PrefixStore("engine", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    watch = FailureWatch(store, rank)
     strategy = PipelineStrategy("1f1b", microbatches=MICROBATCHES, partition=[len(gpt_parts(RANKS)[0])])
     paces = Paces()
     plain = Plain(pairs, ROWS, paces).piped(rank, watch)
