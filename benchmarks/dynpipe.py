@@ -229,7 +229,7 @@ def cases(quick: bool) -> list[tuple[str, Case]]:
     """By name."""
     steps = 120 if quick else 260
     base = Case("dynpipe", 4, 16, steps, ((50, 2.0),), at=1)
-    real = Case("1f1b", 2, 24, 70 if quick else 160, ((24, 2.0),), at=0, real=True, every=5)
+    real = Case("1f1b", 2, 24, 54 if quick else 160, ((24, 2.0),), at=0, real=True, every=5)
     found = [
         ("emulated, asynchronous, 4 stages, 2x", base),
         ("emulated, 1f1b, 4 stages, 2x", replace(base, schedule="1f1b")),
@@ -255,7 +255,7 @@ def idle_cost(quick: bool) -> tuple[float, float, float]:
     """By what share a step takes longer with all of DynPipe where nobody disturbs, the spread of that, and the time of
     a core that it takes more, of a step: one training after the other in one run, of emulated layers, whose own time
     does not scatter."""
-    steps, rounds = (42, 3) if quick else (150, 6)
+    steps, rounds = (28, 2) if quick else (150, 6)
     plain = Case("1f1b", 2, 16, steps, replan=False)
     watched = replace(plain, replan=True, monitor=True, every=EVERY)
     ranks = run_ranks(several, 2, [plain, watched] * rounds, timeout=600)
