@@ -41,8 +41,9 @@ from lightning_pipes.testing.ranks import run_ranks
 ROWS = (8, 16, 24, 32)
 """Batch sizes of the siblings, in turn, as in the paper's language jobs."""
 SIZES = (1, 2, 3, 4, 6, 8, 12, *ROWS[1:])
-FEW_SIZES = (1, 2, 4, 8, 16, 32)
 """Samples for which layers are measured."""
+FEW_SIZES = (1, 2, 4, 8, 16, 32)
+"""The same where it has to be quick."""
 MEASURED = 3
 """So often are layers measured; four times as often a layer that all others are to be like."""
 LAYERS = 4

@@ -257,15 +257,12 @@ class CostModel:
         return found + self._joins(i, plan) if self.joining else found
 
     def _joins(self, i: Instruction, plan: Plan) -> int:
-        arriving, leaving = joined(i, plan)
-        if not (arriving or leaving):
-            return 0
         forward = i.kind is Kind.F
         table = self.forward_bytes if forward else self.backward_bytes
-        before, after = (i.stage - 1, i.stage) if forward else (i.stage, i.stage - 1)  # links
-        size = (
-            (arriving * table[before] if arriving else 0) + (leaving * table[after] if leaving else 0) if table else 0
-        )
+        links = (
+            (i.stage - 1, i.stage) if forward else (i.stage, i.stage - 1)
+        )  # from which it takes, and to which it goes
+        size = sum(rows * table[link] for rows, link in zip(joined(i, plan), links, strict=True) if rows and table)
         return nanoseconds(self.joining * size)
 
     def _pass(self, kind: Kind, stage: int, rows: int) -> int:
