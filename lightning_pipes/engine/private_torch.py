@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
 from torch.autograd import Variable
@@ -25,6 +26,11 @@ CheckpointNode: type[Any] = CheckpointFunction._backward_cls
 """That of a reentrant checkpoint."""
 BatchNorm = _BatchNorm
 """Batch normalisation of any number of dimensions."""
+
+
+def default_store() -> Any:
+    """The store through which the ranks of the default process group found each other."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:

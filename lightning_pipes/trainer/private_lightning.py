@@ -67,11 +67,6 @@ StorageInfo = _StorageInfo
 SignalHandler = Callable[[int, FrameType | None], None]
 
 
-def default_store() -> Any:
-    """The store through which the ranks of the default process group found each other."""
-    return dist.distributed_c10d._get_default_store()
-
-
 def process_groups() -> list[object]:
     """All process groups of this process."""
     return list(dist.distributed_c10d._world.pg_map)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipes.engine import private_torch as private
+from lightning_pipes.testing.ranks import run_ranks
 
 
 def test_process_group_gloo():
@@ -134,3 +135,14 @@ def test_pytree():
     assert pytree.tree_leaves(tree) == leaves
     assert pytree.tree_map(lambda x: x, tree) == tree
     assert pytree.tree_map_only(int, lambda x: x + 1, [1, None]) == [2, None]
+
+
+def store_of(rank: int) -> bool:
+    dist.init_process_group("gloo")
+    store = private.default_store()
+    store.set(f"from {rank}", "here")
+    return store.get(f"from {1 - rank}") == b"here"
+
+
+def test_get_default_store():
+    assert run_ranks(store_of, 2, timeout=60) == [True, True]

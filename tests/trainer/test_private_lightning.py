@@ -22,7 +22,6 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, Precision, TorchCheckpo
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch.utils.data import DataLoader
 
-from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer import private_lightning as private
 
 
@@ -208,17 +207,6 @@ def test_original_signal_handlers():
         trainer._signal_connector.teardown()
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def store_of(rank: int) -> bool:
-    dist.init_process_group("gloo")
-    store = private.default_store()
-    store.set(f"from {rank}", "here")
-    return store.get(f"from {1 - rank}") == b"here"
-
-
-def test_get_default_store():
-    assert run_ranks(store_of, 2, timeout=60) == [True, True]
 
 
 def test_metric_counts():

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
+from lightning_pipes.engine.private_torch import default_store
 from lightning_pipes.engine.watch.ending import has_given_up, hurry, never_destroy
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.launcher import Company, dead_ranks
@@ -54,7 +55,7 @@ class Joining:
         """Sees failures of other ranks, in the store that they have."""
         store = None
         if self.size > 1:
-            store = made_store() or adopted_store(private.default_store(), self.rank, self.size, self.here)
+            store = made_store() or adopted_store(default_store(), self.rank, self.size, self.here)
         return FailureWatch(store, self.rank, self.size, self.heartbeat_timeout, store_host=store_host())
 
     def make_process_group(self, watch: FailureWatch, device: torch.device, backend: str | None) -> None:

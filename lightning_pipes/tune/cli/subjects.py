@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-import lightning_pipes
 from lightning_pipes.cost import ModelProfile
 from lightning_pipes.engine.compute.profiler import Progress, profile_layers
 from lightning_pipes.ir import InputError, shown
@@ -44,7 +43,7 @@ def of_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
     Raises:
         InputError: the examples are not here, or the model can't read the data.
     """
-    folder = Path(lightning_pipes.__file__).resolve().parents[1] / "examples"
+    folder = Path(__file__).resolve().parents[3] / "examples"
     if not (folder / "models.py").exists():
         raise InputError(
             f"model={cfg.model.name} is a model of the examples, which are not installed here; run in a "

@@ -19,6 +19,7 @@ from optuna.trial import FrozenTrial
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_pipes.arrays.siblings.sibling import current_sibling
+from lightning_pipes.engine.private_torch import default_store
 from lightning_pipes.engine.watch import plain
 from lightning_pipes.engine.watch.asking import Asking
 from lightning_pipes.engine.watch.launcher import Company
@@ -26,7 +27,6 @@ from lightning_pipes.engine.watch.meeting import LOOPBACK, adopted_store, made_s
 from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, wait_for_host
 from lightning_pipes.engine.watch.trust import KNOWN, dumps, loads, part_of, seal_of, sealed, secret_for_children
 from lightning_pipes.ir import InputError, PipelineError
-from lightning_pipes.trainer.private_lightning import default_store
 
 ADDRESS = "LIGHTNING_PIPES_BOARD"
 """The port at which rank 0 listens, for the processes that Lightning starts with a copy of its environment."""

@@ -6,6 +6,7 @@ The same source runs on arrays of numpy and on tensors of torch: `xp` is either 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -54,12 +55,11 @@ def two_level(chain: Chain, people: Times, xp: ModuleType = np, device: Any = No
     count = len(people)
     apart = 2 * int((chain.times * (chain.counts + 1)).max(axis=1).sum()) + 1
     dtype = xp.int32 if apart * (count + 1) < 2**31 else xp.int64
-    sample = np.arange(chain.rows)
-    number = sample // chain.sizes[:, None] + 1  # of the chunk of each sample, for each option
-    last = np.minimum(number * chain.sizes[:, None], chain.rows) - 1
-    number, last, times, genes = _moved(xp, device, number, last, chain.times, people.T)
-    number, times = _as(number, dtype), _as(times, dtype)
-    begins = _arange(xp, device, count)[:, None] * chain.rows
+    places = xp.int32 if xp is np and count * chain.rows < 2**31 else xp.int64  # torch takes only these
+    number, last = _chunks(chain.rows, tuple(chain.sizes.tolist()), dtype, places, xp, device)
+    times, genes = _moved(xp, device, chain.times, people.T)
+    times = _as(times, dtype)
+    begins = _as(_arange(xp, device, count)[:, None] * chain.rows, places)
     late = _as(_arange(xp, device, count) * apart, dtype)
     ready = _zeros(xp, device, (count, chain.rows), dtype) + late[:, None]
     spare = xp.zeros_like(ready).reshape(-1)
@@ -78,6 +78,17 @@ def two_level(chain: Chain, people: Times, xp: ModuleType = np, device: Any = No
         ready += shift
         common += time[options]
     return ready[:, -1] + common - late
+
+
+@lru_cache(maxsize=4)
+def _chunks(rows: int, sizes: tuple[int, ...], dtype: Any, places: Any, xp: ModuleType, device: Any) -> tuple[Any, Any]:
+    """For each option and sample: the number of its chunk, from 1, and the last sample of that chunk. All generations
+    need the same ones."""
+    size = np.array(sizes)[:, None]
+    number = np.arange(rows) // size + 1
+    last = np.minimum(number * size, rows) - 1
+    number, last = _moved(xp, device, number, last)
+    return _as(number, dtype), _as(last, places)
 
 
 def _running_max(xp: ModuleType, values: Any, spare: Any, reach: int) -> tuple[Any, Any]:
