@@ -34,7 +34,7 @@ from lightning_pipes.strategies.dynpipe.theory import Iterations
 from lightning_pipes.testing.neighbourhood import Neighbourhood, Slowdown, model, rare, visitors
 
 Array = npt.NDArray[np.float64]
-LOOK = 20
+LOOK = 10
 EPOCH = 400
 """Batches after which restarts may re-partition."""
 RESTART = 6.7

@@ -52,7 +52,7 @@ class DynPlanner(EvenPlanner):
         guard: says when memory gets short.
     """
 
-    every: int = 20
+    every: int = 10
     windows: int = 2
     gain: float = 0.05
     horizon: int = 1000

@@ -39,7 +39,7 @@ class DynPipe(PipeDream):
         memory_drop: the share of the free memory that may go from one look to the next, for the same; None for any.
     """
 
-    every: int = 20
+    every: int = 10
     windows: int = 2
     gain: float = 0.05
     horizon: int = 1000

@@ -13,7 +13,7 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import COMPUTE, InputError, Kind, Plan, shown
 
 Array = npt.NDArray[np.float64]
-KEPT_LOOKS = 32
+KEPT_LOOKS = 64
 """Windows of the plan that runs that planners get to see, and of earlier ones."""
 
 
