@@ -1,11 +1,11 @@
 """The same supernet trained on 1, 2, 4 and 8 stages: which systems give the same weights (NASPipe, Zhao et al. 2022,
-Table 3), and in what order subnets use a layer (Table 4).
+Table 3), how its loss falls (Figure 4), and in what order subnets use a layer (Table 4).
 
-    python benchmarks/csp_reproducibility.py [--subnets 200] [--quick]
+    python benchmarks/csp_reproducibility.py [--subnets 400] [--quick] [--picture FILE]
 
-A small network on random data, really executed, a process a stage: twelve blocks of eight candidates each, with Adam,
-dropout and LayerNorm, a first and a last layer that all subnets share. CSP is run with `shared` as it says; BSP in
-bulks of as many subnets as there are stages, ASP as PipeDream does, both with the shared layers as they come.
+Handwritten digits, really trained, a process a stage: twelve blocks of eight candidates each, with Adam, dropout and
+LayerNorm, a first and a last layer that all subnets share. CSP is run with `shared` as it says; BSP in bulks of as many
+subnets as there are stages, ASP as PipeDream does, both with the shared layers as they come.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
+import statistics
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from pictures import Panel, Picture, draw
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,6 +33,9 @@ from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Unifo
 from lightning_pipes.testing.ranks import run_ranks
 
 WIDTH, BLOCKS, CANDIDATES, ROWS = 16, 12, 8, 16
+PIXELS, DIGITS = 64, 10
+SMOOTHED = 40
+"""Losses that are averaged for the picture."""
 SYSTEMS = {
     "CSP sequential": "sequential",
     "CSP delayed by 16": "delayed",
@@ -43,7 +50,7 @@ class Search(L.LightningModule):
         super().__init__()
         blocks = (ChoiceBlock([candidate() for _ in range(CANDIDATES)]) for _ in range(BLOCKS))
         delay = 16 if shared == "delayed" else None
-        self.net = Supernet(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, 4), shared=shared, delay=delay)
+        self.net = Supernet(nn.Linear(PIXELS, WIDTH), *blocks, nn.Linear(WIDTH, DIGITS), shared=shared, delay=delay)
         self.bulk = bulk
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -63,9 +70,9 @@ def candidate() -> nn.Module:
 
 
 class Found(NamedTuple):
-    """One training: its last loss, a hash of all weights, and what the run has written."""
+    """One training: its losses, a hash of all weights, and what the run has written."""
 
-    loss: str
+    losses: list[str]
     weights: str
     record: TrainingRecord
 
@@ -74,7 +81,7 @@ def trained(system: str, stages: int, subnets: int) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         weights = run_ranks(train, stages, system, stages, subnets, folder, timeout=600)[0]
         record = TrainingRecord.load(Path(folder))
-    return Found(record.losses[subnets - 1], weights, record)
+    return Found([record.losses[n] for n in range(subnets)], weights, record)
 
 
 def train(rank: int, system: str, stages: int, subnets: int, folder: str) -> str:
@@ -85,8 +92,9 @@ def train(rank: int, system: str, stages: int, subnets: int, folder: str) -> str
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
     module = Search(SYSTEMS[system], bulk=stages if system == "BSP" else 0)
-    g = torch.Generator().manual_seed(0)
-    x, y = torch.randn(subnets, ROWS, WIDTH, generator=g), torch.randint(4, (subnets, ROWS), generator=g)
+    images, digits = load_digits(return_X_y=True)
+    chosen = torch.randint(len(images), (subnets, ROWS), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(images, dtype=torch.float32)[chosen] / 16, torch.tensor(digits)[chosen]
     loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=None)
     layers = BLOCKS + 2
     strategy = PipelineStrategy(
@@ -110,6 +118,11 @@ def train(rank: int, system: str, stages: int, subnets: int, folder: str) -> str
     return digest.hexdigest()
 
 
+def smoothed(losses: Sequence[str]) -> list[float]:
+    """The mean of each `SMOOTHED` losses in a row."""
+    return [statistics.fmean(map(float, losses[n - SMOOTHED : n])) for n in range(SMOOTHED, len(losses) + 1)]
+
+
 def crowded(record: TrainingRecord) -> tuple[str, int]:
     """The candidate that three subnets in a row use closest after each other, and where in its accesses they are."""
 
@@ -124,11 +137,13 @@ def crowded(record: TrainingRecord) -> tuple[str, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--subnets", type=int, default=200)
+    parser.add_argument("--subnets", type=int, default=400)
     parser.add_argument("--quick", action="store_true", help="60 subnets, on 2 and 4 stages")
+    parser.add_argument("--picture", type=Path, help="a file for the losses of all trainings, by subnets")
     asked = parser.parse_args()
     subnets, counts = (60, (2, 4)) if asked.quick else (asked.subnets, (1, 2, 4, 8))
     wrong = 0
+    panels = []
     for system in SYSTEMS:
         found = {stages: trained(system, stages, subnets) for stages in counts}
         first = found[counts[0]]
@@ -138,9 +153,15 @@ def main() -> int:
         layer, start = crowded(first.record)
         for stages, each in found.items():
             order = " ".join(each.record.order(layer).split()[start : start + 8])
-            print(f"  {stages} stages: loss {each.loss}, weights {each.weights}; layer {layer}: ... {order} ...")
+            loss = statistics.fmean(map(float, each.losses[-SMOOTHED:]))
+            print(f"  {stages} stages: loss {each.losses[-1]}, of the last {SMOOTHED} {loss:.3f}; ", end="")
+            print(f"weights {each.weights}; layer {layer}: ... {order} ...", flush=True)
         if not equal:
             print(f"  {compared(first.record, found[counts[1]].record)}")
+        lines = {f"{stages} stages": smoothed(each.losses) for stages, each in found.items()}
+        panels.append(Panel(system, "subnets", "loss", list(range(SMOOTHED, subnets + 1)), lines))
+    if asked.picture:
+        draw(Picture(f"Loss of a supernet on digits, the mean of {SMOOTHED} subnets", panels), asked.picture)
     return wrong
 
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from pictures import Panel, Picture
 from umpipe_chains import best_by_trying
-from umpipe_pictures import Panel, Picture
 
 from lightning_pipes.strategies.umpipe.network import Network
 from lightning_pipes.strategies.umpipe.networks import Tables, powers_of_two, realistic, simulated

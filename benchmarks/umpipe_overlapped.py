@@ -19,8 +19,8 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
+from pictures import draw
 from umpipe_overlapped_experiments import EXPERIMENTS, Report
-from umpipe_pictures import draw
 
 from lightning_pipes.strategies.umpipe.overlapped.machine import fastest
 from lightning_pipes.strategies.umpipe.search import load_loops

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import combinations
 
 import numpy as np
-from umpipe_pictures import Panel, Picture
+from pictures import Panel, Picture
 
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.networks import powers_of_two, realistic, simulated

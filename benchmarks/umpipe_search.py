@@ -19,8 +19,8 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
+from pictures import draw
 from umpipe_experiments import Report, f5, f6, realistic_networks, t2, t3, t6
-from umpipe_pictures import draw
 
 from lightning_pipes.strategies.umpipe.search import load_loops
 

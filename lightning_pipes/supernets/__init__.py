@@ -1,6 +1,7 @@
 """Supernets: networks of which each batch trains one path, many batches at once, as if one after another."""
 
 from lightning_pipes.supernets.bulks import in_bulks
+from lightning_pipes.supernets.costs import measured_costs
 from lightning_pipes.supernets.evolution import Evolution
 from lightning_pipes.supernets.explorers import Explorer, Listed, Produced, Several, Uniform
 from lightning_pipes.supernets.explores import Explores
@@ -26,4 +27,5 @@ __all__ = [
     "Supernet",
     "Uniform",
     "in_bulks",
+    "measured_costs",
 ]
