@@ -38,6 +38,8 @@ TARGETS = 750, 1500
 """The losses to reach are those that training with fresh gradients has after so many batches."""
 SLOWER = 100
 """By how much lower the rate is than in benchmarks/dynpipe_staleness.py: so that training takes that long."""
+AGED = (200, RATE / 2), (1500, RATE / SLOWER)
+"""Batches and rates with which it is shown what stale gradients do."""
 SMOOTHED = 20
 
 
@@ -109,20 +111,22 @@ def to_a_loss(load: str) -> dict[str, float]:
 
 
 def staleness() -> dict[str, float]:
-    """Loss after so many batches, and the memory of the first stage, by the number of stages."""
-    count, found = 1500, {}
-    print(f"\n{'stages':>6} {'loss after 1500 batches':>24} {'memory of the first stage':>28}")
+    """Loss after so many batches with a high rate and a low one, and the memory of the first stage, by the number of
+    stages."""
+    found = {}
+    heads = [f"loss after {count} batches, rate {rate:g}" for count, rate in AGED]
+    print(f"\n{'stages':>6}" + "".join(f"{head:>36}" for head in heads) + f"{'memory of the first stage':>28}")
     quiet = Trace(lambda rank, first, batches: np.ones((1, 1)))
     for stages in (1, 2, 4, 8):
-        loss = statistics.fmean(losses(tuple(lags(stages)), count)[-SMOOTHED:])
+        loss = [statistics.fmean(losses(tuple(lags(stages)), *each)[-SMOOTHED:]) for each in AGED]
         size = 0.0
         if stages > 1:
             at = world("pipedream", quiet, stages)
             plan = at.plan()
             held = held_rows(at.order(plan).unroll(2 * stages), plan)[0]
             size = float(stage_bytes(at.profile, plan, 0, held)[0, plan.layers[0].stop])
-        found[f"loss_{stages}"] = loss
-        print(f"{stages:6} {loss:24.3f} {f'{size / 1e6:.1f} MB' if size else '':>28}")
+        found[f"loss_{stages}"] = loss[0]
+        print(f"{stages:6}" + "".join(f"{each:36.4f}" for each in loss) + f"{f'{size / 1e6:.1f} MB' if size else '':>28}")
     return found
 
 
