@@ -10,7 +10,7 @@ t4   the order in which subnets 2, 5 and 7 access a layer that they share
 t5   times of layers, and what a subnet takes
 theory  what shared layers force: formula, longest chain, simulation
 
-Convergence and accuracy (f4, t3) need real training, see docs/benchmarks.md.
+Convergence and accuracy (f4, t3) need real training: benchmarks/csp_reproducibility.py.
 """
 
 from __future__ import annotations

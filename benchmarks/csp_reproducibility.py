@@ -48,7 +48,7 @@ SYSTEMS = {
 class Search(L.LightningModule):
     def __init__(self, shared: Any, bulk: int) -> None:
         super().__init__()
-        blocks = (ChoiceBlock([candidate() for _ in range(CANDIDATES)]) for _ in range(BLOCKS))
+        blocks = (ChoiceBlock([Candidate() for _ in range(CANDIDATES)]) for _ in range(BLOCKS))
         delay = 16 if shared == "delayed" else None
         self.net = Supernet(nn.Linear(PIXELS, WIDTH), *blocks, nn.Linear(WIDTH, DIGITS), shared=shared, delay=delay)
         self.bulk = bulk
@@ -65,8 +65,15 @@ class Search(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def candidate() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.1))
+class Candidate(nn.Module):
+    """A residual layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)  # type: ignore[no-any-return]
 
 
 class Found(NamedTuple):
@@ -120,7 +127,7 @@ def train(rank: int, system: str, stages: int, subnets: int, folder: str) -> str
 
 def smoothed(losses: Sequence[str]) -> list[float]:
     """The mean of each `SMOOTHED` losses in a row."""
-    return [statistics.fmean(map(float, losses[n - SMOOTHED : n])) for n in range(SMOOTHED, len(losses) + 1)]
+    return [statistics.fmean(map(float.fromhex, losses[n - SMOOTHED : n])) for n in range(SMOOTHED, len(losses) + 1)]
 
 
 def crowded(record: TrainingRecord) -> tuple[str, int]:
@@ -153,15 +160,16 @@ def main() -> int:
         layer, start = crowded(first.record)
         for stages, each in found.items():
             order = " ".join(each.record.order(layer).split()[start : start + 8])
-            loss = statistics.fmean(map(float, each.losses[-SMOOTHED:]))
+            loss = statistics.fmean(map(float.fromhex, each.losses[-SMOOTHED:]))
             print(f"  {stages} stages: loss {each.losses[-1]}, of the last {SMOOTHED} {loss:.3f}; ", end="")
             print(f"weights {each.weights}; layer {layer}: ... {order} ...", flush=True)
         if not equal:
             print(f"  {compared(first.record, found[counts[1]].record)}")
-        lines = {f"{stages} stages": smoothed(each.losses) for stages, each in found.items()}
-        panels.append(Panel(system, "subnets", "loss", list(range(SMOOTHED, subnets + 1)), lines))
+        lines = {f"{stages} stage{'s' * (stages > 1)}": smoothed(each.losses) for stages, each in found.items()}
+        title = f"{system}: {'the same on all' if equal else 'different'}"
+        panels.append(Panel(title, "subnets", "loss", list(range(SMOOTHED, subnets + 1)), lines))
     if asked.picture:
-        draw(Picture(f"Loss of a supernet on digits, the mean of {SMOOTHED} subnets", panels), asked.picture)
+        draw(Picture(f"Loss of a supernet on digits, the mean of {SMOOTHED} subnets", panels, True), asked.picture)
     return wrong
 
 

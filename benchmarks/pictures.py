@@ -27,10 +27,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """Panels side by side."""
+    """Panels side by side; with `one_scale` the y axes are the same."""
 
     title: str
     panels: list[Panel] = field(default_factory=list)
+    one_scale: bool = False
 
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#9d755d", "#d62728", "#7f7f7f", "#17becf", "#bcbd22")
@@ -46,16 +47,20 @@ def draw(picture: Picture, path: Path) -> None:
     names = list(dict.fromkeys(name for panel in picture.panels for name in panel.lines))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     handles: dict[str, Any] = {}
-    for axis, panel in zip(figure.subplots(down, across, squeeze=False).flat, picture.panels, strict=False):
+    axes = [*figure.subplots(down, across, squeeze=False, sharey=picture.one_scale).flat]
+    for axis in axes[len(picture.panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes, picture.panels, strict=False):
         (_bars if isinstance(panel.x[0], str) else _lines)(axis, panel, colours)
         axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
         if panel.logarithmic:
             axis.set_yscale("log")
-        else:
-            axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.3)
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    for axis, panel in zip(axes, picture.panels, strict=False):
+        if not panel.logarithmic:
+            axis.set_ylim(bottom=0)  # once all lines are there: it keeps the top where it is
     figure.suptitle(picture.title)
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)), frameon=False
