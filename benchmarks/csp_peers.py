@@ -124,10 +124,11 @@ def main() -> None:
     arguments = parser.parse_args()
     subnets, rounds = (60, 1) if arguments.quick else (200, 3)
     found: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(rounds):
+    for number in range(rounds):
         for name in WAYS:
             run = partial(run_ranks, fit, 1 if name == "one process" else 2)
             found[name].append(run(name, subnets, timeout=300)[0])
+            print(f"round {number + 1} of {rounds}, {name}: {found[name][-1]:.1f} subnets a second", flush=True)
     rate = {name: statistics.median(values) for name, values in found.items()}
     csp = max(value for name, value in rate.items() if name.startswith("csp"))
     print(

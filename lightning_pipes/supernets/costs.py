@@ -1,4 +1,4 @@
-"""What candidates of a supernet cost, measured."""
+"""Costs of a supernet's candidates, measured."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ def measured_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, float]:
         ]
         profile = profile_layers(list(net.subnet(subnet)), {rows: x}, names=names, repeats=repeats, device=device)
         for name, layer in zip(names, profile.layers, strict=True):
-            ((_, forward),), ((_, backward),) = layer.forward, layer.backward
-            found.setdefault(name, forward + backward)
+            found.setdefault(name, sum(seconds for table in (layer.forward, layer.backward) for _, seconds in table))
     for name, block in net.blocks.items():  # for those whose candidates have something in common: they are used whole
         found[name] = fmean(found[f"{name}.{choice}"] for choice in range(len(block)))
     return found

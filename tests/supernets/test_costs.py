@@ -53,6 +53,15 @@ def test_each_candidate_takes_its_time():
         assert {*net.layers_of(subnet)} <= {*costs}
 
 
+def test_layers_without_a_backward():
+    """Nothing before the first candidate is trained."""
+    first = nn.Linear(4, 4)
+    costs = measured_costs(
+        Supernet(first, ChoiceBlock([Slow(0.001)]), nn.Linear(4, 2), shared="frozen"), torch.ones(2, 4)
+    )
+    assert costs["0"] < costs["1.0"]
+
+
 def test_nothing_changes():
     net = network()
     net[1].eval()

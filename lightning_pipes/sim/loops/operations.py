@@ -163,7 +163,7 @@ class Numbering:
         return tuple(self._links)
 
 
-def joined(lists: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
+def ragged(lists: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Where each list begins, and where the last one ends, in all of them in a row; and that row."""
     first: list[int] = [0]
     row: list[int] = []

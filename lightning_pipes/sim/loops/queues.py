@@ -11,7 +11,7 @@ from lightning_pipes.sim.loops import kernel
 from lightning_pipes.sim.loops.kernel import FORWARDS, OTHERS, PLENTY, WEIGHTS
 from lightning_pipes.sim.loops.machine import PYTHON, bound, machine
 from lightning_pipes.sim.loops.memory import Bytes
-from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, joined
+from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, ragged
 from lightning_pipes.sim.loops.tables import Beginning, Held, Queued, Ran, Status, Table
 
 EARLIEST = Rule(alternate=False)
@@ -55,13 +55,13 @@ class Queues(Operations):
         for q in self.forwards.values():
             sort[q] = FORWARDS
         queues = [sum(r < rank for r in self.owner) for rank in range(self.plan.n_ranks + 1)]
-        return Table(Queued(queue, self.pool, self.rows, queues, sort, joined(self.members)[1]))
+        return Table(Queued(queue, self.pool, self.rows, queues, sort, ragged(self.members)[1]))
 
     @cached_property
     def beginning(self) -> Table[Beginning]:
         """The number of operations that each one waits for, where each queue begins, and how many of it are ready."""
         ready = [sum(not self.waiting[i] for i in members) for members in self.members]
-        return Table(Beginning(self.waiting, joined(self.members)[0][:-1], ready))
+        return Table(Beginning(self.waiting, ragged(self.members)[0][:-1], ready))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from lightning_pipes.ir.belonging import absent, check_belongs
 from lightning_pipes.sim.loops.kernel import LONG_AGO
 from lightning_pipes.sim.loops.machine import machine, rows_of_costs
 from lightning_pipes.sim.loops.memory import Bytes
-from lightning_pipes.sim.loops.operations import Numbering, Operations, Prices, Timed, joined
+from lightning_pipes.sim.loops.operations import Numbering, Operations, Prices, Timed, ragged
 from lightning_pipes.sim.loops.queues import Queues, choose
 from lightning_pipes.sim.loops.regular import numbered
 from lightning_pipes.sim.loops.tables import Array, Graph, Ran, Table, Wires
@@ -61,7 +61,7 @@ class Compiled(Operations):
             self.instructions,
             self.like,
             self.pairs,
-            Table(Graph(rank, link, group, *joined(after))),
+            Table(Graph(rank, link, group, *ragged(after))),
             waiting=[len(those) for those in waits],
             members=rows,
             owner=list(range(self.plan.n_ranks)),
@@ -131,7 +131,7 @@ def compiled(program: Program, plan: Plan) -> Compiled:
     stuck = {rank: row[at[rank]] for rank, row in enumerate(lowered.head) if at[rank] < len(row)}
     if stuck:
         raise deadlock(number, stuck, plan, absent(lowered, plan, stuck.values()))
-    table = Table(Graph(ranks, links, groups, *joined(before)))
+    table = Table(Graph(ranks, links, groups, *ragged(before)))
     return Compiled(plan, tuple(kept), tuple(numbering.like), numbering.pairs, table)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, needs, ready_key, send_of, window
-from lightning_pipes.sim.loops.operations import Numbering, joined
+from lightning_pipes.sim.loops.operations import Numbering, ragged
 from lightning_pipes.sim.loops.queues import Queues
 from lightning_pipes.sim.loops.tables import Graph, Table
 
@@ -58,7 +58,7 @@ def opened(plan: Plan, batches: int) -> Queues:
         tuple(instructions),
         tuple(numbering.like),
         numbering.pairs,
-        Table(Graph(ranks, links, groups, *joined(after))),
+        Table(Graph(ranks, links, groups, *ragged(after))),
         waiting=waiting,
         members=members,
         owner=[rank for rank, stages in enumerate(plan.stages) for _ in range(4 * len(stages))],
