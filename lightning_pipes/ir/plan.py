@@ -85,6 +85,7 @@ class Cut:
         check_count("rows of a batch", rows)
         check_count("microbatches", microbatches)
         check_count("stages", stages, most=MOST_STAGES)
+        _check_size(1, microbatches)  # a slip of the keyboard, also where there are few rows
         _check_size(stages, min(rows, microbatches))
         return cls(rows, (even_spans(rows, min(rows, microbatches)),) * stages)
 
@@ -123,8 +124,8 @@ def _listed(name: str, values: Sequence[_T]) -> tuple[_T, ...]:
 def _check_size(stages: int, microbatches: int) -> None:
     if microbatches > MOST_MICROBATCHES or stages * microbatches > MOST_FORWARDS:
         raise PlanError(
-            f"{shown(microbatches)} micro-batches on {stages} stages are more than can be ordered: at most "
-            f"{MOST_MICROBATCHES} micro-batches, and {MOST_FORWARDS} forwards on all stages; use fewer micro-batches"
+            f"{shown(microbatches)} micro-batches on {stages} stage{'s' * (stages > 1)} are more than can be ordered: at "
+            f"most {MOST_MICROBATCHES} micro-batches, and {MOST_FORWARDS} forwards on all stages; use fewer micro-batches"
         )
 
 

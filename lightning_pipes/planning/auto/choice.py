@@ -26,9 +26,10 @@ class Option:
 
     @property
     def label(self) -> str:
-        """The schedule with its settings, such as "kfkb k=2"."""
+        """The schedule with its settings, such as "kfkb k=2"; without those that are empty."""
         chosen: dict[str, object] = vars(self.schedule) if is_dataclass(self.schedule) else {}
-        return " ".join([self.schedule.name, *(f"{name}={value}" for name, value in chosen.items())])
+        told = [f"{name}={value}" for name, value in chosen.items() if value not in (None, ())]
+        return " ".join([self.schedule.name, *told])
 
     @property
     def microbatches(self) -> int:

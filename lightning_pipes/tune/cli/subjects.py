@@ -147,7 +147,11 @@ def _subject(module: nn.Module, example: Any, what: str) -> Subject:
 
 def _made(kinds: Mapping[str, Any], settings: DictConfig, **more: Any) -> Any:
     given = {str(key): value for key, value in settings.items()} | more
-    return kinds[given.pop("name")](**given)
+    name = given.pop("name")
+    try:
+        return kinds[name](**given)
+    except (RuntimeError, TypeError, ValueError) as error:  # a width below 0, say
+        raise InputError(f"{name} can't be made with {shown(given)}: {error}") from error
 
 
 def _rows(example: Any, rows: int, device: torch.device) -> Any:

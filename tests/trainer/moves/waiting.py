@@ -78,7 +78,9 @@ class Acts(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         parcels.PATIENCE = 1000.0
         loop, self.moving = trainer.fit_loop, trainer.strategy.running.moving
-        trainer.strategy.running.part.parcels.gate(lambda: loop.total_batch_idx < self.until)
+        # Where all wait for parcels of an earlier move that a busy machine has left late, nothing is held.
+        hold = lambda: loop.total_batch_idx < self.until and not self.moving._ending  # noqa: E731
+        trainer.strategy.running.part.parcels.gate(hold)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         case, strategy, number = self.case, trainer.strategy, trainer.fit_loop.total_batch_idx
