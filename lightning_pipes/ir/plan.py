@@ -124,8 +124,9 @@ def _listed(name: str, values: Sequence[_T]) -> tuple[_T, ...]:
 def _check_size(stages: int, microbatches: int) -> None:
     if microbatches > MOST_MICROBATCHES or stages * microbatches > MOST_FORWARDS:
         raise PlanError(
-            f"{shown(microbatches)} micro-batches on {stages} stage{'s' * (stages > 1)} are more than can be ordered: at "
-            f"most {MOST_MICROBATCHES} micro-batches, and {MOST_FORWARDS} forwards on all stages; use fewer micro-batches"
+            f"{shown(microbatches)} micro-batches on {stages} stage{'s' * (stages > 1)} are more than can be ordered: "
+            f"at most {MOST_MICROBATCHES} micro-batches, and {MOST_FORWARDS} forwards on all stages; use fewer "
+            "micro-batches"
         )
 
 
