@@ -80,5 +80,6 @@ def test_what_all_ranks_count_is_logged() -> None:
     bytes_moved = sum(s.bytes_in + s.bytes_out for s in (of["pipedream"][1]["statistics"] for of in others))
     assert 0 < float(rows[-1]["memory_gigabytes"]) <= bytes_moved / 1e9
     assert 0 < float(rows[-1]["memory_hit_rate"]) <= 1
-    assert float(rows[-1]["memory_stall_seconds"]) > 0
+    waited = sum(of["pipedream"][1]["statistics"].stall_ns for of in others) / 1e9
+    assert 0 <= float(rows[-1]["memory_stall_seconds"]) <= waited  # a slow machine may not have waited yet
     assert float(rows[-1]["memory_late"]) >= 0
