@@ -9,6 +9,7 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ AFTER_LAYERS = -2
 """The layer number of user code that runs after the last layer."""
 
 
+@lru_cache(maxsize=4096)
 def stream_seed(seed: int, job: int, layer: int, number: int, span: Span) -> int:
     """A 63-bit seed that is the same on every rank and machine."""
     text = f"{seed}/{job}/{layer}/{number}/{span.start}:{span.stop}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.compute.in_parts import InParts
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.parts import Parts
-from lightning_pipes.engine.compute.rng import seed_all, stream_seed
+from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, seed_all, stream_seed
 from lightning_pipes.engine.compute.taking_turns import TakingTurns
 from lightning_pipes.engine.compute.weights import LateWeights, Version, WeightVersions
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
@@ -200,7 +200,7 @@ class Stage:
         mirrored = self._mirrored
         layers = self.layers if mirrored is None else mirrored.layers_of(item.use, self.layers)
         # One after another: between layers, whose data fills the caches, each takes ten times as long.
-        seeds = [stream_seed(self.seed, self.job, number, item.number, span) for number in layers]
+        seeds = [self._stream(item, span, number) for number in layers]
         for seed, (number, layer) in zip(seeds, layers.items(), strict=True):
             self._seed(seed, number)
             if self._in_parts is not None:
@@ -235,17 +235,27 @@ class Stage:
             )
 
     def seed_user_code(self, item: Item, span: Span, layer: int) -> None:
-        """Gives user code before or after the layers its own random stream: torch's, NumPy's and Python's."""
-        self._seed(stream_seed(self.seed, self.job, layer, item.number, span))
+        """Gives user code around the layers its own random streams: torch's before and after them, NumPy's and Python's
+        before them, which go on after them, for layers do not seed these."""
+        self._seed(self._stream(item, span, layer), layer)
 
-    def _seed(self, seed: int, layer: int | None = None) -> None:
-        """Seeds for a layer, or without one for user code around the layers."""
+    def expect_user_code(self, item: Item, spans: Iterable[Span]) -> None:
+        """Finds the seeds of user code for several micro-batches at a time, which takes a tenth of the time."""
+        for span in spans:
+            self._stream(item, span, BEFORE_LAYERS)
+            self._stream(item, span, AFTER_LAYERS)
+
+    def _stream(self, item: Item, span: Span, layer: int) -> int:
+        return stream_seed(self.seed, self.job, layer, item.number, span)
+
+    def _seed(self, seed: int, layer: int) -> None:
+        """Seeds for a layer, or for user code around the layers."""
         if self._in_parts is not None:
             self._in_parts.check_drawn()
-        seed_all(seed, self.device, everything=layer is None)
+        everything = layer == BEFORE_LAYERS
+        seed_all(seed, self.device, everything)
         if self._in_parts is not None:
-            who = "the step around the layers" if layer is None else f"layer {layer}"
-            self._in_parts.seeded(who, everything=layer is None)
+            self._in_parts.seeded("the step around the layers" if layer < 0 else f"layer {layer}", everything)
 
     def _tensors(self, number: int, layer: nn.Module) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}

@@ -60,7 +60,7 @@ class Flushing(Training):
         tell = run.control.prepare_broadcast(run.last_rank)
         with run.hidden.batch(training=True), self._gradients.made(optimizers, first, self._keep_old):
             item = Item(number, rows, data)
-            run.engine.inject(item)
+            run.inject(item)
             run.engine.drain()
 
             # 4. Gradients summed over who shares a parameter, and averaged over replicas, if a step may follow.

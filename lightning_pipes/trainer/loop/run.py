@@ -269,6 +269,14 @@ class PipelineRun:
 
         return telling
 
+    def inject(self, item: Item) -> None:
+        """Adds a training batch to the window; its size has the plan of the engine."""
+        if self.last:
+            number = self.engine.plan.n_stages - 1
+            spans = [span.clip(item.rows) for span in self.engine.plan.spans(Kind.F, number)]
+            self.steps.expect(self.stages[number], item, [span for span in spans if span.rows])
+        self.engine.inject(item)
+
     def begin_loss_check(self, data: TrainingBatch) -> None:
         """Called before a batch; its size has the plan of the engine."""
         if self._loss_check is not None:

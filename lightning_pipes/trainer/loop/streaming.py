@@ -153,7 +153,7 @@ class Streaming(Training):
             use = self._mirroring.use(batch, use, engine.plan)
         item = self._unstepped[number] = Item(number, rows, data, use=use)
         with run.hidden.batch(training=True), self.own_gradients():
-            engine.inject(item)
+            run.inject(item)
             self._window.add(use or Use.whole(engine.plan))
             engine.progress()
         self._tell()

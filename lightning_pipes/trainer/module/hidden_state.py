@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ from lightning_pipes.trainer.ranks.holdings import Holdings
 _MOST = 10_000
 """Objects that are looked at for one layer; a layer from which more can be reached knows the whole program."""
 _DEPTH = 8
-_UNWATCHED = nullcontext()
 _WAY_OUT = (
     "in a pipeline each process has its own copy of it. Pass the tensor along: let layers take and return tuples or "
     "dicts"
@@ -138,13 +137,13 @@ class HiddenState:
         self._seen.add(training)
         self._watching = False
 
-    def layer(self, number: int, layer: nn.Module) -> AbstractContextManager[None]:
-        """Around the forward of a layer.
+    def layer(self, number: int, layer: nn.Module) -> AbstractContextManager[None] | None:
+        """Around the forward of a layer; None where nothing is.
 
         Raises:
             PipelineError: it has left a tensor that gradients flow to where layers of other stages look for it.
         """
-        return self._watched(number, layer) if self._watching else _UNWATCHED
+        return self._watched(number, layer) if self._watching else None
 
     @contextmanager
     def _watched(self, number: int, layer: nn.Module) -> Iterator[None]:

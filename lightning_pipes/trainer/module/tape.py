@@ -20,7 +20,7 @@ Path = tuple[int | str, ...]
 Key = int | tuple[int, Path]
 """Of a value on its way: the number of one from outside of the loop, or a layer and a path into what it returned."""
 
-Around = Callable[[int, nn.Module], AbstractContextManager[None]]
+Around = Callable[[int, nn.Module], AbstractContextManager[None] | None]
 
 PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size, slice, range, Enum)
 
@@ -93,20 +93,30 @@ class TapedLayer(nn.Module):
 
     Args:
         number: the layer's place in the whole model.
-        around: makes what is entered, with number and layer, around its forward.
+        around: makes what is entered, with number and layer, around its forward, if anything is.
     """
+
+    _run: nn.Module
 
     def __init__(self, layer: nn.Module, number: int, around: Around) -> None:
         super().__init__()
         self.layer = layer
         self.number = number
         self._around = around
+        self.__dict__["_run"] = layer  # nn.Module takes its time to find what is registered
 
     def forward(self, x: Any) -> Any:
-        with self._around(self.number, self.layer):
-            if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], Tape):
-                return x[0].run(self.number, self.layer, x[1])
-            return self.layer(x)
+        layer = self._run
+        around = self._around(self.number, layer)
+        if around is None:
+            return self._on(layer, x)
+        with around:
+            return self._on(layer, x)
+
+    def _on(self, layer: nn.Module, x: Any) -> Any:
+        if type(x) is tuple and len(x) == 2 and isinstance(x[0], Tape):
+            return x[0].run(self.number, layer, x[1])
+        return layer(x)
 
     __call__ = forward  # hooks are on the layer
 

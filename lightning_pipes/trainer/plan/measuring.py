@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -87,7 +87,7 @@ class Measuring:
         self._device = device
         self._together = together
         self._interceptor = Interceptor(f"self.{path}", loop=isinstance(full, nn.ModuleList))
-        self._taped = [TapedLayer(layer, n, lambda *_: nullcontext()) for n, layer in enumerate(full)]
+        self._taped = [TapedLayer(layer, n, lambda *_: None) for n, layer in enumerate(full)]
         with_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._arguments = (0,) if with_number else ()
         self._logs = rank_zero_only.rank == 0  # type: ignore[attr-defined]

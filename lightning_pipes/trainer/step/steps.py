@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,10 +56,15 @@ class TrainingBatch:
     kept: Kept | None = None
     samples: frozenset[Path] = frozenset()
     complete: bool = True
+    _parts: dict[Span, Any] = field(default_factory=dict)  # each is handed out once, for a step may change it
+
+    def cut(self, spans: Iterable[Span]) -> None:
+        """Cuts out parts that will be asked for, one after another."""
+        self._parts.update({span: self._cutter(span) for span in spans})
 
     def part(self, span: Span) -> Any:
         """Those samples of the batch."""
-        return self._cutter(span)
+        return self._parts.pop(span) if span in self._parts else self._cutter(span)
 
     @cached_property
     def _cutter(self) -> Callable[[Span], Any]:
@@ -132,6 +137,12 @@ class Steps:
     def body(self, number: int) -> Body:
         """The function that stage `number` runs for each micro-batch."""
         return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
+
+    def expect(self, stage: Stage, item: Item, spans: Collection[Span]) -> None:
+        """Gets ready what the last stage needs for each micro-batch: between layers, whose data fills the caches, each
+        takes ten times as long, and before the first one the stage mostly waits."""
+        stage.expect_user_code(item, spans)
+        item.data.cut(spans)
 
     def capture(
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]
@@ -262,7 +273,7 @@ class Steps:
 
     def _seed_user_code(self, item: Item, layer: int) -> None:
         seed = stream_seed(self._seed, item.job, layer, item.number, Span(0, item.rows))
-        seed_all(seed, self._device, everything=True)
+        seed_all(seed, self._device, everything=layer == BEFORE_LAYERS)
 
 
 def _surrounds_nothing(precision: Precision) -> bool:
@@ -302,7 +313,7 @@ def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         )
     if extras:
         extras = apply_to_collection(extras, torch.Tensor, lambda t: t.detach())
-    return loss.reshape(()), extras
+    return loss.reshape(()) if loss.ndim else loss, extras
 
 
 def _samples(data: EvaluationBatch, span: Span, rows: int) -> Any:
