@@ -16,6 +16,7 @@ from lightning_pipes.cost import CostModel, Link, Table
 from lightning_pipes.engine import Item, Stage
 from lightning_pipes.engine.compute.executor import Executor
 from lightning_pipes.engine.compute.footprint import footprint
+from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS
 from lightning_pipes.ir import STEP, B, Cut, F, I, Instruction, Kind, Plan, PlanError, Program, Span, W
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.bounds import least_step
@@ -242,13 +243,19 @@ def test_what_would_come_out_otherwise_in_parts_is_refused(layer: nn.Module, why
     run(plan_of(halves, "whole", False), [m.eval() for m in model])
 
 
-def test_user_code_around_the_layers_may_not_draw_either() -> None:
+@pytest.mark.parametrize("where", [BEFORE_LAYERS, AFTER_LAYERS])
+def test_user_code_around_the_layers_may_not_draw_either(where: int) -> None:
     def noisy(stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        if stage.number == 0:
-            stage.seed_user_code(item, span, -1)
-            if item.data[2]:
-                item.data[2]()
-        return body(stage, Item(item.number, item.rows, item.data[:2]), span, received)
+        def user_code(layer: int) -> None:
+            if stage.number == 0:
+                stage.seed_user_code(item, span, layer)
+                if item.data[2] and layer == where:
+                    item.data[2]()
+
+        user_code(BEFORE_LAYERS)
+        out = body(stage, Item(item.number, item.rows, item.data[:2]), span, received)
+        user_code(AFTER_LAYERS)
+        return out
 
     def go(draw: Callable[[], Any] | None) -> None:
         plan = plan_of(FINER, "whole", False)

@@ -32,7 +32,8 @@ class InParts:
         self._seeded: dict[str, Any] | None = None
 
     def seeded(self, who: str, everything: bool) -> None:
-        """The random generators were seeded for `who`; with `everything` Python's and NumPy's too."""
+        """The random generators were seeded for `who`, who may draw from none; with `everything` neither from Python's
+        and NumPy's."""
         state = random_state(self._device)
         self._who, self._seeded = who, state if everything else {name: state[name] for name in state.keys() & _TORCH}
 

@@ -106,3 +106,9 @@ def seed_all(seed: int, device: torch.device, everything: bool = False) -> None:
     if everything:
         random.seed(seed)
         np.random.seed(seed % 2**32)
+
+
+def seed_as(layer: int, seed: int, device: torch.device) -> None:
+    """Seeds for what runs as that layer: torch's generators, for code before the layers Python's and NumPy's too. They
+    go on in code after the layers, for layers do not seed them."""
+    seed_all(seed, device, everything=layer == BEFORE_LAYERS)

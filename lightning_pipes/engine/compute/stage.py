@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.compute.in_parts import InParts
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.parts import Parts
-from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, seed_all, stream_seed
+from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, seed_all, seed_as, stream_seed
 from lightning_pipes.engine.compute.taking_turns import TakingTurns
 from lightning_pipes.engine.compute.weights import LateWeights, Version, WeightVersions
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
@@ -235,8 +235,7 @@ class Stage:
             )
 
     def seed_user_code(self, item: Item, span: Span, layer: int) -> None:
-        """Gives user code around the layers its own random streams: torch's before and after them, NumPy's and Python's
-        before them, which go on after them, for layers do not seed these."""
+        """Gives user code before or after the layers its own random stream, see `seed_as`."""
         self._seed(self._stream(item, span, layer), layer)
 
     def expect_user_code(self, item: Item, spans: Iterable[Span]) -> None:
@@ -252,10 +251,10 @@ class Stage:
         """Seeds for a layer, or for user code around the layers."""
         if self._in_parts is not None:
             self._in_parts.check_drawn()
-        everything = layer == BEFORE_LAYERS
-        seed_all(seed, self.device, everything)
+        seed_as(layer, seed, self.device)
         if self._in_parts is not None:
-            self._in_parts.seeded("the step around the layers" if layer < 0 else f"layer {layer}", everything)
+            around = layer in (BEFORE_LAYERS, AFTER_LAYERS)
+            self._in_parts.seeded("the step around the layers" if around else f"layer {layer}", everything=around)
 
     def _tensors(self, number: int, layer: nn.Module) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}

@@ -114,7 +114,7 @@ class TapedLayer(nn.Module):
             return self._on(layer, x)
 
     def _on(self, layer: nn.Module, x: Any) -> Any:
-        if type(x) is tuple and len(x) == 2 and isinstance(x[0], Tape):
+        if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], Tape):
             return x[0].run(self.number, layer, x[1])
         return layer(x)
 

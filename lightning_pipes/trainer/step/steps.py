@@ -15,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, Draws, forked_rng, seed_all, stream_seed
+from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, Draws, forked_rng, seed_as, stream_seed
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copied, cutter, join, take, tensors_of
@@ -273,7 +273,7 @@ class Steps:
 
     def _seed_user_code(self, item: Item, layer: int) -> None:
         seed = stream_seed(self._seed, item.job, layer, item.number, Span(0, item.rows))
-        seed_all(seed, self._device, everything=layer == BEFORE_LAYERS)
+        seed_as(layer, seed, self._device)
 
 
 def _surrounds_nothing(precision: Precision) -> bool:
