@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
-from torch import nn
 
 import lightning_pipes.trainer
 from lightning_pipes.arrays.siblings.barriers import has_purpose
-from lightning_pipes.engine import FailureWatch
 from lightning_pipes.ir import DeadlockError, Instruction, Kind, PipelineError, Plan, Policy, Program, RankView, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.planning.planner import Problem
-from lightning_pipes.testing.patience import patience
-from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.batches import check_same, fingerprint, join, rows_of, take
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.equal_starts import checksum
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.plans import Plans
-from lightning_pipes.trainer.ranks.control import Control, close_all
 from lightning_pipes.trainer.step.hooks import HookWrappers
 from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
 from tests.trainer.lit import Lit, LitTied
@@ -232,49 +224,6 @@ def test_optimizer_keeps_groups_and_loses_foreign_parameters():
     one_process["param_groups"].pop()
     with pytest.raises(PipelineError, match="has 1 parameter groups, this one 2"):
         layout.local_state(one_process)
-
-
-def everything_about_control(rank: int) -> list[Any]:
-    dist.init_process_group("gloo")
-    watch = FailureWatch(None, rank)
-    control = Control(range(3), watch, timedelta(seconds=20))
-    base = torch.arange(1_000_000)
-    sent = {"big": torch.arange(5000) + rank, "view": base[rank : rank + 2], "leaf": nn.Parameter(torch.ones(1))}
-    found = control.broadcast(sent if rank == 1 else None, 1)
-    return [
-        int(found["big"][0]),
-        found["view"].tolist(),
-        control.broadcast("short", 0),
-        control.gather("x" * rank, 2),
-        control.all_gather(rank**2),
-        control.any(rank == 1, False),
-        float(control.all_reduce(torch.tensor(float(rank)))),
-    ]
-
-
-def test_control():
-    for rank, found in enumerate(run_ranks(everything_about_control, 3, timeout=30)):
-        gathered = ["", "x", "xx"] if rank == 2 else None
-        assert found == [1, [1, 2], "short", gathered, [0, 1, 4], [True, False], 3.0]
-
-
-def test_connections_end_at_a_time(monkeypatch):
-    """Each of these takes until all others are being closed, too."""
-    everybody, closed = threading.Barrier(6), []
-
-    class Group:
-        def __del__(self):
-            closed.append(everybody.wait(timeout=patience(30)))
-
-    monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: Group())
-    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    controls = [Control((0, 1), FailureWatch(None, 0), timedelta(seconds=1)) for _ in range(3)]
-    for control in controls:
-        control.connect()
-        control.get_ready()
-    close_all(controls)
-    assert sorted(closed) == list(range(6))
 
 
 def test_names_in_lightning_s_registry():

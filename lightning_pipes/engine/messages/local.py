@@ -22,11 +22,12 @@ import torch
 
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox
 from lightning_pipes.engine.messages.message import Decoder, Encoder, Slot, Wire
-from lightning_pipes.ir import Instruction, Kind, PipelineError
+from lightning_pipes.engine.watch.trust import ForgedError, same_user
+from lightning_pipes.ir import Instruction, PipelineError
 
 _RING = struct.Struct("<i i q q")  # what, number of the slot, its bytes, the sender's clock
 _FRESH, _AGAIN, _DROP, _GOODBYE = range(4)
-HELLO = struct.Struct("<i 2s")  # the sender's global rank, what it sends
+HELLO = struct.Struct("<i")  # the sender's global rank
 _FREE, _TAKEN = 0, 1
 CONNECT_SECONDS = 60.0
 
@@ -103,6 +104,26 @@ class LocalMailbox(Mailbox):
             os.read(self._woken, 64)
 
 
+def connection(name: str, rank: int) -> socket.socket:
+    """A connection of global rank `rank` to the listener of that name, which is not waited for from here on.
+
+    Raises:
+        ForgedError: another user listens there.
+    """
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.settimeout(CONNECT_SECONDS)
+        made.connect(name)
+        if not same_user(made):
+            raise ForgedError(f"{name!r} is no socket of this run's user")
+        made.sendall(HELLO.pack(rank))
+        made.setblocking(False)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
 def _mapped(descriptor: int, size: int) -> torch.Tensor:
     """Memory of one message, mapped by both ends."""
     return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
@@ -111,18 +132,14 @@ def _mapped(descriptor: int, size: int) -> torch.Tensor:
 class LocalOutbox:
     """The sending end. `send` copies the tensors and returns."""
 
-    def __init__(self, name: str, rank: int, kind: Kind, mailbox: LocalMailbox, lost: Callable[[BaseException], None]):
+    def __init__(self, name: str, rank: int, mailbox: LocalMailbox, lost: Callable[[BaseException], None]) -> None:
         self._mailbox, self._lost = mailbox, lost
         self._encoder = Encoder(self._allocate, self._forget)
         self._slots: dict[int, int] = {}  # address of a wire's bytes -> number of its slot
         self._descriptors: dict[int, tuple[int, int]] = {}  # number -> descriptor and bytes, until the peer has it
         self._count = 0
         self._flying: deque[Wire] = deque()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(CONNECT_SECONDS)
-        self._socket.connect(name)
-        self._socket.sendall(HELLO.pack(rank, kind.value.encode()))
-        self._socket.setblocking(False)
+        self._socket = connection(name, rank)
 
     def send(self, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
         """Sends one message; messages arrive in the order of these calls."""

@@ -60,7 +60,7 @@ class Listener:
                 connection.close()
                 continue
             connection.settimeout(CONNECT_SECONDS)
-            rank, _ = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
+            (rank,) = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
             return rank, connection
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class LocalTransport:
             if rank == source:
                 peer = global_ranks[destination]
                 address = store.get(f"address/{peer}").decode()
-                self._out[destination, _RECEIVED[kind]] = LocalOutbox(address, mine, kind, mailbox, lost(peer))
+                self._out[destination, _RECEIVED[kind]] = LocalOutbox(address, mine, mailbox, lost(peer))
             elif rank == destination:
                 expected += 1
         for _ in range(expected):

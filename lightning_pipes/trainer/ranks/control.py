@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -12,10 +13,12 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_pipes.engine.messages.local_transport import Listener, host
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.engine.watch.trust import Seal
+from lightning_pipes.engine.watch.trust import KNOWN, Seal
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.ranks.mesh import MOST, Letter, Mesh
 from lightning_pipes.trainer.ranks.packing import Packed, unpacked
 
 _SLICE = timedelta(milliseconds=200)
@@ -27,6 +30,8 @@ _LENGTH = 8
 _MOST_LEAVING = 8
 """Messages under way to others that a rank does not wait for."""
 _PREPARED = "prepared"
+_FLAGS, _AT_ONCE, _LATER = range(3)
+"""Kinds of messages between ranks of one host."""
 T = TypeVar("T")
 
 
@@ -46,7 +51,8 @@ class Coming(Generic[T]):
 
 
 class Control:
-    """Collectives over a group of ranks, on gloo, so that they work next to any backend.
+    """Collectives over a group of ranks, on gloo, so that they work next to any backend; small things between ranks of
+    one host go through a mesh of sockets.
 
     Every wait is cut into slices in which signals get through and a failure elsewhere is noticed.
 
@@ -75,6 +81,9 @@ class Control:
         self._waiting = False
         self._leaving: deque[dist.Work] = deque()
         """Broadcasts of this rank that it has not waited for, the oldest first."""
+        self._mesh: Mesh | None = None
+        self._met = False
+        self._letters: Counter[int] = Counter()
 
     @property
     def size(self) -> int:
@@ -88,10 +97,15 @@ class Control:
 
     def connect(self, purpose: str = "") -> Any:
         """Makes the connections, if there are none, and returns their group; all ranks of the job must call it."""
-        return self._connect(purpose)
+        group = self._connect(purpose)
+        if not purpose and not self._met:
+            self._met = True
+            self._mesh = self._made_mesh(group)
+        return group
 
     def get_ready(self) -> Any:
         """Makes the connections of `prepare_broadcast`, if there are none, and returns their group; like `connect`."""
+        self.connect()
         return self.connect(_PREPARED)
 
     def subgroup(self, ranks: Sequence[int], purpose: str = "") -> Any:
@@ -133,8 +147,11 @@ class Control:
         close_all([self])
 
     def _parted(self) -> list[Any]:
-        """Its groups, known to nobody else any more, if they may be closed."""
-        whole = [control._is_idle() for control in (self, self._part) if control is not None]
+        """Its groups, known to nobody else any more, if they may be closed; closes the mesh."""
+        controls = [control for control in (self, self._part) if control is not None]
+        whole = [control._is_idle() for control in controls]
+        for control in controls:
+            control._leave_mesh()
         groups = [*self._groups.values()] if dist.is_initialized() and all(whole) else []
         for group in groups:
             dist.destroy_process_group(group)
@@ -147,6 +164,27 @@ class Control:
             return False
         leaving, self._leaving = self._leaving, deque()
         return not any(map(_broke, leaving))
+
+    def _made_mesh(self, group: Any) -> Mesh | None:
+        """The mesh of ranks that are all on this host; None if they are not, or too many."""
+        if not 1 < self.size <= MOST:
+            return None
+        here = host()
+        listener = Listener() if here else None
+        try:
+            said = self._all_gathered((here, listener.name if listener else ""), group)()
+            if listener is None or {there for there, _ in said} != {here}:
+                return None
+            names = dict(zip(self.ranks, (name for _, name in said), strict=True))
+            return Mesh(dist.get_rank(), names, listener, self.watch)
+        finally:
+            if listener is not None:
+                listener.close()
+
+    def _leave_mesh(self) -> None:
+        mesh, self._mesh, self._met = self._mesh, None, False
+        if mesh is not None:
+            mesh.close()
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -170,15 +208,33 @@ class Control:
 
     def start_any(self, *flags: bool) -> Coming[list[bool]]:
         """Starts `any`; what it returns waits for the answer."""
+        if self.size == 1:
+            return Coming(lambda: True, lambda: list(flags))
+        group = self._group
+        if self._mesh is not None:
+            return self._start_any(self._mesh, flags)
         found = torch.tensor([int(f) for f in flags], dtype=torch.int32)
-        work = dist.all_reduce(found, dist.ReduceOp.MAX, self._group, async_op=True) if self.size > 1 else None
+        work = dist.all_reduce(found, dist.ReduceOp.MAX, group, async_op=True)
 
         def answer() -> list[bool]:
-            if work is not None:
-                self._finish(work)
+            self._finish(work)
             return [bool(f) for f in found]
 
         return Coming(lambda: work is None or work.is_completed(), answer)
+
+    def _start_any(self, mesh: Mesh, flags: Sequence[bool]) -> Coming[list[bool]]:
+        letter, others = self._letter(_FLAGS), self._others
+        mesh.send(letter, bytes(flags))
+
+        def here() -> bool:
+            return mesh.sent and all(mesh.has(other, letter) for other in others)
+
+        def answer() -> list[bool]:
+            self._wait(mesh, here)
+            said = [flags, *(self._taken(mesh, other, letter) for other in others)]
+            return [any(of_all) for of_all in zip(*said, strict=True)]
+
+        return Coming(partial(mesh.come, here), answer)
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrites `tensor` with that of global rank `source`."""
@@ -187,13 +243,7 @@ class Control:
 
     def broadcast(self, thing: Any, source: int) -> Any:
         """The `thing` of global rank `source`, which waits for nobody; tensors arrive on the CPU."""
-        if self.size == 1:
-            return thing
-        if dist.get_rank() == source:
-            return self._send(source, self._group, thing)
-        first = torch.empty(_FIRST, dtype=torch.uint8)
-        self.broadcast_tensor(first, source)
-        return self._received(first, source, self._group)
+        return thing if self.size == 1 else self._broadcast(source, self._group, _AT_ONCE)(thing)
 
     def prepare_broadcast(self, source: int) -> Callable[[Any], Any]:
         """Gets ready for a `broadcast` that comes later; what it returns takes the thing of `source`, else None.
@@ -201,35 +251,55 @@ class Control:
         Who gets ready early need not wait: the bytes arrive while it does something else. The source waits for nobody
         but those who lag several broadcasts behind. Other collectives may come in between, in one order among them.
         """
-        if self.size == 1:
-            return lambda thing: thing
-        group = self.get_ready()
-        if dist.get_rank() == source:
-            return partial(self._send, source, group)
-        first = torch.empty(_FIRST, dtype=torch.uint8)
-        work = dist.broadcast(first, source, group=group, async_op=True)
+        return (lambda thing: thing) if self.size == 1 else self._broadcast(source, self.get_ready(), _LATER)
 
-        def receive(thing: Any) -> Any:
-            self._finish(work)
-            return self._received(first, source, group)
+    def _broadcast(self, source: int, group: Any, kind: int) -> Callable[[Any], Any]:
+        """A function that sends the thing of `source`, or receives it."""
+        mesh, letter = self._mesh, self._letter(kind)
+        if dist.get_rank() == source:
+            return partial(self._send, source, group, letter)
+        if mesh is None:
+            first = torch.empty(_FIRST, dtype=torch.uint8)
+            return partial(self._received, source, group, first, self._started(first, source, group))
+
+        def receive(_: Any) -> Any:
+            self._wait(mesh, lambda: mesh.has(source, letter))
+            data = self._taken(mesh, source, letter)
+            if data:
+                return unpacked(memoryview(data), KNOWN)
+            first = torch.empty(_FIRST, dtype=torch.uint8)
+            return self._received(source, group, first, self._started(first, source, group), None)
 
         return receive
 
-    def _send(self, source: int, group: Any, thing: Any) -> Any:
+    def _send(self, source: int, group: Any, letter: Letter, thing: Any) -> Any:
+        mesh = self._mesh
+        if mesh is not None:
+            packed = Packed(thing, KNOWN)
+            small = packed.size <= _FIRST
+            mesh.send(letter, b"".join(packed.parts) if small else b"")
+            self._wait(mesh, lambda: mesh.sent)
+            if small:
+                return thing
         while self._leaving and (len(self._leaving) > _MOST_LEAVING or self._leaving[0].is_completed()):
             self._finish(self._leaving.popleft())
-        self._leaving.extend(
-            dist.broadcast(m, source, group=group, async_op=True) for m in _messages(thing, self._seal)
-        )
+        self._leaving.extend(self._started(m, source, group) for m in _messages(thing, self._seal))
         return thing
 
-    def _received(self, first: torch.Tensor, source: int, group: Any) -> Any:
-        """The thing whose first message has arrived."""
-        length = int(first[:_LENGTH].view(torch.int64))
-        rest = torch.empty(max(0, length - _FIRST + _LENGTH), dtype=torch.uint8)
+    @staticmethod
+    def _started(tensor: torch.Tensor, source: int, group: Any) -> dist.Work:
+        work: dist.Work | None = dist.broadcast(tensor, source, group=group, async_op=True)
+        assert work is not None, "this process is not among the ranks"
+        return work
+
+    def _received(self, source: int, group: Any, first: torch.Tensor, coming: dist.Work, _: Any) -> Any:
+        """The thing whose first message is `coming`."""
+        self._finish(coming)
+        end = _end(first)
+        rest = torch.empty(max(0, end - _FIRST), dtype=torch.uint8)
         if rest.numel():
-            self._finish(dist.broadcast(rest, source, group=group, async_op=True))
-        return unpacked(torch.cat([first[_LENGTH : _LENGTH + length], rest]), self._seal)
+            self._finish(self._started(rest, source, group))
+        return _thing(torch.cat([first[_LENGTH:end], rest]), self._seal)
 
     def gather(self, thing: Any, to: int) -> list[Any] | None:
         """On global rank `to` the things of all ranks in order, None elsewhere; tensors arrive on the CPU."""
@@ -238,7 +308,7 @@ class Control:
         data, sizes = self._announced(thing)
         into = [torch.empty_like(data) for _ in self.ranks] if dist.get_rank() == to else None
         self._finish(dist.gather(data, into, to, group=self._group, async_op=True))
-        return None if into is None else [unpacked(t[:n], self._seal) for t, n in zip(into, sizes, strict=True)]
+        return None if into is None else [_thing(t[:n], self._seal) for t, n in zip(into, sizes, strict=True)]
 
     def all_gather(self, thing: Any) -> list[Any]:
         """The things of all ranks in order, on every rank; tensors arrive on the CPU."""
@@ -249,16 +319,19 @@ class Control:
         call, too, and they are never said to have come."""
         if self.size == 1:
             return Coming(lambda: True, lambda: [thing])
+        return self._all_gathered(thing, self._group)
+
+    def _all_gathered(self, thing: Any, group: Any) -> Coming[list[Any]]:
         data = _message(thing, self._seal)
         first = [torch.empty(_FIRST, dtype=torch.uint8) for _ in self.ranks]
-        work = dist.all_gather(first, data[:_FIRST], group=self._group, async_op=True)
+        work = dist.all_gather(first, data[:_FIRST], group=group, async_op=True)
 
         def come() -> bool:
             return work.is_completed() and all(_end(message) <= _FIRST for message in first)
 
-        return Coming(come, partial(self._gathered, work, first, data))
+        return Coming(come, partial(self._gathered, work, first, data, group))
 
-    def _gathered(self, work: dist.Work, first: Sequence[torch.Tensor], data: torch.Tensor) -> list[Any]:
+    def _gathered(self, work: dist.Work, first: Sequence[torch.Tensor], data: torch.Tensor, group: Any) -> list[Any]:
         self._finish(work)
         ends = [_end(message) for message in first]
         whole = list(first)
@@ -266,13 +339,22 @@ class Control:
             own = torch.zeros(max(ends) - _FIRST, dtype=torch.uint8)
             own[: len(data) - _FIRST] = data[_FIRST:]
             rest = [torch.empty_like(own) for _ in first]
-            self._finish(dist.all_gather(rest, own, group=self._group, async_op=True))
+            self._finish(dist.all_gather(rest, own, group=group, async_op=True))
             whole = [torch.cat(parts) for parts in zip(first, rest, strict=True)]
-        return [unpacked(message[_LENGTH:end], self._seal) for message, end in zip(whole, ends, strict=True)]
+        return [_thing(message[_LENGTH:end], self._seal) for message, end in zip(whole, ends, strict=True)]
 
     @property
     def _group(self) -> Any:
         return self.connect()
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in self.ranks if rank != dist.get_rank()]
+
+    def _letter(self, kind: int) -> Letter:
+        """The next message of that kind."""
+        self._letters[kind] += 1
+        return Letter(kind, self._letters[kind])
 
     @property
     def _seal(self) -> Seal | None:
@@ -289,7 +371,7 @@ class Control:
         packed.write(padded)
         return padded, lengths
 
-    def _raise_reason(self, error: RuntimeError) -> NoReturn:
+    def _raise_reason(self, error: Exception) -> NoReturn:
         """Raises why a collective broke: what the watch gets to know, or is told of a process that has ended."""
         for _ in range(2):  # one that was killed may take its time to end
             for rank in self.ranks:
@@ -316,6 +398,28 @@ class Control:
                 if self._idle is not None:
                     self._idle(work.is_completed)
 
+    def _wait(self, mesh: Mesh, done: Callable[[], bool]) -> None:
+        """Like `_finish`, for what the mesh brings."""
+        if done():
+            return
+        self._waiting = True
+        point("collective")
+        self.watch.doing = f"a collective call of {self.size} ranks"
+        patience, until = _SLICE if self._idle is None else _PROMPT, time.monotonic() + self._timeout.total_seconds()
+        while not mesh.come(done, patience.total_seconds()):
+            self.watch.check()
+            if time.monotonic() > until:
+                self._raise_reason(TimeoutError(f"no answer for {self._timeout.total_seconds():.0f} s"))
+            if self._idle is not None:
+                self._idle(partial(mesh.come, done))
+        self._waiting, self.watch.doing = False, None
+
+    def _taken(self, mesh: Mesh, source: int, letter: Letter) -> bytearray:
+        try:
+            return mesh.take(source, letter)
+        except ConnectionError as error:
+            self._raise_reason(error)
+
 
 def close_all(controls: Iterable[Control]) -> None:
     """Ends the connections of all of them at a time: each takes 15 ms, until threads of gloo see that they end."""
@@ -340,6 +444,10 @@ def _message(thing: Any, seal: Seal | None) -> torch.Tensor:
 def _end(message: torch.Tensor) -> int:
     """Where a message ends that begins with its length."""
     return _LENGTH + int(message[:_LENGTH].view(torch.int64))
+
+
+def _thing(data: torch.Tensor, seal: Seal | None) -> Any:
+    return unpacked(data.numpy().data, seal)
 
 
 def _messages(thing: Any, seal: Seal | None) -> list[torch.Tensor]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
-
 from lightning_pipes.engine.watch.trust import KNOWN, seal_of
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.packing import Packed, unpacked
@@ -29,10 +27,7 @@ class Notices:
         """Leaves a message, in place of an earlier one of the name. Alone on its control a rank leaves nothing."""
         if self._store is None:
             return
-        packed = Packed(message, self._seal)
-        data = torch.empty(packed.size, dtype=torch.uint8)
-        packed.write(data)
-        self._store.set(name, data.numpy().tobytes())
+        self._store.set(name, b"".join(Packed(message, self._seal).parts))
 
     def remove(self, name: str) -> None:
         """Takes it away, if it is there."""
@@ -57,4 +52,4 @@ class Notices:
 
     def _read(self, name: str) -> Any:
         assert self._store is not None, "there is no other rank"
-        return unpacked(torch.frombuffer(bytearray(self._store.get(name)), dtype=torch.uint8), self._seal)
+        return unpacked(memoryview(bytearray(self._store.get(name))), self._seal)

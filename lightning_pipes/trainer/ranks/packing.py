@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import struct
 from typing import Any
 
 import torch
 
 from lightning_pipes.engine.watch.trust import Seal, dumps, loads
+
+_NUMBER = struct.Struct("<q")
 
 
 class Packed:
@@ -19,31 +22,30 @@ class Packed:
 
     def __init__(self, thing: Any, seal: Seal | None) -> None:
         buffers: list[pickle.PickleBuffer] = []
-        parts = [memoryview(bytearray(dumps(thing, seal, buffers.append))), *(buffer.raw() for buffer in buffers)]
-        lengths = torch.tensor([len(parts), *(part.nbytes for part in parts)], dtype=torch.int64)
-        self._parts = [lengths.view(torch.uint8), *(torch.frombuffer(p, dtype=torch.uint8) for p in parts if p.nbytes)]
-        self.size = sum(part.numel() for part in self._parts)
+        parts = [memoryview(dumps(thing, seal, buffers.append)), *(buffer.raw() for buffer in buffers)]
+        lengths = [len(parts), *(part.nbytes for part in parts)]
+        self.parts = [memoryview(struct.pack(f"<{len(lengths)}q", *lengths)), *parts]
+        """Its bytes, one part after another."""
+        self.size = sum(part.nbytes for part in self.parts)
         """In bytes."""
 
     def write(self, into: torch.Tensor) -> None:
         """Fills the first `size` bytes of a tensor of bytes."""
-        at = 0
-        for part in self._parts:
-            into[at : at + part.numel()] = part
-            at += part.numel()
+        view, at = into.numpy().data, 0
+        for part in self.parts:
+            view[at : at + part.nbytes] = part
+            at += part.nbytes
 
 
-def unpacked(data: torch.Tensor, seal: Seal | None) -> Any:
-    """The object that was written; nothing of it shares memory with `data`.
+def unpacked(data: memoryview, seal: Seal | None) -> Any:
+    """The object whose parts these bytes begin with, which can be written; nothing of it shares memory with them.
 
     Raises:
         PipelineError: it comes from nobody who may send it.
     """
-    count = int(data[:8].clone().view(torch.int64))
-    lengths = data[8 : 8 * (count + 1)].clone().view(torch.int64).tolist()
-    view = data.numpy().data
-    parts, at = [], 8 * (count + 1)
-    for length in lengths:
-        parts.append(view[at : at + length])
+    (count,) = _NUMBER.unpack_from(data)
+    parts, at = [], _NUMBER.size * (count + 1)
+    for length in struct.unpack_from(f"<{count}q", data, _NUMBER.size):
+        parts.append(data[at : at + length])
         at += length
     return loads(parts[0], seal, parts[1:])

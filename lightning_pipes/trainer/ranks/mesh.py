@@ -1,0 +1,164 @@
+"""Sockets between each two ranks of one host, for what is small and must come soon.
+
+A message is one write here and one read there, without a thread in between; gloo takes four changes of thread for it.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from lightning_pipes.engine.messages.local import connection
+from lightning_pipes.engine.messages.local_transport import Listener
+from lightning_pipes.engine.watch.failure import FailureWatch
+
+MOST = 16
+"""Ranks that are connected each with each; with more of them a tree takes less."""
+_HEAD = struct.Struct("<i q q")  # kind, number, bytes
+_READ = 65536
+
+
+class Letter(NamedTuple):
+    """Names a message, the same for all who send or take it.
+
+    Attributes:
+        kind: of those that are counted together.
+        number: among these.
+    """
+
+    kind: int
+    number: int
+
+
+class Mesh:
+    """One rank's connections to all others.
+
+    Made by all of them at a time, each with a `listener` whose name all know.
+
+    Args:
+        rank: the global rank of this process.
+        names: the listeners' names, by global rank.
+
+    Raises:
+        PeerFailure: another rank has failed meanwhile.
+        ForgedError: who listens there is somebody else.
+    """
+
+    def __init__(self, rank: int, names: dict[int, str], listener: Listener, watch: FailureWatch) -> None:
+        self._peers: dict[int, _Peer] = {}
+        self._here: dict[tuple[int, Letter], bytearray] = {}
+        self._poll = select.poll()
+        for other, name in names.items():
+            if other < rank:
+                self._add(other, connection(name, rank))
+        while len(self._peers) < len(names) - 1:
+            self._add(*listener.accept(watch))
+        self._by_descriptor = {peer.socket.fileno(): peer for peer in self._peers.values()}
+
+    def send(self, letter: Letter, data: bytes) -> None:
+        """Sends to all others; what does not go at once goes with calls of `come`, until `sent`. Who has closed its end
+        gets nothing more."""
+        message = _HEAD.pack(letter.kind, letter.number, len(data)) + data
+        for peer in self._peers.values():
+            peer.send(message)
+
+    @property
+    def sent(self) -> bool:
+        """Whether all that was sent has left."""
+        return not any(peer.leaving for peer in self._peers.values())
+
+    def has(self, source: int, letter: Letter) -> bool:
+        """Whether the message of global rank `source` had come when `come` looked last, or never will."""
+        return (source, letter) in self._here or self._peers[source].ended
+
+    def take(self, source: int, letter: Letter) -> bytearray:
+        """The message that has come.
+
+        Raises:
+            ConnectionError: it never will.
+        """
+        if (source, letter) not in self._here:
+            raise ConnectionError(f"connection closed by rank {source}")
+        return self._here.pop((source, letter))
+
+    def come(self, done: Callable[[], bool], seconds: float = 0.0) -> bool:
+        """Whether `done()`, once all was taken that has come, and sent what could be; waits that long for more."""
+        if done():
+            return True
+        for peer in self._peers.values():
+            if peer.leaving:
+                self._poll.modify(peer.socket, select.POLLIN | select.POLLOUT)
+        for descriptor, events in self._poll.poll(1000 * seconds):
+            peer = self._by_descriptor[descriptor]
+            if events & select.POLLOUT:
+                peer.send(b"")
+                self._poll.modify(descriptor, select.POLLIN)
+            if events & ~select.POLLOUT:
+                self._here.update({(peer.rank, letter): data for letter, data in peer.received()})
+            if peer.ended:
+                self._poll.unregister(descriptor)
+        return done()
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for peer in self._peers.values():
+            peer.socket.close()
+
+    def _add(self, rank: int, made: socket.socket) -> None:
+        made.setblocking(False)
+        self._peers[rank] = _Peer(rank, made)
+        self._poll.register(made, select.POLLIN)
+
+
+class _Peer:
+    """One connection.
+
+    Attributes:
+        leaving: what is still to be sent.
+        ended: the other end is closed.
+    """
+
+    def __init__(self, rank: int, made: socket.socket) -> None:
+        self.rank = rank
+        self.socket = made
+        self.leaving = b""
+        self.ended = False
+        self._read = bytearray()
+
+    def send(self, data: bytes) -> None:
+        """As much as goes now."""
+        if self.ended:
+            self.leaving = b""
+            return
+        data = self.leaving + data
+        try:
+            self.leaving = data[self.socket.send(data) :]
+        except BlockingIOError:
+            self.leaving = data
+        except OSError:  # closed; what has come from there can still be read
+            self.leaving = b""
+
+    def received(self) -> Sequence[tuple[Letter, bytearray]]:
+        """The messages that are complete by now."""
+        try:
+            data = self.socket.recv(_READ)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self.ended, self.leaving = True, b""
+            return []
+        self._read += data
+        found = []
+        while len(self._read) >= _HEAD.size:
+            kind, number, size = _HEAD.unpack_from(self._read)
+            end = _HEAD.size + size
+            if len(self._read) < end:
+                break
+            found.append((Letter(kind, number), self._read[_HEAD.size : end]))
+            del self._read[:end]
+        return found

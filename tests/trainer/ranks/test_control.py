@@ -1,0 +1,177 @@
+"""What ranks tell each other outside of the pipeline, through a mesh of sockets and without one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipes.engine import FailureWatch
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.trainer.ranks import control as controls
+from lightning_pipes.trainer.ranks.control import Control, close_all
+
+MESH, NONE, HOSTS = "mesh", "none", "hosts"
+"""A mesh; none, for the ranks are too many; none, for one of them is on another host."""
+
+
+def joined(rank: int, ranks: int, how: str) -> Control:
+    dist.init_process_group("gloo")
+    control = Control(range(ranks), FailureWatch(None, rank), timedelta(seconds=patience(20)))
+    if how == NONE:
+        controls.MOST = 1
+    if how == HOSTS:
+        controls.host = lambda: "here" if rank else "there"  # type: ignore[attr-defined]
+    control.get_ready()
+    assert (control._mesh is not None) == (how == MESH)
+    return control
+
+
+def everything(rank: int, how: str) -> list[Any]:
+    control = joined(rank, 3, how)
+    base = torch.arange(1_000_000)
+    sent = {"big": torch.arange(5000) + rank, "view": base[rank : rank + 2], "leaf": nn.Parameter(torch.ones(1))}
+    later = control.prepare_broadcast(2)
+    found = control.broadcast(sent if rank == 1 else None, 1)
+    asked = [control.start_any(rank == 2, False), control.start_any(False, rank == 0)]
+    all_found = [
+        int(found["big"][0]),
+        found["view"].tolist(),
+        control.broadcast("short", 0),
+        control.gather("x" * rank, 2),
+        control.all_gather(rank**2),
+        control.any(rank == 1, False),
+        float(control.all_reduce(torch.tensor(float(rank)))),
+        [answer() for answer in reversed(asked)],
+        later(("later", torch.tensor(0.5)) if rank == 2 else None),
+        control.prepare_broadcast(0)({"big": torch.ones(9999)} if rank == 0 else None)["big"].sum().item(),
+    ]
+    control.close()
+    assert control.any(rank == 0) == [True]  # new connections
+    control.close()
+    return all_found
+
+
+@pytest.mark.parametrize("how", [MESH, NONE, HOSTS])
+def test_control(how: str) -> None:
+    for rank, found in enumerate(run_ranks(everything, 3, how, timeout=30)):
+        gathered = ["", "x", "xx"] if rank == 2 else None
+        asked = [[False, True], [True, False]]
+        later = ("later", torch.tensor(0.5))
+        assert found == [1, [1, 2], "short", gathered, [0, 1, 4], [True, False], 3.0, asked, later, 9999.0]
+
+
+def in_parts(rank: int, how: str) -> list[Any]:
+    control = joined(rank, 4, how)
+    part = control.split([(0, 1), (2, 3)])
+    found = [part.any(rank == 1), control.any(rank == 1), part.broadcast(rank, part.ranks[0])]
+    control.close()
+    return found
+
+
+@pytest.mark.parametrize("how", [MESH, NONE])
+def test_parts(how: str) -> None:
+    assert run_ranks(in_parts, 4, how, timeout=30) == [[[r < 2], [True], 0 if r < 2 else 2] for r in range(4)]
+
+
+def ahead(rank: int, size: int) -> list[int]:
+    """The source is done with many broadcasts before the first one is taken, as far as it goes without a wait."""
+    control = joined(rank, 2, MESH)
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    found = []
+    for number in range(50):
+        thing = control.broadcast(bytes([number]) * size if rank == 0 else None, 0)
+        if rank == 1 and number == 0 and size < 10_000:
+            store.wait(["through"])
+        found.append((thing[0], len(thing)))
+    if rank == 0:
+        store.set("through", "")
+    assert {length for _, length in found} == {size}
+    assert control.any(False) == [False]
+    control.close()
+    return [first for first, _ in found]
+
+
+@pytest.mark.parametrize("size", [100, 16_000, 100_000])
+def test_the_source_goes_ahead(size: int) -> None:
+    assert run_ranks(ahead, 2, size, timeout=60) == [list(range(50))] * 2
+
+
+def waits_for_the_dead(rank: int, how: str) -> tuple[str, float]:
+    control = joined(rank, 2, how)
+    control.any(False)
+    if rank == 1:
+        os._exit(0)
+    started = time.monotonic()
+    with pytest.raises(PipelineError) as caught:
+        control.any(False)
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("how", [MESH, NONE])
+def test_nobody_waits_for_the_dead(how: str) -> None:
+    first, _ = watch_ranks(waits_for_the_dead, 2, how, timeout=60)
+    message, seconds = first.value
+    assert message.startswith("another rank has ended without a word while this one waited for it")
+    assert seconds < patience(5)
+
+
+def idles(rank: int) -> list[bool]:
+    """Where there is something else to do meanwhile it is done, again and again, until what is waited for has come."""
+    dist.init_process_group("gloo")
+    seen: list[bool] = []
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+
+    def idle(come: Any) -> None:
+        seen.append(come())
+        if len(seen) == 3:
+            store.set("three", "")
+
+    control = Control(range(2), FailureWatch(None, rank), timedelta(seconds=patience(20)), idle=idle)
+    control.connect()
+    seen.clear()
+    if rank == 1:
+        store.wait(["three"])
+    answer = control.start_any(rank == 1)
+    if rank == 1:
+        while not answer.come():
+            time.sleep(0.001)
+    assert answer() == [True]
+    control.close()
+    return seen
+
+
+def test_something_else_is_done_meanwhile() -> None:
+    seen, none = run_ranks(idles, 2, timeout=30)
+    assert len(seen) >= 3
+    assert not any(seen[:3])
+    assert none == []
+
+
+def test_connections_end_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these takes until all others are being closed, too."""
+    everybody, closed = threading.Barrier(6), []
+
+    class Group:
+        def __del__(self) -> None:
+            closed.append(everybody.wait(timeout=patience(30)))
+
+    monkeypatch.setattr(controls, "MOST", 1)
+    monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: Group())
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    made = [Control((0, 1), FailureWatch(None, 0), timedelta(seconds=1)) for _ in range(3)]
+    for control in made:
+        control.connect()
+        control.get_ready()
+    close_all(made)
+    assert sorted(closed) == list(range(6))

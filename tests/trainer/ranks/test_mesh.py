@@ -1,0 +1,109 @@
+"""Sockets between each two ranks of one host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from lightning_pipes.engine import FailureWatch
+from lightning_pipes.engine.messages import local
+from lightning_pipes.engine.messages.local_transport import Listener
+from lightning_pipes.engine.watch.trust import ForgedError
+from lightning_pipes.testing.patience import patience
+from lightning_pipes.trainer.ranks.mesh import Letter, Mesh
+
+RANKS = (3, 5, 8)
+
+
+def connected() -> dict[int, Mesh]:
+    """All ends, in this process."""
+    listeners = {rank: Listener() for rank in RANKS}
+    names = {rank: listener.name for rank, listener in listeners.items()}
+    found: dict[int, Mesh] = {}
+
+    def connect(rank: int) -> None:
+        found[rank] = Mesh(rank, names, listeners[rank], FailureWatch(None, rank))
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in RANKS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience(30))
+    for listener in listeners.values():
+        listener.close()
+    return found
+
+
+@pytest.fixture
+def meshes() -> Iterator[dict[int, Mesh]]:
+    made = connected()
+    yield made
+    for mesh in made.values():
+        mesh.close()
+
+
+def until(mesh: Mesh, done: Callable[[], bool]) -> bool:
+    end = time.monotonic() + patience(10)
+    while not mesh.come(done, 0.01) and time.monotonic() < end:
+        pass
+    return mesh.come(done)
+
+
+def test_each_message_has_its_name(meshes: dict[int, Mesh]) -> None:
+    """They may be taken in any order."""
+    first, second, other = Letter(0, 1), Letter(0, 2), Letter(1, 1)
+    for rank, mesh in meshes.items():
+        for letter in (first, other, second):
+            mesh.send(letter, f"{rank} {letter.kind} {letter.number}".encode())
+    for rank, mesh in meshes.items():
+        for source in RANKS:
+            for letter in (second, first, other) if source != rank else ():
+                assert until(mesh, partial(mesh.has, source, letter))
+                assert mesh.take(source, letter) == f"{source} {letter.kind} {letter.number}".encode()
+                assert not mesh.has(source, letter)
+
+
+def test_who_does_not_read_holds_nobody_up(meshes: dict[int, Mesh]) -> None:
+    """What does not go at once goes later, whole and in order."""
+    sender, reader, idle = (meshes[rank] for rank in RANKS)
+    bodies = [bytes([number]) * 16_000 for number in range(100)]
+    for number, body in enumerate(bodies):
+        sender.send(Letter(0, number), body)
+    assert not sender.sent
+    for mesh in (reader, idle):
+        for number, body in enumerate(bodies):
+            while not mesh.has(RANKS[0], Letter(0, number)):
+                sender.come(lambda: False)
+                mesh.come(lambda: False, 0.01)
+            assert mesh.take(RANKS[0], Letter(0, number)) == body
+    assert sender.sent
+
+
+def test_what_was_sent_before_the_end_still_comes(meshes: dict[int, Mesh]) -> None:
+    gone, reader, _ = (meshes[rank] for rank in RANKS)
+    reader.send(Letter(0, 7), b"unread")
+    gone.send(Letter(0, 1), b"the last word")
+    gone.close()
+    reader.send(Letter(0, 8), b"to nobody")
+    assert until(reader, lambda: reader.has(RANKS[0], Letter(0, 1)))
+    assert reader.take(RANKS[0], Letter(0, 1)) == b"the last word"
+    assert until(reader, lambda: reader.has(RANKS[0], Letter(0, 2)))
+    with pytest.raises(ConnectionError, match="closed by rank 3"):
+        reader.take(RANKS[0], Letter(0, 2))
+    reader.send(Letter(0, 3), b"x" * 1_000_000)  # to the others only
+    third = meshes[RANKS[2]]
+    assert not reader.sent
+    assert until(third, lambda: third.has(RANKS[1], Letter(0, 3)) or reader.come(lambda: False))
+    assert reader.sent
+
+
+def test_a_stranger_gets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Listener()
+    monkeypatch.setattr(local, "same_user", lambda made: False)
+    with pytest.raises(ForgedError, match="no socket of this run's user"):
+        Mesh(1, {0: listener.name, 1: ""}, listener, FailureWatch(None, 1))
+    listener.close()
