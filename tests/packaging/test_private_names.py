@@ -21,6 +21,7 @@ HOMES = {
     f"lightning_pipes/{name}.py"
     for name in (
         "engine/private_torch",
+        "engine/private_numpy",
         "trainer/private_lightning",
         "tune/studies/private_optuna",
         "tune/private_hydra",

@@ -81,8 +81,9 @@ class Control:
         self._waiting = False
         self._leaving: deque[dist.Work] = deque()
         """Broadcasts of this rank that it has not waited for, the oldest first."""
+        self._made: dict[str, Any] = {}
+        """Groups of these ranks, by their purpose."""
         self._mesh: Mesh | None = None
-        self._met = False
         self._letters: Counter[int] = Counter()
 
     @property
@@ -97,11 +98,11 @@ class Control:
 
     def connect(self, purpose: str = "") -> Any:
         """Makes the connections, if there are none, and returns their group; all ranks of the job must call it."""
-        group = self._connect(purpose)
-        if not purpose and not self._met:
-            self._met = True
-            self._mesh = self._made_mesh(group)
-        return group
+        if purpose not in self._made:
+            group = self._made[purpose] = self._connect(purpose)
+            if not purpose:
+                self._mesh = self._made_mesh(group)
+        return self._made[purpose]
 
     def get_ready(self) -> Any:
         """Makes the connections of `prepare_broadcast`, if there are none, and returns their group; like `connect`."""
@@ -151,7 +152,7 @@ class Control:
         controls = [control for control in (self, self._part) if control is not None]
         whole = [control._is_idle() for control in controls]
         for control in controls:
-            control._leave_mesh()
+            control._forget()
         groups = [*self._groups.values()] if dist.is_initialized() and all(whole) else []
         for group in groups:
             dist.destroy_process_group(group)
@@ -181,8 +182,9 @@ class Control:
             if listener is not None:
                 listener.close()
 
-    def _leave_mesh(self) -> None:
-        mesh, self._mesh, self._met = self._mesh, None, False
+    def _forget(self) -> None:
+        mesh, self._mesh = self._mesh, None
+        self._made.clear()
         if mesh is not None:
             mesh.close()
 
@@ -223,7 +225,7 @@ class Control:
         return Coming(lambda: work is None or work.is_completed(), answer)
 
     def _start_any(self, mesh: Mesh, flags: Sequence[bool]) -> Coming[list[bool]]:
-        letter, others = self._letter(_FLAGS), self._others
+        letter, others = self._letter(_FLAGS), mesh.others
         mesh.send(letter, bytes(flags))
 
         def here() -> bool:
@@ -256,7 +258,7 @@ class Control:
     def _broadcast(self, source: int, group: Any, kind: int) -> Callable[[Any], Any]:
         """A function that sends the thing of `source`, or receives it."""
         mesh, letter = self._mesh, self._letter(kind)
-        if dist.get_rank() == source:
+        if source == (dist.get_rank() if mesh is None else mesh.rank):
             return partial(self._send, source, group, letter)
         if mesh is None:
             first = torch.empty(_FIRST, dtype=torch.uint8)
@@ -346,10 +348,6 @@ class Control:
     @property
     def _group(self) -> Any:
         return self.connect()
-
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in self.ranks if rank != dist.get_rank()]
 
     def _letter(self, kind: int) -> Letter:
         """The next message of that kind."""

@@ -42,12 +42,16 @@ class Mesh:
         rank: the global rank of this process.
         names: the listeners' names, by global rank.
 
+    Attributes:
+        others: the global ranks of the others.
+
     Raises:
         PeerFailure: another rank has failed meanwhile.
         ForgedError: who listens there is somebody else.
     """
 
     def __init__(self, rank: int, names: dict[int, str], listener: Listener, watch: FailureWatch) -> None:
+        self.rank = rank
         self._peers: dict[int, _Peer] = {}
         self._here: dict[tuple[int, Letter], bytearray] = {}
         self._poll = select.poll()
@@ -56,6 +60,7 @@ class Mesh:
                 self._add(other, connection(name, rank))
         while len(self._peers) < len(names) - 1:
             self._add(*listener.accept(watch))
+        self.others = tuple(self._peers)
         self._by_descriptor = {peer.socket.fileno(): peer for peer in self._peers.values()}
 
     def send(self, letter: Letter, data: bytes) -> None:
