@@ -29,7 +29,7 @@ _CACHED = 3
 
 _KEPT = 8
 _raws: OrderedDict[int, tuple[bytes, State]] = OrderedDict()
-"""What the generator holds in the states that were told last without a kept number, by their ids."""
+"""States that were told last, without a kept number, each with what the generator holds then; by their ids."""
 
 
 def numpy_state() -> State:
@@ -67,7 +67,7 @@ def _generator() -> Any:
 
 
 def _raw(generator: Any) -> bytes | None:
-    """What tells states apart; None where that is not known."""
+    """The bytes that tell states apart; None where they are not known."""
     if type(generator) is not np.random.MT19937 or not _lies_as_known():
         return None
     return ctypes.string_at(_address(generator), _SIZE)
