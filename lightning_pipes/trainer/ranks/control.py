@@ -398,10 +398,10 @@ class Control:
 
     def _wait(self, mesh: Mesh, done: Callable[[], bool]) -> None:
         """Like `_finish`, for what the mesh brings."""
+        point("collective")
         if done():
             return
         self._waiting = True
-        point("collective")
         self.watch.doing = f"a collective call of {self.size} ranks"
         patience, until = _SLICE if self._idle is None else _PROMPT, time.monotonic() + self._timeout.total_seconds()
         while not mesh.come(done, patience.total_seconds()):
