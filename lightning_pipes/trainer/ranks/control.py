@@ -225,18 +225,14 @@ class Control:
         return Coming(lambda: work is None or work.is_completed(), answer)
 
     def _start_any(self, mesh: Mesh, flags: Sequence[bool]) -> Coming[list[bool]]:
-        letter, others = self._letter(_FLAGS), mesh.others
+        letter = self._letter(_FLAGS)
         mesh.send(letter, bytes(flags))
 
-        def here() -> bool:
-            return mesh.sent and all(mesh.has(other, letter) for other in others)
-
         def answer() -> list[bool]:
-            self._wait(mesh, here)
-            said = [flags, *(self._taken(mesh, other, letter) for other in others)]
-            return [any(of_all) for of_all in zip(*said, strict=True)]
+            said = self._heard(mesh, mesh.others, letter)
+            return [any(of_all) for of_all in zip(flags, *said, strict=True)]
 
-        return Coming(partial(mesh.come, here), answer)
+        return Coming(partial(mesh.come, partial(mesh.has, mesh.others, letter)), answer)
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrites `tensor` with that of global rank `source`."""
@@ -265,8 +261,7 @@ class Control:
             return partial(self._received, source, group, first, self._started(first, source, group))
 
         def receive(_: Any) -> Any:
-            self._wait(mesh, lambda: mesh.has(source, letter))
-            data = self._taken(mesh, source, letter)
+            (data,) = self._heard(mesh, [source], letter)
             if data:
                 return unpacked(memoryview(data), KNOWN)
             first = torch.empty(_FIRST, dtype=torch.uint8)
@@ -382,7 +377,7 @@ class Control:
         assert work is not None, "this process is not among the ranks"
         self._waiting = True
         point("collective")
-        self.watch.doing = f"a collective call of {self.size} ranks"
+        self.watch.doing = self._call
         patience = _SLICE if self._idle is None else _PROMPT
         while True:
             try:
@@ -402,7 +397,7 @@ class Control:
         if done():
             return
         self._waiting = True
-        self.watch.doing = f"a collective call of {self.size} ranks"
+        self.watch.doing = self._call
         patience, until = _SLICE if self._idle is None else _PROMPT, time.monotonic() + self._timeout.total_seconds()
         while not mesh.come(done, patience.total_seconds()):
             self.watch.check()
@@ -412,11 +407,18 @@ class Control:
                 self._idle(partial(mesh.come, done))
         self._waiting, self.watch.doing = False, None
 
-    def _taken(self, mesh: Mesh, source: int, letter: Letter) -> bytearray:
+    def _heard(self, mesh: Mesh, sources: Sequence[int], letter: Letter) -> list[bytearray]:
+        """The messages of these global ranks."""
+        self._wait(mesh, partial(mesh.has, sources, letter))
         try:
-            return mesh.take(source, letter)
+            return [mesh.take(source, letter) for source in sources]
         except ConnectionError as error:
+            self._waiting, self.watch.doing = True, self._call
             self._raise_reason(error)
+
+    @property
+    def _call(self) -> str:
+        return f"a collective call of {self.size} ranks"
 
 
 def close_all(controls: Iterable[Control]) -> None:

@@ -75,9 +75,10 @@ class Mesh:
         """Whether all that was sent has left."""
         return not any(peer.leaving for peer in self._peers.values())
 
-    def has(self, source: int, letter: Letter) -> bool:
-        """Whether the message of global rank `source` had come when `come` looked last, or never will."""
-        return (source, letter) in self._here or self._peers[source].ended
+    def has(self, sources: Sequence[int], letter: Letter) -> bool:
+        """Whether all has left, and the messages of these global ranks had come when `come` looked last, or never
+        will."""
+        return self.sent and all((rank, letter) in self._here or self._peers[rank].ended for rank in sources)
 
     def take(self, source: int, letter: Letter) -> bytearray:
         """The message that has come.

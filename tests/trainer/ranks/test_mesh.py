@@ -62,9 +62,9 @@ def test_each_message_has_its_name(meshes: dict[int, Mesh]) -> None:
     for rank, mesh in meshes.items():
         for source in RANKS:
             for letter in (second, first, other) if source != rank else ():
-                assert until(mesh, partial(mesh.has, source, letter))
+                assert until(mesh, partial(mesh.has, [source], letter))
                 assert mesh.take(source, letter) == f"{source} {letter.kind} {letter.number}".encode()
-                assert not mesh.has(source, letter)
+                assert not mesh.has([source], letter)
 
 
 def test_who_does_not_read_holds_nobody_up(meshes: dict[int, Mesh]) -> None:
@@ -76,7 +76,7 @@ def test_who_does_not_read_holds_nobody_up(meshes: dict[int, Mesh]) -> None:
     assert not sender.sent
     for mesh in (reader, idle):
         for number, body in enumerate(bodies):
-            while not mesh.has(RANKS[0], Letter(0, number)):
+            while not mesh.has([RANKS[0]], Letter(0, number)):
                 sender.come(lambda: False)
                 mesh.come(lambda: False, 0.01)
             assert mesh.take(RANKS[0], Letter(0, number)) == body
@@ -89,15 +89,15 @@ def test_what_was_sent_before_the_end_still_comes(meshes: dict[int, Mesh]) -> No
     gone.send(Letter(0, 1), b"the last word")
     gone.close()
     reader.send(Letter(0, 8), b"to nobody")
-    assert until(reader, lambda: reader.has(RANKS[0], Letter(0, 1)))
+    assert until(reader, lambda: reader.has([RANKS[0]], Letter(0, 1)))
     assert reader.take(RANKS[0], Letter(0, 1)) == b"the last word"
-    assert until(reader, lambda: reader.has(RANKS[0], Letter(0, 2)))
+    assert until(reader, lambda: reader.has([RANKS[0]], Letter(0, 2)))
     with pytest.raises(ConnectionError, match="closed by rank 3"):
         reader.take(RANKS[0], Letter(0, 2))
     reader.send(Letter(0, 3), b"x" * 1_000_000)  # to the others only
     third = meshes[RANKS[2]]
     assert not reader.sent
-    assert until(third, lambda: third.has(RANKS[1], Letter(0, 3)) or reader.come(lambda: False))
+    assert until(third, lambda: third.has([RANKS[1]], Letter(0, 3)) or reader.come(lambda: False))
     assert reader.sent
 
 
