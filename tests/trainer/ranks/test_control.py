@@ -131,15 +131,17 @@ def idles(rank: int) -> list[bool]:
     dist.init_process_group("gloo")
     seen: list[bool] = []
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    connected = threading.Event()
 
     def idle(come: Any) -> None:
-        seen.append(come())
+        if connected.is_set():  # making the connections is waited for, too
+            seen.append(come())
         if len(seen) == 3:
             store.set("three", "")
 
     control = Control(range(2), FailureWatch(None, rank), timedelta(seconds=patience(20)), idle=idle)
     control.connect()
-    seen.clear()
+    connected.set()
     if rank == 1:
         store.wait(["three"])
     answer = control.start_any(rank == 1)
