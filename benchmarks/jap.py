@@ -4,7 +4,7 @@ siblings take together and one after another, executed. See jap_paper.py for the
 Solvers get a time limit, and processes are measured, so run it on an idle machine; what is simulated is the same
 everywhere.
 
-    python benchmarks/jap.py [--quick] [--json] [--simulated]
+    python benchmarks/jap.py [--quick] [--json] [--simulated | --real]
 """
 
 from __future__ import annotations
@@ -163,50 +163,77 @@ def solver_table(rows: dict[tuple[str, int], dict[str, float]]) -> list[str]:
     return lines
 
 
+def simulated_keys(quick: bool) -> dict[str, float]:
+    """Prints how good orders are, and what epochs of many jobs take; the headline figures."""
+    load_kernel()
+    by = "numba" if numba_kernel() else "plain Python"
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {by}; simulated\n")
+    sets = ["language"] if quick else list(SETS)
+    solvers = solver_rows(sets, (30, 64) if quick else (16, 30, 64), 1 if quick else 3, 1.0, not quick)
+    print("\n".join(solver_table(solvers)) + "\n", flush=True)
+    epochs, a8 = epoch_table((8,) if quick else (4, 8, 16, 19, 30, 64), not quick)
+    print("\n".join(epochs) + "\n", flush=True)
+    if not quick:
+        print("\n".join(overhead_table()) + "\n", flush=True)
+    keys = {f"solver_j{jobs}": solvers["language", jobs]["search 1 s"] for jobs in (30, 64)}
+    return keys | {"epoch_over_bottleneck_a8": a8}
+
+
+def emulated_keys(quick: bool) -> dict[str, float]:
+    """The same of siblings on emulated stages, executed."""
+    if quick:
+        cases = [jap_run.Case(8, 16, 6, jap_run.slow_layers(8, 0.24, times=1), starts=False, short=3)]
+    else:
+        cases = [jap_run.Case(ranks, 16, 20, jap_run.slow_layers(ranks, 0.24), contenders=2) for ranks in (4, 8)]
+    for case in cases:
+        found = shown(case, quick)
+    return {"speedup_vs_sequential" if name == "speedup" else name: found[name] for name in found}
+
+
+def real_keys(quick: bool) -> dict[str, float]:
+    """The same of siblings that train a real GPT, executed."""
+    if quick:
+        profile = jap_run.gpt_profile(2, jap_run.FEW_SIZES, times=1)
+        case = jap_run.Case(2, 8, 4, profile, real=True, steps=1, starts=False, short=3)
+    else:
+        case = jap_run.Case(2, 8, 12, jap_run.gpt_profile(2), real=True, contenders=2)
+    found = shown(case, quick)
+    rivals = {f"speedup_vs_{key}": found[f"speedup_vs_{key}"] for key in ("processes", "ddp")}
+    return {"speedup_real": found["speedup"], **rivals}
+
+
+def shown(case: jap_run.Case, quick: bool) -> dict[str, float]:
+    """The figures of a case, whose lines it prints."""
+    lines, found = jap_run.executed(case, pairs=1 if quick else 2)
+    print("\n".join(lines), flush=True)
+    return found
+
+
+def equal_keys(quick: bool) -> dict[str, float]:
+    """Whether siblings are what they are alone."""
+    equal = jap_run.bit_equal(2 if quick else 4)
+    print(f"losses and weights of siblings equal those of each alone, bit for bit: {equal}")
+    return {"bit_equal": float(equal)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick", action="store_true", help="fewer seeds, sets, batches and rows of tables; within 120 s"
     )
-    parser.add_argument("--simulated", action="store_true", help="leave out what runs on processes")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--simulated", action="store_true", help="leave out what runs on processes")
+    alone.add_argument("--real", action="store_true", help="the real GPT alone")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args()
-    load_kernel()
-    by = "numba" if numba_kernel() else "plain Python"
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {by}; simulated\n")
-    sets = ["language"] if options.quick else list(SETS)
-    solvers = solver_rows(
-        sets, (30, 64) if options.quick else (16, 30, 64), 1 if options.quick else 3, 1.0, not options.quick
-    )
-    print("\n".join(solver_table(solvers)) + "\n", flush=True)
-    epochs, a8 = epoch_table((8,) if options.quick else (4, 8, 16, 19, 30, 64), not options.quick)
-    print("\n".join(epochs) + "\n", flush=True)
-    if not options.quick:
-        print("\n".join(overhead_table()) + "\n", flush=True)
-    keys = {f"solver_j{jobs}": solvers["language", jobs]["search 1 s"] for jobs in (30, 64)}
-    keys["epoch_over_bottleneck_a8"] = a8
-    if not options.simulated:
-        if options.quick:
-            few = partial(jap_run.Case, starts=False, short=3)
-            cases = [few(8, 16, 6, jap_run.slow_layers(8, 0.24, times=1))]
-            real = few(2, 8, 4, jap_run.gpt_profile(2, jap_run.FEW_SIZES, times=1), real=True, steps=1)
-        else:
-            cases = [jap_run.Case(ranks, 16, 20, jap_run.slow_layers(ranks, 0.24), contenders=2) for ranks in (4, 8)]
-            real = jap_run.Case(2, 8, 12, jap_run.gpt_profile(2), real=True, contenders=2)
-        for case in [*cases, real]:
-            lines, found = jap_run.executed(case, pairs=1 if options.quick else 2)
-            print("\n".join(lines), flush=True)
-            if case.real:
-                keys |= {
-                    "speedup_real": found["speedup"],
-                    "speedup_vs_processes": found["speedup_vs_processes"],
-                    "speedup_vs_ddp": found["speedup_vs_ddp"],
-                }
-            elif case.ranks == STAGES:
-                keys |= {"speedup_vs_sequential" if name == "speedup" else name: found[name] for name in found}
-        equal = jap_run.bit_equal(2 if options.quick else 4)
-        print(f"losses and weights of siblings equal those of each alone, bit for bit: {equal}")
-        keys["bit_equal"] = float(equal)
+    parts = [simulated_keys, emulated_keys, real_keys, equal_keys]
+    if options.simulated:
+        parts = [simulated_keys]
+    elif options.real:
+        parts = [real_keys]
+    keys: dict[str, float] = {}
+    for part in parts:
+        keys |= part(options.quick)
     if options.json:
         print(json.dumps(keys))
 
