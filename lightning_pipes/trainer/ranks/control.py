@@ -36,17 +36,38 @@ T = TypeVar("T")
 
 
 class Coming(Generic[T]):
-    """The answers of all ranks, which a call waits for and returns, as often as it is made; after `come()` without a
-    wait."""
+    """The answers of all ranks, which a call waits for and returns, as often as it is made; without a wait if `come()`.
 
-    def __init__(self, come: Callable[[], bool], wait: Callable[[], T]) -> None:
-        self.come = come
+    While one call waits another one may be made, by who has looked whether they have come.
+
+    Args:
+        here: whether they have come.
+        wait: returns when the condition that it is given holds, or when something has come.
+        take: the answers; waits for what is missing.
+    """
+
+    def __init__(
+        self, here: Callable[[], bool], wait: Callable[[Callable[[], bool]], object], take: Callable[[], T]
+    ) -> None:
+        self._here = here
         self._wait = wait
+        self._take = take
         self._said: list[T] = []
+
+    @classmethod
+    def at_once(cls, said: T) -> Coming[T]:
+        """Those of a rank that is alone."""
+        return cls(lambda: True, lambda _: None, lambda: said)
+
+    def come(self) -> bool:
+        """Whether a call need not wait."""
+        return bool(self._said) or self._here()
 
     def __call__(self) -> T:
         if not self._said:
-            self._said.append(self._wait())
+            self._wait(self.come)
+        if not self._said:
+            self._said.append(self._take())
         return self._said[0]
 
 
@@ -211,18 +232,14 @@ class Control:
     def start_any(self, *flags: bool) -> Coming[list[bool]]:
         """Starts `any`; what it returns waits for the answer."""
         if self.size == 1:
-            return Coming(lambda: True, lambda: list(flags))
+            return Coming.at_once(list(flags))
         group = self._group
         if self._mesh is not None:
             return self._start_any(self._mesh, flags)
         found = torch.tensor([int(f) for f in flags], dtype=torch.int32)
         work = dist.all_reduce(found, dist.ReduceOp.MAX, group, async_op=True)
-
-        def answer() -> list[bool]:
-            self._finish(work)
-            return [bool(f) for f in found]
-
-        return Coming(lambda: work is None or work.is_completed(), answer)
+        assert work is not None, "this process is not among the ranks"
+        return Coming(work.is_completed, lambda _: self._finish(work), lambda: [bool(f) for f in found])
 
     def _start_any(self, mesh: Mesh, flags: Sequence[bool]) -> Coming[list[bool]]:
         letter = self._letter(_FLAGS)
@@ -232,7 +249,7 @@ class Control:
             said = self._heard(mesh, mesh.others, letter)
             return [any(of_all) for of_all in zip(flags, *said, strict=True)]
 
-        return Coming(partial(mesh.come, partial(mesh.has, mesh.others, letter)), answer)
+        return Coming(partial(mesh.come, partial(mesh.has, mesh.others, letter)), partial(self._wait, mesh), answer)
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrites `tensor` with that of global rank `source`."""
@@ -315,7 +332,7 @@ class Control:
         """Starts `all_gather`; what it returns waits for the things. Where one of them is long that is a collective
         call, too, and they are never said to have come."""
         if self.size == 1:
-            return Coming(lambda: True, lambda: [thing])
+            return Coming.at_once([thing])
         return self._all_gathered(thing, self._group)
 
     def _all_gathered(self, thing: Any, group: Any) -> Coming[list[Any]]:
@@ -326,10 +343,10 @@ class Control:
         def come() -> bool:
             return work.is_completed() and all(_end(message) <= _FIRST for message in first)
 
-        return Coming(come, partial(self._gathered, work, first, data, group))
+        return Coming(come, lambda _: self._finish(work), partial(self._gathered, first, data, group))
 
-    def _gathered(self, work: dist.Work, first: Sequence[torch.Tensor], data: torch.Tensor, group: Any) -> list[Any]:
-        self._finish(work)
+    def _gathered(self, first: Sequence[torch.Tensor], data: torch.Tensor, group: Any) -> list[Any]:
+        """The things whose first messages have come."""
         ends = [_end(message) for message in first]
         whole = list(first)
         if max(ends) > _FIRST:

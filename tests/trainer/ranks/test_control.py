@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,15 +19,15 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer.ranks import control as controls
-from lightning_pipes.trainer.ranks.control import Control, close_all
+from lightning_pipes.trainer.ranks.control import Coming, Control, close_all
 
 MESH, NONE, HOSTS = "mesh", "none", "hosts"
 """A mesh; none, for the ranks are too many; none, for one of them is on another host."""
 
 
-def joined(rank: int, ranks: int, how: str) -> Control:
+def joined(rank: int, ranks: int, how: str, idle: Callable[[Callable[[], bool]], None] | None = None) -> Control:
     dist.init_process_group("gloo")
-    control = Control(range(ranks), FailureWatch(None, rank), timedelta(seconds=patience(20)))
+    control = Control(range(ranks), FailureWatch(None, rank), timedelta(seconds=patience(20)), idle=idle)
     if how == NONE:
         controls.MOST = 1
     if how == HOSTS:
@@ -158,6 +159,35 @@ def test_something_else_is_done_meanwhile() -> None:
     assert len(seen) >= 3
     assert not any(seen[:3])
     assert none == []
+
+
+def looks_meanwhile(rank: int, how: str) -> list[list[bool]]:
+    """What calls return one of which waits while another one is made, as soon as the answer has come."""
+    asked: list[Coming[list[bool]]] = []
+    seen: list[list[bool]] = []
+
+    def idle(_: Any) -> None:
+        if asked and not seen:
+            store.set("waiting", "")
+            while not asked[0].come():
+                time.sleep(0.001)
+            seen.append(asked[0]())
+
+    control = joined(rank, 2, how, idle)
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    if rank == 1:
+        store.wait(["waiting"])
+    asked.append(control.start_any(rank == 1))
+    if rank == 1:
+        seen.append(asked[0]())
+    seen.append(asked[0]())
+    control.close()
+    return seen
+
+
+@pytest.mark.parametrize("how", [MESH, NONE, HOSTS])
+def test_an_answer_is_looked_at_while_another_call_waits_for_it(how: str) -> None:
+    assert run_ranks(looks_meanwhile, 2, how, timeout=30) == [[[True], [True]]] * 2
 
 
 def test_connections_end_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
