@@ -30,7 +30,7 @@ from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer.module import checks
 from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces, warn_about_small_batch
-from tests.trainer.lit import Lit, LitOutside, data, quiet
+from tests.trainer.lit import ROWS, Lit, LitOutside, data, quiet
 
 SOON = 12.0
 """Seconds from the start of the processes, of which starting takes one or two."""
@@ -168,6 +168,21 @@ class OtherBatches(Lit):
         return x + int(os.environ["RANK"]), y
 
 
+class OtherBatchesLater(Lit):
+    """The last batch of the first epoch is another one on every rank."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x + int(os.environ["RANK"]) * (len(x) == ROWS % 8), y
+
+
+class OtherSubnets(Lit):
+    """Each rank has other layers in mind for the same batches."""
+
+    def layers_of_batch(self, batch: Any) -> list[str]:
+        return ["0", "1", "8" if os.environ["RANK"] == "0" else "6"]
+
+
 class FewerBatches(Lit):
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Subset(data(24), range(24 - 8 * int(os.environ["RANK"]))), batch_size=8)
@@ -222,6 +237,13 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"moves": EachRank(("drain", "ahead"))}, "on rank 1: moves='ahead', rank 0 'drain'"),
     (Lit, {"parcels": EachRank(("gate", "priority"))}, "on rank 1: parcels='priority', rank 0 'gate'"),
     (OtherBatches, {}, "loaded different batches (checksums rank 0:"),
+    (OtherBatchesLater, {}, "training, batch 2: the ranks of one pipeline loaded different batches"),
+    (OtherBatchesLater, {"schedule": "pipedream"}, "training, batch 2: the ranks of one pipeline loaded different"),
+    (
+        OtherSubnets,
+        {"schedule": "csp"},
+        "training, batch 0: the ranks of one pipeline have the batch use different layers (8 on rank 0; 6 on rank 1)",
+    ),
     (FewerBatches, {}, "the training data of some ranks end with batch 1"),
     (CalledInHook, {}, "was called outside of training_step"),
     (Checkpointed, {}, "instead of torch.utils.checkpoint, which calls it again, set PipelineStrategy(recompute=True)"),

@@ -17,7 +17,7 @@ from lightning_pipes.arrays.siblings.barriers import has_purpose
 from lightning_pipes.ir import DeadlockError, Instruction, Kind, PipelineError, Plan, Policy, Program, RankView, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.planning.planner import Problem
-from lightning_pipes.trainer.module.batches import check_same, fingerprint, join, rows_of, take
+from lightning_pipes.trainer.module.batches import check_same, fingerprint, join, rows_of, sample_fingerprint, take
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.equal_starts import checksum
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names
@@ -75,6 +75,18 @@ def test_fingerprint_sees_values_shapes_and_types():
     assert fingerprint([x, "a"]) == fingerprint([x.clone(), "b"])
     with pytest.raises(PipelineError, match="training, batch 0: the ranks of one pipeline loaded different batches"):
         check_same(["a", "b"], [0, 1], "training, batch 0")
+
+
+def test_sampled_fingerprint_sees_other_samples_in_little_time():
+    x = torch.randn(64, 3, 50, 50)
+    others = [x.double(), x[:32], x.roll(1, 0), x + (torch.arange(64) == 5).view(-1, 1, 1, 1)]
+    assert len({sample_fingerprint({"x": t}) for t in (x, *others)}) == 5
+    assert sample_fingerprint([x, "a"]) == sample_fingerprint([x.clone(), "b"])
+    small = torch.zeros(40)
+    assert sample_fingerprint(small) != sample_fingerprint(small + (torch.arange(40) == 7))
+    columns = torch.zeros(4096, 64)
+    assert sample_fingerprint(columns) != sample_fingerprint(columns + (torch.arange(64) == 3))  # some of each column
+    assert sample_fingerprint(x.transpose(0, 1)) == sample_fingerprint(x.transpose(0, 1).contiguous())
 
 
 def test_merged_calls():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -106,6 +108,12 @@ class Use:
             PlanError: it leaves layers out.
         """
         return Use.of((n for names in self.layers for n in names), (), self.steps, dict(self.delays), cut)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A checksum of all of it, the same in every process."""
+        steps = None if self.steps is None else sorted(self.steps)
+        return zlib.crc32(repr(([sorted(names) for names in self.layers], steps, self.delays, self.cut)).encode())
 
     def stepped(self, stage: int) -> frozenset[str]:
         """Those that are stepped on `stage`."""

@@ -42,6 +42,7 @@ class Flushing(Training):
         run.check(batch, batch_idx, TRAINING)
 
         # 2. The plan of a batch of so many samples; layers that it has on other ranks move.
+        mark = run.mark(batch, batch_idx)
         divisor = trainer.accumulate_grad_batches
         number = trainer.fit_loop.total_batch_idx
         first = batch_idx % divisor == 0
@@ -83,8 +84,9 @@ class Flushing(Training):
         message = None
         if run.last:
             out, logged = data.result()
-            message = (out, run.replay.pack(logged))
-        out, logged = tell(message)
+            message = (out, run.replay.pack(logged), mark)
+        out, logged, last_mark = tell(message)
+        run.check_mark(mark, last_mark, f"{TRAINING}, batch {batch_idx}")
         with trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type
             run.replay.replay(logged)
         return move_data_to_device(out, run.device)

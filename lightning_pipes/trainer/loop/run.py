@@ -20,12 +20,12 @@ from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import Kind, Plan, Policy, Program, Span, Use
+from lightning_pipes.ir import Kind, PipelineError, Plan, Policy, Program, Span, Use
 from lightning_pipes.planning.planner import DRAIN
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.seen import Looks
 from lightning_pipes.trainer.loop.stopping import StopAgreement
-from lightning_pipes.trainer.module.batches import SampleLists, check_same, fingerprint, rows_of
+from lightning_pipes.trainer.module.batches import SampleLists, check_same, fingerprint, rows_of, sample_fingerprint
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.moves.moving import Moving
@@ -42,7 +42,11 @@ from lightning_pipes.trainer.step.steps import Context, EvaluationBatch, Steps, 
 CHECKED_BATCHES = 2
 """Batches at the start of every epoch, and of a run, whose checksums all ranks compare."""
 
+MARKED_ON_DEVICE = 16
+"""Of so many batches on a GPU one is marked: the host waits for the values."""
+
 TRAINING = "training"
+Mark = tuple[int, int] | None
 
 
 class Training(ABC):
@@ -159,6 +163,7 @@ class PipelineRun:
         self.hidden = part.hidden
         self._evaluated = 0
         self._trained = 0  # batches, or begun to be
+        self._comparing = False  # this batch with that of all ranks
         self._saved_bytes = SavedBytes()
         self.lists = SampleLists()
         rank = self._rank = part.holdings.rank
@@ -294,7 +299,9 @@ class PipelineRun:
     def evaluate(self, step: Callable[..., Any], context: Context, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Forward of one batch through `step`, which runs once on the whole batch; its result on every rank."""
         rows = rows_of(batch)
-        self.check(batch, arguments[0] if arguments else 0, step.__name__)
+        batch_idx = arguments[0] if arguments else 0
+        self.check(batch, batch_idx, step.__name__)
+        mark = self.mark(batch, batch_idx)
         if not self._evaluated:
             self.part.buffers.before_batch()
         item = Item(self._evaluation_number(), rows, training=False, use=self._training.use(batch))
@@ -311,10 +318,11 @@ class PipelineRun:
                     if logs:
                         with recorded(self.cut.module) as calls:
                             out = self.steps.finish(step, item, batch, arguments, outputs)
-                        message = (out, self.replay.pack(merge([calls], [rows])))
+                        message = (out, self.replay.pack(merge([calls], [rows])), mark)
                     else:
-                        message = (self.steps.finish(step, item, batch, arguments, outputs), [])
-        out, logged = self.control.broadcast(message, self.last_rank)
+                        message = (self.steps.finish(step, item, batch, arguments, outputs), [], mark)
+        out, logged, last_mark = self.control.broadcast(message, self.last_rank)
+        self.check_mark(mark, last_mark, f"{step.__name__}, batch {batch_idx}")
         with context():
             self.replay.replay(logged)
         return move_data_to_device(out, self.device)
@@ -333,6 +341,38 @@ class PipelineRun:
         self.engine.close()
         self.part.close()
 
+    def mark(self, batch: Any, number: int, use: Use | None = None) -> Mark:
+        """Return checksums of a batch and of the layers that it uses, which ranks compare; None for most on a GPU."""
+        if self.control.size == 1 or (self.device.type != "cpu" and number % MARKED_ON_DEVICE):
+            return None
+        return sample_fingerprint(batch), 0 if use is None else use.fingerprint
+
+    def check_mark(self, own: Mark, last: Mark, where: str) -> None:
+        """Compare this rank's mark of a batch with that of the last stage.
+
+        Raises:
+            PipelineError: they differ.
+        """
+        if own is None or last is None or own == last:
+            return
+        ranks = (self.global_ranks[self.part.holdings.rank], self.last_rank)
+        check_same([f"{mark[0]:08x}" for mark in (own, last)], ranks, where)
+        raise _other_layers(where, [f"checksum {mark[1]:08x}" for mark in (own, last)], ranks)
+
+    def check_layers(self, use: Use | None, where: str) -> None:
+        """Compare the layers that the ranks say a batch uses, for the batches that `check` compares.
+
+        Raises:
+            PipelineError: they differ.
+        """
+        if use is None or not self._comparing:
+            return
+        said = self.control.all_gather(sorted(name for names in use.layers for name in names))
+        if any(names != said[0] for names in said[1:]):
+            common = set(said[0]).intersection(*said[1:])
+            own = [[name for name in names if name not in common] for names in said]
+            raise _other_layers(where, [", ".join(names[:5]) or "none" for names in own], self.control.ranks)
+
     def check(self, batch: Any, batch_idx: int, what: str) -> None:
         """Compares the first batches of all ranks, and what their optimizers are told.
 
@@ -343,7 +383,8 @@ class PipelineRun:
         if what == TRAINING:  # a window may hold any number of batches, and ranks would wait for each other at each
             before = self._trained
             self._trained += 1
-        if min(batch_idx, before) < CHECKED_BATCHES and self.control.size > 1:
+        self._comparing = min(batch_idx, before) < CHECKED_BATCHES and self.control.size > 1
+        if self._comparing:
             settings = settings_of(self.trainer.optimizers) if what == TRAINING else {}
             found = self.control.start_all_gather((fingerprint(batch), settings))
             where = f"{what}, batch {batch_idx}"
@@ -363,3 +404,12 @@ def _check_same(found: Coming[list[tuple[str, dict[str, str]]]], ranks: Sequence
     batches, settings = zip(*found(), strict=True)
     check_same_settings(settings, ranks)
     check_same(batches, ranks, where)
+
+
+def _other_layers(where: str, said: Sequence[str], ranks: Sequence[int]) -> PipelineError:
+    listed = "; ".join(f"{layers} on rank {rank}" for layers, rank in zip(said, ranks, strict=True))
+    return PipelineError(
+        f"{where}: the ranks of one pipeline have the batch use different layers ({listed}), so that stages would be "
+        "trained by different subnets. layers_of_batch must depend on the batch, or on numbers that are the same on "
+        "all ranks: give explorers and spaces one seed"
+    )

@@ -29,7 +29,7 @@ from lightning_pipes.ir import PipelineError, Plan, Policy, Schedule, Use
 from lightning_pipes.sim.units import bytes_text
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.mirroring import Mirroring
-from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun, Training
+from lightning_pipes.trainer.loop.run import TRAINING, Mark, PipelineRun, Training
 from lightning_pipes.trainer.loop.seen import batches_left
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
 from lightning_pipes.trainer.loop.stream_looks import StreamLooks
@@ -54,6 +54,7 @@ class StreamedBatch(TrainingBatch):
     Attributes:
         number: counts batches since training began.
         message: on the last stage what it has told the others of the batch.
+        mark: of `PipelineRun.mark`.
         stepped: how many stages of this rank are through with it.
     """
 
@@ -61,6 +62,7 @@ class StreamedBatch(TrainingBatch):
     settings: list[Settings] = field(default_factory=list)
     message: Any = None
     stepped: int = 0
+    mark: Mark = None
 
 
 class Streaming(Training):
@@ -148,6 +150,8 @@ class Streaming(Training):
         if run.last:
             self._unsaid.append(data)
         use = use_of(run.cut.module, run.cut.full, batch, engine.plan)
+        run.check_layers(use, f"{TRAINING}, batch {number}")
+        data.mark = run.mark(batch, number, use)
         self._overlap.look(use, engine.plan)
         if self._mirroring is not None and use is not None:
             use = self._mirroring.use(batch, use, engine.plan)
@@ -280,7 +284,7 @@ class Streaming(Training):
         while self._unsaid and self._all_losses(self._unsaid[0]):
             data = self._unsaid.popleft()
             out, logged = data.result()
-            data.message = (out, self._run.replay.pack(logged))
+            data.message = (out, self._run.replay.pack(logged), data.mark)
             self._results.tell(data.message)
 
     def _tell(self) -> None:
@@ -290,7 +294,8 @@ class Streaming(Training):
         while self._under_way and self._is_known(self._under_way[0]):
             data = self._under_way.popleft()
             message = data.message
-            out, logged = self._results.hear() if message is None else message
+            out, logged, mark = self._results.hear() if message is None else message
+            run.check_mark(data.mark, mark, f"{TRAINING}, batch {data.number}")
             with run.trainer.precision_plugin.train_step_context():
                 run.replay.replay(logged)
             self._latest = move_data_to_device(out, run.device)
