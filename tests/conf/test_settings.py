@@ -102,10 +102,9 @@ def test_trainer_settings_are_arguments_of_trainer() -> None:
 
 
 def test_pipeline_settings_are_arguments_of_the_strategy() -> None:
-    lightning_pipes = pytest.importorskip("lightning_pipes.trainer")
-    if not hasattr(lightning_pipes, "PipelineStrategy"):
-        pytest.skip("no PipelineStrategy yet")
-    taken = inspect.signature(lightning_pipes.PipelineStrategy.__init__).parameters
+    from lightning_pipes import PipelineStrategy
+
+    taken = inspect.signature(PipelineStrategy.__init__).parameters
     for f in fields(schema.PipelineSettings):
         assert f.name in taken
         assert f.default is MISSING or taken[f.name].default == f.default, f.name

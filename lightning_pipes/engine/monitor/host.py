@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -53,7 +54,7 @@ class SchedulerSource(Source):
 
     def read(self) -> Row:
         own = str(threading.get_native_id())
-        compute = [math.nan] * 3
+        compute, read_at = [math.nan] * 3, time.monotonic()
         for name in os.listdir(_TASKS):
             if name == own:
                 continue  # what sampling costs is no load of the training
@@ -62,13 +63,13 @@ class SchedulerSource(Source):
             except (OSError, ValueError):
                 continue  # it has ended
             if name == self._compute:
-                compute = [run * _NANO, wait * _NANO, float(slices)]
+                compute, read_at = [run * _NANO, wait * _NANO, float(slices)], time.monotonic()
             before = self._threads.get(name, (0, 0))
             self._threads[name] = (run, wait)
             self._of_threads += [max(0, run - before[0]) * _NANO, max(0, wait - before[1]) * _NANO]
         used = resource.getrusage(resource.RUSAGE_SELF)
         shared = [*self._of_threads, used.ru_nivcsw, used.ru_minflt, used.ru_majflt]
-        return np.concatenate([self._tasks.per_second(compute), self._shared.per_second(shared)])
+        return np.concatenate([self._tasks.per_second(compute, read_at), self._shared.per_second(shared)])
 
 
 class MachineSource(Source):

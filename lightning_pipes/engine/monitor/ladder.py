@@ -20,3 +20,8 @@ def sources_for(device: torch.device) -> Sequence[Source]:
     numbers, torch's, and Linux's. Those that can't be had say so when they are opened."""
     uuid = uuid_of(device.index or 0) if device.type == "cuda" else None
     return [GpmSource(uuid), NvmlSource(uuid), CudaSource(device), *host_sources(threading.get_native_id())]
+
+
+def free_metrics(device: torch.device) -> Sequence[str]:
+    """Return the metrics of bytes that are free on `device`, the best first: those of the machine only for a CPU."""
+    return ("host.available_bytes",) if device.type == "cpu" else ("gpu.free_bytes", "gpu.torch_free_bytes")

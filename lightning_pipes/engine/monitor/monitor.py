@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from lightning_pipes.engine.monitor.rows import History, Window, mean_of
+from lightning_pipes.engine.monitor.rows import History, Sample, Window, mean_of
 from lightning_pipes.engine.monitor.source import Row, Source, SourceError
 from lightning_pipes.ir import check_number
 from lightning_pipes.sim.shown.monitored import Curves
@@ -24,8 +24,8 @@ OVERHEAD = 0.005
 """The share of a core that sampling may take: where samples cost more, there are fewer."""
 MOST_HERTZ = 10.0
 """GPUs have nothing new to say in less than 100 ms."""
-_FREE = ("gpu.free_bytes", "gpu.torch_free_bytes", "host.available_bytes")
-"""Which metric says what is free on the device, the best first; a rank without a GPU has the machine's memory."""
+LEAST_SECONDS = 1e-9
+"""That a sample stands for: clocks may say the same twice."""
 _SETTLING = 0.9
 _PATIENCE = 5.0
 _log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class Monitor:
             was taken.
         who: whose device that is, for messages.
         told: names of numbers that somebody else tells, to be kept beside the samples.
+        memory: metrics of free bytes of the device, the best first, as `free_metrics` has them.
 
     Raises:
         InputError: hertz or window make no sense.
@@ -54,6 +55,7 @@ class Monitor:
         window: float = 5.0,
         who: str = "this rank",
         told: Sequence[str] = (),
+        memory: Sequence[str] = (),
     ) -> None:
         check_number("hertz", hertz, f"above 0 and at most {MOST_HERTZ:g}", lambda x: 0 < x <= MOST_HERTZ)
         check_number("window", window, "seconds, at least two samples long", lambda x: 2 / hertz <= x < math.inf)
@@ -63,8 +65,11 @@ class Monitor:
         self._sources: list[Source] = []
         self._metrics: tuple[str, ...] = ()
         self._told = dict.fromkeys(told, math.nan)
-        self._window = Window(max(2, round(window * hertz)))
+        self._memory = tuple(memory)
+        self._window = Window(max(2, round(window * hertz)), window)
         self._history = History()
+        self._read_at: dict[Source, float] = {}  # when a source last answered
+        self._ticked = 0.0
         self._unasked = 0  # samples since somebody asked `since_last`
         self._failed: set[str] = set()
         self._lock = threading.Lock()
@@ -96,17 +101,17 @@ class Monitor:
         """The mean of each metric over the time since this was asked last, but of the last window at most, and of the
         last sample at least; and what `free` says."""
         with self._lock:
-            rows = [*self._window.rows][-max(1, self._unasked) :]
+            samples = [*self._window.samples][-max(1, self._unasked) :]
             self._unasked = 0
-            means = dict(zip(self._metrics, map(float, mean_of(rows)), strict=True)) if rows else {}
+            means = dict(zip(self._metrics, map(float, mean_of(samples).values), strict=True)) if samples else {}
         return means, self.free()
 
     def free(self) -> int | None:
         """Bytes free on the device at the last sample; None where nothing says."""
         with self._lock:
-            last = self._window.rows[-1] if self._window.rows else None
-            now = {} if last is None else dict(zip(self._metrics, last, strict=True))
-        return next((int(now[name]) for name in _FREE if name in now and not math.isnan(now[name])), None)
+            last = self._window.samples[-1] if self._window.samples else None
+            now = {} if last is None else dict(zip(self._metrics, last.values, strict=True))
+        return next((int(now[name]) for name in self._memory if name in now and not math.isnan(now[name])), None)
 
     def tell(self, numbers: Mapping[str, float]) -> None:
         """Numbers that were told of, kept from now on in the curves. Others than those named are left out."""
@@ -140,17 +145,20 @@ class Monitor:
             else:
                 self._sources.append(source)
         self._metrics = tuple(name for source in self._sources for name in source.metrics)
-        self._began = time.monotonic()
+        self._began = self._ticked = time.monotonic()
         used = ", ".join(source.name for source in self._sources) or "nothing"
         _log.info("%s is monitored by %s%s", self._who, used, f"; not by {', '.join(without)}" if without else "")
 
     def tick(self) -> None:
         """Takes one sample."""
-        row: Row = np.concatenate([self._read(source) for source in self._sources] or [np.empty(0)])
+        sample = _joined([self._read(source) for source in self._sources])
+        now = time.monotonic()
+        covers, self._ticked = max(LEAST_SECONDS, now - self._ticked), now
         with self._lock:
-            self._window.rows.append(row)
+            self._window.add(sample, covers)
             self._unasked += 1
-            self._history.add(np.concatenate([[time.monotonic() - self._began], row, [*self._told.values()]]))
+            when, told = _sample([now - self._began], covers), _sample([*self._told.values()], covers)
+            self._history.add(_joined([when, sample, told]))
 
     def close(self) -> None:
         """Closes what is open."""
@@ -166,10 +174,11 @@ class Monitor:
             self.tick()
             took = time.thread_time() - before
             self.cost = _SETTLING * self.cost + (1 - _SETTLING) * took if self.cost else took
-            due = max(due + max(self._period, self.cost / OVERHEAD), time.monotonic())
+            due = time.monotonic() + max(self._period - took, self.cost / OVERHEAD)
         self.close()
 
-    def _read(self, source: Source) -> Row:
+    def _read(self, source: Source) -> Sample:
+        """Return what a source says now; its rates are those since it answered last."""
         missing = np.full(len(source.metrics), math.nan)
         try:
             found = np.asarray(source.read(), float)
@@ -183,7 +192,20 @@ class Monitor:
                     type(error).__name__,
                     error,
                 )
-            return missing
+            return Sample(missing, missing)
+        last, self._read_at[source] = self._read_at.get(source, self._began), time.monotonic()
         while source.lost:
             _log.info("%s: %s has no %s", self._who, source.name, source.lost.pop())
-        return found if found.shape == missing.shape else missing
+        values = found if found.shape == missing.shape else missing
+        return _sample(values, max(LEAST_SECONDS, self._read_at[source] - last))
+
+
+def _sample(values: Sequence[float] | Row, seconds: float) -> Sample:
+    """Return values that stand for the same seconds."""
+    return Sample(np.array(values, float), np.full(len(values), seconds))
+
+
+def _joined(samples: Sequence[Sample]) -> Sample:
+    """Return the columns of all samples, one after another."""
+    empty = Sample(np.empty(0), np.empty(0))
+    return Sample(*(np.concatenate(each) for each in zip(empty, *samples, strict=True)))

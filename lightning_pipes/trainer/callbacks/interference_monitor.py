@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 
-from lightning_pipes.engine.monitor.ladder import sources_for
+from lightning_pipes.engine.monitor.ladder import free_metrics, sources_for
 from lightning_pipes.engine.monitor.monitor import MOST_HERTZ, Monitor
 from lightning_pipes.ir import Kind, PipelineError, check_count, check_number
 from lightning_pipes.sim.event import Event
@@ -89,8 +89,9 @@ class InterferenceMonitor(pl.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, PipelineHost)
         who = f"rank {strategy.global_rank}"
-        sources = sources_for(strategy.root_device)
-        monitor = self._monitor = Monitor(sources, self.hertz, self.window, who, (_FORWARD, _BACKWARD))
+        device = strategy.root_device
+        told, memory = (_FORWARD, _BACKWARD), free_metrics(device)
+        monitor = self._monitor = Monitor(sources_for(device), self.hertz, self.window, who, told, memory)
         self._notices = Notices(strategy.control)
         self._ranks, self._rank = range(strategy.grid.size), strategy.grid.rank
         self._own: RankState | None = None

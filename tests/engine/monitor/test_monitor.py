@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pipes.engine.monitor.ladder import sources_for
+from lightning_pipes.engine.monitor.ladder import free_metrics, sources_for
 from lightning_pipes.engine.monitor.monitor import OVERHEAD, Monitor
-from lightning_pipes.engine.monitor.rows import History, Window
+from lightning_pipes.engine.monitor.rows import History, Sample, Window
 from lightning_pipes.engine.monitor.source import Rates, Source, SourceError
 from lightning_pipes.ir import InputError
 from lightning_pipes.testing.patience import patience
@@ -61,24 +61,81 @@ class Broken(Fake):
         raise RuntimeError("it can't even say why")
 
 
-def ticked(*sources: Source, ticks: int, **settings) -> Monitor:
-    monitor = Monitor(sources, **settings)
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def ticked(*sources: Source, ticks: int, clock: Clock | None = None, apart: float = 0.25, **settings) -> Monitor:
+    monitor = Monitor(sources, memory=free_metrics(torch.device("cpu")), **settings)
     monitor.open()
     for _ in range(ticks):
+        if clock is not None:
+            clock.now += apart
         monitor.tick()
     monitor.close()
     return monitor
 
 
-def test_means_and_percentiles_of_the_last_window():
+class Counter(Fake):
+    """Says the growth in a second of what has been counted at each call, as sources of Linux do."""
+
+    def __init__(self, totals: Sequence[float]) -> None:
+        super().__init__([], ["host.compute_wait_share"])
+        self._totals, self._rates = iter(totals), Rates()
+
+    def read(self) -> Sequence[float]:
+        return self._rates.per_second([next(self._totals)])
+
+
+def test_means_are_those_of_time_however_far_apart_samples_are(clock):
+    monitor = Monitor([Counter([0.0, 0.5, 0.9, 0.9])], window=20)
+    monitor.open()
+    for pause in (0.25, 10.0, 0.5, 0.25):  # it waits for .5 of 10 s, .4 of half a second, none of a quarter
+        clock.now += pause
+        monitor.tick()
+    assert monitor.features()["host.compute_wait_share"] == pytest.approx(0.9 / 10.75)
+    assert monitor.features()["host.compute_wait_share_p95"] == 0.05
+    assert monitor.since_last()[0]["host.compute_wait_share"] == pytest.approx(0.9 / 10.75)
+
+
+def test_a_rate_after_failed_samples_counts_for_all_its_time(clock):
+    class Failing(Counter):
+        def read(self) -> Sequence[float]:
+            if 1 < clock.now - 100.0 < 9:
+                raise OSError("not now")
+            return super().read()
+
+    monitor = Monitor([Failing([0.0, 0.5, 8.0])], window=20)
+    monitor.open()
+    for pause in (0.5, 0.5, 4.0, 5.0):
+        clock.now += pause
+        monitor.tick()
+    assert monitor.features()["host.compute_wait_share"] == pytest.approx(8.0 / 9.5)
+
+
+def test_a_window_is_of_seconds_where_samples_are_rare(clock):
+    found = ticked(Fake([[float(n)] for n in range(20)]), ticks=20, clock=clock, apart=2.0, hertz=4, window=5)
+    assert found.features()["gpu.busy_share"] == 18.0  # of three samples, which cover six seconds
+
+
+def test_means_and_percentiles_of_the_last_window(clock):
     rows = [[float(n)] for n in range(100)]
-    found = ticked(Fake(rows), ticks=100, hertz=4, window=10).features()
+    found = ticked(Fake(rows), ticks=100, clock=clock, hertz=4, window=10).features()
     assert found == {"gpu.busy_share": np.mean(range(60, 100)), "gpu.busy_share_p95": 97.0}
 
 
-def test_what_is_missing_is_no_number_and_counts_for_nothing():
+def test_what_is_missing_is_no_number_and_counts_for_nothing(clock):
     fake = Fake([[NAN, NAN], [1.0, NAN], [3.0, NAN]], ["gpu.busy_share", "gpu.power_watts"])
-    found = ticked(fake, ticks=3).features()
+    found = ticked(fake, ticks=3, clock=clock).features()
     assert (found["gpu.busy_share"], found["gpu.busy_share_p95"]) == (2.0, 3.0)
     assert math.isnan(found["gpu.power_watts"])
     assert math.isnan(found["gpu.power_watts_p95"])
@@ -93,15 +150,15 @@ def test_the_log_says_once_by_what(caplog):
     assert monitor.features()["gpu.busy_share"] == 0.5
 
 
-def test_a_source_that_disappears_and_comes_back(caplog):
+def test_a_source_that_disappears_and_comes_back(caplog, clock):
     gone = OSError("gone")
     other = Fake([[float(n)] for n in range(5)], ["host.runnable_count"])
     fake = Fake([[1.0], gone, gone, [2.0], [2.0, 2.0]])
-    monitor = ticked(fake, other, ticks=5)
+    monitor = ticked(fake, other, ticks=5, clock=clock)
     curves = monitor.curves()
     assert curves.values["gpu.busy_share"] == (1.0, None, None, 2.0, None)  # the last had another shape
     assert curves.values["host.runnable_count"] == (0.0, 1.0, 2.0, 3.0, 4.0)
-    assert monitor.features()["gpu.busy_share"] == 1.5
+    assert monitor.features()["gpu.busy_share"] == 1.75  # of a quarter of a second, and of three
     assert [r.message for r in caplog.records] == [
         "this rank: fake can't be read (OSError: gone); its metrics are missing until it can. Training goes on"
     ]
@@ -118,7 +175,7 @@ def test_a_metric_that_is_lost_is_said_once(caplog):
 def test_free_bytes_of_the_best_source():
     host = ["host.available_bytes"]
     both = Fake([[7.0, 5.0], [NAN, 6.0]], ["gpu.free_bytes", *host])
-    monitor = Monitor([both])
+    monitor = Monitor([both], memory=("gpu.free_bytes", "host.available_bytes"))
     assert monitor.free() is None
     monitor.open()
     monitor.tick()
@@ -126,6 +183,15 @@ def test_free_bytes_of_the_best_source():
     monitor.tick()
     assert monitor.free() == 6
     assert ticked(Fake([[1.0]]), ticks=1).free() is None
+
+
+def test_a_gpu_without_numbers_of_its_memory_does_not_have_that_of_the_machine():
+    fake = Fake([[7.0]], ["host.available_bytes"])
+    monitor = Monitor([fake], memory=free_metrics(torch.device("cuda", 0)))
+    monitor.open()
+    monitor.tick()
+    assert monitor.free() is None
+    assert ticked(Fake([[7.0]], ["host.available_bytes"]), ticks=1).free() == 7
 
 
 def test_numbers_that_it_is_told():
@@ -186,7 +252,8 @@ def test_the_thread_takes_no_more_than_its_share():
 
 
 def test_this_machine_has_something_to_say():
-    monitor = Monitor(sources_for(torch.device("cpu")), hertz=10, window=1)
+    cpu = torch.device("cpu")
+    monitor = Monitor(sources_for(cpu), hertz=10, window=1, memory=free_metrics(cpu))
     monitor.start()
     deadline = time.monotonic() + patience(20)
     while time.monotonic() < deadline and not monitor.features().get("host.compute_run_share", 0) > 0:
@@ -201,9 +268,9 @@ def test_features_do_not_hold_up_sampling_for_long():
     """2400 samples take little room, and little time."""
     history, window = History(), Window(40)
     for n in range(2400):
-        row = np.array([float(n), 2.0 * n])
-        history.add(row)
-        window.rows.append(row)
+        sample = Sample(np.array([float(n), 2.0 * n]), np.ones(2))
+        history.add(sample)
+        window.add(sample, 1.0)
     assert 200 <= len(history.points) <= 400
     assert history.points[0].tolist() == [3.5, 7.0]  # the mean of eight
     assert all(a[0] < b[0] for a, b in zip(history.points, history.points[1:], strict=False))
