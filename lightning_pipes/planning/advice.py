@@ -271,7 +271,7 @@ def _notes(record: RunRecord) -> Iterator[str]:
     if record.measured is not None and record.measured.makespan:
         off = record.predicted.makespan / record.measured.makespan - 1
         if abs(off) > 0.1:
-            predicted, took = (seconds_text(t.makespan) for t in (record.predicted, record.measured))
+            predicted, took = (seconds_text(t.step) for t in (record.predicted, record.measured))
             yield (
                 f"The simulator predicts {predicted} for this step and {took} were measured ({off:+.0%}): "
                 "what it says of changes is no more exact than that."
@@ -280,7 +280,9 @@ def _notes(record: RunRecord) -> Iterator[str]:
         inside = record.shown.makespan / 1e9
         share = record.between / max(record.between + inside, 1e-12)
         if share > 0.2:
+            batches = record.shown.batches
+            steps = "steps of the pipeline" if batches == 1 else f"windows of {batches} batches"
             yield (
-                f"{seconds_text(1e9 * record.between)} pass between two steps of the pipeline, {share:.0%} of all "
+                f"{seconds_text(1e9 * record.between)} pass between two {steps}, {share:.0%} of all "
                 "time: loading data, the optimizer, logging and callbacks."
             )

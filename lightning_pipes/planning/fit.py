@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -28,7 +29,7 @@ class Fit:
 
     Attributes:
         plan: with its layers.
-        seconds: of a step, simulated.
+        seconds: of a step, simulated; where batches overlap from one to the next, while the pipeline is full.
         peak_bytes: of each rank.
     """
 
@@ -42,6 +43,47 @@ class Fit:
     def cuts(self) -> list[int]:
         """The layers at which stages 1, 2, ... begin, as `partition=` takes them."""
         return [span.start for span in self.plan.layers[1:]]
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which ranks idle, 0 to 1."""
+        return step_bubble(self.order, replace(self.plan, layers=()), self.costs)
+
+
+def step_seconds(order: Program | Policy, plan: Plan, costs: CostModel) -> float:
+    """Return the seconds of a step; where batches overlap from one to the next, while the pipeline is full.
+
+    Args:
+        plan: without layers, so that the order is lowered once.
+    """
+    ends = [makespan(each, plan, costs) for each in _rounds(order)]
+    if isinstance(order, Program) and order.endless:
+        return (ends[1] - ends[0]) / _batches(order) / 1e9
+    return ends[0] / 1e9
+
+
+def step_bubble(order: Program | Policy, plan: Plan, costs: CostModel) -> float:
+    """Return the share of a step in which ranks idle, 0 to 1; where batches overlap, while the pipeline is full."""
+    runs = [simulate(each, plan, costs) for each in _rounds(order)]
+    if len(runs) == 1:
+        return sum(runs[0].bubble) / plan.n_ranks
+    few, many = runs
+    took = many.makespan - few.makespan
+    return 1 - (sum(many.busy) - sum(few.busy)) / (plan.n_ranks * took) if took else 0.0
+
+
+def _rounds(order: Program | Policy) -> Sequence[Program | Policy]:
+    """Return finite orders: of an endless one a window that fills the pipeline, and one of twice as many batches."""
+    return _unrolled(order) if isinstance(order, Program) and order.endless else (order,)
+
+
+@lru_cache(maxsize=8)
+def _unrolled(order: Program) -> tuple[Program, Program]:
+    return order.unroll(_batches(order)), order.unroll(2 * _batches(order))
+
+
+def _batches(order: Program) -> int:
+    return order.head_batches + len(order.head)
 
 
 def fit_layers(
@@ -70,9 +112,11 @@ def fit_layers(
             "the profile has no times of I and W, the two parts of a backward; measure them with split=True, or choose "
             "a schedule with full backwards"
         )
+    if not isinstance(schedule, Schedule) and schedule.endless:
+        raise PlanError(
+            f"{schedule.name} orders batches that overlap while they run, so there is no step to plan; choose another"
+        )
     order, held = ordered(schedule, plan)
-    if order.endless:
-        raise PlanError(f"{schedule.name} does not flush between batches, so there is no step to plan; choose another")
     loads = stage_seconds(profile, plan, deployment.pipeline)
     edges = edge_seconds(profile, plan, deployment.pipeline)
     candidates = light_partitions(_allowed(profile, plan, deployment.pipeline, held, loads), edges)
@@ -84,7 +128,7 @@ def fit_layers(
         candidates.insert(0, plan.layers)
     found = [
         fit
-        for layers in list(dict.fromkeys(candidates))[: _affordable(plan)]
+        for layers in list(dict.fromkeys(candidates))[: _affordable(order, plan)]
         if (fit := _evaluated(profile, order, replace(plan, layers=layers), deployment)) is not None
     ]
     if not found:
@@ -97,7 +141,7 @@ def improved(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, tri
     where the plan is large. The heaviest stages give layers away first."""
     deployment = deployed(cluster)
     seen = {fit.plan.layers}
-    left = min(trials, _affordable(fit.plan))
+    left = min(trials, _affordable(fit.order, fit.plan))
     moved = True
     while moved:
         moved = False
@@ -115,9 +159,10 @@ def improved(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, tri
     return fit
 
 
-def _affordable(plan: Plan) -> int:
+def _affordable(order: Program | Policy, plan: Plan) -> int:
     """How often a step of `plan` may be simulated."""
-    return max(LEAST, EFFORT // sum(len(plan.spans(Kind.F, s)) for s in range(plan.n_stages)))
+    batches = 3 * _batches(order) if isinstance(order, Program) and order.endless else 1
+    return max(LEAST, EFFORT // sum(batches * len(plan.spans(Kind.F, s)) for s in range(plan.n_stages)))
 
 
 def _neighbours(fit: Fit) -> list[tuple[Span, ...]]:
@@ -141,7 +186,7 @@ def ordered(schedule: Schedule | Policy, plan: Plan) -> tuple[Program | Policy, 
     """
     if isinstance(schedule, Schedule):
         program = schedule.program(plan)
-        return program, held_rows(program, plan)
+        return program, held_rows(_rounds(program)[-1], plan)  # type: ignore[arg-type]
     run = simulate(schedule, plan, CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0))
     return schedule, held_rows(run.program(), plan)
 
@@ -165,8 +210,8 @@ def _evaluated(
         return all(limit is None or size <= limit for size, limit in zip(peak, limits, strict=True))
 
     if isinstance(order, Program):
-        peak = peak_bytes(order, bare, costs)
-        return Fit(plan, order, costs, makespan(order, bare, costs) / 1e9, peak) if fits(peak) else None
+        peak = peak_bytes(_rounds(order)[-1], bare, costs)  # type: ignore[arg-type]
+        return Fit(plan, order, costs, step_seconds(order, bare, costs), peak) if fits(peak) else None
     timeline = simulate(order, bare, costs)
     peak = timeline.peak_bytes
     return Fit(plan, order, costs, timeline.makespan / 1e9, peak) if fits(peak) else None
@@ -249,7 +294,8 @@ def _lacking(
     """Which stage of a good partition lacks most memory."""
     whole = replace(plan, layers=layers)
     costs = _costs(profile, whole, deployment)
-    peak = peak_bytes(order if isinstance(order, Program) else simulate(order, plan, costs).program(), whole, costs)
+    finite = _rounds(order)[-1]
+    peak = peak_bytes(finite if isinstance(finite, Program) else simulate(order, plan, costs).program(), whole, costs)
     limits = [device.memory for device in deployment.pipeline.devices[: plan.n_ranks]]
     short = [size - (limit if limit is not None else size) for size, limit in zip(peak, limits, strict=True)]
     rank = max(range(plan.n_ranks), key=lambda r: short[r])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,9 +19,9 @@ from lightning_pipes.ir import (
     Span,
 )
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
+from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, step_seconds
 from lightning_pipes.planning.planner import Problem, planned
-from lightning_pipes.sim import makespan, simulate
+from lightning_pipes.sim import simulate
 from lightning_pipes.sim.shown.curve import most_held
 from lightning_pipes.sim.shown.record import RunRecord
 
@@ -63,10 +63,11 @@ class WhatIf:
     move take the time of where they go. Else every stage is one layer, and what was measured with micro-batches of
     about one size is taken as proportional to their samples.
 
-    Steps of optimizers are left out, as a run's timeline leaves them out.
+    Steps of optimizers count where a run's timeline has them: where batches overlap.
 
     Raises:
-        PlanError: the schedule is not installed here, or does not flush; or there are several jobs or batches.
+        PlanError: the schedule is not installed here, or orders overlapping batches as they come; or there are several
+            jobs, or several batches between two flushes.
     """
 
     def __init__(self, record: RunRecord) -> None:
@@ -74,8 +75,8 @@ class WhatIf:
         if len(plan.jobs) > 1 or plan.batches > 1:
             raise PlanError(f"changes are tried for one batch of one job; this is {len(plan.jobs)} x {plan.batches}")
         self.schedule = make_schedule(record.schedule, **record.settings)
-        if not self.schedule.flushes:
-            raise PlanError(f"{record.schedule} does not flush between batches, so there are no steps to compare")
+        if not isinstance(self.schedule, Schedule) and self.schedule.endless:
+            raise PlanError(f"{record.schedule} orders batches that overlap while they run: no step stands for all")
         self.plan = plan
         self.layers_known = record.profile is not None and bool(plan.layers)
         self.memory_known = bool(record.costs.activation_bytes)
@@ -140,7 +141,7 @@ class WhatIf:
 
     def _seconds(self, costs: CostModel) -> float:
         fit = self.now.fit
-        return makespan(fit.order, replace(fit.plan, layers=()), costs) / 1e9
+        return step_seconds(fit.order, replace(fit.plan, layers=()), costs)
 
     def _plan(self, schedule: Schedule | Policy, microbatches: int | None) -> Plan:
         m = microbatches or len(self.plan.spans(Kind.F, 0))
@@ -153,7 +154,7 @@ class WhatIf:
     @staticmethod
     def _with_bubble(schedule: Schedule | Policy, fit: Fit) -> Trial:
         run = simulate(fit.order, replace(fit.plan, layers=()), fit.costs)  # as `evaluated` did, which is remembered
-        return Trial(schedule, fit, sum(run.bubble) / len(run.bubble), most_held(run))
+        return Trial(schedule, fit, fit.bubble, most_held(run))
 
     # ---- the model of the run
 
@@ -177,6 +178,7 @@ class WhatIf:
                 input_backward=self._scaled(Kind.I, s),
                 weight_backward=self._scaled(Kind.W, s),
                 weight_bytes=int(per_stage(costs.weight_bytes, s)),
+                step=self._step(s),
                 gradient_bytes=max(1, int(per_stage(costs.state_bytes, s))),
                 saved=((1, per_stage(costs.activation_bytes, s)),),
                 working=((1, per_stage(costs.working_bytes, s)),),
@@ -214,7 +216,17 @@ class WhatIf:
             work = sum(_work(expected, s, self._rows) for s in stages)
             took = sum(_work(costs, s, self._rows) for s in stages)
             speeds.append(work / took if work > 0 and took > 0 else 1.0)
-        return profile, self._cluster(speeds, profile, plan.layers)
+        steps = [
+            self._step(s) * speeds[plan.ranks[s]] * share
+            for s, span in enumerate(plan.layers)
+            for share in _shares([layer.weight_bytes for layer in given.layers[span.start : span.stop]])
+        ]
+        layers = tuple(replace(layer, step=step) for layer, step in zip(profile.layers, steps, strict=True))
+        return replace(profile, layers=layers), self._cluster(speeds, profile, plan.layers)
+
+    def _step(self, stage: int) -> float:
+        """Return the seconds of a stage's optimizer step; 0 where the timeline leaves it out."""
+        return self._record.costs.time(Kind.STEP, stage) if (Kind.STEP, stage) in self._record.costs.seconds else 0.0
 
     def _cluster(self, speeds: list[float], profile: ModelProfile, layers: tuple[Span, ...]) -> Cluster:
         """Devices of those speeds, and links that move the bytes of `profile` in the time that was measured."""
@@ -251,6 +263,11 @@ def _work(costs: CostModel, stage: int, rows: int) -> float:
         else costs.time(Kind.I, stage, rows) + costs.time(Kind.W, stage, rows)
     )
     return costs.time(Kind.F, stage, rows) + backward
+
+
+def _shares(sizes: Sequence[float]) -> list[float]:
+    whole = sum(sizes)
+    return [size / whole if whole else 1 / len(sizes) for size in sizes]
 
 
 def _sum(costs: CostModel, stage: int, rows: int) -> Table:

@@ -65,6 +65,16 @@ class Timeline:
         return max((e.end for e in self.events), default=0)
 
     @cached_property
+    def batches(self) -> int:
+        """The number of batches; more than 1 where they overlap."""
+        return 1 + max((e.instruction.batch for e in self.events), default=0)
+
+    @property
+    def step(self) -> float:
+        """Nanoseconds of a step: of each batch its share of the makespan."""
+        return self.makespan / self.batches
+
+    @cached_property
     def busy(self) -> tuple[int, ...]:
         """Nanoseconds that each rank computes."""
         busy = [0] * self.plan.n_ranks

@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from lightning_pipes.cost import CostModel, LayerProfile, Link, ModelProfile
-from lightning_pipes.ir import Plan, Span
+from lightning_pipes.ir import Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.partition import even_partition
+from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.shown.record import RunRecord
 
@@ -60,7 +61,7 @@ def record_of(
     layers = (
         tuple(Span(a, b) for a, b in pairwise(edges)) if cuts else even_partition([1.0] * len(milliseconds), len(where))
     )
-    plan = Plan.even(len(where), microbatches, rows * microbatches, ranks=where, layers=layers)
+    plan = replace(even_plan(made, ranks, microbatches, rows * microbatches), layers=layers)
     profile = ModelProfile(tuple(layer(f"{n} Block", t, rows) for n, t in enumerate(milliseconds)), source="formula")
     costs = replace(profile.costs(layers), link=link)
     order = made.program(plan) if hasattr(made, "program") else made

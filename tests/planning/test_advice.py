@@ -9,8 +9,10 @@ import pytest
 from lightning_pipes.cost import Link
 from lightning_pipes.cost.table import at_rows
 from lightning_pipes.ir import Cut, Kind
+from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.advice import advise
 from lightning_pipes.planning.what_if import WhatIf
+from lightning_pipes.sim import simulate
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.strategies.umpipe.planner import spans_of
 from lightning_pipes.testing.records import layer, record_of
@@ -52,6 +54,20 @@ def test_what_is_claimed_comes_true(times, ranks, m, link):
         assert run.measured.makespan / 1e9 == pytest.approx(change.seconds, rel=0.01), change
         assert sum(run.measured.bubble) / ranks == pytest.approx(change.bubble, abs=0.01)
         assert max(run.predicted.peak_bytes) == pytest.approx(change.peak_bytes, rel=0.01)
+
+
+def test_a_run_whose_batches_overlap_gets_advice():
+    record = record_of(SLOW_THIRD, 4, 4, "dynpipe", rows=8)
+    order = make_schedule("dynpipe").program(record.plan)
+    few, many = (simulate(order, record.plan, record.costs, batches=n) for n in (16, 56))
+    advice = advise(replace(record, measured=replace(many, name="measured")))
+    assert advice.now.seconds == pytest.approx((many.makespan - few.makespan) / 40 / 1e9, rel=0.01)
+    assert advice.sentence.startswith("Stage 2 takes 2x the time of the others: move layer")
+    assert advice.proposed.seconds < 0.8 * advice.now.seconds
+    cuts = advice.proposed.arguments["partition"]
+    changed = record_of(SLOW_THIRD, 4, 4, "dynpipe", rows=8, cuts=cuts)
+    few, many = (simulate(order, changed.plan, changed.costs, batches=n) for n in (16, 56))
+    assert advice.proposed.seconds == pytest.approx((many.makespan - few.makespan) / 40 / 1e9, rel=0.01)
 
 
 def test_a_slow_stage_is_named_with_the_layers_to_move():

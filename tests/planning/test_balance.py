@@ -89,8 +89,8 @@ def test_messages_count() -> None:
 
 
 def test_schedules_without_steps() -> None:
-    endless = make_schedule("pipedream_2bw")
-    with pytest.raises(PlanError, match="does not flush"):
+    endless = make_schedule("csp")
+    with pytest.raises(PlanError, match="no step to plan"):
         balanced(profile(1, 1), endless, even_plan(endless, 2, 4, 4), cut(1, 2), place())
 
 

@@ -13,6 +13,8 @@ from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
 from lightning_pipes.planning.partition import light_partitions
+from lightning_pipes.planning.planner import even_plan
+from lightning_pipes.sim import simulate
 
 MIB = 2**20
 
@@ -47,6 +49,20 @@ def exhaustive(model: ModelProfile, schedule: str, plan: Plan, cluster: Cluster,
     order = make_schedule(schedule, **settings).program(plan)
     every = every_partition(len(model.layers), plan.n_stages)
     return min((evaluated(model, order, replace(plan, layers=p), cluster) for p in every), key=lambda fit: fit.seconds)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "dynpipe"])
+def test_where_batches_overlap_a_step_is_from_one_batch_to_the_next(schedule):
+    model, plan = profile(3), even_plan(make_schedule(schedule), 3, 4, 8)
+    fit = fit_layers(model, make_schedule(schedule), plan)
+    order = make_schedule(schedule).program(plan)
+    few, many = (simulate(order, replace(plan, layers=()), fit.costs, batches=n) for n in (20, 60))
+    assert fit.seconds == pytest.approx((many.makespan - few.makespan) / 40 / 1e9, rel=1e-6)
+    assert fit.bubble == pytest.approx(1 - (sum(many.busy) - sum(few.busy)) / 3 / (many.makespan - few.makespan))
+    best = exhaustive(model, schedule, plan, Cluster((Device(),) * 3))
+    assert best.seconds <= fit.seconds <= 1.02 * best.seconds
+    work = [sum(layer.forward[-1][1] * 3 * 8 for layer in model.layers[slice(*span)]) for span in fit.plan.layers]
+    assert fit.seconds >= max(work) - 1e-9
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -12,10 +12,10 @@ import pytest
 from lightning_pipes.cost import Regime
 from lightning_pipes.ir import Kind
 from lightning_pipes.planning.advice import Advice, advise
-from lightning_pipes.sim import simulate
+from lightning_pipes.sim import compare, simulate
 from lightning_pipes.sim.page import page
 from lightning_pipes.sim.shown.slowest import Slowest
-from lightning_pipes.sim.units import bytes_text
+from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.testing.records import record_of
 
 RECORD = record_of([2] * 6 + [4] * 3 + [2] * 3, 4, 8)
@@ -42,6 +42,16 @@ class Elements(HTMLParser):
 
 def data_of(text: str) -> dict:
     return json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
+
+
+def test_a_window_of_overlapping_batches_is_not_a_step():
+    record = record_of([2] * 12, 4, 4, "dynpipe")
+    text = page(record, NOTHING)
+    step = seconds_text(record.measured.makespan / record.measured.batches)
+    assert record.measured.batches > 1
+    assert f"<b>{step}</b><span>a step of the pipeline, of {record.measured.batches} batches that overlap" in text
+    assert f"a step of {step}" in text
+    assert f"{record.measured.batches} batches that overlap: " in str(compare(record.predicted, record.measured))
 
 
 def test_it_needs_nothing_else():

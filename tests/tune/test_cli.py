@@ -245,13 +245,14 @@ class TestPlan:
         assert got["step_seconds"] == min(o["step_ms"] for o in got["options"] if "step_ms" in o) / 1e3
         assert "Pipeline plan: " in page.read_text()
 
-    def test_it_can_be_followed(self, say: Say, profile: str) -> None:
+    @pytest.mark.parametrize("schedule", [("schedule=kfkb", "schedule.k=2"), ("schedule=dynpipe",)])
+    def test_it_can_be_followed(self, schedule: tuple[str, ...], say: Say, profile: str) -> None:
         """Simulated with what the plan says, a step takes what the plan says."""
-        got = found(say, "plan", f"profile={profile}", "ranks=2", "batch=16", "schedule=kfkb", "schedule.k=2")
+        got = found(say, "plan", f"profile={profile}", "ranks=2", "batch=16", *schedule)
         cuts = str(got["partition"]).replace(" ", "")
         again = found(
             say,
-            *("simulate", f"profile={profile}", "ranks=2", "batch=16", "schedule=kfkb", "schedule.k=2"),
+            *("simulate", f"profile={profile}", "ranks=2", "batch=16", *schedule),
             *(f"microbatches={got['microbatches']}", f"partition={cuts}", f"recompute={got['recompute']}"),
         )
         assert again["step_seconds"] == pytest.approx(got["step_seconds"], rel=1e-6)

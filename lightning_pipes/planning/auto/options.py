@@ -54,9 +54,9 @@ def options(
                     yield Option(schedule, even_plan(schedule, ranks, m, rows, again), math.inf, why_not=str(error))
                     continue
                 why_not = _impossible(profile, schedule, plan, asked_for=schedules is not None)
-                key = plan.ranks, plan.jobs, again, plan.split_backward
-                if not why_not and key not in bounds:
-                    bounds[key] = step_bound(profile, plan, deployment)
+                key = plan.ranks, plan.jobs, again, plan.split_backward, schedule.flushes
+                if not why_not and key not in bounds:  # which is of batches that don't overlap
+                    bounds[key] = step_bound(profile, plan, deployment) if schedule.flushes else 0.0
                 yield Option(schedule, plan, bounds.get(key, math.inf), why_not=why_not)
 
 

@@ -117,12 +117,11 @@ def _scattered(record: RunRecord) -> Spread | None:
 def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     shown, slowest = record.shown, Slowest.of(record.shown)
     bubble = sum(shown.bubble) / len(shown.bubble)
-    batches = 1 + max((e.instruction.batch for e in shown.events), default=0)
+    of = "" if shown.batches == 1 else f", of {shown.batches} batches that overlap in {seconds_text(shown.makespan)}"
     found = [
         (
-            seconds_text(shown.makespan),
-            ("a step of the pipeline" if batches == 1 else f"for {batches} batches")
-            + (_predicted(record) if record.measured else ", predicted"),
+            seconds_text(shown.step),
+            f"a step of the pipeline{of}" + (_predicted(record) if record.measured else ", predicted"),
         ),
         (f"{bubble:.0%}", f"bubble: {_bubble(record)}"),
         (f"{shown.efficiency:.0%}", "efficiency: the busiest rank's share"),
@@ -142,7 +141,8 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
             )
         )
     if record.between is not None:
-        found.append((seconds_text(1e9 * record.between), "between two steps: data, optimizer, logs"))
+        steps = "steps" if shown.batches == 1 else "windows"
+        found.append((seconds_text(1e9 * record.between), f"between two {steps}: data, optimizer, logs"))
     if any(shown.peak_bytes or record.predicted.peak_bytes):
         peak = max(record.predicted.peak_bytes)
         if peak:
@@ -152,15 +152,15 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
 
 def _predicted(record: RunRecord) -> str:
     if record.siblings > 1:
-        return f"; alone it would take {seconds_text(record.predicted.makespan)}, as simulated"
+        return f"; alone it would take {seconds_text(record.predicted.step)}, as simulated"
     off = record.predicted.makespan / max(record.shown.makespan, 1) - 1
-    return f"; predicted {seconds_text(record.predicted.makespan)} ({off:+.0%})"
+    return f"; predicted {seconds_text(record.predicted.step)} ({off:+.0%})"
 
 
 def _described(record: RunRecord) -> str:
     slowest = Slowest.of(record.shown)
     names = " and ".join(name for name, _ in timelines(record))
-    step = seconds_text(record.shown.makespan)
+    step = seconds_text(record.shown.step)
     return f"Timeline, {names}, of {record.plan.n_ranks} ranks; a step of {step}. {slowest}."
 
 

@@ -20,6 +20,7 @@ class Comparison:
         bubble: of each rank, predicted and measured, 0 to 1.
         medians: nanoseconds by (kind, stage), predicted and measured, of the kinds that both have.
         regime: the world of the prediction, in words; empty where nobody said.
+        batches: of the measured one, which overlap.
         moved: computations that a rank ran at another place of its order than predicted, as a share of all, 0 to 1.
     """
 
@@ -28,6 +29,7 @@ class Comparison:
     medians: dict[tuple[Kind, int], tuple[float, float]]
     moved: float
     regime: str = ""
+    batches: int = 1
 
     @property
     def error(self) -> float:
@@ -37,6 +39,9 @@ class Comparison:
     def __str__(self) -> str:
         predicted, measured = map(seconds_text, self.makespan)
         lines = [f"makespan {predicted} predicted, {measured} measured ({self.error:+.1%})"]
+        if self.batches > 1:
+            predicted, measured = (seconds_text(makespan / self.batches) for makespan in self.makespan)
+            lines.append(f"{self.batches} batches that overlap: {predicted} predicted, {measured} measured for each")
         if self.regime:
             lines.append(f"predicted with {self.regime}")
         if self.moved:
@@ -61,6 +66,7 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
         {key: (medians[0][key], medians[1][key]) for key in medians[0] if key in medians[1]},
         moved / total if total else 0.0,
         predicted.regime,
+        measured.batches,
     )
 
 

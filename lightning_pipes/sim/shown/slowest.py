@@ -21,7 +21,7 @@ class Slowest:
         stages: those that it holds.
         ratio: its time over the median of the other ranks'; 1 where there are none.
         others: "the others", "the other", or nothing where there is no other rank.
-        by_stage: seconds that each stage computes.
+        by_stage: seconds that each stage computes for a batch.
         link: the (from rank, to rank) that is busy longest; None where nothing is sent.
     """
 
@@ -39,7 +39,7 @@ class Slowest:
         seconds = [0.0] * plan.n_stages
         for e in timeline.computations:
             if e.instruction.kind is not Kind.STEP:
-                seconds[e.instruction.stage] += (e.end - e.start) / 1e9
+                seconds[e.instruction.stage] += (e.end - e.start) / 1e9 / timeline.batches
         by_rank = [sum(seconds[s] for s in stages) for stages in plan.stages]
         rank = max(range(plan.n_ranks), key=lambda r: by_rank[r])
         others = [t for r, t in enumerate(by_rank) if r != rank]

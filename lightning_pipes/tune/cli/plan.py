@@ -79,7 +79,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 
 def _sentence(choice: Choice, timeline: Timeline, cfg: DictConfig, reduce: float) -> str:
     fit = choice.fit
-    bubble = sum(timeline.bubble) / len(timeline.bubble)
+    bubble = fit.bubble
     again = ", with recomputation" if choice.best.recompute else ""
     peak = f", at most {bytes_text(max(fit.peak_bytes))} a device" if max(fit.peak_bytes) else ""
     step = seconds_text(1e9 * fit.seconds)
@@ -125,7 +125,7 @@ def _found(
         "pipeline_seconds": fit.seconds - reduce,
         "all_reduce_seconds": reduce,
         "samples_per_second": cfg.batch * cfg.replicas / fit.seconds,
-        "bubble": sum(timeline.bubble) / len(timeline.bubble),
+        "bubble": fit.bubble,
         "regime": timeline.regime,
         "peak_bytes": list(fit.peak_bytes),
         "strategy": strategy_line(arguments),
@@ -165,7 +165,7 @@ def _change(option: Option, run: Timeline | None = None) -> Change:
         f"{schedule_label(option.schedule)}, {option.microbatches} micro-batches{recompute}",
         strategy_arguments(option.schedule, fit.plan),
         fit.seconds,
-        sum(run.bubble) / len(run.bubble),
+        fit.bubble,
         most_held(run),
         max(fit.peak_bytes),
     )

@@ -39,8 +39,9 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
             {
                 "page": str(out),
                 "advice": advice.sentence,
-                "step_seconds": shown.makespan / 1e9,
-                "predicted_seconds": record.predicted.makespan / 1e9,
+                "batches": shown.batches,
+                "step_seconds": shown.step / 1e9,
+                "predicted_seconds": record.predicted.step / 1e9,
                 "regime": record.predicted.regime,
                 "bubble": sum(shown.bubble) / len(shown.bubble),
                 "efficiency": shown.efficiency,

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from lightning_pipes.cost import Cluster, CostModel, ModelProfile, Table
 from lightning_pipes.cost.units import as_bytes
 from lightning_pipes.ir import InputError, Kind, Plan, Policy, Program, Schedule, verify
-from lightning_pipes.planning.fit import evaluated, fit_layers, ordered
+from lightning_pipes.planning.fit import evaluated, fit_layers, ordered, step_bubble, step_seconds
 from lightning_pipes.planning.partition import partition_at
 from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.planning.progress import progress_bar
@@ -54,12 +54,14 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         advice = write_pictures(record, options, told)
     peak = verify(timeline.program(), plan).peak_spans
     held = [sum(peak[s] for s in stages) for stages in plan.stages]
-    bubble = sum(timeline.bubble) / len(timeline.bubble)
+    step, bubble = timeline.step / 1e9, sum(timeline.bubble) / len(timeline.bubble)
+    if isinstance(order, Program) and order.endless:
+        step, bubble = (of(order, replace(plan, layers=()), costs) for of in (step_seconds, step_bubble))
     found = {
         "schedule": schedule_label(schedule),
         "ranks": plan.n_ranks,
         "microbatches": len(plan.spans(Kind.F, 0)),
-        "step_seconds": timeline.makespan / 1e9,
+        "step_seconds": step,
         "bubble": bubble,
         "bubble_of_ranks": list(timeline.bubble),
         "efficiency": timeline.efficiency,
@@ -72,7 +74,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         return
     print(timeline.gantt(columns()))
     print()
-    print(f"{found['schedule']}: step {seconds_text(timeline.makespan)}, bubble {bubble:.1%}, {timeline.regime}")
+    print(f"{found['schedule']}: step {seconds_text(1e9 * step)}, bubble {bubble:.1%}, {timeline.regime}")
     print(f"micro-batches held by each rank: {', '.join(map(str, held))}")
     if any(timeline.peak_bytes):
         print(f"peak memory of each rank: {', '.join(map(bytes_text, timeline.peak_bytes))}")
