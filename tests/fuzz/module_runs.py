@@ -1,0 +1,262 @@
+"""Trains random modules in a pipeline and in one plain process, and says what came of it."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import shutil
+import sys
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
+from tests.compat.runs import Keeper, rows_of_csv
+from tests.fuzz.modules import Made, random_module, source
+from tests.trainer.lit import differences, plain_values, quiet
+
+EQUAL, REFUSED, WARNED, ALIKE, WRONG = "equal", "refused", "warned", "fails alike", "WRONG"
+TOLERANCE = 1e-9
+EACH = 60.0
+"""Seconds for a module and its rank; a busy machine takes ten times what a quiet one does."""
+_OWN = re.compile(r"/(lightning_pipes|strategies)/")
+_PASSED_ON = re.compile(r"/(lightning_utilities|lightning/(fabric|pytorch)/utilities|warnings\.py)")
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a module came out in a pipeline, beside one plain process."""
+
+    kind: str
+    text: str = ""
+
+
+def loaded(made: Made) -> types.ModuleType:
+    """The module's script, as if it had been imported; tracebacks show its lines."""
+    text, name = source(made), f"<module {made.seed}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    script = types.ModuleType(f"fuzzed_{made.seed}")
+    sys.modules[script.__name__] = script
+    exec(compile(text, name, "exec"), script.__dict__)
+    return script
+
+
+@contextmanager
+def own_warnings() -> Iterator[list[str]]:
+    """Warnings that lightning_pipes gives in the block; none is printed."""
+    caught: list[str] = []
+
+    def look(message: Any, *_: Any, **__: Any) -> None:
+        frame = sys._getframe(1)
+        while frame is not None and (
+            _PASSED_ON.search(frame.f_code.co_filename) or "warnings" in frame.f_code.co_filename
+        ):
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None and _OWN.search(frame.f_code.co_filename):
+            caught.append(str(message))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = look
+        yield caught
+
+
+def train(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, lr: float = 0.05) -> Found:
+    """What a run leaves behind on this rank; `error` alone if it ended early."""
+    quiet()
+    found: Found = {}
+    with own_warnings() as warned:
+        try:
+            found = _trained(made, strategy, ranks, folder, lr)
+        except BaseException as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            told = isinstance(error, PipelineError)
+            found = {
+                "error": f"{type(error).__name__}: {error}"[:800],
+                "ours": told,
+                "at": f"{Path(where.filename).name}:{where.lineno}",
+                "trace": "" if told else traceback.format_exc()[-3000:],
+            }
+    torch.autograd.set_detect_anomaly(False)
+    return found | {"warned": warned}
+
+
+def _trained(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, lr: float) -> Found:
+    script = loaded(made)
+    resumes = made.base.resumes
+    for epochs in (1, 2) if resumes else (None,):
+        keeper = Keeper()
+        trainer, module = script.make(folder, strategy(), ranks, [keeper], lr, epochs)
+        resume = {"ckpt_path": f"{folder}/first.ckpt", "weights_only": False} if epochs == 2 else {}
+        trainer.fit(module, **script.data(), **resume)
+        if epochs == 1:
+            trainer.save_checkpoint(f"{folder}/first.ckpt")
+    found = {
+        "outputs": keeper.outputs,
+        "rates": keeper.rates,
+        "validations": keeper.metrics,
+        "weights": plain_values(dict(module.state_dict())),
+        "metrics": plain_values(dict(trainer.callback_metrics)),
+        "logged": plain_values(dict(trainer.logged_metrics)),
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+    }
+    if trainer.is_global_zero:
+        found["rows"] = rows_of_csv(Path(folder) / "version_0" / "metrics.csv")
+    return found
+
+
+def alone(made: Made, folder: str) -> Found:
+    """The plain run."""
+    return train(made, lambda: "auto", 1, folder)
+
+
+def settings(made: Made) -> dict[str, Any]:
+    return loaded(made).SETTINGS  # type: ignore[no-any-return]
+
+
+def on_a_rank(rank: int, cases: Sequence[Made], folder: str) -> list[Found]:
+    """On one rank: all of the modules, one after another in one process, also after those that fail."""
+    found = []
+    for number, made in enumerate(cases):
+        Path(folder, f"rank{rank}").write_text(f"{number}")
+        strategy = partial(PipelineStrategy, **settings(made))
+        found.append(train(made, strategy, made.base.ranks, f"{folder}/{number}"))
+    return found
+
+
+def verdict(made: Made, ranks: Sequence[Found], plain: Found) -> Verdict:
+    """How the module came out."""
+    errors = [found.get("error", "") for found in ranks]
+    if "error" in plain:
+        kind = plain["error"].partition(":")[0]
+        if all(errors) and any(kind in each for each in errors):
+            return Verdict(ALIKE, plain["error"])
+        if all(errors) and all(found["ours"] for found in ranks):
+            return Verdict(REFUSED, errors[0])
+        return Verdict(WRONG, f"alone: {plain['error']}, ranks: {errors}")
+    if any(errors):
+        if not all(errors):
+            return Verdict(WRONG, f"one rank ends well, another not: {errors}")
+        if not all(found["ours"] for found in ranks):
+            traces = "\n".join(found["trace"] for found in ranks)
+            return Verdict(WRONG, f"raw error: {errors}\n{traces}")
+        allowed = [piece.refused for piece in made.pieces if piece.refused]
+        if any(re.search(pattern, each) for pattern in allowed for each in errors):
+            return Verdict(REFUSED, errors[0])
+        return Verdict(WRONG, f"refused, and nothing in it should be: {errors}")
+    found = [f"rank {rank}, {each}" for rank, one in enumerate(ranks) for each in compare(one, plain)]
+    if not found:
+        return Verdict(EQUAL)
+    warned = [text for one in ranks for text in one["warned"]]
+    allowed = [piece.warned for piece in made.pieces if piece.warned]
+    for text in warned:
+        if any(re.search(pattern, text) for pattern in allowed):
+            return Verdict(WARNED, text)
+    return Verdict(WRONG, "silent difference: " + "; ".join(found[:12]) + f"; warned of: {warned}")
+
+
+def compare(found: Found, plain: Found) -> list[str]:
+    """Where a rank's findings are not those of the plain run."""
+    wrong = []
+    for what in sorted(plain.keys() - {"warned"}):
+        if what == "rows" and what not in found:
+            continue
+        wrong += differences(found.get(what), plain[what], TOLERANCE, what)
+    return wrong
+
+
+def verdicts(cases: Sequence[Made]) -> list[Verdict]:
+    """How each module came out; those of so many ranks share processes, until one of them does not end."""
+    found: dict[int, Verdict] = {}
+    with TemporaryDirectory() as folder:
+        plain = [alone(made, f"{folder}/alone{number}") for number, made in enumerate(cases)]
+        for ranks in sorted({made.base.ranks for made in cases}):
+            left = [n for n, made in enumerate(cases) if made.base.ranks == ranks]
+            while left:
+                chosen = [cases[n] for n in left]
+                here = f"{folder}/{ranks}_{len(left)}"
+                Path(here).mkdir()
+                try:
+                    by_rank = run_ranks(on_a_rank, ranks, chosen, here, timeout=60 + EACH * len(chosen))
+                except RanksFailedError as error:
+                    at = max(int(Path(here, f"rank{rank}").read_text() or 0) for rank in range(ranks))
+                    found[left[at]] = Verdict(WRONG, f"no end: {error}")
+                    left = left[:at] + left[at + 1 :]
+                    continue
+                for n, *each in zip(left, *by_rank, strict=True):
+                    found[n] = verdict(cases[n], each, plain[n])
+                shutil.rmtree(here)
+                left = []
+    return [found[n] for n in range(len(cases))]
+
+
+def shrunk(made: Made) -> Made:
+    """The module with fewer pieces that is still wrong."""
+    smaller = True
+    while smaller:
+        smaller = False
+        fewer = [made.without(n) for n in range(len(made.pieces))]
+        fewer += [_plainer(made, name) for name in _PLAIN if getattr(made.base, name) != _PLAIN[name]]
+        for each, came in zip(fewer, verdicts(fewer), strict=True):
+            if came.kind == WRONG:
+                made, smaller = each, True
+                break
+    return made
+
+
+_PLAIN: dict[str, Any] = {
+    "place": "sequential",
+    "block": "tanh",
+    "batches": "pairs",
+    "loss": "cross entropy",
+    "optimizer": "sgd",
+    "rows": 24,
+    "schedule": "1f1b",
+    "epochs": 1,
+    "resumes": False,
+}
+
+
+def _plainer(made: Made, name: str) -> Made:
+    more: dict[str, Any] = {name: _PLAIN[name]}
+    if name == "schedule":
+        more["schedule_args"] = {}
+    return replace(made, base=replace(made.base, **more))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints modules by their seeds, or a range of them as 0-300, and how they come out."""
+    options = {each for each in arguments if each.startswith("--")}
+    seeds: list[int] = []
+    for each in arguments:
+        if not each.startswith("--"):
+            first, _, last = each.partition("-")
+            seeds += range(int(first), int(last or first) + 1)
+    counts: dict[str, int] = {}
+    for start in range(0, len(seeds), 25):
+        most = 1 if "--alone" in options else 6
+        cases = [random_module(seed, pieces_at_most=most) for seed in seeds[start : start + 25]]
+        if len(seeds) == 1 and "--quiet" not in options:
+            print(source(cases[0]))
+        for made, came in zip(cases, verdicts(cases), strict=True):
+            counts[came.kind] = counts.get(came.kind, 0) + 1
+            if came.kind != EQUAL:
+                print(f"{made.seed}: {came.kind}: {made.causes} {made.base}\n    {came.text}", flush=True)
+            if came.kind == WRONG and "--shrink" in options:
+                small = shrunk(made)
+                print(f"    {made.seed} shrunk: {small.causes} {small.base}\n{source(small)}")
+    print(counts)

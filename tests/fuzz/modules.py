@@ -1,0 +1,108 @@
+"""Random LightningModules, each a whole script made from a seed.
+
+`python -m tests.fuzz.modules SEED` prints and runs one, `0-299` runs many; `--shrink` makes what is wrong smaller. A
+module is a base (where its layers live, its batches, loss and optimizer) and some pieces.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.fuzz.pieces import MAKERS, Base, Piece, is_off
+from tests.fuzz.scripts import OPTIMIZERS, script
+
+
+@dataclass(frozen=True)
+class Made:
+    """A module: everything that its source is made from."""
+
+    seed: int
+    base: Base
+    pieces: tuple[Piece, ...]
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        return tuple(piece.cause for piece in self.pieces)
+
+    def without(self, number: int) -> Made:
+        return replace(self, pieces=self.pieces[:number] + self.pieces[number + 1 :])
+
+
+PLACES = ("sequential", "loop", "enumerated", "nested", "masked", "several")
+SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("1f1b", {}),
+    ("1f1b", {}),
+    ("1f1b", {}),
+    ("gpipe", {}),
+    ("kfkb", {"k": 2}),
+    ("interleaved", {"stages_per_rank": 2}),
+    ("hanayo", {"waves": 1}),
+    ("zero_bubble", {}),
+    ("umpipe", {}),
+    ("um1f1b", {}),
+    ("umpipe", {"forward": (2, 4), "backward": (4, 1)}),
+    ("deep", {}),
+    ("per_link", {}),
+    ("ready", {}),
+    ("jap", {}),
+)
+
+
+def random_base(rng: random.Random) -> Base:
+    """What is there whatever pieces follow."""
+    schedule, arguments = rng.choice(SCHEDULES)
+    return Base(
+        place=rng.choice(PLACES),
+        block=rng.choice(("tanh", "residual", "layer norm", "group norm", "weight norm")),
+        batches=rng.choice(("pairs", "pairs", "dict", "nested", "tokens", "named")),
+        loss=rng.choice(("cross entropy", "cross entropy", "square", "smooth", "weighted")),
+        optimizer=rng.choice([name for name in OPTIMIZERS if name != "own"]),
+        rows=rng.choice((22, 22, 24, 17)),
+        size=rng.choice((8, 8, 6)),
+        schedule=schedule,
+        schedule_args=arguments,
+        microbatches=rng.choice((1, 2, 2, 3, 4, 4)),
+        epochs=rng.choice((1, 2, 2)),
+        resumes=rng.random() < 0.1,
+    )
+
+
+def random_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
+    """The module of a seed: the same one as long as no piece is added or switched off."""
+    rng = random.Random(f"module {seed}")
+    base = replace(random_base(rng), ranks=ranks)
+    names, weights = zip(*((name, weight) for name, (_, weight) in MAKERS.items()), strict=True)
+    wanted = min(pieces_at_most, rng.choice((1, 2, 2, 3, 3, 4, 5, 6)))
+    pieces: list[Piece] = []
+    for attempt in range(40):
+        if len(pieces) == wanted:
+            break
+        (name,) = rng.choices(names, weights)
+        new = MAKERS[name][0](rng, base, attempt)
+        kinds = {p.kind for p in pieces}
+        clash = any(new.kind in p.excludes for p in pieces) or any(kind in new.excludes for kind in kinds)
+        given = {key for p in pieces for key in (*p.trainer, *p.strategy, *p.only, *(UNIQUE & p.code.keys()))}
+        clash |= "microbatches" in new.strategy and "forward" in base.schedule_args
+        clash |= bool(given & {*new.trainer, *new.strategy, *new.only, *(UNIQUE & new.code.keys())})
+        odd = any(p.refused or p.warned for p in pieces) and bool(new.refused or new.warned)
+        if not (clash or odd or is_off(new.cause)):
+            pieces.append(new)
+    return Made(seed, base, tuple(pieces))
+
+
+UNIQUE = {"optimizer_step", "zero_grad", "groups", "scheduler", "clipping", "returned"}
+"""Places for one piece only."""
+
+
+def source(made: Made) -> str:
+    """The whole script: `python script.py` trains the module in a pipeline on CPUs, `--plain` in one process."""
+    return script(made.seed, made.base, made.pieces)
+
+
+if __name__ == "__main__":
+    from tests.fuzz.module_runs import main
+
+    main(sys.argv[1:])

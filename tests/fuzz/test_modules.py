@@ -1,0 +1,78 @@
+"""Random modules end as in one plain process, or a sentence says why not: none trains other weights in silence."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+
+import pytest
+
+from tests.fuzz.module_runs import ALIKE, EQUAL, WARNED, WRONG, Verdict, train, verdict, verdicts
+from tests.fuzz.modules import Made, random_module, source
+from tests.fuzz.pieces import MAKERS, OFF, Base, is_off
+
+FEW, MANY, TOGETHER = 100, 400, 50
+
+
+def look(seeds: range) -> None:
+    """Asserts that none of these modules comes out wrong, and that few of them are refused or warned of."""
+    cases = [random_module(seed) for seed in seeds]
+    found = verdicts(cases)
+    wrong = [told(made, came) for made, came in zip(cases, found, strict=True) if came.kind == WRONG]
+    assert not wrong, "\n\n".join(wrong)
+    counts = Counter(came.kind for came in found)
+    assert counts[ALIKE] <= len(cases) // 20, counts
+    assert counts[EQUAL] >= len(cases) * 0.7, counts
+
+
+def told(made: Made, came: Verdict) -> str:
+    """All that is needed to repeat it."""
+    return f"python -m tests.fuzz.modules --shrink {made.seed}: {made.causes} {came.text}\n{made.base}\n{source(made)}"
+
+
+@pytest.mark.parametrize("first", range(0, FEW, TOGETHER))
+def test_modules(first):
+    look(range(first, first + TOGETHER))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1000 + MANY, TOGETHER))
+def test_many_modules(first):
+    look(range(first, first + TOGETHER))
+
+
+def test_a_seed_gives_the_same_script():
+    assert source(random_module(5)) == source(random_module(5)) != source(random_module(6))
+
+
+def test_every_kind_of_piece_is_drawn_unless_it_is_switched_off():
+    rng, drawn = random.Random(0), {piece.cause for seed in range(600) for piece in random_module(seed).pieces}
+    for name, (maker, _) in MAKERS.items():
+        causes = {maker(rng, Base(), 0).cause for _ in range(200)}
+        assert causes & drawn or all(map(is_off, causes)), name
+
+
+def test_what_is_switched_off_says_why():
+    assert all(reason for reason in OFF.values())
+    drawn = {cause for seed in range(300) for cause in random_module(seed).causes}
+    assert not [cause for cause in drawn for pattern in OFF if re.search(pattern, cause)]
+
+
+def test_a_difference_is_wrong_unless_its_own_cause_warns(tmp_path):
+    made = random_module(0)
+    plain = train(made, lambda: "auto", 1, str(tmp_path))
+    assert verdict(made, [plain], plain).kind == EQUAL
+    weights = {name: value + 1e-7 for name, value in plain["weights"].items()}
+    other = plain | {"weights": weights, "warned": ["layer 0 keeps a tensor"]}
+    assert verdict(made, [plain, other], plain).kind == WRONG
+    allowed = Made(0, made.base, (*made.pieces, warning()))
+    assert verdict(allowed, [plain, other], plain).kind == WARNED
+    assert verdict(allowed, [plain, other | {"warned": []}], plain).kind == WRONG
+    ended = {"error": "PlanError: so", "ours": True, "warned": []}
+    assert verdict(made, [plain, ended], plain).kind == WRONG
+    assert verdict(made, [ended, ended], plain).kind == WRONG
+
+
+def warning():
+    return next(p for seed in range(200) for p in random_module(seed).pieces if p.cause == "auxiliary:attribute")
