@@ -24,6 +24,7 @@ from lightning_pipes.trainer.loop.standing import Standing
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.ranks.ranks import Ranks
 
 
@@ -38,6 +39,7 @@ class Checkpointing:
     Attributes:
         data: where training is in its data.
         container: the path of what the last run has cut; random numbers depend on which layers are counted.
+        placement: returns where the layers of the run are now, and what was asked for; None before there is a run.
     """
 
     def __init__(self, ranks: Ranks, sharded: bool, writing: Writing, standing: Standing) -> None:
@@ -48,7 +50,9 @@ class Checkpointing:
         self._saver = Saver(ranks.pipeline)
         self.data = TrainingData(ranks.device, ranks.control.position == 0)
         self.container: str | None = None
+        self.placement: Callable[[], Placement] | None = None
         self._resumed: str | None = None
+        self._placed: Placement | None = None
         self._parts: ShardedCheckpoint | None = None
         self._waiting: tuple[Mapping[str, Any], bool] | None = None
 
@@ -112,6 +116,8 @@ class Checkpointing:
         if "optimizer_states" in checkpoint:  # not for weights alone
             checkpoint[KEY] = self.data.state(trainer)
             checkpoint[KEY]["module"] = self.container
+            if self.placement is not None:
+                checkpoint[KEY]["placement"] = self.placement().data()
 
     def remove(self, path: str | Path) -> None:
         """Removes a checkpoint, after those that are being written."""
@@ -160,12 +166,19 @@ class Checkpointing:
             checkpoint = read(path, weights_only)
         if not running:
             self.data.load(checkpoint)
-            self._resumed = checkpoint.get(KEY, {}).get("module")
+            own = checkpoint.get(KEY, {})
+            self._resumed = own.get("module")
+            self._placed = Placement.from_data(own["placement"]) if "placement" in own else None
         return checkpoint
 
     def resumed_container(self) -> str | None:
         """The path of what was cut when the checkpoint was written that was loaded last; once."""
         found, self._resumed = self._resumed, None
+        return found
+
+    def resumed_placement(self) -> Placement | None:
+        """Return where layers were when the checkpoint was written that was loaded last; once."""
+        found, self._placed = self._placed, None
         return found
 
     def load_later(self, state: Mapping[str, Any], strict: bool) -> None:

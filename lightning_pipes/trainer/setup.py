@@ -9,6 +9,7 @@ from functools import partial
 import lightning.pytorch as pl
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_pipes.engine.compute.rng import replica_seed
@@ -39,6 +40,7 @@ from lightning_pipes.trainer.moves.part import Part
 from lightning_pipes.trainer.plan.container import find_container, warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
 from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import PRIORITY, Settings
@@ -85,11 +87,23 @@ class PipelineSetup:
     def decide(self, request: RunRequest) -> Decision:
         """The decision: as asked for, as measured where something is trained, or as siblings have made it."""
         length = self._ranks.grid.length
-        request = self._links.requested(request, length)
+        request = self._resumed(self._links.requested(request, length), length)
         least = LEAST_FOR_STATISTICS if batch_statistics(self.full) else 1
         plain = request.unmeasured(layer_sizes(self.full), length, least)
         decide = partial(self._measured, request, plain) if self._fitting else lambda: plain
         return self._links.decide(self._module, plain, decide)
+
+    def _resumed(self, request: RunRequest, ranks: int) -> RunRequest:
+        """Return the run with its layers where the checkpoint has them that it goes on from."""
+        checkpointing = self._connected.checkpointing
+        before, asked = checkpointing.resumed_placement(), request.partition
+        checkpointing.placement = lambda: Placement(self.holdings.layers, self.holdings.ranks, asked)
+        if before is None or not self._fitting or self._links.turns is not None:
+            return request
+        found = request.resumed(before, len(self.full), ranks)
+        if found is not request:
+            rank_zero_info(f"Stages begin at layers {before.cuts}, as they did when the checkpoint was written")
+        return found
 
     def _measured(self, request: RunRequest, plain: Decision) -> Decision:
         """The decision by the times of layers on these devices; `plain` where they are not measured."""

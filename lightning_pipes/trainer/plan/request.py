@@ -12,6 +12,7 @@ from lightning_pipes.planning.auto import AutoPlanner
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.planner import Planner, planner_of
 from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.plan.plans import stage_layers
 from lightning_pipes.trainer.plan.settings import (
     AUTO,
@@ -81,6 +82,14 @@ class RunRequest:
         plans = found.plans()
         plans.for_rows(plans.trial_rows)
         return found
+
+    def resumed(self, placement: Placement, layers: int, ranks: int) -> RunRequest:
+        """Return the run with its layers where a checkpoint had them, if that is to be: they may move or batches
+        overlap, stages and layers are the same, and the user asks for no other cut than then."""
+        free = isinstance(self.partition, str) or self.partition == placement.partition
+        matters = self.replans or not self.schedule.flushes
+        alike = placement.ranks == self.schedule.placement(ranks) and placement.layers[-1].stop == layers
+        return replace(self, partition=placement.cuts) if free and matters and alike and not self.chooses else self
 
     @property
     def planner(self) -> Planner:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.moves.moving import Moving
+from lightning_pipes.trainer.plan.placement import Placement
+from lightning_pipes.trainer.plan.request import RunRequest
 from tests.one_thread import one_thread  # noqa: F401  # a fixture
 from tests.trainer.lit import differences
 from tests.trainer.moves.waiting import BATCHES, Waiting, expected, fit, folder_of, pauses
@@ -127,6 +129,43 @@ def test_a_checkpoint_in_the_middle_is_whole() -> None:
     for of_rank in run_ranks(resumed, 2, mkdtemp(), timeout=60):
         for name, went_on in zip(SAVED, of_rank, strict=True):
             assert differences(went_on["weights"], found(name)[0]["weights"]) == []
+
+
+PLACED = {
+    "full": Waiting("dynpipe", "drain", saved=(5,), saves=True),
+    "sharded": Waiting("pipedream", "drain", saved=(5,), saves=True, checkpoint="sharded"),
+}
+"""Layers have moved to another stage, which steps with another delay, when the checkpoint is written."""
+
+
+def placed(rank: int, folder: str) -> list[tuple[Any, Any]]:
+    out = []
+    for name, case in PLACED.items():
+        there = folder_of(folder, name)
+        whole = fit(case, 2, there)
+        out.append((whole, fit(replace(case, cuts={-1: (3,)}, saved=()), 2, there, resume=f"{there}/5.ckpt")))
+    return out
+
+
+def test_layers_that_have_moved_are_there_after_a_resume() -> None:
+    for of_rank in run_ranks(placed, 2, mkdtemp(), timeout=60):
+        for whole, resumed in of_rank:
+            assert resumed["cuts"] == whole["cuts"] == (1,)
+            assert differences(resumed["weights"], whole["weights"], tolerance=0) == []
+
+
+def test_which_runs_go_on_with_the_layers_of_their_checkpoint() -> None:
+    before = Placement.from_data(Placement((Span(0, 1), Span(1, 6)), (0, 1), [3]).data())
+
+    def cut(partition: Any, schedule: str = "dynpipe", layers: int = 6, ranks: int = 2, replan: bool = False) -> Any:
+        request = RunRequest.of(schedule, None, 2, False, partition, replan)
+        return request.resumed(before, layers, ranks).partition
+
+    assert cut([3]) == cut("auto") == cut("parameters") == cut("auto", "pipedream") == [1]
+    assert cut("auto", "1f1b", replan=True) == [1]
+    assert cut([2]) == [2], "the user asks for another cut now"
+    assert cut("auto", "1f1b") == "auto", "weights do not depend on it"
+    assert cut("auto", ranks=3) == cut("auto", layers=7) == "auto"
 
 
 def test_a_scaler_can_not_wait() -> None:

@@ -51,6 +51,7 @@ class Waiting:
         stopped: after which batch rank 1 wants to stop.
         meddles: after which batch weights are changed by hand.
         saves: all of the module's state is in checkpoints.
+        checkpoint: their form.
         slow: seconds that every batch takes longer.
     """
 
@@ -66,6 +67,7 @@ class Waiting:
     meddles: int = -1
     slow: float = 0.0
     saves: bool = False
+    checkpoint: str = "full"
 
 
 class Acts(Callback):
@@ -84,6 +86,7 @@ class Acts(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         case, strategy, number = self.case, trainer.strategy, trainer.fit_loop.total_batch_idx
+        self.layers = strategy.running.part.holdings.layers
         time.sleep(case.slow)
         if number in case.held and case.moves != "drain":
             self.until = case.held[number]
@@ -120,7 +123,12 @@ def fit(case: Waiting, ranks: int, folder: str, resume: str | None = None) -> di
         accelerator="cpu",
         devices=ranks,
         strategy=PipelineStrategy(
-            case.schedule, 1 if ranks == 2 else None, partition=list(case.cuts[-1]), moves=case.moves, check_loss=False
+            case.schedule,
+            1 if ranks == 2 else None,
+            partition=list(case.cuts[-1]),
+            moves=case.moves,
+            check_loss=False,
+            checkpoint=case.checkpoint,
         ),
         precision="64-true",
         max_epochs=case.epochs,
@@ -139,6 +147,7 @@ def fit(case: Waiting, ranks: int, folder: str, resume: str | None = None) -> di
         "steps": trainer.global_step,
         "rate": trainer.optimizers[0].param_groups[0]["lr"],
         "moved": [vars(m) for m in acts.moving.moved],
+        "cuts": tuple(span.start for span in acts.layers[1:]),
     }
 
 
