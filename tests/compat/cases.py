@@ -12,7 +12,7 @@ from tests.compat.runs import Found, Row, compare, on_a_rank, on_one_process
 Column = tuple[str, int]
 """A schedule and a number of processes."""
 COLUMNS: list[Column] = [(schedule, ranks) for ranks in (2, 4) for schedule in SCHEDULES]
-WORKS, REFUSED, FAILS = "works", "refused", "fails"
+WORKS, WARNED, REFUSED, FAILS = "works", "warned", "refused", "fails"
 
 plain_run = cache(lambda name: on_one_process(ROWS[name]))
 
@@ -66,6 +66,9 @@ def verify(name: str, ranks: list[Found]) -> None:
         assert all(message in error for error in errors), errors
     if row.raises:
         assert message in plain.get("error", "no error")
+    elif row.warned:
+        assert not any(map(ended_early, ranks)), ranks
+        assert any(row.warned in text for found in ranks for text in found["warnings"])
     elif not row.refused:
         assert "error" not in plain, plain["error"]
         assert compare(row, ranks, plain) == []
@@ -78,7 +81,9 @@ def result(name: str, ranks: list[Found]) -> str:
         verify(name, ranks)
     except AssertionError:
         return FAILS
-    return REFUSED if all(map(ended_early, ranks)) and not _ends_alike(ROWS[name]) else WORKS
+    if all(map(ended_early, ranks)) and not _ends_alike(ROWS[name]):
+        return REFUSED
+    return WARNED if ROWS[name].warned else WORKS
 
 
 def ended_early(found: Found) -> bool:

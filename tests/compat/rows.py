@@ -1,4 +1,4 @@
-"""The rows of the compatibility table."""
+"""The rows of the compatibility table; those of other modules are imported at the end."""
 
 from __future__ import annotations
 
@@ -21,30 +21,14 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy, consolidate
 from tests.compat import models
 from tests.compat import modules as m
-from tests.compat.runs import Found, Row, loaders
+from tests.compat.registry import ROWS, batches, row
+from tests.compat.runs import Found, loaders
 from tests.trainer.lit import Lit, LitOutside, LitTied, data, plain_values
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "kfkb": {"schedule": "kfkb", "schedule_args": {"k": 2}},
 }
-ROWS: dict[str, Row] = {}
-
-
-def row(area: str, name: str, trainer: Any = None, **settings: Any) -> None:
-    """Adds a row; `trainer` is a dict of options, or a function of the run's folder that makes one."""
-    if isinstance(trainer, dict):
-        options = trainer
-        settings["trainer"] = lambda folder: dict(options)
-    elif trainer is not None:
-        settings["trainer"] = trainer
-    assert name not in ROWS, name
-    ROWS[name] = Row(area, name, **settings)
-
-
-def batches(train: Any = None, val: Any = None) -> dict[str, Any]:
-    given = {"train_dataloaders": train, "val_dataloaders": val}
-    return {**loaders(), **{k: v for k, v in given.items() if v is not None}}
 
 
 def callback(trainer: pl.Trainer, kind: type[Any]) -> Any:
@@ -727,3 +711,9 @@ strategy(
     differs=frozenset({"watched"}),
     check=reported,
 )
+
+# ---- rows of other modules
+
+from tests.compat import state_rows  # noqa: E402
+
+__all__ = ["ROWS", "SCHEDULES", "state_rows"]

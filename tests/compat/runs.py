@@ -7,6 +7,7 @@ import io
 import random
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Row:
         differs: what is not compared at all.
         raises: both runs end with an error that says this.
         refused: the pipeline ends with an error that says this, on every rank.
+        warned: a rank of the pipeline warns of this, for what it trains is something else; only that is compared.
         reason: for the table: why it is refused, or what does not work yet; what else is to be known.
         not_yet: the row is expected to fail.
         lacks: the reason why it can't be run on this machine; empty if it can.
@@ -74,6 +76,7 @@ class Row:
     differs: frozenset[str] = frozenset()
     raises: str = ""
     refused: str = ""
+    warned: str = ""
     reason: str = ""
     not_yet: bool = False
     lacks: Callable[[], str] = lambda: ""
@@ -103,8 +106,10 @@ def train(row: Row, strategy: Callable[[], Any], ranks: int, folder: Path) -> Fo
     trainer: pl.Trainer | None = None
     keeper = Keeper()
     written = io.StringIO()
+    warned: list[warnings.WarningMessage] = []
     try:
-        with redirect_stdout(written), redirect_stderr(written):
+        with redirect_stdout(written), redirect_stderr(written), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             for epochs in (2, 4) if row.resume else (2,):
                 keeper = Keeper()
                 module, trainer = made(row, keeper, strategy(), ranks, folder, epochs)
@@ -123,6 +128,7 @@ def train(row: Row, strategy: Callable[[], Any], ranks: int, folder: Path) -> Fo
     torch.use_deterministic_algorithms(False)
     torch.autograd.set_detect_anomaly(False)
     found["written"] = written.getvalue()
+    found["warnings"] = [str(each.message) for each in warned]
     if trainer is None:
         return found
     found["watched"] = row.watch(trainer, folder)
@@ -215,7 +221,7 @@ def compare(row: Row, ranks: Iterable[Found], plain: Found) -> list[str]:
     for rank, found in enumerate(ranks):
         if "error" in found:
             return [*wrong, f"rank {rank}: {found['error']}"]
-        for what in sorted(plain.keys() - {"written"} - row.differs):
+        for what in sorted(plain.keys() - {"written", "warnings"} - row.differs):
             if rank > 0 and (what not in found or (what == "watched" and found[what] is None)):
                 continue  # what is written by global rank zero only
             wrong += [f"rank {rank}, {d}" for d in differences(found.get(what), plain[what], row.tolerance, what)]

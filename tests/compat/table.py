@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.compat.cases import COLUMNS, FAILS, REFUSED, WORKS, Column, found_by, result
+from tests.compat.cases import COLUMNS, FAILS, REFUSED, WARNED, WORKS, Column, found_by, result
 from tests.compat.rows import ROWS
 from tests.compat.runs import Row
 
@@ -26,7 +26,8 @@ losses, logged rows, learning rates, `callback_metrics`, steps and epochs, and w
 checkpoints. Numbers agree to 1e-10 in double precision unless a row says otherwise.
 
 Each cell is what came of a run with that schedule on so many processes. *works*: agrees. *refused*: ends on every rank
-with the error that the row waits for, which says why. *fails*: anything else. An empty cell was not run.
+with the error that the row waits for, which says why. *warned*: trains something else, and a warning says what and
+why. *fails*: anything else. An empty cell was not run.
 
 Written by `python -m tests.compat.table`, which runs all of them; `make test` runs half of the first column, and
 `make test-full` all, against what is written here.
@@ -37,7 +38,9 @@ def table(results: Results) -> str:
     """The text of docs/compatibility.md."""
     counts = Counter(cell for row in ROWS for cell in results.get(row, {}).values())
     lines = [HEAD]
-    lines.append(f"{len(ROWS)} rows: " + ", ".join(f"{counts[s]} cells {s}" for s in (WORKS, REFUSED, FAILS)) + ".\n")
+    lines.append(
+        f"{len(ROWS)} rows: " + ", ".join(f"{counts[s]} cells {s}" for s in (WORKS, WARNED, REFUSED, FAILS)) + ".\n"
+    )
     names = [f"{schedule}, {ranks}" for schedule, ranks in COLUMNS]
     for area in dict.fromkeys(row.area for row in ROWS.values()):
         lines += [f"## {area}\n", f"| feature | {' | '.join(names)} | notes |", "| --- |" + " --- |" * (len(names) + 1)]

@@ -98,7 +98,7 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
 
 def warn_about_pieces(full: Layers) -> None:
     """Warns of layers that differ where training batches are cut into micro-batches."""
-    names = batch_statistics(full)
+    names = [name for name in batch_statistics(full) if full.get_submodule(name).training]
     if names:
         rank_zero_warn(
             f"{_listed(names)}: batch normalisation sees one micro-batch at a "

@@ -314,7 +314,7 @@ class CutModule:
             for slot in self._absent.slots:
                 slot.table[slot.name] = _meta(slot.table[slot.name])
             self.module.__dict__[INCOMPLETE] = True
-        self.full.train(training)
+        self.full.training = training
 
     def _set(self, part: nn.Module) -> None:
         parent, _, name = self.path.rpartition(".")

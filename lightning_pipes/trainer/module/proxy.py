@@ -44,7 +44,7 @@ class StageProxy(nn.Module):
         hidden = {"_full": full, "_call": interceptor, "_loop": loop, "_name": name, "_scope": scope}
         self.__dict__.update(hidden)  # past nn.Module, which would register the whole module
         self.hold(local)
-        self.train(full.training)
+        self.training = full.training  # layers keep their own modes, as Lightning has it
 
     def hold(self, local: Iterable[int]) -> None:
         """Registers these layers, and no others."""
