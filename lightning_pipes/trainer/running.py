@@ -65,19 +65,20 @@ class Running:
         return result
 
     def close(
-        self, host: PipelineHost, connected: Connected | None
-    ) -> tuple[dict[str, Any] | None, tuple[Sequence[Sequence[Window]], About] | None]:
-        """The state dict of the whole module, and windows with facts of the settled run, as `gather_run` gives them.
+        self, host: PipelineHost, connected: Connected | None, gather: str
+    ) -> tuple[Sequence[Sequence[Window]], About] | None:
+        """End the run, and return its windows with facts, as `gather_run` gives them.
 
-        None where the other ranks can't be asked for them: `connected` is None then.
+        The layers are brought together before, as `gather` says. None is returned where the other ranks can't be asked,
+        for `connected` is None then.
         """
-        state, reported = None, None
+        reported = None
         if connected is not None:
             links, ranks = connected.links, connected.ranks
             about = describe_run(host, links.trainings)
-            state, reported = gather_run(self.run, ranks.pipeline, host.optimizers, ranks.device, about)
+            reported = gather_run(self.run, ranks.pipeline, host.optimizers, ranks.device, gather, about)
             links.check()
         point("teardown.gathered")
         self.run.close()
         point("teardown.closed")
-        return state, reported
+        return reported

@@ -93,6 +93,9 @@ class PipelineStrategy(PipelineHost):
         checkpoint: "full" writes ordinary Lightning checkpoints, for which rank 0 gathers the whole; "sharded" writes
             folders to which every rank adds its part. Both resume on any number of stages, whatever is set here.
         async_checkpoint: write in the background while training goes on.
+        gather: the ranks that have the whole module when `fit` has ended: "all", "rank0" or "none", which leaves the
+            layers where they are. "auto" is "all" where the hosts have room for that, else "rank0", else "none"; layers
+            made on `meta` stay where they are.
         check_loss: compare the loss of the first batch with those of its micro-batches, and warn where it is no mean
             over samples. The step runs once more for it, without the layers, and leaves no trace.
         replan: have layers move to other stages while training goes on, away from devices that something slows down,
@@ -131,6 +134,7 @@ class PipelineStrategy(PipelineHost):
         transport: str = "auto",
         checkpoint: str = "full",
         async_checkpoint: bool = False,
+        gather: str = "auto",
         check_loss: bool = True,
         replan: bool | dict[str, Any] = False,
         timeout: timedelta = timedelta(minutes=30),
@@ -161,6 +165,7 @@ class PipelineStrategy(PipelineHost):
             seed,
             transport,
             checkpoint,
+            gather,
             check_loss,
             timeout,
             heartbeat_timeout,
@@ -322,17 +327,18 @@ class PipelineStrategy(PipelineHost):
             self._made.checkpointing.finish(self._down)
         if self._links is not None:
             self._links.go_home()
-        state = None
+        connected = None
         if current is not None:
             current.run.settle()
-            state, reported = current.close(self, None if self._down else self._connected)
+            connected = None if self._down else self._connected
+            reported = current.close(self, connected, self._settings.gather)
             self._reported = reported or self._reported
         if self._links is not None:
             self._links.leave(None if self._made is None else self.control, self._down)
         if module is not None and not has_meta(module):
             module.cpu()
         if cut is not None:
-            cut.restore(state)
+            cut.restore(ended=connected is not None)
             self._cut, self._current, self._spread = None, None, cut if cut.stays_spread else None
         private.optimizers_to_device(self.optimizers, torch.device("cpu"))
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):

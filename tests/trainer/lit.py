@@ -23,6 +23,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.trainer import on_every_stage
+from lightning_pipes.trainer.module.pipelined import CutModule
 
 ROWS = 22  # batches of 8, 8 and 6
 WIDTH = 6
@@ -32,6 +33,13 @@ def data(rows: int = ROWS, tokens: bool = False) -> TensorDataset:
     g = torch.Generator().manual_seed(1)
     x = torch.randint(0, 11, (rows, 5), generator=g) if tokens else torch.randn(rows, WIDTH, generator=g).double()
     return TensorDataset(x, torch.randint(0, 3, (rows,), generator=g))
+
+
+def restore(cut: CutModule, state: dict[str, torch.Tensor]) -> None:
+    """Put a cut module back with the values of a whole one, as when a run has ended."""
+    for key, _ in [*cut.tensors(range(len(cut.full)))]:
+        cut.give(key, state[key].clone())
+    cut.restore(ended=True)
 
 
 class MeanOfAll(torchmetrics.Metric):

@@ -25,7 +25,7 @@ from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.step.hooks import HookWrappers
 from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
-from tests.trainer.lit import Lit, LitTied
+from tests.trainer.lit import Lit, LitTied, restore
 
 
 class Pair(NamedTuple):
@@ -176,7 +176,7 @@ class TestCutModule:
         values = {k: v.clone() for k, v in module.state_dict().items()}
         full = module.model
         cut = self.cut(module, [2])
-        cut.restore(values)
+        restore(cut, values)
         after = dict(module.named_parameters(remove_duplicate=False))
         assert module.model is full
         assert all(after[name] is before[name] for name in before)
@@ -196,7 +196,7 @@ class TestCutModule:
         values = copy.deepcopy(module.state_dict())
         cut = self.cut(module, [2])
         assert module.model[0].count.is_meta
-        cut.restore(values)
+        restore(cut, values)
         assert module.model[0].table.tolist() == [0, 1, 2]
         assert module.model[0].count.tolist() == [0, 1, 2, 3]
 

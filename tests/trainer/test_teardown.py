@@ -93,7 +93,7 @@ def test_a_slow_teardown_outlives_rank_0():
 
 def test_a_module_without_its_foreign_layers_says_so():
     module = Lit()
-    CutModule(module, "model", [2], Interceptor("self.model")).restore(None)
+    CutModule(module, "model", [2], Interceptor("self.model")).restore(ended=False)
     with pytest.raises(PipelineError, match=r"Lit.model.0.0.weight is gone: the last run .* failed, .*ckpt_path"):
         check_module(module, fitting=True)
 

@@ -201,11 +201,10 @@ def _measure_times(
 def _measure_saved(
     layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer, entered: bool
 ) -> None:
-    """Bytes that every layer saves for backward, and hands on."""
+    """Bytes that every layer saves for backward, and hands on; what the layer before it has saved counts once."""
     x = _copied(x)
     weights = {storage_of(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
-    counted = weights | {storage_of(t) for t in tensors_in(x)} if entered else set(weights)
-    alive: list[Any] = []  # all that was saved: else a later storage may come to lie where an earlier one was
+    counted = {storage_of(t) for t in tensors_in(x)} if entered else set()
     flags: autograd.Flags = ()
     for layer, seen in zip(layers, measured, strict=True):
         given = {storage_of(t) for t in tensors_in(x)}
@@ -219,11 +218,10 @@ def _measure_saved(
                 seen.in_place, saved = True, Saved(Span(0, rows), None)
                 out = call(layer, _entered(seen, x, flags, saved))
         x, flags = autograd.leave(out, saved)
-        seen.keeps_input = bool(given & found.keys() & (counted - weights))
-        seen.saved[rows] = sum(size for _, size in found.keys() - counted)
+        seen.keeps_input = bool(given & found.keys() & counted)
+        seen.saved[rows] = sum(size for _, size in found.keys() - weights - counted)
         seen.output[rows] = sum(t.nbytes for t in tensors_in(x))
-        counted |= found.keys()
-        alive.append((x, saved, found))
+        counted = (counted | found.keys()) & {storage_of(t) for t in tensors_in(x)}  # of what lives on
 
 
 def _measure_working(

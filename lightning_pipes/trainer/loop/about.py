@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from statistics import median
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_pipes.planning.wording import schedule_settings
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.moves.journey import go_home
+from lightning_pipes.trainer.moves.gathering import gather_layers
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.reports.report import About, Window
 
@@ -46,31 +45,38 @@ def describe_run(strategy: PipelineHost, siblings: int) -> About:
 
 
 def gather_run(
-    run: PipelineRun, pipeline: Control, optimizers: Sequence[Optimizer], device: torch.device, about: About
-) -> tuple[dict[str, Any], tuple[list[tuple[Window, ...]], About] | None]:
-    """Everything that all ranks have when a run ends, in one exchange: the state dict of the whole module, empty if its
-    layers stay spread out; and the windows of every rank of the pipeline with `about` and what only each of them knows
-    of it, None if nothing was trained."""
+    run: PipelineRun,
+    pipeline: Control,
+    optimizers: Sequence[Optimizer],
+    device: torch.device,
+    gather: str,
+    about: About,
+) -> tuple[list[tuple[Window, ...]], About] | None:
+    """Bring the layers together, and return the windows of every rank of the pipeline with the facts of the run.
+
+    Collective over the pipeline's ranks. The result is None if nothing was trained.
+
+    Args:
+        gather: which ranks get the whole module; see `gather_layers`.
+        about: the facts that this rank knows by itself.
+    """
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     curves = None if run.looks.monitor is None else run.looks.monitor.curves()
     moved = "; ".join(map(str, run.moving.moved))
     if moved:
         about = replace(about, facts={**about.facts, "moved": moved})
     facts = (tuple(run.windows), tuple(run.took), run.stage_bytes(optimizers), memory, curves) if run.windows else None
-    if run.cut.stays_spread:
-        go_home(run.part)
-    local = {} if run.cut.stays_spread else run.cut.local_state(outside=pipeline.position == 0)
     unsaved = run.cut.unsaved(run.part.holdings.local)
-    gathered = pipeline.all_gather((local, unsaved, facts))
-    state = {} if run.cut.stays_spread else run.cut.in_order([part for part, _, _ in gathered])
-    run.cut.take_unsaved({k: v for _, buffers, _ in gathered for k, v in buffers.items() if k not in unsaved})
+    gathered = pipeline.all_gather((unsaved, facts))
+    run.cut.take_unsaved({k: v for buffers, _ in gathered for k, v in buffers.items() if k not in unsaved})
+    gather_layers(run.part, pipeline, gather)
     if facts is None:
-        return state, None
-    ranks = [gathered[pipeline.ranks.index(rank)][2] for rank in run.global_ranks]
+        return None
+    ranks = [gathered[pipeline.ranks.index(rank)][1] for rank in run.global_ranks]
     windows, took, held, memories, seen = zip(*ranks, strict=True)
     stages = {number: size for found in held for number, size in found.items()}
     steps = [max(step) for step in zip(*took, strict=True)]
     measured = median(steps) / 1e9 if steps else None
     monitored = () if any(c is None for c in seen) else seen
     about = replace(about, stages=stages, memory=memories, measured=measured, monitored=monitored)
-    return state, (list(windows), about)
+    return list(windows), about

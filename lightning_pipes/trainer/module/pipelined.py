@@ -12,11 +12,12 @@ from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_pipes.engine.allocator import release_free_memory
 from lightning_pipes.engine.private_torch import BatchNorm, forward_hooks, unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.elsewhere import Absent, HookScope, Slot
+from lightning_pipes.trainer.module.elsewhere import Absent, HookScope, Slot, give_values
 from lightning_pipes.trainer.module.proxy import Layers, StageProxy
 from lightning_pipes.trainer.private_lightning import is_compiled
 
@@ -177,8 +178,10 @@ class CutModule:
     """A LightningModule whose pipelined part is replaced by the layers of this rank.
 
     The weights of other ranks' layers are released; what is left of them is on `meta`. `restore` brings the whole
-    module back, with the very same Parameter objects, unless its layers were made on `meta`: then no rank is to hold
-    it whole.
+    module back, with the very same Parameter objects, unless `stays_spread`.
+
+    Attributes:
+        stays_spread: whether the layers of other ranks stay on `meta` when the run ends, as where they were made there.
 
     Args:
         module: the user's module, whole.
@@ -208,9 +211,9 @@ class CutModule:
         self.proxy = StageProxy(full, self.local, interceptor, f"self.{path}", self.scope)
         self._set(self.proxy)
         self.stays_spread = any(t.is_meta for t in (*full.parameters(), *full.buffers()))
-        """Whether the module is not to be whole again."""
         self._absent = Absent(self.scope)
         self._let_go(set(range(len(full))) - {*self.local})
+        release_free_memory()
 
     def is_foreign(self, tensor: torch.Tensor) -> bool:
         """Whether a parameter of the whole module lives on other ranks only."""
@@ -283,6 +286,24 @@ class CutModule:
         ordered = {key: merged.pop(key) for key in self.keys if key in merged}
         return {**ordered, **merged}
 
+    def tensors(self, layers: Collection[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield key and value of each parameter and saved buffer of these layers, in the order of the whole module.
+
+        A tensor in several places comes once. Those of other ranks' layers are stand-ins on `meta`.
+        """
+        seen: set[int] = set()
+        for slot in self._slots_of(layers):
+            if id(slot.tensor) not in seen:
+                seen.add(id(slot.tensor))
+                yield slot.key, slot.tensor
+
+    def give(self, key: str, values: torch.Tensor) -> bool:
+        """Give the tensor `key` its values if its layer is on another rank. Return whether there is such a tensor."""
+        slots = [slot for slot in self._absent.slots if slot.key == key]
+        for slot in slots:
+            give_values(slot.tensor, values, slot.table[slot.name])
+        return bool(slots) or key in dict(self.tensors(range(len(self.full))))
+
     def take_unsaved(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Gives layers of other ranks the buffers that `unsaved` gave there."""
         for name, buffer in buffers.items():
@@ -290,29 +311,22 @@ class CutModule:
             part = self.full.get_submodule(owner[len(self.path) + 1 :])
             part._buffers[own_name] = buffer.to("cpu")
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Puts the whole module back; `state` is its state dict, None says that the run has failed.
+    def restore(self, ended: bool) -> None:
+        """Put the whole module back.
 
-        Of a module that was made on `meta` the layers of other ranks stay there; `state` is not looked at.
+        Args:
+            ended: whether the run has ended as it should and `give` has given all values, unless `stays_spread`; the
+                layers of other ranks are on `meta` otherwise.
         """
         training = self.proxy.training
         self._set(self.full)
-        if state is not None and self.stays_spread:
+        vars(self.module).pop(SPREAD, None)
+        for slot in self._absent.slots:
+            whole = ended and not (self.stays_spread and slot.tensor.untyped_storage().nbytes() == 0)
+            slot.table[slot.name] = slot.tensor if whole else _meta(slot.table[slot.name])
+        if ended and self.stays_spread:
             self.module.__dict__[SPREAD] = (self.path, tuple(self.local))
-            for slot in self._absent.slots:
-                slot.table[slot.name] = slot.tensor if slot.tensor.is_meta else _meta(slot.table[slot.name])
-        elif state is not None:
-            for slot in self._absent.slots:
-                stand_in = slot.table[slot.name]
-                if slot.tensor.shape != stand_in.shape:
-                    slot.tensor.data = torch.empty(stand_in.shape, dtype=stand_in.dtype, device="cpu")
-                slot.table[slot.name] = slot.tensor
-            inside = f"{self.path}."
-            own = {key[len(inside) :]: value for key, value in state.items() if key.startswith(inside)}
-            self.full.load_state_dict(own)
-        elif self._absent.slots:
-            for slot in self._absent.slots:
-                slot.table[slot.name] = _meta(slot.table[slot.name])
+        elif not ended and self._absent.slots:
             self.module.__dict__[INCOMPLETE] = True
         self.full.training = training
 

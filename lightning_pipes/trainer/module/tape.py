@@ -64,6 +64,15 @@ class Tape:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def describe_call(self, number: int) -> str:
+        """Return the arguments of one layer as text, without the values of tensors."""
+
+        def text(entry: Any) -> Any:
+            return str(tuple(entry.shape)) if isinstance(entry, torch.Tensor) else mapped(entry, text)
+
+        call = self._calls[number]
+        return repr((text(call.args), text(call.kwargs)))
+
     def run(self, number: int, layer: nn.Module, held: dict[Key, Any]) -> Any:
         """Runs one layer on the values that have come this far: itself and the values for the layers after it, or
         after the last layer what that returned.

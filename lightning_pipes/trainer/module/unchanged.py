@@ -16,26 +16,31 @@ from lightning_pipes.trainer.module.hidden_state import CONTAINERS, entries, rea
 
 
 @contextmanager
-def unchanged(root: nn.Module, skip: nn.Module | None = None) -> Iterator[None]:
+def unchanged(root: nn.Module, skip: nn.Module | None = None, weights: bool = True) -> Iterator[list[nn.Parameter]]:
     """Afterwards a module, and what can be reached from it, is as it was: weights, buffers and gradients, bit by bit
     and as the same objects; attributes of its parts; random generators of its own; what lists, dicts and objects of the
     user's hold. The part `skip` of it, which the block does not run, is not looked at.
 
-    Weights on the CPU are copied meanwhile, and so are buffers. Weights that the block moves to another device come
-    back without a copy. Objects of libraries are left alone, as are those that hold more than 10 000 others.
+    Weights on the CPU are copied meanwhile, unless `weights` is false, and so are buffers. Weights that the block moves
+    to another device come back without a copy. Objects of libraries are left alone, as are those that hold more than
+    10 000 others.
+
+    Yields:
+        a list that has the parameters with other values in it when the block has ended.
     """
     skipped = set() if skip is None else set(skip.modules())
     found = (*(m for m in root.modules() if m not in skipped), *(thing for _, thing in reachable(root, "self", skip)))
     things = {id(thing): thing for thing in found}
     kept = [(thing, _content(thing)) for thing in things.values()]
     left_out = set() if skip is None else set(skip.parameters())
-    parameters = [(p, p.data, p.grad, _copy(p)) for p in root.parameters() if p not in left_out]
+    parameters = [(p, p.data, p.grad, _copy(p) if weights else None) for p in root.parameters() if p not in left_out]
     states = [(generator, state_of(generator)) for generator in _generators(things.values())]
     tensors = {id(t): (t, _copy(t)) for thing in things.values() for t in _tensors(thing)}
     for parameter, *_ in parameters:
         parameter.grad = None
+    changed: list[nn.Parameter] = []
     try:
-        yield
+        yield changed
     finally:
         for thing, content in kept:
             _put_back(thing, content)
@@ -44,7 +49,8 @@ def unchanged(root: nn.Module, skip: nn.Module | None = None) -> Iterator[None]:
         with torch.no_grad():
             for parameter, data, grad, before in parameters:
                 parameter.data, parameter.grad = data, grad
-                _write(data, before)
+                if _write(data, before):
+                    changed.append(parameter)
             for tensor, before in tensors.values():
                 _write(tensor.detach(), before)
 
@@ -73,10 +79,12 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.detach().clone()
 
 
-def _write(tensor: torch.Tensor, before: torch.Tensor | None) -> None:
-    """Only where something has changed: autograd counts what is written."""
-    if before is not None and not _equal(tensor, before):
-        tensor.copy_(before)
+def _write(tensor: torch.Tensor, before: torch.Tensor | None) -> bool:
+    """Return whether the tensor had changed; else nothing is written, for autograd counts that."""
+    if before is None or _equal(tensor, before):
+        return False
+    tensor.copy_(before)
+    return True
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from lightning_pipes.trainer.module.capture import Interceptor, named_step
 from lightning_pipes.trainer.module.proxy import Layers, StageProxy
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.plan.structure import identify_layer
 from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.steps import loss_of
@@ -92,11 +93,13 @@ class Measuring:
         self._arguments = (0,) if with_number else ()
         self._logs = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         self._undo = ExitStack()
+        self._writes = False
+        """Whether the forward of a layer has changed its weights."""
 
     def __enter__(self) -> Measuring:
         with ExitStack() as stack:
             stack.enter_context(forked_rng(self._device))
-            stack.enter_context(unchanged(self._module))
+            stack.enter_context(unchanged(self._module, skip=self._full))  # each layer while it runs
             stack.enter_context(recorded(self._module))
             stack.enter_context(without_loggers())
             stack.enter_context(self._trainer.precision_plugin.train_step_context())
@@ -153,9 +156,9 @@ class Measuring:
 
     @contextmanager
     def there(self, layers: Sequence[int]) -> Iterator[list[nn.Module]]:
-        """In the block these layers are on the device."""
+        """In the block these layers are on the device. Their weights are copied only if a layer has written to some."""
         with ExitStack() as stack:
-            yield [stack.enter_context(self._there(self._taped[n])) for n in layers]
+            yield [stack.enter_context(self._there(self._taped[n], weights=self._writes)) for n in layers]
 
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
@@ -180,24 +183,29 @@ class Measuring:
         return self._interceptor.capture(named_step(self._module, "training_step"), self._part(rows), *self._arguments)
 
     @contextmanager
-    def _there(self, layer: nn.Module) -> Iterator[nn.Module]:
-        """In the block a layer is on the device; by itself while it is measured: all of them may not fit."""
-        if self._device.type == "cpu":
+    def _there(self, layer: nn.Module, weights: bool = True) -> Iterator[nn.Module]:
+        """In the block a layer is on the device, and unchanged afterwards; one at a time: all of them may not fit."""
+        with unchanged(layer, weights=weights) as changed:
+            if self._device.type != "cpu":
+                layer.to(self._device)
             yield layer
-            return
-        with unchanged(layer):
-            layer.to(self._device)
-            yield layer
+        self._writes = self._writes or bool(changed)
 
     def _forward(self, x: Any, leaving: list[Any]) -> float:
         """Seconds of all layers; what comes out is all that `leaving` holds afterwards."""
-        seconds, x = 0.0, pytree.tree_map_only(torch.Tensor, torch.clone, x)
+        x = pytree.tree_map_only(torch.Tensor, torch.clone, x)
+        known: dict[Any, float] = {}
+        seconds = 0.0
         with torch.no_grad():
-            for layer in self._taped:
+            for number, layer in enumerate(self._taped):
+                kind = identify_layer(layer.layer, number, x)
                 with self._there(layer):
-                    layer(x)  # the first run may take longer
-                    took, x = self._timed(partial(layer, x))
-                    seconds += took
+                    if kind not in known:
+                        layer(x)  # the first run may take longer
+                        known[kind], x = self._timed(partial(layer, x))
+                    else:
+                        x = layer(x)
+                seconds += known[kind]
         leaving[:] = [x]
         return seconds
 
@@ -270,24 +278,28 @@ class Measuring:
     def _layers(self, entering: Mapping[int, Any], split: bool) -> ModelProfile:
         names = [f"{name} {type(layer).__name__}" for name, layer in self._full.named_children()]
         optimizers = self._trainer.strategy.optimizers
-        measure = partial(
-            profile_layers,
-            optimizer=private.plain_optimizer(optimizers[0]) if optimizers else None,
-            device=self._device,
-            split=split,
-            repeats=REPEATS,
-        )
+        optimizer = private.plain_optimizer(optimizers[0]) if optimizers else None
         values = {n: entering[n] for n in sorted(entering)}
-        if self._device.type == "cpu":
-            return measure(self._taped, values, names=names, seconds=SECONDS)
-        found: list[ModelProfile] = []
-        for layer, name in zip(self._taped, names, strict=True):
+        known: dict[Any, ModelProfile] = {}
+        found: list[LayerProfile] = []
+        for number, (layer, name) in enumerate(zip(self._taped, names, strict=True)):
+            kind = (bool(number), *(identify_layer(layer.layer, number, x) for x in values.values()))
             with self._there(layer):
-                seconds = SECONDS / len(names)
-                found.append(measure([layer], values, names=[name], seconds=seconds, entered=bool(found)))
+                if kind not in known:
+                    known[kind] = profile_layers(
+                        [layer],
+                        values,
+                        optimizer=optimizer,
+                        device=self._device,
+                        split=split,
+                        repeats=REPEATS,
+                        seconds=SECONDS / len(names),
+                        entered=bool(number),
+                    )
                 with torch.no_grad():
                     values = {n: layer(x) for n, x in values.items()}
-        return replace(found[0], layers=tuple(each.layers[0] for each in found))
+            found.append(replace(known[kind].layers[0], name=name))
+        return replace(next(iter(known.values())), layers=tuple(found))
 
 
 @contextmanager

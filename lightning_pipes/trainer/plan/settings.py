@@ -33,6 +33,8 @@ Manners = Literal["gate", "priority"]
 """How parcels let messages of training pass."""
 MANNERS: tuple[str, ...] = get_args(Manners)
 GATE, PRIORITY = MANNERS
+Gather = Literal["auto", "all", "rank0", "none"]
+"""The ranks that have the whole module when a run has ended."""
 REPLANS = "dynpipe"
 """The schedule whose planner has layers move in a run of another one."""
 UNCHOSEN = "1f1b"
@@ -194,6 +196,7 @@ class Settings:
     seed: int
     transport: str
     sharded: bool
+    gather: Gather
     check_loss: bool
     timeout: timedelta
     heartbeat_timeout: float
@@ -209,6 +212,7 @@ class Settings:
         seed: int,
         transport: str,
         checkpoint: str,
+        gather: str,
         check_loss: bool,
         timeout: timedelta,
         heartbeat_timeout: float,
@@ -227,6 +231,7 @@ class Settings:
             known_seed(seed),
             known_transport(transport),
             known_form(checkpoint) == "sharded",
+            check_type("gather", gather, Gather),
             check_type("check_loss", check_loss, bool),
             possible_timeout(timeout),
             long_enough(heartbeat_timeout),

@@ -267,7 +267,7 @@ def test_only_what_a_checkpoint_needs_to_load_is_read(tmp_path):
 
 def test_a_failed_run_leaves_nothing_to_go_on_with():
     module = on_meta(lambda: nn.Linear(1, 1), lambda: nn.Linear(1, 1))
-    CutModule(module, "model", [0], Interceptor("self.model")).restore(None)
+    CutModule(module, "model", [0], Interceptor("self.model")).restore(ended=False)
     with pytest.raises(PipelineError, match=r"model.0.weight is gone: the last run with this object failed"):
         check_module(module, fitting=False)
 

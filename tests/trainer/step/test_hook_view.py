@@ -25,7 +25,7 @@ from lightning_pipes.trainer.module.elsewhere import Elsewhere
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.step.clipping import HookClipping
 from lightning_pipes.trainer.step.hook_view import HookView
-from tests.trainer.lit import Case, Lit, LitOutside, differences, plain_values, train_cases
+from tests.trainer.lit import Case, Lit, LitOutside, differences, plain_values, restore, train_cases
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def test_parameters_and_state_are_those_of_the_whole_module():
         module.load_state_dict(whole.state_dict())
         assert all(torch.equal(p, whole.get_parameter(n)) for n, p in module.named_parameters() if n in here)
     assert {n for n, _ in module.named_parameters()} == here < {n for n, _ in whole.named_parameters()}
-    cut.restore(whole.state_dict())
+    restore(cut, whole.state_dict())
     assert not any(isinstance(p, Elsewhere) for p in module.parameters())
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), whole.parameters(), strict=True))
 

@@ -1,0 +1,309 @@
+"""Peak memory and start-up beside the peers: a real GPT of 21.5 M parameters on two processes of one machine.
+
+Each row trains the same model on the same batches with AdamW, from fresh interpreters, by the peer's public API. The
+peak of a process is what it has resident at most (VmHWM) beyond what it had after its imports, from the construction
+of the model to the end of training. The table shows the larger peak of the two processes.
+
+- *torch pipelining* is `torch.distributed.pipelining` with Schedule1F1B; each process makes only its own stage.
+- *DDP* is Lightning's, with half of the batch on each process; *FSDP2* is `fully_shard` on each block.
+- *ours* is `PipelineStrategy("1f1b")` with default settings, *ours, parameters* does not measure the layers, and
+  *ours, meta* has a module that is made on `meta`, as a model that fits into no process is. Its peak is compared with
+  what the larger stage holds while it trains: weights, gradients and optimizer, 16 bytes a parameter, and activations.
+
+Start-up is the time from the start of `python script.py` to the end of the first step. Left out: GPUs, where the
+allocator of CUDA has its own peaks, and models that do not fit into one process.
+
+    python benchmarks/memory.py [--quick] [--json] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEADS, BLOCKS, TOKENS, VOCABULARY = 384, 6, 12, 128, 256
+ROWS, MICROBATCHES, STEPS, RANKS = 16, 8, 4, 2
+RESULTS = "MEMORY_BENCHMARK_RESULTS"
+BEGUN = "MEMORY_BENCHMARK_BEGUN"
+CACHED = "ours, cached profile"
+
+
+def read_status(field: str) -> int:
+    """Return the bytes that Linux counts for this process under `field`, such as VmHWM."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+class Peak:
+    """The peak of resident memory since construction, above what was resident then."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        self._before = read_status("VmRSS")
+        self.seconds_to_first_step = 0.0
+
+    def end_step(self) -> None:
+        """Note the time of the first call."""
+        self.seconds_to_first_step = self.seconds_to_first_step or time.time() - float(os.environ[BEGUN])
+
+    def save(self, rank: int) -> None:
+        """Write what was measured for the process that started this one."""
+        found = {"peak": read_status("VmHWM") - self._before, "startup": self.seconds_to_first_step}
+        Path(os.environ[RESULTS], f"{rank}.json").write_text(json.dumps(found))
+
+
+def make_layers(part: slice = slice(None)) -> list[Any]:
+    """Return these layers of the model, which are an embedding, blocks and a head."""
+    import torch
+    from engine import Block, Head
+    from torch import nn
+
+    torch.manual_seed(0)
+    makers: list[Callable[[], nn.Module]] = [
+        lambda: nn.Embedding(VOCABULARY, WIDTH),
+        *[lambda: Block(WIDTH, HEADS)] * BLOCKS,
+        lambda: Head(WIDTH),
+    ]
+    return [make() for make in makers[part]]
+
+
+def make_tokens(rows: int) -> Any:
+    """Return STEPS batches of token rows, axis 0 is samples."""
+    import torch
+
+    return torch.randint(VOCABULARY, (STEPS * rows, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+
+
+def compute_loss(output: Any, target: Any) -> Any:
+    """Return the mean cross entropy over all tokens."""
+    from torch.nn import functional as F
+
+    return F.cross_entropy(output, target)
+
+
+# ---- the peers; each runs in a process of its own, and Lightning or torchrun starts the other rank
+
+
+def train_by_lightning(
+    rows: int, on_meta: bool = False, configure: Callable[[Any], None] | None = None, **options: Any
+) -> None:
+    """Train by `Trainer.fit` and save what the process needed."""
+    import lightning as L
+    import torch
+    from silence import hush
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    hush()
+    peak = Peak()
+
+    class GPT(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.device("meta" if on_meta else "cpu"):
+                self.layers = nn.Sequential(*make_layers())
+
+        def configure_model(self) -> None:
+            if configure is not None:
+                configure(self)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return compute_loss(self.layers(batch[:, :-1]), batch[:, 1:])  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            peak.end_step()
+
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        max_epochs=1,
+        callbacks=[Watch()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **options,
+    )
+    trainer.fit(GPT(), DataLoader(make_tokens(rows), batch_size=rows))
+    peak.save(trainer.global_rank)
+
+
+def train_ours(**options: Any) -> None:
+    """Train in a pipeline of ours."""
+    from lightning_pipes import PipelineStrategy
+
+    on_meta = options.pop("on_meta", False)
+    train_by_lightning(ROWS, on_meta, strategy=PipelineStrategy("1f1b", microbatches=MICROBATCHES, **options))
+
+
+def train_ddp() -> None:
+    """Train by Lightning's DDP."""
+    train_by_lightning(ROWS // RANKS, strategy="ddp")
+
+
+def train_fsdp2() -> None:
+    """Train by Lightning's ModelParallelStrategy with `fully_shard` on each block."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    def configure(module: Any) -> None:
+        mesh = module.device_mesh["data_parallel"]
+        for layer in module.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+
+    strategy = ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+    train_by_lightning(ROWS // RANKS, configure=configure, strategy=strategy)
+
+
+def train_torch_pipelining() -> None:
+    """Train by torch.distributed.pipelining; each process makes only its own stage."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    peak = Peak()
+    half = (BLOCKS + 2) // 2
+    module = nn.Sequential(*make_layers(slice(half) if rank == 0 else slice(half, None)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=compute_loss)
+    for rows in make_tokens(ROWS).split(ROWS):
+        if rank == 0:
+            schedule.step(rows[:, :-1], return_outputs=False)
+        else:
+            schedule.step(target=rows[:, 1:], losses=[], return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        peak.end_step()
+    peak.save(rank)
+    dist.destroy_process_group()
+
+
+PEERS: dict[str, Callable[[], None]] = {
+    "torch pipelining": train_torch_pipelining,
+    "DDP": train_ddp,
+    "FSDP2": train_fsdp2,
+    "ours": train_ours,
+    CACHED: train_ours,
+    "ours, parameters": lambda: train_ours(partition="parameters"),
+    "ours, meta": lambda: train_ours(on_meta=True),
+}
+QUICK = ("torch pipelining", "DDP", "ours", CACHED, "ours, meta")
+
+
+# ---- the processes, and what they saved
+
+
+def run_peer(name: str, folder: Path) -> dict[str, float]:
+    """Return the larger peak in bytes, and the seconds to the end of rank 0's first step."""
+    with tempfile.TemporaryDirectory() as results:
+        threads = max(1, (os.cpu_count() or RANKS) // RANKS)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            RESULTS: results,
+            BEGUN: str(time.time()),
+        }
+        script = [str(Path(__file__).resolve()), "--peer", name]
+        by_torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        command = [sys.executable, *(by_torchrun if PEERS[name] is train_torch_pipelining else []), *script]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise SystemExit(f"{name} ended with status {done.returncode}:\n{done.stderr}")
+        found = [json.loads(Path(results, f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return {"peak": max(each["peak"] for each in found), "startup": found[0]["startup"]}
+
+
+def count_own_bytes() -> float:
+    """Return the bytes that the larger of two even stages holds while it trains.
+
+    These are weights, gradients, optimizer states and the activations of the micro-batches in flight.
+    """
+    import torch
+    from torch import nn
+
+    half = (BLOCKS + 2) // 2
+    parts = [nn.Sequential(*make_layers(cut)) for cut in (slice(half), slice(half, None))]
+    held, x = [], torch.zeros((ROWS // MICROBATCHES, TOKENS), dtype=torch.long)
+    for stage, part in enumerate(parts):
+        saved: dict[int, int] = {}
+        own = {p.untyped_storage().data_ptr() for p in part.parameters()}
+
+        def keep(tensor: torch.Tensor, saved: dict[int, int] = saved, own: set[int] = own) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = part(x)
+        weights = sum(p.nbytes for p in part.parameters())
+        held.append(4 * weights + (RANKS - stage) * sum(saved.values()))
+        x = y.detach().requires_grad_()
+    return float(max(held))
+
+
+def main() -> None:
+    """Run the peers in turns and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"one round, without {set(PEERS) - set(QUICK)}")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each peer, in turns")
+    parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peer:
+        PEERS[options.peer]()
+        return
+    import torch
+
+    names = QUICK if options.quick else tuple(PEERS)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for _ in range(1 if options.quick else options.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            for name in names:
+                found[name].append(run_peer(name, Path(folder)))
+                print(f"{name}: {found[name][-1]['peak'] / 1e6:.0f} MB", file=sys.stderr, flush=True)
+    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; GPT, {RANKS} processes")
+    print(f"{'':22} {'peak, MB':>16} {'to the first step, s':>24}")
+    for name, runs in found.items():
+        peaks, startups = ([each[key] for each in runs] for key in ("peak", "startup"))
+        print(
+            f"{name:22} {statistics.median(peaks) / 1e6:8.0f} ({min(peaks) / 1e6:.0f} to {max(peaks) / 1e6:.0f})"
+            f" {statistics.median(startups):12.2f} ({min(startups):.2f} to {max(startups):.2f})"
+        )
+
+    def middle(name: str, key: str) -> float:
+        return statistics.median(each[key] for each in found[name])
+
+    keys = {
+        "peak_over_torch": middle("ours", "peak") / middle("torch pipelining", "peak"),
+        "peak_over_ddp": middle("ours", "peak") / middle("DDP", "peak"),
+        "meta_over_own": middle("ours, meta", "peak") / count_own_bytes(),
+        "startup_over_ddp_s": middle(CACHED, "startup") - middle("DDP", "startup"),
+    }
+    print(", ".join(f"{key} {value:.2f}" for key, value in keys.items()))
+    if options.json:
+        print(json.dumps(keys))
+
+
+if __name__ == "__main__":
+    main()

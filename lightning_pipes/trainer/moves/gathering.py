@@ -1,0 +1,127 @@
+"""The layers of all ranks brought together when a run ends, one tensor at a time, into the parameters restored."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.moves.journey import go_home
+from lightning_pipes.trainer.moves.part import Part
+from lightning_pipes.trainer.ranks.control import Control
+
+
+class Side(NamedTuple):
+    """What a rank has and lacks when a run ends.
+
+    Attributes:
+        host: its machine.
+        available: bytes of free memory there.
+        missing: bytes of the layers that are on other ranks.
+        spread: whether these layers were made on `meta`, or left there by an earlier run.
+        tensors: key, shape and type of each tensor of its layers, in the order in which they are sent.
+        extra: what its layers' `get_extra_state` returns, by name.
+    """
+
+    host: str
+    available: int
+    missing: int
+    spread: bool
+    tensors: Sequence[tuple[str, tuple[int, ...], str]]
+    extra: dict[str, Any]
+
+
+def gather_layers(part: Part, pipeline: Control, gather: str) -> None:
+    """Bring the layers of other ranks to the ranks that shall have the whole module.
+
+    Collective over the ranks of a pipeline. Only one tensor more than the restored ones is in memory at a time. The
+    ranks that are left out keep the layers that they had first, and have the others on `meta`.
+
+    Args:
+        gather: "all", "rank0", "none" or "auto"; see `choose_receivers`.
+
+    Raises:
+        PipelineError: a rank has trained a tensor that another rank's copy of the layer does not have.
+    """
+    cut = part.cut
+    sides = [Side(*side) for side in pipeline.all_gather(tuple(describe_side(cut)))]
+    receivers = choose_receivers(gather, sides)
+    if len(receivers) < len(sides):
+        go_home(part)
+        sides = [Side(*side) for side in pipeline.all_gather(tuple(describe_side(cut)))]
+    cut.stays_spread = pipeline.position not in receivers
+    if not receivers:
+        return
+    own = dict(cut.tensors(cut.local))
+    for source, side in zip(pipeline.ranks, sides, strict=True):
+        for key, shape, dtype in side.tensors:
+            here = source == dist.get_rank()
+            flat = _as_bytes(own[key]) if here else _empty_bytes(shape, dtype)
+            pipeline.broadcast_tensor(flat, source)
+            if not here and not cut.stays_spread and not cut.give(key, flat.view(getattr(torch, dtype)).view(shape)):
+                raise PipelineError(
+                    f"rank {source} has trained {key}, of shape {shape}, which {type(cut.module).__name__} does not "
+                    "have on this rank; register parameters and buffers before `fit`, on every rank"
+                )
+        if not cut.stays_spread:
+            for name, value in side.extra.items():
+                cut.full.get_submodule(name).set_extra_state(value)
+
+
+def describe_side(cut: CutModule) -> Side:
+    """Return what this rank has and lacks."""
+    tensors = [(key, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in cut.tensors(cut.local)]
+    extra = {
+        name: part.get_extra_state()
+        for number in cut.local
+        for name, part in cut.full[number].named_modules(prefix=list(cut.full._modules)[number])
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    }
+    foreign = {*range(len(cut.full))} - {*cut.local}
+    missing = sum(t.nbytes for _, t in cut.tensors(foreign) if t.is_meta)
+    available = int(psutil.virtual_memory().available)
+    return Side(socket.gethostname(), available, missing, cut.stays_spread, tensors, extra)
+
+
+def choose_receivers(gather: str, sides: Sequence[Side]) -> Sequence[int]:
+    """Return the positions of the ranks that get the whole module.
+
+    By default these are all ranks where half of the free memory of each host has room for what its ranks lack, else
+    the first rank where its host has room, else none. Layers that were made on `meta` stay where they are by default.
+    """
+    everywhere = range(len(sides))
+    if gather != "auto":
+        return {"all": everywhere, "rank0": range(1), "none": range(0)}[gather]
+    if any(side.spread for side in sides):
+        return range(0)
+    needed: Counter[str] = Counter()
+    for side in sides:
+        needed[side.host] += side.missing
+    room = {side.host: side.available // 2 for side in sides}
+    if all(needed[host] <= room[host] for host in room):
+        return everywhere
+    first = sides[0]
+    chosen = range(int(first.missing <= first.available // 2))
+    rank_zero_info(
+        f"The module's layers stay spread over the ranks{' but for rank 0' if chosen else ''}: all of them need "
+        f"{max(needed.values()) / 2**30:.1f} GiB on a host where {min(side.available for side in sides) / 2**30:.1f} "
+        "GiB are free. Set PipelineStrategy(gather='all') to have the whole module on every rank after `fit`"
+    )
+    return chosen
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _empty_bytes(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype)).reshape(-1).view(torch.uint8)
