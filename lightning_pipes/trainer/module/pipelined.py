@@ -17,7 +17,7 @@ from lightning_pipes.engine.private_torch import BatchNorm, forward_hooks, unsav
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.elsewhere import Absent, HookScope, Slot, give_values
+from lightning_pipes.trainer.module.elsewhere import Absent, HookScope, Slot
 from lightning_pipes.trainer.module.proxy import Layers, StageProxy
 from lightning_pipes.trainer.private_lightning import is_compiled
 
@@ -297,12 +297,12 @@ class CutModule:
                 seen.add(id(slot.tensor))
                 yield slot.key, slot.tensor
 
-    def give(self, key: str, values: torch.Tensor) -> bool:
-        """Give the tensor `key` its values if its layer is on another rank. Return whether there is such a tensor."""
-        slots = [slot for slot in self._absent.slots if slot.key == key]
-        for slot in slots:
-            give_values(slot.tensor, values, slot.table[slot.name])
-        return bool(slots) or key in dict(self.tensors(range(len(self.full))))
+    def find_gaps(self) -> dict[str, list[Slot]]:
+        """Return the slots of each tensor by its key, which are none where the tensor is here."""
+        gaps: dict[str, list[Slot]] = {slot.key: [] for slot in self._slots_of(range(len(self.full)))}
+        for slot in self._absent.slots:
+            gaps[slot.key].append(slot)
+        return gaps
 
     def take_unsaved(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Gives layers of other ranks the buffers that `unsaved` gave there."""
@@ -315,7 +315,7 @@ class CutModule:
         """Put the whole module back.
 
         Args:
-            ended: whether the run has ended as it should and `give` has given all values, unless `stays_spread`; the
+            ended: whether the run has ended as it should and all gaps have values, unless `stays_spread`; the
                 layers of other ranks are on `meta` otherwise.
         """
         training = self.proxy.training

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.elsewhere import give_values
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.moves.journey import go_home
 from lightning_pipes.trainer.moves.part import Part
@@ -61,13 +62,17 @@ def gather_layers(part: Part, pipeline: Control, gather: str) -> None:
     cut.stays_spread = pipeline.position not in receivers
     if not receivers:
         return
-    own = dict(cut.tensors(cut.local))
+    own, gaps = dict(cut.tensors(cut.local)), cut.find_gaps()
     for source, side in zip(pipeline.ranks, sides, strict=True):
         for key, shape, dtype in side.tensors:
             here = source == dist.get_rank()
             flat = _as_bytes(own[key]) if here else _empty_bytes(shape, dtype)
             pipeline.broadcast_tensor(flat, source)
-            if not here and not cut.stays_spread and not cut.give(key, flat.view(getattr(torch, dtype)).view(shape)):
+            if here or cut.stays_spread:
+                continue
+            for slot in gaps.get(key, ()):
+                give_values(slot.tensor, flat.view(getattr(torch, dtype)).view(shape), slot.table[slot.name])
+            if key not in gaps:
                 raise PipelineError(
                     f"rank {source} has trained {key}, of shape {shape}, which {type(cut.module).__name__} does not "
                     "have on this rank; register parameters and buffers before `fit`, on every rank"

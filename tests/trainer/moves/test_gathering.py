@@ -1,0 +1,130 @@
+"""The ranks that have the whole module when a run has ended, and what the others keep."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.moves.gathering import Side, choose_receivers
+from tests.trainer.lit import LitTied, data, differences, plain_values, quiet
+
+WAYS = ("auto", "all", "rank0", "none")
+
+
+class Counting(nn.Linear):
+    """A layer with a state of its own besides tensors."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return super().forward(x)
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+class LitCounting(LitTied):
+    """Tied weights, buffers that are saved and not saved, and a layer with a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.insert(4, Counting(6, 6))
+        self.model.insert(5, nn.BatchNorm1d(5))
+        for number in (0, 6):
+            self.model[number].register_buffer("seen", torch.zeros(2), persistent=False)
+            self.model[number].register_buffer("saved", torch.zeros(2))
+
+
+def fit(module: pl.LightningModule, **strategy: Any) -> pl.Trainer:
+    devices = 2 if strategy else 1
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=PipelineStrategy("1f1b", microbatches=1, **strategy) if strategy else "auto",
+        max_epochs=1,
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data(tokens=True), batch_size=8))
+    return trainer
+
+
+def train(rank: int, piped: bool) -> dict[str, Any]:
+    """Return what a module has after one run of each way, and after a second one."""
+    quiet()
+    found: dict[str, Any] = {}
+    for way in WAYS if piped else ("all",):
+        pl.seed_everything(3, verbose=False)
+        module = LitCounting().double()
+        before = dict(module.named_parameters())
+        options = {"gather": way} if piped else {}
+        for run in (1, 2):
+            fit(module, **options)
+            state = module.state_dict()
+            here = {k: v for k, v in state.items() if not state.get(k.replace("_extra_state", "weight"), v).is_meta}
+            found[f"{way} {run}"] = plain_values({k: v for k, v in here.items() if not k.endswith("_extra_state")})
+            found[f"{way} {run}"] |= {k: v for k, v in here.items() if k.endswith("_extra_state")}
+        found[f"{way}, same objects"] = all(p is before[n] for n, p in module.named_parameters() if not p.is_meta)
+    return found
+
+
+@cache
+def pipeline() -> list[dict[str, Any]]:
+    return run_ranks(train, 2, True, timeout=300)
+
+
+@cache
+def plain() -> dict[str, Any]:
+    return run_ranks(train, 1, False, timeout=150)[0]
+
+
+@pytest.mark.parametrize("run", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_who_has_the_module(way: str, run: int) -> None:
+    whole = plain()[f"all {run}"]
+    parts = [found[f"{way} {run}"] for found in pipeline()]
+    for rank, part in enumerate(parts):
+        assert differences(part, {k: v for k, v in whole.items() if k in part}) == []
+        assert (part.keys() == whole.keys()) == (way in ("auto", "all") or (way == "rank0" and rank == 0))
+    assert {*parts[0], *parts[1]} == {*whole}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_are_the_same_objects(way: str) -> None:
+    assert all(found[f"{way}, same objects"] for found in pipeline())
+
+
+def side(host: str, available: int, missing: int, spread: bool = False) -> Side:
+    return Side(host, available, missing, spread, (), {})
+
+
+@pytest.mark.parametrize(
+    ("gather", "sides", "receivers"),
+    [
+        ("auto", [side("a", 100, 20), side("a", 100, 30)], [0, 1]),
+        ("auto", [side("a", 99, 20), side("a", 99, 30)], [0]),
+        ("auto", [side("a", 100, 20), side("b", 10, 30)], [0]),
+        ("auto", [side("a", 39, 20), side("b", 100, 30)], []),
+        ("auto", [side("a", 100, 0), side("b", 100, 30, spread=True)], []),
+        ("all", [side("a", 1, 20), side("a", 1, 30, spread=True)], [0, 1]),
+        ("rank0", [side("a", 1, 20), side("a", 1, 30)], [0]),
+        ("none", [side("a", 100, 20), side("a", 100, 30)], []),
+    ],
+)
+def test_by_default_as_memory_allows(gather: str, sides: list[Side], receivers: list[int]) -> None:
+    assert [*choose_receivers(gather, sides)] == receivers
