@@ -27,7 +27,17 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "shown",
         "page",
     ],
-    "engine": ["private_torch", "private_numpy", "watch", "monitor", "messages", "residency", "compute", "engine"],
+    "engine": [
+        "private_torch",
+        "private_numpy",
+        "allocator",
+        "watch",
+        "monitor",
+        "messages",
+        "residency",
+        "compute",
+        "engine",
+    ],
     "trainer": [
         "private_lightning",
         "versions",
