@@ -22,7 +22,7 @@ from lightning_pipes.trainer.ranks.control import Control
 
 
 class Side(NamedTuple):
-    """What a rank has and lacks when a run ends.
+    """The layers that a rank has and lacks when a run ends.
 
     Attributes:
         host: its machine.

@@ -1,4 +1,4 @@
-"""What the time of a layer depends on, besides the device: its modules, their settings and shapes, and its input."""
+"""The structure of a layer, on which its time depends besides the device: modules, settings, shapes and input."""
 
 from __future__ import annotations
 
