@@ -53,7 +53,8 @@ class Running:
         """
         run, moving = self.run, self.run.moving
         if run.streams:
-            return closure()  # every stage steps by itself when a batch's gradients are complete
+            with run.step_asked():
+                return closure()  # every stage steps by itself when a batch's gradients are complete
         if not moving.pauses():
             return usual(closure)
         result = closure()

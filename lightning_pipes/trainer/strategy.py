@@ -408,6 +408,8 @@ class PipelineStrategy(PipelineHost):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         with self._standing.telling():
             self.running.give_back_gradients()
+        if self.running.streams:  # the hooks behind it run on each stage when its gradients are there
+            return closure_loss.detach()
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

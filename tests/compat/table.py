@@ -53,6 +53,8 @@ def _line(row: Row, cells: dict[Column, str]) -> str:
     notes = [row.reason] if row.reason else []
     if isinstance(row.strategy, str):
         notes.append(f"{row.strategy.removeprefix('pipeline_')} in every column")
+    if isinstance(row.strategy, dict) and "schedule" in row.strategy:
+        notes.append(f"{row.strategy['schedule']} in every column")
     if isinstance(row.strategy, dict) and row.strategy.get("microbatches") == 1:
         notes.append("compared with microbatches=1")
     if row.tolerance > 1e-10:

@@ -20,6 +20,7 @@ from lightning_pipes.engine.messages.parcels import Key
 from lightning_pipes.engine.messages.post import Expected, Post
 from lightning_pipes.engine.private_torch import has_accumulate_hooks, has_gradient_hooks, unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState, laid_out
+from lightning_pipes.engine.residency.marks import Marks
 from lightning_pipes.ir import PlanError
 
 
@@ -64,6 +65,7 @@ class Mirrors:
         self._at_home, self._post, self.optimizers, self._group_of = at_home, post, optimizers, group_of
         self._device = device or torch.device("cpu")
         self.copies: dict[str, Mirror] = {}
+        self._marks: dict[str, Marks] = {}  # of layers at home when they were sent to other ranks
 
     def away(self, name: str) -> bool:
         """Whether a layer of that name has its home on another rank."""
@@ -93,6 +95,8 @@ class Mirrors:
         Raises:
             PlanError: something is registered on a parameter, which would not see the copy's gradients.
         """
+        if not self.away(name):
+            self._marks[name] = Marks(list(self._module(name).parameters()), values=True)
         self._post.send(rank, key, vars(self._state(name)))
 
     def expect(self, rank: int, key: Key, told: Callable[[], None]) -> Expected:
@@ -117,6 +121,14 @@ class Mirrors:
                 [state.states_on(n, device) for n in range(len(state.optimizers))],
             )
             return
+        found = self._marks.pop(name, Marks()).changed()
+        if found is not None:
+            raise PlanError(
+                f"a hook changes {found[1]} of layer {name!r} where the layer is at home, while a batch has it on "
+                "another rank: the change would be lost. Change weights in "
+                "on_train_epoch_start, or those that a batch steps by optimizer.register_step_post_hook; or leave out "
+                "what cuts batches, as balanced=True does"
+            )
         state.put(module, device)
         left_out = {_join(at, key) for at, part in module.named_modules() for key in unsaved_buffers(part)}
         with torch.no_grad():
@@ -159,6 +171,22 @@ class Mirrors:
                     mirror.states[number] = {at: LayerState.with_host(state) for at, state in found.items()}
                 for settings, count in zip(optimizer.param_groups, own[number], strict=True):
                     del settings["params"][count:]
+
+    @contextmanager
+    def in_module(self, names: Iterable[str]) -> Iterator[None]:
+        """In the block the module has the copies of those of the layers that are `away` in place of its own."""
+        own: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
+        for name in sorted(name for name in names if self.away(name)):
+            for at, p in self.copies[name].parameters.items():
+                part, _, last = at.rpartition(".")
+                table = self._module(name).get_submodule(part)._parameters
+                own.append((table, last, table[last]))
+                table[last] = p
+        try:
+            yield
+        finally:
+            for table, last, before in own:
+                table[last] = before
 
     def _state(self, name: str) -> LayerState:
         module = self._module(name)

@@ -58,3 +58,7 @@ class Mirroring:
     def stepping(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """In the block the optimizers step these layers, also those that are at home on other ranks."""
         return self._mirrors.in_optimizers(names)
+
+    def shown(self, names: Iterable[str]) -> AbstractContextManager[None]:
+        """In the block the module has these layers, as the user's hooks see it, also those of other ranks."""
+        return self._mirrors.in_module(names)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -126,6 +126,7 @@ class PipelineRun:
         listeners: told of what happens in a stream.
         looks: what planners get to see of the last batches.
         moving: the moves of layers.
+        steps_asked: whether an optimizer is asked to step by the batch that runs.
 
     Raises:
         PlanError: the transport can't be had here.
@@ -154,6 +155,7 @@ class PipelineRun:
         self.took: list[int] = []
         self.listeners: list[Listener] = []
         self.looks = Looks(ranks)
+        self.steps_asked = False
         self.replay = LogReplay(cut.module)
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self.trainer = trainer
@@ -203,6 +205,15 @@ class PipelineRun:
         out = self._training.train(batch, arguments, optimizers, complete)
         self._evaluated = 0
         return out
+
+    @contextmanager
+    def step_asked(self) -> Iterator[None]:
+        """In the block an optimizer is asked to step by the batch that runs."""
+        self.steps_asked = True
+        try:
+            yield
+        finally:
+            self.steps_asked = False
 
     def drain(self) -> None:
         """Finishes what `train` has left for later; every rank calls it after the same batch."""

@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
@@ -41,7 +42,9 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.notices import Notices
 from lightning_pipes.trainer.reports.report import Window
+from lightning_pipes.trainer.step.between_steps import BetweenSteps
 from lightning_pipes.trainer.step.cuts import Cuts
+from lightning_pipes.trainer.step.hook_view import has_hooks
 from lightning_pipes.trainer.step.own_steps import OwnSteps
 from lightning_pipes.trainer.step.steps import TrainingBatch
 from lightning_pipes.trainer.step.uses import Overlap, SaysLayers, check_layers, use_of
@@ -99,7 +102,16 @@ class Streaming(Training):
         self._under_way: deque[StreamedBatch] = deque()
         self._unsaid: deque[StreamedBatch] = deque()  # those that the last stage has not told of
         self._window = StreamWindow()
-        self._overlap = Overlap()
+        self._overlap = Overlap(run.cut.module, schedule, len(run.global_ranks))
+        self._between = BetweenSteps(
+            schedule.name,
+            run.cut.module,
+            run.cut.full,
+            lambda: run.part.holdings.local,
+            partial(has_hooks, run.cut.module, private.callbacks(run.trainer)),
+            memory is None,
+        )
+        self._orders_uses = isinstance(schedule, Policy)  # results are those of one batch after another
         several = len(run.global_ranks) > 1
         self._mirroring = Mirroring(run) if several and Cuts.wanted(run.cut.module, schedule) else None
         if self._mirroring is not None:
@@ -107,8 +119,10 @@ class Streaming(Training):
         self._ordering = self._looked_by = run.plans
         self._throttled = False  # each batch runs alone, for memory is short
         self._optimizers: Sequence[Optimizer] = ()
+        self._last_number = -1
         self._steps: OwnSteps | None = None  # of this window: layers move between windows
         self._unstepped: dict[int, Item] = {}  # batches under way, which may have left gradients
+        self._recent: dict[int, Item] = {}  # those, and later ones that have overtaken them
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._latest: Any = torch.full((), torch.nan, device=run.device)
 
@@ -119,6 +133,8 @@ class Streaming(Training):
         rows = rows_of(batch)
         run.check(batch, arguments[0] if arguments else fit_loop.batch_idx, TRAINING)
         number = fit_loop.total_batch_idx
+        self._check_step(number, complete)
+        self._between.check()
         plans = run.moving.plans(partial(self._revised, rows, number), number)
         if engine.open and (rows > engine.plan.jobs[0].rows or plans is not self._ordering or self._throttled):
             self.drain()
@@ -126,6 +142,7 @@ class Streaming(Training):
             self._ordering = plans
             with self.own_gradients():  # those that are accumulated move with their layers
                 run.turn_to(*plans.for_rows(rows))
+            self._between.forget_layers()
             self._steps = None
         if self._optimizers is not optimizers:
             self._optimizers, self._steps = optimizers, None
@@ -156,6 +173,7 @@ class Streaming(Training):
         if self._mirroring is not None and use is not None:
             use = self._mirroring.use(batch, use, engine.plan)
         item = self._unstepped[number] = Item(number, rows, data, use=use)
+        self._recent = {n: each for n, each in self._recent.items() if n >= min(self._unstepped)} | {number: item}
         with run.hidden.batch(training=True), self.own_gradients():
             run.inject(item)
             self._window.add(use or Use.whole(engine.plan))
@@ -163,7 +181,23 @@ class Streaming(Training):
         self._tell()
         if private.pauses_after_this_batch(run.trainer):
             run.drain()
+        if self._orders_uses:
+            self._between.begin(item.use for item in self._unstepped.values())
         return self._latest
+
+    def _check_step(self, number: int, complete: bool) -> None:
+        """Refuse batches whose step the user's code leaves out, takes later or takes twice."""
+        run, last = self._run, self._last_number
+        self._last_number = number
+        if (complete and not run.steps_asked) or number == last:
+            owner, name = type(run.cut.module).__name__, run.plans.schedule.name
+            raise PipelineError(
+                f"{owner}.optimizer_step calls the closure of batch {number} {'again' if number == last else ''} "
+                f"outside of optimizer.step(closure=...), as if to step later or not at all. With schedule {name!r} "
+                "each stage steps as soon as the gradients of a batch are complete there. Call "
+                "optimizer.step(closure=optimizer_closure) once for every batch, or use a schedule that flushes "
+                "between batches, such as '1f1b'"
+            )
 
     def _revised(self, rows: int, batch: int) -> Plans:
         """The answer of the planner, once all ranks are known to have told what they have seen."""
@@ -191,11 +225,14 @@ class Streaming(Training):
 
     def drain(self) -> None:
         run, engine = self._run, self._run.engine
+        self._between.check()
         if not engine.open:
             return
         with private.as_in_training_step(run.trainer), torch.enable_grad():
             with self.own_gradients():
                 engine.drain()
+                if self._orders_uses:
+                    self._between.check_gradients(self._last_number, self._with_gradients(), thorough=True)
             self._tell()
         if self._memory is not None:
             self._memory.flush()
@@ -215,32 +252,49 @@ class Streaming(Training):
         run, data = self._run, item.data
         run.check_loss(item)
         data.stepped += 1
+        if data.complete and run.part.reducer is not None:
+            run.part.reducer.finish()
+        with self._own_gradients_of(stage, item) as mine, self._shown(stage, item):
+            with self._hooks(item, mine):
+                run.trainer.precision_plugin.post_backward(torch.zeros(()), run.cut.module)
+            if data.complete:
+                self._step(stage, item, mine)
         if data.complete:
-            self._step(stage, item)
             for listener in run.listeners:
                 listener.stepped(stage, item)
         self._say()
 
-    def _step(self, stage: Stage, item: Item) -> None:
-        run, data = self._run, item.data
-        if run.part.reducer is not None:
-            run.part.reducer.finish()
-        mine = stage.stepped(item)
+    @contextmanager
+    def _own_gradients_of(self, stage: Stage, item: Item) -> Iterator[list[nn.Parameter]]:
+        """In the block the parameters that `item` steps on a stage have gradients, and no others."""
+        with_gradients, mine = self._with_gradients(), stage.stepped(item)
+        if item.use is not None:
+            self._between.check_gradients(item.number, with_gradients)
         ids = {id(p) for p in mine}
-        others = [(p, p.grad) for p in self._with_gradients() if id(p) not in ids]
+        others = [(p, p.grad) for p in with_gradients if id(p) not in ids]
         for p, _ in others:
             p.grad = None
+        yield mine
+        for p, gradient in others:
+            p.grad = gradient
+
+    def _hooks(self, item: Item, mine: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """The user's hooks that run in the block may change what `item` steps on this stage."""
+        others = [each.use for each in self._recent.values() if each is not item] if self._orders_uses else ()
+        return self._between.step_hooks(others, mine)
+
+    def _step(self, stage: Stage, item: Item, mine: Sequence[nn.Parameter]) -> None:
+        run, data = self._run, item.data
         steps = self._steps = self._steps or OwnSteps(self._optimizers)
         run.moving.before_step(item.number)
         for number, (optimizer, settings) in enumerate(zip(self._optimizers, data.settings, strict=True)):
             with steps.only(number, optimizer, mine), self._stepping(stage, item):
                 with told(optimizer, settings):
-                    private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
+                    with self._hooks(item, mine):
+                        private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
                     if not run.moving.takes(item.number, number, optimizer, stage.layers):
                         optimizer.step()
                 optimizer.zero_grad()
-        for p, gradient in others:
-            p.grad = gradient
         if data.stepped == len(run.stages):
             before = [n for n, each in self._unstepped.items() if n < item.number and not each.data.complete]
             for number in (*before, item.number):
@@ -250,6 +304,11 @@ class Streaming(Training):
         if self._mirroring is None or item.use is None:
             return nullcontext()
         return self._mirroring.stepping(item.use.stepped(stage.number))
+
+    def _shown(self, stage: Stage, item: Item) -> AbstractContextManager[None]:
+        if self._mirroring is None or item.use is None:
+            return nullcontext()
+        return self._mirroring.shown(item.use.stepped(stage.number))
 
     def give_back_gradients(self) -> None:
         pass

@@ -36,7 +36,7 @@ class HookView:
                 marked = getattr(getattr(module, name), "on_every_stage", False)
                 self._wrap(module, name, everywhere or marked)
         for callback in callbacks:
-            if type(callback).__module__.partition(".")[0] in _OURS and not isinstance(callback, LambdaCallback):
+            if _is_ours(callback):
                 continue
             for name in _hooks(pl.Callback):
                 if is_overridden(name, callback, pl.Callback):
@@ -73,6 +73,20 @@ class HookView:
 
         vars(owner)[name] = run
         self._undo.append(undo)
+
+
+def has_hooks(module: pl.LightningModule, callbacks: Iterable[pl.Callback], names: Iterable[str]) -> bool:
+    """Return whether the module, or a callback that is not Lightning's own, overrides one of these hooks."""
+    theirs = [callback for callback in callbacks if not _is_ours(callback)]
+    return any(
+        is_overridden(name, module)
+        or any(hasattr(pl.Callback, name) and is_overridden(name, each, pl.Callback) for each in theirs)
+        for name in names
+    )
+
+
+def _is_ours(callback: pl.Callback) -> bool:
+    return type(callback).__module__.partition(".")[0] in _OURS and not isinstance(callback, LambdaCallback)
 
 
 def _hooks(kind: type) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_pipes.ir import Delayed, Kind, PipelineError, Plan, Use
+from lightning_pipes.ir import Delayed, Kind, PipelineError, Plan, Policy, Schedule, Use
 from lightning_pipes.trainer.module.proxy import Layers
 
 T = TypeVar("T")
@@ -56,9 +56,17 @@ def numbered(full: Layers, said: Mapping[str, T]) -> dict[str, T]:
 
 
 class Overlap:
-    """Looks whether a layer that every batch steps keeps batches from overlapping, and says so once."""
+    """Looks whether batches can overlap, and warns once where they can't: a layer that every batch steps, or a module
+    that does not say which layers batches use."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: pl.LightningModule, schedule: Schedule | Policy, ranks: int) -> None:
+        if ranks > 1 and isinstance(schedule, Policy) and not isinstance(module, SaysLayers):
+            owner = type(module).__name__
+            rank_zero_warn(
+                f"schedule {schedule.name!r} has batches overlap that use different layers, and {owner} has no "
+                "layers_of_batch to say which: one batch is trained after another. Give it layers_of_batch, as a "
+                "Supernet's module has it, or use a schedule for batches that use all layers, such as '1f1b'"
+            )
         self._always: frozenset[str] | None = None
         self._batches = 0
 

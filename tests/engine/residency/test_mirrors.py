@@ -108,3 +108,26 @@ def test_what_would_not_see_gradients_is_refused() -> None:
         mirrors.send("1.0", 1, "there")
     handle.remove()
     mirrors.send("1.0", 1, "there")
+
+
+def test_a_change_at_home_while_a_layer_is_away_is_refused() -> None:
+    layers, _, mirrors, desk = side(home=True)
+    mirrors.send("1.0", 1, "there")
+    mirrors.install("1.0", desk.content)
+    mirrors.send("1.0", 1, "there")
+    layers[1].get_submodule("0.conv").weight.data.clamp_(-0.01, 0.01)
+    with pytest.raises(PlanError, match=r"changes the values of layer '1.0' where the layer is at home"):
+        mirrors.install("1.0", desk.content)
+
+
+def test_in_module_shows_copies_in_place_of_a_layers_own() -> None:
+    _, _, mirrors, desk = side(home=True)
+    theirs, _, away, _ = side(home=False)
+    mirrors.send("1.0", 1, "there")
+    away.install("1.0", desk.content)
+    own = dict(theirs.named_parameters())
+    with away.in_module(["0", "1.0"]):
+        shown = dict(theirs.named_parameters())
+    assert dict(theirs.named_parameters()) == own
+    copied = {f"1.0.{at}": p for at, p in away.copies["1.0"].parameters.items()}
+    assert {name: p for name, p in shown.items() if p is not own[name]} == copied

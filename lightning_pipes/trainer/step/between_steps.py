@@ -1,0 +1,185 @@
+"""Hooks between two steps of batches that overlap: what one process would do there, or a refusal.
+
+Lightning calls hooks at its own pace, while earlier batches are still under way. A hook may change what none of them
+uses. A change to a parameter that one of them uses would come too early for it, or too late.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipes.engine.residency.marks import Marks
+from lightning_pipes.ir import PipelineError, Use
+from lightning_pipes.trainer.module.proxy import Layers
+
+LOOKED_AT, EVERY = 20, 50
+"""Values are compared, and all gradients looked at, in the first batches of a run and later in every `EVERY`-th."""
+FEW = 500
+"""Parameters whose gradients are looked at in every batch."""
+
+BATCH_HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "optimizer_zero_grad"),
+    *("optimizer_step", "lr_scheduler_step", "on_before_batch_transfer", "on_after_batch_transfer"),
+)
+STEP_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+
+
+class BetweenSteps:
+    """Finds what hooks change, and what batches train, though batches under way need it as it is.
+
+    Args:
+        schedule: its name, for messages.
+        full: the pipelined layers, of which those in `local()` are here.
+        overridden: says whether the user has hooks of these names.
+        values: whether the values of parameters can be read between batches.
+    """
+
+    def __init__(
+        self,
+        schedule: str,
+        module: pl.LightningModule,
+        full: Layers,
+        local: Callable[[], Iterable[int]],
+        overridden: Callable[[Iterable[str]], bool],
+        values: bool,
+    ) -> None:
+        self._schedule, self._module, self._full, self._local = schedule, module, full, local
+        self._between, self._before_steps = overridden(BATCH_HOOKS), overridden(STEP_HOOKS)
+        self._values = values
+        self._parts: dict[str, tuple[nn.Parameter, ...]] = {}
+        self._marks = Marks()
+        self._batches = 0
+
+    def begin(self, uses: Iterable[Use | None]) -> None:
+        """The user's hooks may run until `check`, while batches with these uses are under way."""
+        self._batches += 1
+        if self._between:
+            self._marks = Marks(list(self._parameters(uses).values()), self._values and self._looks())
+
+    def check(self) -> None:
+        """Compare what batches under way use with what it was at `begin`.
+
+        Raises:
+            PipelineError: a hook has changed it.
+        """
+        marks, self._marks = self._marks, Marks()
+        self._compare(marks, "between two batches, as in on_train_batch_start or on_train_batch_end")
+
+    @contextmanager
+    def step_hooks(self, uses: Iterable[Use | None], own: Iterable[nn.Parameter]) -> Iterator[None]:
+        """In the block hooks run before the step of the parameters `own`; batches with `uses` may have run before.
+
+        Raises:
+            PipelineError: a hook changes what those use.
+        """
+        if not self._before_steps:
+            yield
+            return
+        others = self._parameters(uses)
+        for p in own:
+            others.pop(id(p), None)
+        marks = Marks(list(others.values()), self._values and self._looks())
+        yield
+        self._compare(marks, "before the step of another batch, as in on_before_optimizer_step")
+
+    def check_gradients(self, number: int, named: Iterable[torch.Tensor], thorough: bool = False) -> None:
+        """Look for gradients of parameters that no batch under way has named.
+
+        Args:
+            number: of the batch that has run its backward.
+            named: the parameters that may have gradients.
+            thorough: look at all parameters, however many there are.
+
+        Raises:
+            PipelineError: there are such gradients.
+        """
+        every = self._parameters([None])
+        if not (thorough or self._looks() or len(every) <= FEW):
+            return
+        ids = {id(p) for p in named}
+        wrong = [p for at, p in every.items() if p.grad is not None and at not in ids]
+        if wrong:
+            raise PipelineError(
+                f"batch {number}, or one shortly before it, trains {self._named(wrong)}, and layers_of_batch does not "
+                f"name the layer: with schedule {self._schedule!r} its gradient would stay for a later batch. Let "
+                "layers_of_batch name every layer with parameters that a batch goes through, with False for those "
+                "that it only reads"
+            )
+
+    def forget_layers(self) -> None:
+        """Layers have moved to other ranks."""
+        self._parts.clear()
+
+    def _looks(self) -> bool:
+        return self._batches <= LOOKED_AT or self._batches % EVERY == 0
+
+    def _compare(self, marks: Marks, when: str) -> None:
+        found = marks.changed()
+        if found is not None:
+            p, what = found
+            raise PipelineError(
+                f"a hook of {type(self._module).__name__} or of a callback changes {what} of {self._named([p])} "
+                f"{when}. With schedule {self._schedule!r} other batches that use it are under way, and would see the "
+                "change too early or too late. Change weights in on_train_epoch_start, or those that a batch steps by "
+                "optimizer.register_step_post_hook; or use a schedule that flushes between batches, such as '1f1b'"
+            )
+
+    def _named(self, parameters: Sequence[nn.Parameter]) -> str:
+        ids = {id(p) for p in parameters}
+        names = [name for name, p in self._module.named_parameters() if id(p) in ids]
+        return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "a parameter"
+
+    def _parameters(self, uses: Iterable[Use | None]) -> dict[int, nn.Parameter]:
+        """Return the parameters of this rank that these uses name, by id; None names all of them."""
+        local = [str(number) for number in self._local()]
+        names = {name for use in uses for name in (local if use is None else chain(*use.layers))}
+        return {id(p): p for name in names for p in self._of(name)}
+
+    def _of(self, name: str) -> tuple[nn.Parameter, ...]:
+        found = self._parts.get(name)
+        if found is None:
+            number, _, part = name.partition(".")
+            here = int(number) in set(self._local())
+            found = tuple(self._full[int(number)].get_submodule(part).parameters()) if here else ()
+            self._parts[name] = found
+        return found
+
+
+def check_clearing(module: pl.LightningModule, schedule: str) -> Callable[[], None]:
+    """Have the module's own `optimizer_zero_grad` watched; return what undoes it.
+
+    Raises:
+        PipelineError: when it runs, and leaves gradients, or zeros in place of gradients.
+    """
+    if not is_overridden("optimizer_zero_grad", module):
+        return lambda: None
+    hook = module.optimizer_zero_grad
+
+    @functools.wraps(hook)
+    def run(epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        probe = next((p for group in optimizer.param_groups for p in group["params"] if p.grad is None), None)
+        if probe is not None:
+            probe.grad = torch.zeros_like(probe)
+        hook(epoch, batch_idx, optimizer)
+        left, unset = probe is not None and probe.grad is not None, None
+        if probe is not None:
+            probe.grad = unset
+        if left:
+            raise PipelineError(
+                f"{type(module).__name__}.optimizer_zero_grad leaves gradients, or zeros in their place: one process "
+                "would step layers that a batch does not use, by momentum and weight decay, and schedule "
+                f"{schedule!r} steps those that it uses. Let it call optimizer.zero_grad(), or leave it out; or use a "
+                "schedule that flushes between batches, such as '1f1b'"
+            )
+
+    module.__dict__["optimizer_zero_grad"] = run
+    return lambda: module.__dict__.pop("optimizer_zero_grad", None) and None

@@ -1,0 +1,195 @@
+"""Supernets of the compatibility table, trained by schedule csp: what their hooks do while subnets overlap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from lightning_pipes.supernets import ChoiceBlock, Space, Subnet, SubnetStream, Supernet, Uniform
+from tests.trainer.lit import WIDTH, data
+
+BLOCKS, CANDIDATES, BATCHES = 6, 3, 9
+SPACE = Space.of([CANDIDATES] * BLOCKS)
+
+
+def subnet_loaders() -> dict[str, Any]:
+    return {"train_dataloaders": stream().paired(DataLoader(data(8 * BATCHES), batch_size=8))}
+
+
+def stream(seed: int = 1) -> SubnetStream:
+    return SubnetStream(Uniform(SPACE, seed=seed))
+
+
+class LitSupernet(pl.LightningModule):
+    """An ordinary supernet: each batch trains one candidate of each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (
+            ChoiceBlock([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(CANDIDATES)])
+            for _ in range(BLOCKS)
+        )
+        self.net = Supernet(*blocks, nn.Linear(WIDTH, 3), shared="per_choice")
+
+    def layers_of_batch(self, batch: Any) -> Any:
+        return self.net.layers_of(batch[-1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x, y), subnet = batch
+        return F.cross_entropy(self.net((x, subnet)), y)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.1)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8), "interval": "step"}]
+
+
+class LeavesStepsOut(LitSupernet):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 3 == 1:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+class SetsRates(LitSupernet):
+    """Sets the learning rate of each batch before its step, and clears gradients as usual."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (1 + batch_idx)
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad()
+
+
+class ZeroesGradients(LitSupernet):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class ScalesGradients(LitSupernet):
+    """Changes gradients in both hooks that come before the step, in place and by another tensor."""
+
+    def on_after_backward(self) -> None:
+        for p in self.net.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-0.01, 0.02)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, p in self.named_parameters():
+            if p.grad is not None and name.endswith("bias"):
+                p.grad = p.grad.sign() * 0.01 * len(name)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.015)
+
+
+class ScalesInACallback(pl.Callback):
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = p.grad.sign()
+
+
+class ClampsWeights(LitSupernet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.clamp_(-0.125, 0.125)
+
+
+class ClampsData(LitSupernet):
+    """As in a Wasserstein GAN."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for p in self.parameters():
+            p.data.clamp_(-0.125, 0.125)
+
+
+class ClampsBeforeSteps(LitSupernet):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            for p in self.net.parameters():
+                p.clamp_(-0.125, 0.125)
+
+
+class ClampsAtEpochs(LitSupernet):
+    def on_train_epoch_start(self) -> None:
+        with torch.no_grad():
+            for p in self.net.parameters():
+                p.clamp_(-0.125, 0.125)
+
+
+class ClampsInTheOptimizer(LitSupernet):
+    """What the refusal of the others recommends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        clamp(SGD(self.parameters()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.1)
+        optimizer.register_step_post_hook(clamp)
+        return optimizer
+
+
+def clamp(optimizer: Any, *_: Any) -> None:
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.clamp_(-0.125, 0.125)
+
+
+class FreezesLater(LitSupernet):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for candidate in (self.net[0][0], self.net[3][1], self.net[5][0], self.net[5][1]):
+            candidate.requires_grad_(batch_idx < 3)
+
+
+class FreezesAtEpochs(LitSupernet):
+    def on_train_epoch_start(self) -> None:
+        for block in (self.net[1], self.net[4]):
+            block.requires_grad_(self.current_epoch != 0)
+
+
+class LeavesOut(LitSupernet):
+    """Does not name a layer that its batches train."""
+
+    def layers_of_batch(self, batch: Any) -> Any:
+        found = self.net.layers_of(batch[-1])
+        return {name: stepped for name, stepped in found.items() if not name.startswith("2.")}
+
+
+class SaysNothing(LitSupernet):
+    layers_of_batch: Any = None
+
+
+class DrawsByRank(LitSupernet):
+    """Draws the subnet of a batch by itself, another one on each rank."""
+
+    def subnet(self, batch: Any) -> Subnet:
+        return Subnet([(self.global_rank + batch[-1].id + n) % CANDIDATES for n in range(BLOCKS)], batch[-1].id)
+
+    def layers_of_batch(self, batch: Any) -> Any:
+        return self.net.layers_of(self.subnet(batch))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x, y), _ = batch
+        return F.cross_entropy(self.net((x, self.subnet(batch))), y)
+
+
+class StreamByRank(LitSupernet):
+    """Each rank has a stream of its own."""
+
+    def train_dataloader(self) -> Any:
+        return stream(seed=self.global_rank).paired(DataLoader(data(8 * BATCHES), batch_size=8))
