@@ -1,0 +1,79 @@
+"""Rows of the compatibility table about supernets, trained by schedule csp."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tests.compat import supernet_modules as nets
+from tests.compat.registry import ROWS, row
+from tests.compat.runs import Found
+from tests.trainer.lit import differences
+
+
+def equal_weights(ranks: list[Found], plain: Found) -> None:
+    assert not differences(ranks[0]["weights"], plain["weights"], 1e-10, "weights")
+
+
+supernet = partial(
+    row,
+    "Supernets",
+    loaders=nets.subnet_loaders,
+    differs=frozenset({"outputs"}),  # of the latest subnet that is known
+)
+CSP: dict[str, Any] = {"schedule": "csp", "schedule_args": {}}
+BALANCED: dict[str, Any] = {"schedule": "csp", "schedule_args": {"balanced": True}}
+for name, kind, more in (
+    ("a subnet each batch", nets.LitSupernet, {}),
+    ("gradients changed in on_after_backward, on_before_optimizer_step, clipping", nets.ScalesGradients, {}),
+    (
+        "gradients changed in a callback's on_after_backward",
+        nets.LitSupernet,
+        {"callbacks": [nets.ScalesInACallback()]},
+    ),
+    ("weights clamped by a hook of the optimizer", nets.ClampsInTheOptimizer, {}),
+):
+    supernet(name, more, module=kind, strategy=CSP)
+    supernet(f"{name}; balanced", more, module=kind, strategy=BALANCED)
+for name, kind in (
+    ("optimizer_step that sets learning rates, optimizer_zero_grad", nets.SetsRates),
+    ("weights clamped in on_train_epoch_start", nets.ClampsAtEpochs),
+    ("requires_grad_ in on_train_epoch_start", nets.FreezesAtEpochs),
+):
+    supernet(name, module=kind, strategy=CSP)
+USE_STEP_HOOK = "earlier batches are under way; use optimizer.register_step_post_hook or on_train_epoch_start"
+CHANGED = "other batches that use it are under way"
+for name, kind, refused, reason in (
+    (
+        "optimizer_step that leaves steps out",
+        nets.LeavesStepsOut,
+        "outside of optimizer.step(closure=...)",
+        "each stage steps as soon as a batch's gradients are there",
+    ),
+    (
+        "optimizer_zero_grad(set_to_none=False)",
+        nets.ZeroesGradients,
+        "leaves gradients, or zeros in their place",
+        "layers that a batch does not use would be stepped",
+    ),
+    ("weights clamped in on_train_batch_end", nets.ClampsWeights, CHANGED, USE_STEP_HOOK),
+    ("p.data clamped in on_train_batch_end", nets.ClampsData, CHANGED, USE_STEP_HOOK),
+    ("weights clamped in on_before_optimizer_step", nets.ClampsBeforeSteps, CHANGED, USE_STEP_HOOK),
+    ("requires_grad_ in on_train_batch_start", nets.FreezesLater, CHANGED, "use on_train_epoch_start"),
+    ("layers_of_batch that leaves out a layer", nets.LeavesOut, "does not name the layer", "name every layer"),
+    ("subnets drawn by each rank for itself", nets.DrawsByRank, "use different layers", "use one seed"),
+    ("a stream with a seed for each rank", nets.StreamByRank, "use different layers", "use one seed"),
+):
+    more = {} if kind is not nets.StreamByRank else {"loaders": dict}
+    supernet(name, module=kind, strategy=CSP, refused=refused, reason=reason, **more)
+for name in ("p.data clamped in on_train_batch_end", "a stream with a seed for each rank"):
+    ROWS[f"{name}; balanced"] = replace(ROWS[name], name=f"{name}; balanced", strategy=BALANCED)
+supernet(
+    "no layers_of_batch",
+    module=nets.SaysNothing,
+    strategy=CSP,
+    warned="has no layers_of_batch to say which",
+    reason="equal, but one batch after another",
+    check=equal_weights,
+)
