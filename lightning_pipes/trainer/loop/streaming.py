@@ -47,7 +47,7 @@ from lightning_pipes.trainer.step.cuts import Cuts
 from lightning_pipes.trainer.step.hook_view import has_hooks
 from lightning_pipes.trainer.step.own_steps import OwnSteps
 from lightning_pipes.trainer.step.steps import TrainingBatch
-from lightning_pipes.trainer.step.uses import Overlap, SaysLayers, check_layers, use_of
+from lightning_pipes.trainer.step.uses import Overlap, SaysLayers, check_layers, use_of, warn_without_uses
 
 
 @dataclass
@@ -102,7 +102,8 @@ class Streaming(Training):
         self._under_way: deque[StreamedBatch] = deque()
         self._unsaid: deque[StreamedBatch] = deque()  # those that the last stage has not told of
         self._window = StreamWindow()
-        self._overlap = Overlap(run.cut.module, schedule, len(run.global_ranks))
+        self._overlap = Overlap()
+        warn_without_uses(run.cut.module, schedule, len(run.global_ranks))
         self._between = BetweenSteps(
             schedule.name,
             run.cut.module,

@@ -56,17 +56,9 @@ def numbered(full: Layers, said: Mapping[str, T]) -> dict[str, T]:
 
 
 class Overlap:
-    """Looks whether batches can overlap, and warns once where they can't: a layer that every batch steps, or a module
-    that does not say which layers batches use."""
+    """Looks whether a layer that every batch steps keeps batches from overlapping, and says so once."""
 
-    def __init__(self, module: pl.LightningModule, schedule: Schedule | Policy, ranks: int) -> None:
-        if ranks > 1 and isinstance(schedule, Policy) and not isinstance(module, SaysLayers):
-            owner = type(module).__name__
-            rank_zero_warn(
-                f"schedule {schedule.name!r} has batches overlap that use different layers, and {owner} has no "
-                "layers_of_batch to say which: one batch is trained after another. Give it layers_of_batch, as a "
-                "Supernet's module has it, or use a schedule for batches that use all layers, such as '1f1b'"
-            )
+    def __init__(self) -> None:
         self._always: frozenset[str] | None = None
         self._batches = 0
 
@@ -101,6 +93,17 @@ def speed_behind(plan: Plan, stage: int) -> float:
     there on."""
     m = len(plan.spans(Kind.F, stage))
     return m / (m + plan.n_stages - 1 - stage)
+
+
+def warn_without_uses(module: pl.LightningModule, schedule: Schedule | Policy, ranks: int) -> None:
+    """Warn of a module that does not say which layers batches use, for a schedule that goes by that."""
+    if ranks > 1 and isinstance(schedule, Policy) and not isinstance(module, SaysLayers):
+        owner = type(module).__name__
+        rank_zero_warn(
+            f"schedule {schedule.name!r} has batches overlap that use different layers, and {owner} has no "
+            "layers_of_batch to say which: one batch is trained after another. Give it layers_of_batch, as a "
+            "Supernet's module has it, or use a schedule for batches that use all layers, such as '1f1b'"
+        )
 
 
 def check_layers(module: pl.LightningModule, full: Layers) -> None:
