@@ -64,6 +64,21 @@ class LitSometimes(LitSynced):
         return out + self.extra(out * chosen[:, None]) if chosen.any() else out
 
 
+class LitUnfrozen(LitSynced):
+    """One layer and what is around them train from the third step on."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._train(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._train(self.global_step >= 2)
+
+    def _train(self, trained: bool) -> None:
+        for part in (self.inlet, self.outlet, self.model[2]):
+            part.requires_grad_(trained)
+
+
 class Dealt(Sampler[int]):
     """For one process: what Lightning's DistributedSampler deals out to the replicas, batch by batch."""
 
@@ -91,6 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
     "interleaved": {"strategy": {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 2}}},
     "clipped, accumulated": {"trainer": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}},
     "no gradient on one replica": {"module": LitSometimes},
+    "frozen at first": {"module": LitUnfrozen},
     "stopped early": {
         "trainer": {"max_epochs": 6, "callbacks": lambda: [EarlyStopping("val_loss", patience=1, min_delta=10.0)]}
     },

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,11 +61,30 @@ class Bucket:
         self._flat, self._wait = None, lambda: None
 
 
+class Trained:
+    """The parameters that have been trainable at some time: a hook may freeze and unfreeze them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = tuple(parameters)
+        self._known: set[int] = set()
+        self.grow()
+
+    def grow(self) -> bool:
+        """Add those that are trainable now; return whether any of them is new."""
+        before = len(self._known)
+        self._known.update(id(p) for p in self._parameters if p.requires_grad)
+        return len(self._known) > before
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Return whether it is one of them."""
+        return id(parameter) in self._known
+
+
 def buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET_BYTES) -> list[Bucket]:
-    """Trainable parameters in buckets of about `size` bytes: the last ones first, as backward reaches them."""
+    """Parameters in buckets of about `size` bytes: the last ones first, as backward reaches them."""
     found: list[Bucket] = []
     groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for p in reversed([p for p in parameters if p.requires_grad]):
+    for p in reversed(list(parameters)):
         group = groups.setdefault((p.dtype, p.device), [])
         group.append(p)
         if sum(q.numel() * q.element_size() for q in group) >= size:
@@ -94,19 +114,17 @@ class Reducer:
         replicas: int,
         size: int = BUCKET_BYTES,
     ) -> None:
-        self._buckets = {stage: buckets(found, size) for stage, found in parameters.items()}
+        self._parameters = {stage: tuple(found) for stage, found in parameters.items()}
+        self._trained = Trained(p for found in self._parameters.values() for p in found)
+        self._size = size
         self._all_reduce = all_reduce
         self._replicas = replicas
         self._under_way: list[Bucket] = []
         self._started = 0
         self._waiting: list[tuple[Bucket, set[int]]] = []
         """Buckets of the stage under way, in order, each with the ids of the parameters that are not complete."""
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._complete)  # type: ignore[no-untyped-call]
-            for found in parameters.values()
-            for p in found
-            if p.requires_grad
-        ]
+        self._hooks: list[Any] = []
+        self._fill()
 
     @contextmanager
     def last_backward(self, stage: int) -> Iterator[None]:
@@ -115,6 +133,9 @@ class Reducer:
         Raises:
             PipelineError: a gradient is sparse, or comes in two parts.
         """
+        if self._trained.grow():
+            self.remove()
+            self._fill()
         self._started = 0
         self._waiting = [(bucket, {id(p) for p in bucket.parameters}) for bucket in self._buckets[stage]]
         try:
@@ -133,6 +154,16 @@ class Reducer:
         """Takes the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
+
+    def _fill(self) -> None:
+        trained = {stage: [*filter(self._trained.has, found)] for stage, found in self._parameters.items()}
+        self._buckets = {stage: buckets(found, self._size) for stage, found in trained.items()}
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._complete)  # type: ignore[no-untyped-call]
+            for found in trained.values()
+            for p in found
+            if p.requires_grad
+        ]
 
     def _complete(self, parameter: torch.Tensor) -> None:
         for number, (bucket, missing) in enumerate(self._waiting):

@@ -59,7 +59,8 @@ class Flushing(Training):
         data = TrainingBatch(batch, rows, arguments, divisor, samples=run.lists.of(batch, rows), complete=complete)
         run.begin_loss_check(data)
         tell = run.control.prepare_broadcast(run.last_rank)
-        with run.hidden.batch(training=True), self._gradients.made(optimizers, first, self._keep_old):
+        gradients = self._gradients.made(optimizers, run.part.unstepped, first, self._keep_old)
+        with run.hidden.batch(training=True), gradients:
             item = Item(number, rows, data)
             run.inject(item)
             run.engine.drain()

@@ -38,6 +38,7 @@ class Part:
 
     Attributes:
         parameters: of this rank.
+        unstepped: those of them that no optimizer has.
         device: where they are.
         began: the layers of the stages when the run began.
         shared: those that several ranks hold.
@@ -142,6 +143,9 @@ class Part:
         own = self.holdings.stages
         self.reducer = self._replicas.reducer({s: self.layers_of(s).values() for s in own}, self.holdings)
         self.parameters = list(self.cut.module.parameters())
+        stepped = {name for layout in self._layouts for names in layout.whole for name in names}
+        named = self.cut.module.named_parameters()
+        self.unstepped = [p for name, p in named if name not in stepped and not self.cut.is_foreign(p)]
         rest = [p for p in self.parameters if not self.holdings.in_one_stage(p)]
         self.shared = SharedParameters(rest, self.holdings, self._control)
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lightning_pipes.engine.compute.reducer import Wait, buckets
+from lightning_pipes.engine.compute.reducer import Bucket, Trained, Wait, buckets
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holders, Holdings
 
@@ -34,7 +34,9 @@ class SharedParameters:
         who, grid = holdings.holders, holdings.grid
         several = sorted({positions for positions in who.values() if len(grid.everywhere(positions)) > 1})
         groups = {positions: control.subgroup(grid.everywhere(positions)) for positions in several}
-        self._sets = [(groups[p], buckets(found)) for p, found in _by_holders(parameters, who).items() if p in groups]
+        self._shared = [(groups[p], found) for p, found in _by_holders(parameters, who).items() if p in groups]
+        self._trained = Trained(p for _, found in self._shared for p in found)
+        self._sets = self._in_buckets()
 
     def sum_gradients(self) -> None:
         """Replaces the gradient of every shared parameter by the sum over its holders, averaged over the replicas of
@@ -43,10 +45,15 @@ class SharedParameters:
         Raises:
             PipelineError: a gradient is sparse.
         """
+        if self._trained.grow():
+            self._sets = self._in_buckets()
         for group, found in self._sets:
             for bucket in found:
                 bucket.start(partial(self._all_reduce, group))
                 bucket.finish(self._replicas)
+
+    def _in_buckets(self) -> list[tuple[object, list[Bucket]]]:
+        return [(group, buckets(filter(self._trained.has, found))) for group, found in self._shared]
 
     def _all_reduce(self, group: object, flat: torch.Tensor) -> Wait:
         self._control.all_reduce(flat, group=group)

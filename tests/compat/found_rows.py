@@ -1,0 +1,42 @@
+"""Rows for what random modules have found, see tests/fuzz."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.compat.registry import row
+from tests.trainer.lit import LitOutside
+
+
+class Unfrozen(LitOutside):
+    """What is around the layers, and one of them, train from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self._train(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._train(self.global_step >= 2)
+
+    def _train(self, trained: bool) -> None:
+        for part in (self.inlet, self.outlet, self.model[2]):
+            part.requires_grad_(trained)
+
+
+class NotAllOptimized(LitOutside):
+    """Clips by the norm of all gradients; those of what no optimizer has add up from batch to batch."""
+
+    def on_after_backward(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+
+found = partial(row, "Found by random modules")
+found("code around the layers frozen at first", module=Unfrozen)
+found("parameters that no optimizer has, in a norm", module=NotAllOptimized)
+found("parameters that no optimizer has, accumulated", {"accumulate_grad_batches": 2}, module=NotAllOptimized)
