@@ -19,6 +19,9 @@ STARTUP = GATE.parent / "startup"
 """What makes interpreters start sooner; see its sitecustomize.py. The demo does without, and so do users."""
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
 
+os.environ["LIGHTNING_PIPES_PROFILES"] = ""
+"""Each test measures anew: no profiles of earlier ones are kept."""
+
 QUICK = ("ir", "cost", "sim", "planning")
 """Rooms whose tests come late: they are many and short, so all workers end at the same time."""
 

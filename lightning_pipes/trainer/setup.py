@@ -42,6 +42,7 @@ from lightning_pipes.trainer.plan.deciding import Deciding
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.plan.prediction import Prediction
+from lightning_pipes.trainer.plan.profile_cache import find_cache
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import PRIORITY, Settings
 from lightning_pipes.trainer.ranks.holdings import Holdings
@@ -83,6 +84,7 @@ class PipelineSetup:
         self._undo = undo
         warn_about(module, full)
         self._deferred = DeferredWeights(module, path)
+        self._profiles = find_cache(trainer)
 
     def decide(self, request: RunRequest) -> Decision:
         """The decision: as asked for, as measured where something is trained, or as siblings have made it."""
@@ -107,7 +109,9 @@ class PipelineSetup:
 
     def _measured(self, request: RunRequest, plain: Decision) -> Decision:
         """The decision by the times of layers on these devices; `plain` where they are not measured."""
-        made = Deciding(self._trainer, self.path, self._ranks, self._settings.transport).decide(request, plain)
+        made = Deciding(self._trainer, self.path, self._ranks, self._settings.transport, self._profiles).decide(
+            request, plain
+        )
         if self._ranks.grid.length > 1:
             warn_about_outside(self._module, self.path, made.profile)
         return made
@@ -205,7 +209,11 @@ class PipelineSetup:
             settings.moves,
         )
         stays = bool(holdings.tied) or bound
-        prediction = Prediction(self._decision, ranks, links.trainings == 1, stays) if self._fitting else None
+        prediction = (
+            Prediction(self._decision, ranks, links.trainings == 1, stays, self._profiles.forget)
+            if self._fitting
+            else None
+        )
         return Running(run, stops, prediction)
 
     def wrap(self, running: Running, precision: Precision, start_epoch: Callable[[], None]) -> None:

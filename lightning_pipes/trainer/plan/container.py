@@ -24,9 +24,8 @@ from lightning_pipes.trainer.module.batches import copied
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.pipelined import containers, find_pipelined, work_size
 from lightning_pipes.trainer.module.unchanged import unchanged
-from lightning_pipes.trainer.plan.measuring import without_loggers
+from lightning_pipes.trainer.plan.measuring import NotMeasuredError, Together, without_loggers
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
-from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.step.logs import recorded
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,11 +26,13 @@ from lightning_pipes.ir import Kind, Plan, PlanError
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.module.deferred import has_meta
+from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.plan.decision import Decision
-from lightning_pipes.trainer.plan.measuring import Measuring
+from lightning_pipes.trainer.plan.measuring import Measuring, NotMeasuredError, Together
+from lightning_pipes.trainer.plan.profile_cache import ProfileCache
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
-from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
+from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, expected_batches
+from lightning_pipes.trainer.plan.structure import describe_layer
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import positions
@@ -42,6 +46,10 @@ USABLE = 0.9
 """The share of a GPU's memory that stages may take; the rest goes to its context, to libraries and to fragments."""
 TRIALS = 3
 """Cuts that are tried at most."""
+ALLOWED = 3.0
+"""Seconds for measuring and trials together, but for the fewest runs and steps that tell anything."""
+SHARE_OF_RUN = 0.02
+"""The share of the expected run that these may take before another cut is tried."""
 _LINK_SIZES = (2**14, 2**18, 2**21)
 _profiles: dict[tuple[Any, ...], tuple[ModelProfile, list[float]] | str] = {}
 """The profile that was measured, and how fast every process is, or why there was nothing to measure, by all that it
@@ -55,9 +63,10 @@ class Deciding:
     Args:
         path: the pipelined container in the Trainer's module.
         transport: how messages will travel.
+        cache: the profiles of earlier runs.
     """
 
-    def __init__(self, trainer: pl.Trainer, path: str, ranks: Ranks, transport: str) -> None:
+    def __init__(self, trainer: pl.Trainer, path: str, ranks: Ranks, transport: str, cache: ProfileCache) -> None:
         self._trainer = trainer
         self._path = path
         self._ranks = ranks
@@ -65,6 +74,10 @@ class Deciding:
         self._control = ranks.control
         self._device = ranks.device
         self._transport = transport
+        self._cache = cache
+        layers = trainer.lightning_module.get_submodule(path)
+        assert isinstance(layers, Layers)
+        self._layers = layers
         self._together = Together(ranks.control)
         self._who = ranks.grid.pipelines[0][-1]
 
@@ -119,7 +132,7 @@ class Deciding:
         sizes = request.microbatch_rows(rows, self._grid.length)
         pieces = None if request.chooses else -(-rows // max(sizes))
         key = (
-            _structure(module, module.get_submodule(self._path), batch),
+            _structure(module, self._layers, batch),
             (sizes, pieces, request.splits, str(self._trainer.precision_plugin.precision), _device_name(self._device)),
         )
         known = _profiles.get(key)
@@ -127,9 +140,12 @@ class Deciding:
             known = None
         if isinstance(known, str):
             raise NotMeasuredError(known, quiet=True)
+        if known is None:
+            known = self._measured_before(key)
         if known is not None:
             profile, speeds = known
             return self._planned(request, plain, profile, rows, self._deployment(plain, speeds))
+        begun = time.monotonic()
         try:
             with Measuring(self._trainer, self._path, batch, sizes, self._device, self._together) as measuring:
                 profile, speeds = self._merged(measuring.profile(pieces, request.splits))
@@ -137,14 +153,30 @@ class Deciding:
                 if not plain.schedule.flushes:  # which is tried batch by batch only
                     made = self._planned(request, plain, profile, rows, deployment)
                 else:
-                    made = self._tried(request, plain, profile, rows, deployment, measuring)
+                    trials = partial(self._seconds_left, begun, expected_batches(self._trainer, data))
+                    made = self._tried(request, plain, profile, rows, deployment, measuring, trials)
         except NotMeasuredError as why:
             if why.quiet:
                 _profiles[key] = str(why)
             raise
         assert made.profile is not None
         _profiles[key] = made.profile, speeds
+        if self._control.position == 0 and set(speeds) == {1.0}:
+            self._cache.keep((*key, self._control.size), made.profile)
         return made
+
+    def _measured_before(self, key: tuple[Any, ...]) -> tuple[ModelProfile, list[float]] | None:
+        """Return the profile that an earlier run has kept on devices alike, and their speeds; None if there is none."""
+        first = self._control.position == 0
+        found = self._cache.find((*key, self._control.size)) if first else None
+        profile = self._control.broadcast(found, self._control.ranks[0])
+        if profile is None:
+            return None
+        rank_zero_info(
+            "The layers are not measured: an earlier run has. `lightning-pipes profile --clear` has them measured anew"
+        )
+        _profiles[key] = profile, [1.0] * self._control.size
+        return _profiles[key]  # type: ignore[return-value]
 
     def _sample(self, request: RunRequest, loader: Any) -> tuple[int, Any]:
         """How many samples a batch has, and a batch of as many of them as will be measured.
@@ -199,6 +231,7 @@ class Deciding:
         rows: int,
         deployment: Deployment,
         measuring: Measuring,
+        seconds_left: Callable[[float | None], float],
     ) -> Decision:
         """The decision by a profile that was corrected by steps of the pipeline: the fastest of what was tried.
 
@@ -213,9 +246,15 @@ class Deciding:
             m = min(made.plans().microbatches, rows)
             size = -(-rows // m)
             known = [_what_runs(made) == _what_runs(earlier) for _, earlier in tried]
-            if any(known) or len(tried) == TRIALS or size > request.sample_rows(rows, self._grid.length):
+            left = seconds_left(made.computing if tried else None)
+            if (
+                any(known)
+                or len(tried) == TRIALS
+                or (tried and left <= 0)
+                or size > request.sample_rows(rows, self._grid.length)
+            ):
                 break
-            trial = trials.run(made, m, size, deployment)
+            trial = trials.run(made, m, size, deployment, left)
             tried.append((trial.measured / (m * size), made))
             if trial.contradicts:
                 said.append(_contradiction(made, trial))
@@ -225,6 +264,17 @@ class Deciding:
             if _what_runs(best) != _what_runs(made):
                 made = best.predicted(profile)
         return replace(made, why="\n".join([*said, made.why]))
+
+    def _seconds_left(self, begun: float, batches: float, step: float | None) -> float:
+        """Return the seconds that are left for trials, the same on all ranks.
+
+        Args:
+            begun: when this rank began to measure.
+            batches: of the run.
+            step: seconds of one; with None the length of the run is not looked at.
+        """
+        allowed = ALLOWED if step is None else min(ALLOWED, SHARE_OF_RUN * batches * step)
+        return float(min(self._control.all_gather(begun + allowed - time.monotonic())))
 
     def _deployment(self, plain: Decision, speeds: list[float]) -> Deployment:
         """The devices and links of a pipeline, in the order of its ranks; of replicas the worst.
@@ -295,18 +345,14 @@ def _device_name(device: torch.device) -> str:
     return f"CPU of {socket.gethostname()}, {torch.get_num_threads()} threads"
 
 
-def _structure(module: nn.Module, full: nn.Module, batch: Any) -> tuple[Any, ...]:
-    """Everything that the times of layers depend on, besides the device."""
-
-    def settings(part: nn.Module) -> list[tuple[str, Any]]:
-        plain = (bool, int, float, str, tuple)
-        return [(name, value) for name, value in vars(part).items() if isinstance(value, plain)]
-
-    parts = tuple(
-        (type(part), repr(settings(part)), tuple((p.shape, p.dtype, p.requires_grad) for p in part.parameters(False)))
-        for part in full.modules()
+def _structure(module: nn.Module, full: Layers, batch: Any) -> tuple[Any, ...]:
+    """Return everything that the times of layers depend on, besides the device."""
+    layers = tuple(describe_layer(layer, number) for number, layer in enumerate(full))
+    return (
+        f"{type(module).__module__}.{type(module).__qualname__}",
+        layers,
+        tuple((tuple(t.shape), str(t.dtype)) for t in tensors_in(batch)),
     )
-    return type(module), parts, tuple((t.shape, t.dtype) for t in tensors_in(batch))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -31,9 +31,11 @@ from lightning_pipes.trainer.module.proxy import Layers, StageProxy
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.module.unchanged import unchanged
 from lightning_pipes.trainer.plan.structure import identify_layer
-from lightning_pipes.trainer.plan.together import NotMeasuredError, Together
+from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.steps import loss_of
+
+T = TypeVar("T")
 
 SECONDS = 1.0
 """How long layers are measured, after each has run twice for every number of rows."""
@@ -44,6 +46,48 @@ OVERHEAD = 150e-6
 """Seconds that the engine spends before each computation: what it took on a CPU with empty stages."""
 WORTH_MEASURING = 0.02
 """Seconds of all layers for a batch, below which another cut would save less than is lost elsewhere."""
+
+
+class NotMeasuredError(Exception):
+    """Why there is no profile, the same on all ranks.
+
+    Attributes:
+        quiet: nobody needs to know.
+    """
+
+    def __init__(self, reason: str, quiet: bool = False) -> None:
+        super().__init__(reason)
+        self.quiet = quiet
+
+
+class Together:
+    """Collective: all ranks make one, and the same calls of it.
+
+    Args:
+        control: of all ranks.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def __call__(self, work: Callable[[], T]) -> list[T]:
+        """The results of `work()` on every rank, once all are through with it.
+
+        Raises:
+            NotMeasuredError: it raised on any rank.
+        """
+        reason, quiet, value = "", False, None
+        try:
+            value = work()
+        except NotMeasuredError as why:
+            reason, quiet = str(why), why.quiet
+        except Exception as error:  # of the user's code, which Lightning will run into where it can be explained
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        said = self._control.all_gather((reason, quiet, value))
+        for reason, quiet, _ in said:
+            if reason:
+                raise NotMeasuredError(reason, quiet)
+        return [value for _, _, value in said]
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -34,9 +34,18 @@ class Prediction:
         decision: what runs; one without a prediction is right.
         alone: whether nobody else computes on the ranks, as siblings of an array do.
         stays: whether layers have to stay where they are, whatever the decision says.
+        contradicted: called on rank 0 when steps contradict the decision.
     """
 
-    def __init__(self, decision: Decision, ranks: Ranks, alone: bool, stays: bool) -> None:
+    def __init__(
+        self,
+        decision: Decision,
+        ranks: Ranks,
+        alone: bool,
+        stays: bool,
+        contradicted: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._contradicted = contradicted
         self._made = replace(decision, movable=decision.movable and not stays)
         self._ranks = ranks
         self._left = LOOKS if alone and decision.computing is not None else 0
@@ -73,6 +82,8 @@ class Prediction:
         if found is None:
             return None
         self._plan = None
+        if control.position == 0:
+            self._contradicted()
         rank_zero_info(found.why.splitlines()[-1])
         self._made = found
         return found

@@ -6,9 +6,11 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 _PATIENCE = 60.0
@@ -38,6 +40,19 @@ def batch_rows(loader: Any) -> int:
     if rows < 1:
         raise NoSampleError("the dataset is empty")
     return rows
+
+
+def expected_batches(trainer: pl.Trainer, loader: Any) -> float:
+    """Return the number of training batches of a run; infinity where its settings do not limit it."""
+    limit, epochs, steps = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
+    try:
+        each = float(len(loader))
+    except TypeError:  # no length
+        each = inf
+    if limit is not None:
+        each = min(each, limit) if isinstance(limit, int) else each * limit
+    by_epochs = inf if epochs is None or epochs < 0 else each * epochs
+    return min(by_epochs, inf if steps < 0 else float(steps * trainer.accumulate_grad_batches))
 
 
 def example_batch(loader: DataLoader[Any], rows: int) -> Any:

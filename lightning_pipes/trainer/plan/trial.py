@@ -106,8 +106,11 @@ class Trials:
         self._device = ranks.device
         self._transport = transport
 
-    def run(self, made: Decision, pieces: int, rows: int, deployment: Deployment) -> Trial:
+    def run(self, made: Decision, pieces: int, rows: int, deployment: Deployment, seconds: float = SECONDS) -> Trial:
         """The result of `made`, for batches of so many micro-batches that all have `rows` samples.
+
+        Args:
+            seconds: no step begins later, after the first that counts; the same on all ranks.
 
         Raises:
             NotMeasuredError: the user's code fails for so many samples.
@@ -131,14 +134,14 @@ class Trials:
                 )
                 for stage, inside in mine.items()
             ]
-            shares = self._steps(plan, order, stages, holdings)
+            shares = self._steps(plan, order, stages, holdings, min(SECONDS, max(seconds, 0.0)))
         assert made.profile is not None
         return Trial.of(
             shares, self._control.ranks, self._grid.pipelines, _predicted(made.profile, plan, order, deployment)
         )
 
     def _steps(
-        self, plan: Plan, order: Program | Policy, stages: Sequence[Stage], holdings: Holdings
+        self, plan: Plan, order: Program | Policy, stages: Sequence[Stage], holdings: Holdings, seconds: float
     ) -> list[list[Share]]:
         """For every rank of the job the shares of the steps that count."""
         rank, watch = holdings.rank, self._control.watch
@@ -160,7 +163,7 @@ class Trials:
                 if found:  # the first one takes longer
                     turns.append(Turn(longest, max(waited)))
                 shortest = min(shortest, longest)
-                wanted = min(STEPS, max(1, int(1e9 * SECONDS / max(shortest, 1))))
+                wanted = min(STEPS, max(1, int(1e9 * seconds / max(shortest, 1))))
                 found.append([*shares])
                 for p in parameters:
                     p.grad = None  # as when a batch begins

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -19,6 +20,11 @@ from lightning_pipes.tune.cli.sources import numbers
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    if options.clear:
+        from lightning_pipes.trainer.plan.profile_cache import clear_profiles
+
+        print(f"{clear_profiles(Path.cwd())} profiles that trainings have kept here were removed")
+        return
     out = writable(cfg.out)
     rows = numbers(cfg.rows, "rows")
     if not rows:
@@ -87,8 +93,10 @@ COMMAND = Command(
         "lightning-pipes profile model=gpt model.width=256",
         "lightning-pipes profile model=mlp data=digits rows=[8,16,32] out=mlp.json",
         "lightning-pipes profile model=my_package.my_module:make_model device=cuda",
+        "lightning-pipes profile --clear",
     ],
     run,
     config="profile",
+    flags={"--clear": ("", "remove the profiles that trainings have kept in this folder")},
     translate=_factory,
 )

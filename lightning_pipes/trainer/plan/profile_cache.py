@@ -1,0 +1,89 @@
+"""Profiles that earlier runs have measured, kept below the run's root directory.
+
+A second run starts without measuring. A profile is found by all that times depend on: the layers' structure, the batch,
+the device, the number of processes, and the versions of torch and of this package. Where first steps contradict it, it
+is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_pipes import __version__
+from lightning_pipes.cost import ModelProfile
+from lightning_pipes.ir import InputError
+
+FOLDER = "lightning_pipes_profiles"
+VARIABLE = "LIGHTNING_PIPES_PROFILES"
+"""The environment variable with another folder; where it is empty, no profiles are kept."""
+
+
+class ProfileCache:
+    """Files of profiles in a folder, written and read by rank 0.
+
+    Args:
+        folder: where they lie; None keeps none.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._used: Path | None = None
+
+    def find(self, key: object) -> ModelProfile | None:
+        """Return the profile that was kept under `key`; None if there is none of this version, or of another user."""
+        path = self._path(key)
+        with suppress(OSError, InputError):
+            if path is not None and path.stat().st_uid == os.getuid():
+                self._used, profile = path, ModelProfile.load(path)
+                return profile
+        return None
+
+    def keep(self, key: object, profile: ModelProfile) -> None:
+        """Write a profile, if the folder can be written to."""
+        path = self._path(key)
+        if path is None:
+            return
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                profile.save(Path(folder) / path.name)
+                os.replace(Path(folder) / path.name, path)
+            self._used = path
+
+    def forget(self) -> None:
+        """Remove the profile that this run has used, because steps contradict it."""
+        if self._used is not None:
+            self._used.unlink(missing_ok=True)
+
+    def _path(self, key: object) -> Path | None:
+        if self._folder is None:
+            return None
+        text = repr((key, torch.__version__, __version__))
+        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def find_cache(trainer: pl.Trainer) -> ProfileCache:
+    """Return the cache of a Trainer's root directory, or of the folder that the environment names."""
+    named = os.environ.get(VARIABLE)
+    root = str(trainer.default_root_dir)
+    if named == "" or (named is None and "://" in root):
+        return ProfileCache(None)
+    return ProfileCache(Path(root) / FOLDER if named is None else Path(named))
+
+
+def clear_profiles(folder: Path) -> int:
+    """Remove the profiles that runs with this root directory have kept; return their number."""
+    folder = Path(os.environ.get(VARIABLE) or folder / FOLDER)
+    files = [*folder.glob("*.json")]
+    for path in files:
+        path.unlink()
+    with suppress(OSError):
+        folder.rmdir()
+    return len(files)
