@@ -11,12 +11,12 @@ import hashlib
 import os
 import tempfile
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_pipes import __version__
 from lightning_pipes.cost import ModelProfile
 from lightning_pipes.ir import InputError
 
@@ -65,7 +65,7 @@ class ProfileCache:
     def _path(self, key: object) -> Path | None:
         if self._folder is None:
             return None
-        text = repr((key, torch.__version__, __version__))
+        text = repr((key, torch.__version__, version("lightning_pipes")))
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 

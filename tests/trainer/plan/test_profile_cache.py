@@ -35,7 +35,7 @@ def test_a_profile_is_found_by_its_key(tmp_path: Path) -> None:
 
 def test_another_version_measures_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ProfileCache(tmp_path).keep("a", PROFILE)
-    monkeypatch.setattr(profile_cache, "__version__", "0.0.0")
+    monkeypatch.setattr(profile_cache, "version", lambda name: "0.0.0")
     assert ProfileCache(tmp_path).find("a") is None
 
 
