@@ -103,8 +103,9 @@ def saved_for_backward() -> Iterator[dict[tuple[int, int], torch.Tensor]]:
     found: dict[tuple[int, int], torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        found.setdefault(storage_of(tensor), tensor)
-        return tensor
+        alias = tensor.detach()  # a tensor would keep its graph, which keeps this function, beyond any collector
+        found.setdefault(storage_of(tensor), alias)
+        return alias
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield found
