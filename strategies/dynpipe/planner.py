@@ -19,6 +19,7 @@ from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.interference.refit import Learning
 from lightning_pipes.strategies.dynpipe.repartition import WHOLE, Change, Search, Windows, partitions_of, repartition
 from lightning_pipes.strategies.dynpipe.situation import Situation
+from lightning_pipes.strategies.dynpipe.work import estimate_work
 
 PATIENT = 8
 """Looks for which a re-plan that was wrong is remembered."""
@@ -68,19 +69,22 @@ class DynPlanner(EvenPlanner):
         looks = [look for look in seen.seen if look.fits(plan)]
         if seen.profile is None or len(looks) < self.windows or plan.n_stages < 2 or not plan.layers:
             return None
-        if not isinstance(seen.schedule, Schedule):  # who orders while it runs can't be asked what it would do
+        schedule = seen.schedule
+        if not isinstance(schedule, Schedule):  # who orders while it runs can't be asked what it would do
             return None
+        alike = [(p, look) for p, look in seen.before if look.fits(p) and (p.jobs, p.ranks) == (plan.jobs, plan.ranks)]
+        every = [*alike, *((plan, look) for look in looks)][-KEPT_LOOKS:]
+        seen = replace(seen, profile=estimate_work(seen.profile, every, self.windows))
+        assert seen.profile is not None
         if isinstance(self.predictor, Learning):
             self.predictor.observe(*Situation(seen.profile, plan, looks[-1], seen.deployment).shown())
         if not self._changed(looks, seen):
             return None
-        order = seen.schedule.program(plan)
+        order = schedule.program(plan)
         windows = self._windows([(plan, look) for look in looks[-self.windows :]], seen, order)
         cuts = partitions_of(windows, seen.deployment, seen.tied, self.search)
         if not len(cuts):
             return None
-        alike = [(p, look) for p, look in seen.before if look.fits(p) and (p.jobs, p.ranks) == (plan.jobs, plan.ranks)]
-        every = [*alike, *((plan, look) for look in looks)][-KEPT_LOOKS:]
         history = History(windows, cuts, every)
         counted, stay = history.counted(self.windows, self.gain)
         before = self._before(plan, every[: -len(looks)], len(looks), seen, order)

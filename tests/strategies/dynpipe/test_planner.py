@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_pipes.cost import CostModel, Link
+from lightning_pipes.cost import CostModel, Link, ModelProfile
 from lightning_pipes.ir import Kind, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import Problem, planner_of
@@ -59,9 +59,9 @@ def seconds(world: Neighbourhood, plan: Plan, first: int = 1000, batches: int = 
     return float(world.steps(plan, first, batches).mean())
 
 
-def lived(world: Neighbourhood, looks: int) -> tuple[list[Plan], float, float]:
+def lived(world: Neighbourhood, looks: int, believed: ModelProfile | None = None) -> tuple[list[Plan], float, float]:
     """The plan of every 20 batches, the seconds of all of them, and those without a move. A move takes what the planner
-    expects."""
+    expects, which goes by the profile that is `believed`, by default the true one."""
     plan = even = world.plan()
     seen: tuple[Seen, ...] = ()
     plans, took, stays, before = [], 0.0, 0.0, ()
@@ -71,7 +71,8 @@ def lived(world: Neighbourhood, looks: int) -> tuple[list[Plan], float, float]:
         stays += 20 * seconds(world, even, 20 * look)
         seen = (*seen, world.seen(plan, 20 * look, 20))[-KEPT_LOOKS:]
         left = 20 * (looks - look - 1)
-        new = DynPlanner().replan(plan, replace(world.problem(plan.layers), seen=seen, before=before, remaining=left))
+        problem = replace(world.problem(plan.layers), seen=seen, before=before, remaining=left)
+        new = DynPlanner().replan(plan, replace(problem, profile=believed or world.profile))
         if new is not None:
             took += move_seconds(world.profile, plan, new.layers, world.deployment)
             before, plan, seen = (*before, *((plan, each) for each in seen))[-KEPT_LOOKS:], new, ()
@@ -100,6 +101,22 @@ def test_it_recovers_within_60_batches(name: str, ranks: int, factor: float, ons
     plans, *_ = lived(world, 8)
     after = plans[-(-(onset + 60) // 20)]
     assert seconds(world, after, batches=2) <= 1.1 * least_of_all(world, ranks)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dynpipe"])
+def test_a_neighbour_that_was_there_when_layers_were_measured(name: str) -> None:
+    """It has gone after 100 batches: layers that were measured beside it are not taken for heavy ones, and no device
+    for a fast one."""
+
+    def slowdown(rank: int, first: int, batches: int) -> np.ndarray:
+        return np.where((np.arange(first, first + batches) < 100) & (rank == 1), 3.0, 1.0)[:, None]
+
+    world = place(slowdown, name, seconds=[10.0] * 16)
+    even = world.plan()
+    believed = world.profile.stretched([3.0 if 4 <= layer < 8 else 1.0 for layer in range(16)])
+    plans, took, stays = lived(world, 20, believed)
+    assert seconds(world, plans[-1]) <= 1.01 * seconds(world, even)
+    assert took < stays
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 3))])

@@ -1,0 +1,126 @@
+"""The work of layers, apart from what slowed devices down while layers were measured.
+
+    seconds of a stage now  =  work of its layers  x  slow-down of its device now, which is 1 or more
+
+A profile that was made beside a neighbour has the slow-down of that day in the work of the layers on that device. When
+the neighbour has gone, the stage takes less than the profile says, which no device can do: its layers have less work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.cost import ModelProfile
+from lightning_pipes.ir import Kind, Plan
+from lightning_pipes.planning.replanning import Seen
+
+Array = npt.NDArray[np.float64]
+BELOW = 0.9
+"""The share of its work by the profile that a stage must stay below; more is chance."""
+IMPOSSIBLE, SLOWED, CHANGED = 10.0, 1.0, 0.1
+"""Costs of an explanation, each times a logarithm: a stage that is faster than its work, one that is slower, for each
+plan; and a layer that has less work than the profile says."""
+STEPS = 64
+"""Corrections at most."""
+
+
+def estimate_work(profile: ModelProfile, looks: Sequence[tuple[Plan, Seen]], lasting: int) -> ModelProfile:
+    """Return the profile with less work for those layers that explain best why stages were faster than it says.
+
+    No work becomes more: a stage that is slower has a slow device. Plans with other stages tell which layers it is.
+
+    Args:
+        looks: the last ones of this plan and earlier ones, the oldest first.
+        lasting: looks in a row that a stage has to be so fast.
+    """
+    if not looks:
+        return profile
+    alone = _work(profile, looks[-1][0])
+    stages, seconds = _fastest(looks, lasting)
+    if not len(stages):
+        return profile
+    factors = _Explanation(alone, stages, seconds).find()
+    if (factors == 1).all():
+        return profile
+    return profile.stretched(factors[1:-1].tolist(), float(factors[0]), float(factors[-1]))
+
+
+class _Explanation:
+    """The search for factors of the parts' work, step by step: each makes one stage possible, at the least cost.
+
+    Args:
+        alone: seconds of each part by the profile.
+        stages: which parts a stage has: axis 0 is stages of all plans, axis 1 parts.
+        seconds: that each of them took.
+    """
+
+    def __init__(self, alone: Array, stages: npt.NDArray[np.bool_], seconds: Array) -> None:
+        self._alone, self._stages, self._logs = alone, stages, np.log(seconds)
+        self._seconds = seconds
+        _, segment = np.unique(stages.T, axis=0, return_inverse=True)  # parts that were together under each plan
+        segments = segment.reshape(-1) == np.arange(segment.max() + 1)[:, None]
+        self._groups = np.unique(np.vstack([np.eye(len(alone), dtype=bool), segments, stages]), axis=0)
+
+    def find(self) -> Array:
+        """Return a factor for each part, 1 or less."""
+        factors = np.ones(len(self._alone))
+        for _ in range(STEPS):
+            work = self._stages @ (factors * self._alone)
+            options = [
+                np.where(group, factors * rest, factors)
+                for stage in np.flatnonzero(self._seconds < BELOW * work).tolist()
+                for group in self._groups
+                if (rest := self._scale(factors, group & self._stages[stage], stage, work[stage])) > 0
+            ]
+            if not options:
+                break
+            costs = [self._cost(each) for each in options]
+            best = int(np.argmin(costs))
+            if costs[best] >= self._cost(factors):
+                break
+            factors = options[best]
+        return factors
+
+    def _scale(self, factors: Array, group: npt.NDArray[np.bool_], stage: int, work: float) -> float:
+        """Return the factor of a group's work with which its stage takes what it took; not above 0 if there is none."""
+        own = float((factors * self._alone)[group].sum())
+        return (self._seconds[stage] - (work - own)) / own if own > 0 else 0.0
+
+    def _cost(self, factors: Array) -> float:
+        off = self._logs - np.log(self._stages @ (factors * self._alone))
+        impossible = -np.minimum(off - np.log(BELOW), 0.0)
+        return float(
+            IMPOSSIBLE * impossible.sum() + SLOWED * np.maximum(off, 0.0).sum() - CHANGED * np.log(factors).sum()
+        )
+
+
+def _fastest(looks: Sequence[tuple[Plan, Seen]], lasting: int) -> tuple[npt.NDArray[np.bool_], Array]:
+    """Return the parts of each stage of all plans, and the seconds of a micro-batch in its fastest looks in a row."""
+    by_layers: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
+    for plan, look in looks:
+        by_layers.setdefault((*(span.stop for span in plan.layers),), []).append(look.stage_seconds)
+    stages, seconds = [], []
+    for stops, taken in by_layers.items():
+        if len(taken) < lasting:
+            continue
+        table = np.array(taken)
+        windows = np.stack([table[n : len(table) - lasting + 1 + n] for n in range(lasting)])
+        ends = [0, *(stop + 1 for stop in stops[:-1]), stops[-1] + 2]  # the ends have what runs around the layers
+        for (start, stop), least in zip(pairwise(ends), windows.max(axis=0).min(axis=0).tolist(), strict=True):
+            if least > 0 and stop > start:
+                parts = np.arange(stops[-1] + 2)
+                stages.append((start <= parts) & (parts < stop))
+                seconds.append(least)
+    return np.array(stages, bool), np.array(seconds)
+
+
+def _work(profile: ModelProfile, plan: Plan) -> Array:
+    """Return the seconds of a micro-batch by the profile: of what runs before the layers, of each, and after them."""
+    kinds = [Kind.F, *((Kind.I, Kind.W) if plan.split_backward else (Kind.B,)), *([Kind.F] * any(plan.recompute))]
+    sizes = [span.rows for span in plan.spans(Kind.F, 0)]
+    each = [np.sum([profile.columns.at(kind, rows) for kind in kinds], axis=0) for rows in sizes]
+    return np.asarray(np.mean(each, axis=0))

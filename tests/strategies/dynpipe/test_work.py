@@ -1,0 +1,86 @@
+"""What layers have to do, told apart from neighbours that were there when it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from lightning_pipes.cost import LayerProfile, ModelProfile
+from lightning_pipes.ir import Plan, Span
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.strategies.dynpipe.work import estimate_work
+from lightning_pipes.testing.neighbourhood import Neighbourhood, Slowdown, model, steady
+
+TRUE = model([0.01] * 12)
+QUIET = steady((1.0,) * 4)
+NEIGHBOUR = steady((1.0, 3.0, 1.0, 1.0))
+
+
+def spans(*sizes: int) -> tuple[Span, ...]:
+    ends = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
+    return tuple(Span(a, b) for a, b in pairwise(ends))
+
+
+def looks(
+    slowdown: Slowdown, layers: tuple[Span, ...], count: int = 2, true: ModelProfile = TRUE, name: str = "1f1b"
+) -> list[tuple[Plan, Seen]]:
+    world = Neighbourhood(true, make_schedule(name), 4, 8, 4, slowdown)
+    plan = world.plan(layers)
+    return [(plan, world.seen(plan, 10 * n, 10)) for n in range(count)]
+
+
+def work(profile: ModelProfile) -> Sequence[float]:
+    return [layer.forward[-1][1] for layer in profile.layers]
+
+
+def inflated(first: int, stop: int, factor: float = 3.0) -> ModelProfile:
+    return TRUE.stretched([factor if first <= n < stop else 1.0 for n in range(12)])
+
+
+EVEN, OTHER = spans(3, 3, 3, 3), spans(4, 1, 4, 3)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dynpipe"])
+def test_a_neighbour_that_was_there_is_measured_out_when_it_has_gone(name: str) -> None:
+    found = estimate_work(inflated(3, 6), looks(NEIGHBOUR, EVEN, name=name) + looks(QUIET, EVEN, name=name), 2)
+    assert work(found) == pytest.approx(work(TRUE))
+
+
+def test_plans_tell_which_layers_it_is() -> None:
+    """Layer 3 has gone to stage 0, layer 5 to stage 2; the neighbour has left meanwhile."""
+    found = estimate_work(inflated(3, 6), looks(NEIGHBOUR, EVEN) + looks(QUIET, OTHER), 2)
+    assert work(found) == pytest.approx(work(TRUE))
+
+
+def test_while_it_is_there_the_device_is_slow() -> None:
+    profile = inflated(3, 6)
+    assert estimate_work(profile, looks(NEIGHBOUR, EVEN), 2) is profile
+    assert estimate_work(TRUE, looks(NEIGHBOUR, EVEN) + looks(NEIGHBOUR, OTHER), 2) is TRUE
+    assert estimate_work(TRUE, [], 2) is TRUE
+
+
+def test_one_look_is_no_evidence() -> None:
+    profile, seen = inflated(3, 6), looks(NEIGHBOUR, EVEN) + looks(QUIET, EVEN, 1) + looks(NEIGHBOUR, EVEN)
+    assert estimate_work(profile, seen, 2) is profile
+    assert work(estimate_work(profile, seen, 1)) == pytest.approx(work(TRUE))
+
+
+def test_what_runs_around_the_layers_is_with_the_ends() -> None:
+    around = LayerProfile("after", ((1, 0.01),), ((1, 0.02),))
+    true = replace(TRUE, after=around)
+    profile = replace(inflated(9, 12), after=around.stretched(3.0))
+    found = estimate_work(profile, looks(QUIET, EVEN, true=true), 2)
+    assert work(found) == pytest.approx(work(TRUE))
+    assert found.after.forward[-1][1] == pytest.approx(0.01)
+
+
+def test_with_recomputation_a_backward_has_the_forward_in_it() -> None:
+    world = Neighbourhood(TRUE, make_schedule("1f1b"), 4, 8, 4, QUIET)
+    plan = replace(world.plan(EVEN), recompute=(True,) * 4)
+    seen = world.seen(world.plan(EVEN), 0, 10)
+    again = {key: table * (4 / 3 if str(key[0]) == "B" else 1.0) for key, table in seen.operations.items()}
+    assert estimate_work(TRUE, [(plan, replace(seen, operations=again))] * 2, 2) is TRUE
