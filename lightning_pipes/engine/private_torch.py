@@ -112,3 +112,8 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 def unsaved_buffers(module: nn.Module) -> set[str]:
     """Names of the buffers of a module, without its children, that its state dict leaves out."""
     return module._non_persistent_buffers_set
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
+    """All that runs before and after the step of an optimizer."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks

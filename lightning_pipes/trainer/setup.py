@@ -36,6 +36,7 @@ from lightning_pipes.trainer.module.pipelined import (
     layer_sizes,
 )
 from lightning_pipes.trainer.module.proxy import Layers
+from lightning_pipes.trainer.module.step_probe import check_steps_apart
 from lightning_pipes.trainer.moves.part import Part
 from lightning_pipes.trainer.plan.container import find_container, warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
@@ -220,7 +221,10 @@ class PipelineSetup:
         """Has what Lightning and the user do around the run's steps do so for all ranks, and each epoch begin with
         `start_epoch`."""
         run, ranks = running.run, self._ranks
-        agreement = GradientAgreement(precision, self.holdings, None if run.streams else ranks.pipeline, ranks.device)
+        if ranks.grid.length > 1 and self._fitting:
+            check_steps_apart(run.part.optimizers, run.streams)
+        pipeline = None if run.streams else ranks.pipeline
+        agreement = GradientAgreement(precision, self.holdings, pipeline, ranks.device, self._cut.scope)
         self._undo.append(agreement.remove)
         self._undo += wrap_hooks(self._trainer, run, ranks.pipeline, run.agreement(running.stops), start_epoch)
         self._undo.append(metrics_gather_over(self._module, self._connected.replicas.group))

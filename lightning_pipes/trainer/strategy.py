@@ -48,6 +48,7 @@ from lightning_pipes.trainer.module.deferred import (
     check_optimizers,
     has_meta,
 )
+from lightning_pipes.trainer.module.elsewhere import HookScope
 from lightning_pipes.trainer.module.equal_starts import broadcast_random_state, equal_weights
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.module.pipelined import CutModule
@@ -380,7 +381,8 @@ class PipelineStrategy(PipelineHost):
             self._connected.checkpointing.check()
             batch, arguments = _batch_and_arguments(args, kwargs)
             running = self._running
-            out = running.run.train(batch, arguments, self.optimizers, complete=not self._accumulating)
+            with self._scope.suspended():  # it may be called by code of the user's
+                out = running.run.train(batch, arguments, self.optimizers, complete=not self._accumulating)
             self._decision = running.corrected() or self._decision
             return out
 
@@ -406,7 +408,7 @@ class PipelineStrategy(PipelineHost):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the hooks around backward; the gradients were made in `training_step`."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        with self._standing.telling():
+        with self._standing.telling(), self._scope.suspended():
             self.running.give_back_gradients()
         if self.running.streams:  # the hooks behind it run on each stage when its gradients are there
             return closure_loss.detach()
@@ -507,6 +509,12 @@ class PipelineStrategy(PipelineHost):
         return self._running.run
 
     @property
+    def _scope(self) -> HookScope:
+        """Says which of the user's hooks runs."""
+        assert self._cut is not None, "setup has not run"
+        return self._cut.scope
+
+    @property
     def _running(self) -> Running:
         assert self._current is not None, "setup has not run"
         return self._current
@@ -552,10 +560,11 @@ class PipelineStrategy(PipelineHost):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = private.plain_optimizer(optimizer)
-        if self._down:
-            return plain.state_dict()
-        number = next(n for n, o in enumerate(self.optimizers) if private.plain_optimizer(o) is plain)
-        return self._connected.checkpointing.optimizer_state(plain, self._layouts[number])
+        with nullcontext() if self._cut is None else self._scope.suspended():  # a hook may save a checkpoint
+            if self._down:
+                return plain.state_dict()
+            number = next(n for n, o in enumerate(self.optimizers) if private.plain_optimizer(o) is plain)
+            return self._connected.checkpointing.optimizer_state(plain, self._layouts[number])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]

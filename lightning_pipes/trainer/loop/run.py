@@ -217,8 +217,9 @@ class PipelineRun:
 
     def drain(self) -> None:
         """Finishes what `train` has left for later; every rank calls it after the same batch."""
-        self._training.drain()
-        self.moving.settle()
+        with self.cut.scope.suspended():  # a hook may save a checkpoint
+            self._training.drain()
+            self.moving.settle()
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
         """A function that has the ranks agree on stopping after a batch; layers that travel arrive before the end."""

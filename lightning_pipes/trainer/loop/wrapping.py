@@ -8,11 +8,12 @@ import lightning.pytorch as pl
 
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.module.optimizers import OptimizersView
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.step.between_steps import check_clearing
 from lightning_pipes.trainer.step.clipping import HookClipping
 from lightning_pipes.trainer.step.gradient_logs import GradientLogs
-from lightning_pipes.trainer.step.hook_view import HookView
+from lightning_pipes.trainer.step.hook_view import HookView, StepView
 from lightning_pipes.trainer.step.hooks import HookWrappers
 
 
@@ -35,8 +36,10 @@ def wrap_hooks(
     )
     view = HookView(module, callbacks, run.cut.scope)  # next to the hooks: all else goes around it
     hooks = HookWrappers(module, pipeline, run.replay, run.last_rank, run.last, agree, start_epoch)
+    steps = StepView(run.part.optimizers, run.cut.scope)
     if run.streams:  # where stages step apart, each logs for itself
         clears = check_clearing(module, run.plans.schedule.name)
-        return [clears, hooks.remove, view.remove, clipping.remove]
+        return [clears, hooks.remove, steps.remove, view.remove, clipping.remove]
+    whole = OptimizersView(run.part.layouts, run.cut.scope)
     logs = GradientLogs(module, callbacks, pipeline, run.replay, run.last_rank)
-    return [logs.remove, hooks.remove, view.remove, clipping.remove]
+    return [logs.remove, hooks.remove, steps.remove, view.remove, whole.remove, clipping.remove]

@@ -3,9 +3,11 @@ where the tensors are kept meanwhile."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
@@ -37,6 +39,11 @@ class Slot(NamedTuple):
     key: str
 
 
+def no_view(whole: bool) -> AbstractContextManager[None]:
+    """Optimizers show what there is."""
+    return nullcontext()
+
+
 class HookScope:
     """Which of the user's hooks runs, if any, for messages and for what it is to see.
 
@@ -54,6 +61,8 @@ class HookScope:
         self.copies: WeakValueDictionary[int, Elsewhere] = WeakValueDictionary()
         """Those that code of the user's has made of stand-ins, as for a running average."""
         self.gradients: Callable[[], bool] = lambda: False
+        self.view: Callable[[bool], AbstractContextManager[None]] = no_view
+        """Has optimizers show the parameters of all ranks in its block, or of this rank."""
         self._thread = 0
 
     @property
@@ -62,8 +71,29 @@ class HookScope:
         return bool(self.hook) and self._thread == get_ident()
 
     @contextmanager
-    def running(self, hook: str, everywhere: bool) -> Iterator[None]:
-        """In the block that hook runs."""
+    def running(self, hook: str, everywhere: bool, whole: bool = True) -> Iterator[None]:
+        """In the block that hook runs; if `whole`, optimizers show it the parameters of all ranks."""
+        with self._as(hook, everywhere), self.view(whole):
+            yield
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """In the block no hook runs: what it calls of ours, or of Lightning's, is about this rank."""
+        with self.view(False), self._as("", True):
+            yield
+
+    def as_now(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `function` as it would run now, whatever hook runs when it is called."""
+        hook, everywhere = self.hook, self.everywhere
+
+        def run() -> Any:
+            with self.running(hook, everywhere) if hook else self.suspended():
+                return function()
+
+        return run
+
+    @contextmanager
+    def _as(self, hook: str, everywhere: bool) -> Iterator[None]:
         before = self.hook, self.everywhere, self._thread
         self.hook, self.everywhere, self._thread = hook, everywhere, get_ident()
         try:
@@ -103,6 +133,35 @@ class Elsewhere(torch.Tensor):
             return None
         return Elsewhere.of(self.detach(), f"the gradient of {self._name}", self._scope)
 
+    @staticmethod
+    def replace(tensor: torch.Tensor, stand_in: Elsewhere) -> None:
+        """Have `tensor` behave as `stand_in` wherever code of the user's has kept it, without memory of its own.
+
+        `put_back` undoes it.
+        """
+        kept = tensor.__class__
+        tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
+        tensor.__class__ = Elsewhere
+        tensor.__dict__.update(
+            _kept_class=kept,
+            _stand_in=stand_in,
+            _name=stand_in._name,
+            _scope=stand_in._scope,
+            is_whole=True,
+            _is_param=isinstance(stand_in, nn.Parameter),
+        )
+
+    @staticmethod
+    def put_back(tensor: torch.Tensor) -> None:
+        """Have a tensor that `replace` was called with be itself, without values; else nothing."""
+        kept = tensor.__dict__.pop("_kept_class", None)
+        if kept is None:
+            return
+        for name in ("_stand_in", "_name", "_scope", "is_whole", "_is_param"):
+            tensor.__dict__.pop(name, None)
+        tensor.__class__ = kept
+        tensor.data = tensor.data.new_empty(0)
+
     def _tell(self, name: str, scope: HookScope) -> Elsewhere:
         self.__dict__.update(_name=name, _scope=scope)
         return self
@@ -114,6 +173,9 @@ class Elsewhere(torch.Tensor):
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere))
         if func == torch.Tensor.device.__get__:
             return first._scope.device
+        if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            _draw_as_init(sys._getframe(1), first._scope.device)
+            return True
         if func == torch.Tensor.grad.__get__:  # type: ignore[union-attr]
             return first.gradient
         if name in _READING:
@@ -122,13 +184,15 @@ class Elsewhere(torch.Tensor):
             return first._copied(args[1])
         if name.startswith("_foreach_") and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
+        if name in _RANDOM:
+            _draw(func, args, kwargs, first._scope.device)
         written = _written(name, args, kwargs)
         if written:
             if any(not isinstance(t, Elsewhere) for t in written):
                 first.refuse("writes into a tensor of this rank what it has of")
             if not first._scope.everywhere:
                 first.refuse("changes, on one rank only,")
-            return args[0]
+            return args[0] if args else written[0]
         if name in _MOVING:
             kind = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), first.dtype)
             func, args, kwargs = torch.Tensor.to, (first, kind), {}
@@ -203,12 +267,17 @@ class Absent:
         stand_ins = {id(s.tensor): Elsewhere.of(s.tensor, f"self.{s.key}", self._scope) for s in reversed(slots)}
         for slot in slots:
             slot.table[slot.name] = stand_ins[id(slot.tensor)]
-        for slot in slots:
-            if not slot.tensor.is_meta:
-                slot.tensor.data = slot.tensor.data.new_empty(0)
-            slot.tensor.grad = None
+        for key, tensor in {id(s.tensor): s.tensor for s in slots}.items():
+            tensor.grad = None
+            if not tensor.is_meta:
+                Elsewhere.replace(tensor, stand_ins[key])
         self.slots += slots
         self._ids.update(id(s.tensor) for s in slots)
+
+    def put_back(self) -> None:
+        """Have all tensors be themselves again, without values; they stay out of their slots."""
+        for slot in self.slots:
+            Elsewhere.put_back(slot.tensor)
 
     def take_back(self, layer: int, values: Mapping[int, torch.Tensor]) -> None:
         """The tensors of a layer have come here, with these values, by id of their stand-ins."""
@@ -223,6 +292,7 @@ class Absent:
 def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
     """Has a tensor without memory hold these, as `like` would lie in memory."""
     values = laid_out(values, like)
+    Elsewhere.put_back(tensor)
     if tensor.is_meta:
         made = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
         torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
@@ -247,11 +317,46 @@ def _written(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
         assigned = True
     if not in_place and not assigned:
         return []
-    return [t for t in pytree.tree_leaves(args[0]) if isinstance(t, torch.Tensor)]
+    target = args[0] if args else kwargs.get("tensor")  # nn.init hands its own on by keyword
+    return [t for t in pytree.tree_leaves(target) if isinstance(t, torch.Tensor)]
 
 
 _NOT_IN_PLACE = ("__invert__", "__index__", "__int__", "__iter__")
 
 
+_RANDOM = {
+    *("normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_"),
+    *("rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial", "poisson"),
+    *("dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu", "rrelu_"),
+    *("kaiming_uniform_", "kaiming_normal_"),
+}
+"""Functions that draw random numbers, with the one of nn.init that dispatch by themselves."""
+
+
+def _draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
+    """Draw the random numbers that `func` draws for a tensor that is here, so that what is drawn next is the same."""
+
+    kept = {key: value for key, value in kwargs.items() if key != "out"}
+    args, kept = pytree.tree_map_only(Elsewhere, lambda tensor: _made_up(tensor, device), (args, kept))
+    func(*args, **kept)
+
+
+def _draw_as_init(caller: FrameType, device: torch.device) -> None:
+    """The same for a function of nn.init that asks for `is_meta`: it leaves such tensors alone."""
+    code = caller.f_code
+    if caller.f_globals is vars(nn.init):
+        given = {name: caller.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
+        vars(nn.init)[code.co_name](**pytree.tree_map_only(Elsewhere, lambda t: _made_up(t, device), given))
+
+
+def _made_up(tensor: Elsewhere, device: torch.device) -> torch.Tensor:
+    """A tensor here like one that is on another rank, with some values."""
+    like = _without_values(tensor)
+    return torch.full(tuple(like.shape), 0.5, dtype=like.dtype, device=device)
+
+
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if isinstance(tensor, Elsewhere) or tensor.is_meta else tensor.to("meta")
+    if isinstance(tensor, Elsewhere):
+        found: torch.Tensor = tensor.__dict__.get("_stand_in", tensor)
+        return found
+    return tensor if tensor.is_meta else tensor.to("meta")

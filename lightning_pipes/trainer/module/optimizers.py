@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.elsewhere import Elsewhere, HookScope, no_view
 
 Groups = tuple[tuple[str, ...], ...]
 """Parameter names by group, in the optimizer's order."""
@@ -33,6 +35,9 @@ class OptimizerLayout:
         self.optimizer = optimizer
         self.whole = self.local = whole
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
+        self._hidden: list[list[torch.Tensor]] = []
+        self._shown: list[list[torch.Tensor]] = []
+        self._states = 0
         self._given_names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
 
     def keep_local(self, foreign: Callable[[torch.Tensor], bool]) -> None:
@@ -53,6 +58,28 @@ class OptimizerLayout:
                 group["param_names"] = [given[k] for k in here]
             local.append(tuple(names[k] for k in here))
         self.local = tuple(local)
+
+    def show_whole(self) -> None:
+        """Have the optimizer show the parameters of all ranks, as code of the user's is to see them."""
+        self._hidden = [group["params"] for group in self.optimizer.param_groups]
+        self._shown = [list(parameters) for parameters in self._parameters]
+        self._states = len(self.optimizer.state)
+        for group, parameters in zip(self.optimizer.param_groups, self._shown, strict=True):
+            group["params"] = parameters
+
+    def show_local(self) -> bool:
+        """Have the optimizer show what it steps here again; return whether nobody has changed what it showed."""
+        groups, shown = self.optimizer.param_groups, self._shown
+        same = len(groups) == len(shown) and all(
+            group["params"] is parameters and list(map(id, parameters)) == list(map(id, whole))
+            for group, parameters, whole in zip(groups, shown, self._parameters, strict=False)
+        )
+        for group, parameters in zip(groups, self._hidden, strict=False):
+            group["params"] = parameters
+        if len(self.optimizer.state) != self._states:
+            for key in [key for key in self.optimizer.state if isinstance(key, Elsewhere)]:
+                del self.optimizer.state[key]
+        return same
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,6 +142,55 @@ class OptimizerLayout:
             groups.append(group)
             at += len(names)
         return {"state": state, "param_groups": groups}
+
+
+class OptimizersView:
+    """Has optimizers show the parameters of all ranks to code of the user's, and those of this rank to all else.
+
+    Args:
+        scope: says which hook runs; its `view` is this object until `remove`.
+    """
+
+    def __init__(self, layouts: Sequence[OptimizerLayout], scope: HookScope) -> None:
+        self._layouts = layouts
+        self._scope = scope
+        self._whole = False
+        scope.view = self
+
+    def remove(self) -> None:
+        """Hooks see what there is."""
+        self._scope.view = no_view
+
+    @contextmanager
+    def __call__(self, whole: bool) -> Iterator[None]:
+        """In the block optimizers show the parameters of all ranks, or of this one.
+
+        Raises:
+            PipelineError: code of the user's has changed which parameters an optimizer has.
+        """
+        if whole == self._whole:
+            yield
+            return
+        self._show(whole)
+        try:
+            yield
+        except BaseException:
+            with suppress(PipelineError):
+                self._show(not whole)
+            raise
+        self._show(not whole)
+
+    def _show(self, whole: bool) -> None:
+        self._whole = whole
+        if whole:
+            for layout in self._layouts:
+                layout.show_whole()
+        elif False in [layout.show_local() for layout in self._layouts]:  # of all, before anything is raised
+            raise PipelineError(
+                f"{self._scope.hook} changes which parameters an optimizer has, as add_param_group does: every rank "
+                "steps the layers of its stages. Give configure_optimizers all parameters that are trained at any "
+                "time; a group can begin with lr=0, and requires_grad_(False) leaves parameters out"
+            )
 
 
 def numbered(states: Mapping[str, Any], named_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -320,6 +320,7 @@ class CutModule:
         """
         training = self.proxy.training
         self._set(self.full)
+        self._absent.put_back()
         vars(self.module).pop(SPREAD, None)
         for slot in self._absent.slots:
             whole = ended and not (self.stays_spread and slot.tensor.untyped_storage().nbytes() == 0)

@@ -40,6 +40,7 @@ class Part:
         parameters: of this rank.
         unstepped: those of them that no optimizer has.
         device: where they are.
+        layouts: of the optimizers.
         began: the layers of the stages when the run began.
         shared: those that several ranks hold.
         reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
@@ -59,7 +60,7 @@ class Part:
     ) -> None:
         self.cut, self.holdings, self.hidden = cut, holdings, hidden
         self.buffers = BufferSync(cut.module, replicas)
-        self._layouts, self._replicas, self._control, self.device = layouts, replicas, ranks.control, ranks.device
+        self.layouts, self._replicas, self._control, self.device = layouts, replicas, ranks.control, ranks.device
         self._bound, self._priority = bound, priority
         self.began = holdings.layers
         self._parcels: Parcels | None = None
@@ -88,7 +89,7 @@ class Part:
         self._disconnect_gradients()
         self.holdings.settle(layers)
         self.cut.hold(self.holdings.local, states, self.device)
-        for layout in self._layouts:
+        for layout in self.layouts:
             layout.keep_local(self.cut.is_foreign)
         for layer, (state, changing) in arrived.items():
             state.put_optimizer_states(self.cut.full[layer], self.optimizers, self.device)
@@ -111,7 +112,7 @@ class Part:
     @property
     def optimizers(self) -> list[Optimizer]:
         """Those of this rank."""
-        return [layout.optimizer for layout in self._layouts]
+        return [layout.optimizer for layout in self.layouts]
 
     def close(self) -> None:
         """Ends the connections by which layers moved, if any did."""
@@ -133,7 +134,7 @@ class Part:
         Args:
             name: of the parameter in the layer.
         """
-        groups = enumerate(self._layouts[optimizer].whole)
+        groups = enumerate(self.layouts[optimizer].whole)
         return next((group for group, names in groups if self._prefix(layer) + name in names), None)
 
     def _prefix(self, layer: int) -> str:

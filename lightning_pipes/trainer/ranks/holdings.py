@@ -48,6 +48,7 @@ class Holdings:
         self._parts_of: dict[int, frozenset[int]] = {}
         """By id of a parameter the layers that it occurs in, and `OUTSIDE`; in the order of the whole module."""
         self._names: dict[int, str] = {}
+        self._numbers: dict[int, int] = {}
 
     def look_at(self, module: pl.LightningModule, path: str) -> None:
         """Learns which parameters are in which layers, from a module that is whole; `path` is that of the layers."""
@@ -58,6 +59,7 @@ class Holdings:
             found[id(parameter)].add(layer_of[name[len(path) + 1 :].partition(".")[0]] if inside else OUTSIDE)
             self._names.setdefault(id(parameter), name)
         self._parts_of = {key: frozenset(parts) for key, parts in found.items()}
+        self._numbers = {key: number for number, key in enumerate(found)}
 
     def settle(self, layers: Sequence[Span]) -> None:
         """The stages have these layers now, which whoever holds them has seen to."""
@@ -151,6 +153,15 @@ class Holdings:
             min((0 if part == OUTSIDE else where[part] for part in parts), default=self.grid.position)
             == self.grid.position
         )
+
+    @property
+    def numbers(self) -> int:
+        """The numbers that `number_of` gives."""
+        return len(self._numbers) + 1
+
+    def number_of(self, parameter: torch.Tensor) -> int:
+        """The place of a parameter among those of the whole module, wherever it is; all others have the last one."""
+        return self._numbers.get(id(parameter), len(self._numbers))
 
     def in_one_stage(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter occurs in one stage only, so that one backward completes its gradient."""

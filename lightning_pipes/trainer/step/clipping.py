@@ -28,13 +28,22 @@ class GradientAgreement:
 
     Args:
         control: of all stages; None where these are not at one batch, and each clips by the norm of its own layers.
+        scope: says which hook runs.
     """
 
-    def __init__(self, precision: Precision, holdings: Holdings, control: Control | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        precision: Precision,
+        holdings: Holdings,
+        control: Control | None,
+        device: torch.device,
+        scope: HookScope,
+    ) -> None:
         self._precision = precision
         self._holdings = holdings
         self._control = control
         self._device = device
+        self._scope = scope
         self._scaler: torch.amp.GradScaler | None = None if control is None else getattr(precision, "scaler", None)
         precision.__dict__["clip_grad_by_norm"] = self._clip
         if self._scaler is not None:
@@ -52,18 +61,19 @@ class GradientAgreement:
         grads = [p.grad for p in self._precision.main_params(optimizer) if p.grad is not None]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         mine = [
-            p.grad.detach()
+            (self._holdings.number_of(p), p.grad.detach())
             for p in self._precision.main_params(optimizer)
             if p.grad is not None and self._holdings.counts_here(p)
         ]
-        return total_norm(mine, 2.0, dtype, self._control)
+        return total_norm(mine, self._holdings.numbers, 2.0, dtype, self._control)
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         norm = self.total_norm(optimizer).to(self._device)
         torch.nn.utils.clip_grads_with_norm_(list(self._precision.main_params(optimizer)), clip_val, norm)
 
     def _agreed_unscale(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        found = self._unscale(*args, **kwargs)
+        with self._scope.suspended():  # a hook may ask for clipping
+            found = self._unscale(*args, **kwargs)
         if not found:  # a rank without gradients steps and skips with the others
             found = {self._device: torch.zeros(1, device=self._device)}
         assert self._control is not None, "no scaler works without all stages"
@@ -73,20 +83,29 @@ class GradientAgreement:
         return found
 
 
-def total_norm(mine: Sequence[torch.Tensor], p: float, dtype: torch.dtype, control: Control | None) -> torch.Tensor:
-    """The p-norm of the p-norms of what all ranks have, in that precision, or this one; on the CPU."""
-    norms = torch.stack([torch.linalg.vector_norm(t, p, dtype=dtype) for t in mine]) if mine else torch.zeros(0)
-    norms = norms.cpu().double()
-    if math.isinf(p):
-        bound = torch.cat([norms, norms.new_tensor([0.0 if p > 0 else math.inf])])
-        total = (bound.max() if p > 0 else bound.min()).reshape(1)
-        if control is not None:
-            control.all_reduce(total, dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN)
-        return total[0].to(dtype)
-    total = (norms.pow(p) if p else (norms != 0).double()).sum().reshape(1)
-    if control is not None:
-        control.all_reduce(total)
-    return (total.pow(1 / p) if p else total)[0].to(dtype)
+def total_norm(
+    mine: Sequence[tuple[int, torch.Tensor]], of: int, p: float, dtype: torch.dtype, control: Control | None
+) -> torch.Tensor:
+    """Return the p-norm of the p-norms of what all ranks have, on the CPU; bit-equal wherever each of them is.
+
+    Args:
+        mine: the tensors of this rank and their places in the whole, which are below `of`.
+        dtype: of the norms.
+    """
+    infinite, least = math.isinf(p), math.isinf(p) and p < 0
+    norms = torch.full((of,), math.inf if least else 0.0, dtype=torch.float64)
+    if mine:
+        at = torch.tensor([place for place, _ in mine])
+        found = torch.stack([torch.linalg.vector_norm(t, p, dtype=dtype) for _, t in mine]).cpu().double()
+        if infinite:
+            norms.scatter_reduce_(0, at, found, "amin" if least else "amax")
+        else:
+            norms.index_add_(0, at, found.pow(p) if p else (found != 0).double())
+    if control is not None:  # of each place one rank has the tensor, so that no sum depends on an order
+        control.all_reduce(norms, dist.ReduceOp.MIN if least else dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+    if infinite:
+        return (norms.min() if least else norms.max()).to(dtype)
+    return (norms.sum().pow(1 / p) if p else norms.sum()).to(dtype)
 
 
 class HookClipping:
@@ -159,9 +178,11 @@ class HookClipping:
                 f"{scope.hook} takes a norm over the layers of all stages, which step at other times with this "
                 "schedule; clip by value, or use a schedule that flushes between batches, such as '1f1b'"
             )
-        mine = [t for t in found if not isinstance(t, Elsewhere) and self._holdings.counts_here(own[id(t)])]
+        here = [(own[id(t)], t) for t in found if not isinstance(t, Elsewhere)]
+        mine = [(self._holdings.number_of(p), t) for p, t in here if self._holdings.counts_here(p)]
         dtype = reduce(torch.promote_types, (t.dtype for t in found)) if found else torch.float32
-        total = total_norm(mine, float(norm_type), dtype, self._control).to(scope.device)
+        of = self._holdings.numbers
+        total = total_norm(mine, of, float(norm_type), dtype, self._control).to(scope.device)
         return original([total], norm_type or 2.0, *args, **kwargs)  # which looks whether it is finite
 
 

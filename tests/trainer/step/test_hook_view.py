@@ -89,6 +89,67 @@ def test_what_is_done_to_each_weight_is_done_where_it_is():
     assert all(torch.equal(found[n], wanted[n]) for n in wanted)
 
 
+def test_parameters_that_code_has_kept_are_those_of_the_whole_module():
+    whole, module = LitOutside(), LitOutside()
+    kept = list(module.parameters())
+    module.model[8].register_buffer("scale", torch.ones(3))
+    buffer = module.model[8].scale
+    with in_hook(module) as cut:
+        assert [p.shape for p in kept] == [p.shape for p in whole.parameters()]
+        assert [p.is_meta for p in kept] == [p.is_meta for p in module.parameters()]
+        assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in kept)
+        before = [p.detach().clone() for p in kept]
+        with torch.no_grad():
+            for p in kept:
+                p.mul_(2.0)
+        assert all(p.is_meta or torch.equal(p, 2 * q) for p, q in zip(kept, before, strict=True))
+        for use in (lambda: sum(p.norm() for p in kept).item(), lambda: float(buffer.sum())):
+            with pytest.raises(PipelineError, match=r"Lit.on_hook takes the value of self.model\.\d"):
+                use()
+        other = torch.zeros(3)
+        with pytest.raises(PipelineError, match=r"writes into .* what it has of self\.model\.8\.scale"):
+            other.add_(buffer)
+    restore(cut, {**whole.state_dict(), "model.8.scale": torch.ones(3)})
+    assert {id(p) for p in kept} == {id(p) for p in module.parameters()}
+    assert all(type(p) is nn.Parameter for p in kept)
+    assert type(buffer) is torch.Tensor
+    assert all(
+        torch.equal(p, q) for p, q in zip(module.model[3:].parameters(), whole.model[3:].parameters(), strict=True)
+    )
+
+
+def initialise(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.ndim > 1:
+                nn.init.xavier_normal_(p)
+                nn.init.trunc_normal_(p)
+                nn.init.orthogonal_(p)
+                p.mul_(torch.bernoulli(torch.full_like(p, 0.7)))
+            nn.init.normal_(p, 1.0)
+            p.add_(torch.randn_like(p)).add_(torch.nn.functional.dropout(p, 0.3))
+
+
+def test_random_numbers_for_weights_elsewhere_are_drawn_here_too():
+    torch.manual_seed(0)
+    whole, found = Lit(), {}
+    parts = copy.deepcopy(whole), copy.deepcopy(whole)
+    torch.manual_seed(1)
+    initialise(whole)
+    last = torch.rand(3)
+    for module, local in zip(parts, ([0, 1, 2], range(3, 9)), strict=True):
+        cut = CutModule(module, "model", local, Interceptor("self.model"))
+        torch.manual_seed(1)
+        with cut.scope.running("Lit.on_hook", True):
+            initialise(module)
+            found |= {n: p for n, p in module.named_parameters() if not p.is_meta}
+        assert torch.equal(torch.rand(3), last)
+    assert all(torch.equal(found[n], p) for n, p in whole.named_parameters())
+
+
 def norm(module: Lit) -> Any:
     return float(sum(p.norm() ** 2 for p in module.parameters()) ** 0.5)
 

@@ -1,0 +1,444 @@
+"""Modules of rows about gradients, norms and steps of optimizers, and code that looks at several samples at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader
+
+from tests.trainer.lit import WIDTH, Lit, LitOutside, data
+
+MOST = 0.05
+"""Norm to which these modules clip: less than that of any batch."""
+
+
+def all_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def own_norm(tensors: Any) -> torch.Tensor:
+    return torch.stack([t.pow(2).sum() for t in tensors]).sum().sqrt()
+
+
+class ClipsInStep(LitOutside):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def closure() -> Any:
+            loss = optimizer_closure()
+            clip_grad_norm_(self.parameters(), MOST)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class ClipsBetweenClosureAndStep(LitOutside):
+    """Runs the closure by itself, as one who logs the norm does."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        loss = optimizer_closure()
+        self.log("norm", clip_grad_norm_(self.parameters(), MOST))
+        optimizer.step(closure=lambda: loss)
+
+
+class ClipsGroups(LitOutside):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", clip_grad_norm_(all_of(optimizer), MOST))
+
+
+class ClipsEachGroup(LitOutside):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            clip_grad_norm_(group["params"], MOST)
+
+
+class ClipsGroupsOfTrainer(LitOutside):
+    def on_after_backward(self) -> None:
+        clip_grad_norm_(all_of(self.optimizers()), MOST)
+
+
+class ScalesByOwnNorm(LitOutside):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = own_norm(p.grad for p in all_of(optimizer) if p.grad is not None)
+        for p in all_of(optimizer):
+            if p.grad is not None:
+                p.grad.mul_(MOST / float(norm))
+
+
+class ScalesByOwnNormInStep(LitOutside):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = own_norm(grads)
+        for g in grads:
+            g.mul_(MOST / norm)
+        optimizer.step()
+
+
+class KeepsParameters(Lit):
+    """Parameters in a list from the beginning, which a hook clips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decayed = [p for name, p in self.named_parameters() if name.endswith("weight")]
+
+
+class ClipsKept(KeepsParameters):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_norm_(self.decayed, MOST)
+
+
+class PenalisesKept(KeepsParameters):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = super().training_step(batch, batch_idx)
+        return {**out, "loss": out["loss"] + 0.1 * own_norm(self.decayed)}
+
+
+class DecaysKept(KeepsParameters):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for p in self.decayed:
+                p.mul_(0.9)
+
+
+class RescalesKept(KeepsParameters):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            norm = own_norm(self.decayed)
+            for p in self.decayed:
+                p.div_(norm)
+
+
+class ClippingSGD(SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        clip_grad_norm_(all_of(self), MOST)
+        super().step()
+        return loss
+
+
+class Lamb(Optimizer):
+    """Scales the step of each tensor by its norm, and with `whole` all gradients by the norm of all, as LAMB does."""
+
+    def __init__(self, params: Any, lr: float = 0.05, whole: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.whole = whole
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        norm = own_norm(p.grad for p in all_of(self) if p.grad is not None) if self.whole else 1.0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    ratio = p.norm() / (p.grad.norm() + 1e-6)
+                    p.sub_(group["lr"] * torch.where(ratio > 0, ratio, 1.0) * p.grad / norm)
+        return loss
+
+
+class SAM(Optimizer):
+    """Sharpness-aware minimisation: two closures, and a norm over all gradients."""
+
+    def __init__(self, params: Any, base: Any = SGD, rho: float = 0.05, norm: bool = True, **settings: Any) -> None:
+        super().__init__(params, {"rho": rho, **settings})
+        self.base = base(self.param_groups, **settings)
+        self.param_groups = self.base.param_groups
+        self.norm = norm
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        norm = own_norm(p.grad for p in all_of(self) if p.grad is not None) if self.norm else 1.0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["was"] = p.clone()
+                    p.add_(p.grad * group["rho"] / norm)
+        closure()
+        for p in all_of(self):
+            if "was" in self.state[p]:
+                p.copy_(self.state[p]["was"])
+        self.base.step()
+        return loss
+
+
+class NoisySGD(SGD):
+    """Stochastic gradient Langevin dynamics."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for p in all_of(self):
+            p.add_(0.01 * torch.randn_like(p))
+        return loss
+
+
+class LitBy(LitOutside):
+    """Trained by the optimizer that `make(parameters)` gives."""
+
+    def __init__(self, make: Callable[[Any], Optimizer]) -> None:
+        super().__init__()
+        self.__dict__["make"] = make
+
+    def configure_optimizers(self) -> Any:
+        return self.__dict__["make"](self.parameters())
+
+
+def with_step_hook(parameters: Any) -> Optimizer:
+    parameters = list(parameters)
+    optimizer = SGD(parameters, lr=0.3)
+
+    def clip(*_: Any) -> None:
+        clip_grad_norm_(parameters, MOST)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+# ---- several samples at a time
+
+
+class LitBefore(LitOutside):
+    """Code before the layers by `before(module, x)`."""
+
+    def __init__(self, before: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.__dict__["before"] = before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(self.inlet(self.__dict__["before"](self, x)))
+
+
+def centred(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(0)
+
+
+def numbered(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.arange(len(x))[:, None] / 10
+
+
+def ordered(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x[x[:, 0].argsort()]
+
+
+def tempered(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x / x.std()
+
+
+def by_the_first(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x[0, 0] > 0 else x
+
+
+def by_the_second_batch(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return centred(module, x) if module.trainer.fit_loop.batch_idx == 1 else x
+
+
+class Layer(nn.Module):
+    def __init__(self, work: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.work = work
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.work(self.linear(x))
+
+
+class LitInLayer(Lit):
+    """A layer that does this after its weights."""
+
+    def __init__(self, work: Callable[[torch.Tensor], torch.Tensor], at: int = 4) -> None:
+        super().__init__()
+        self.model[at] = Layer(work)
+
+
+def in_layer_centred(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(0)
+
+
+def in_layer_ordered(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.softmax(x, 0)
+
+
+def in_layer_first(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x[0, 0] > 0 else x
+
+
+def by_sample(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(1, keepdim=True)
+
+
+# ---- hooks of modules and parameters
+
+
+class BackwardHookOnAll(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.register_full_backward_hook(lambda module, before, after: (before[0] * 2,))
+
+
+class BackwardHookOnAllLater(Lit):
+    def on_fit_start(self) -> None:
+        self.model.register_full_backward_hook(lambda module, before, after: (before[0] * 2,))
+
+
+class ForwardHookOnAllLater(Lit):
+    def on_train_start(self) -> None:
+        self.model.register_forward_hook(lambda module, args, out: out * 2)
+
+
+class BackwardHookOnLayers(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.model[1:]:
+            layer.register_full_backward_hook(lambda module, before, after: (before[0] * 0.5,))
+
+
+class ClampsGradients(LitOutside):
+    """Hooks on parameters that are not linear."""
+
+    def on_fit_start(self) -> None:
+        for p in self.parameters():
+            p.register_hook(lambda g: g.clamp(-0.01, 0.01))
+
+
+class ClampsGradientsFromTheStart(LitOutside):
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.parameters():
+            p.register_hook(lambda g: g.sign())
+
+
+class StepsInBackward(Lit):
+    """Each weight is stepped as soon as its gradient is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.parameters():
+            p.register_post_accumulate_grad_hook(self.stepped)
+
+    @staticmethod
+    @torch.no_grad()
+    def stepped(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        p.sub_(0.1 * p.grad.sign())
+        p.grad = None
+
+
+class MasksGradients(LitOutside):
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.parameters():
+            p.register_hook(lambda g: g * (g > 0))
+
+
+# ---- hooks that make weights anew
+
+
+class Resets(LitOutside):
+    def on_train_epoch_start(self) -> None:
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                layer.reset_parameters()
+
+
+class Initialises(LitOutside):
+    def on_train_start(self) -> None:
+        for p in self.parameters():
+            if p.ndim > 1:
+                nn.init.xavier_normal_(p)
+            else:
+                nn.init.constant_(p, 0.1)
+        nn.init.orthogonal_(self.model[0][0].weight)
+        self.model.apply(lambda m: nn.init.kaiming_uniform_(m.weight) if isinstance(m, nn.Linear) else None)
+
+
+class AddsNoise(LitOutside):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.add_(0.01 * torch.randn_like(p.grad))
+
+
+class DrawsMasks(LitOutside):
+    @torch.no_grad()
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for p in self.parameters():
+            p.mul_(torch.bernoulli(torch.full_like(p, 0.9)))
+            p.add_(torch.rand(p.shape, dtype=p.dtype) * 0.01)
+
+
+class Appends(Lit):
+    def on_train_epoch_start(self) -> None:
+        self.model.append(nn.Linear(3, 3).double())
+
+
+class Replaces(Lit):
+    def on_train_epoch_start(self) -> None:
+        self.model[1] = nn.ReLU()
+
+
+class Slices(Lit):
+    def on_train_epoch_start(self) -> None:
+        self.model = nn.Sequential(*self.model[:2], nn.Linear(WIDTH, 3).double())
+
+
+class ReplacesInside(Lit):
+    def on_train_epoch_start(self) -> None:
+        self.model[2][0] = nn.Linear(WIDTH, WIDTH).double()
+
+
+class AddsGroup(LitOutside):
+    def configure_optimizers(self) -> Any:
+        return SGD(self.model[4:].parameters(), lr=0.1)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.optimizers().add_param_group({"params": list(self.model[:4].parameters()), "lr": 0.2})
+
+
+class Penalises(Lit):
+    """A gradient penalty: the layers' gradient by their input."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        out = self(x)
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return F.cross_entropy(out, y) + g.pow(2).sum(1).mean()
+
+
+class PenalisesIfUsed(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        out = self(x)
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True, allow_unused=True)
+        return F.cross_entropy(out, y) + (0 if g is None else g.pow(2).sum(1).mean())
+
+
+class LitClasses(Lit):
+    """Weights of classes in the batch, as many as it has samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, weights = batch
+        return F.cross_entropy(self(x), y, weights, reduction="sum") / len(x)
+
+
+def class_weights() -> dict[str, Any]:
+    def collate(samples: Any) -> Any:
+        x, y = zip(*samples, strict=True)
+        return torch.stack(x), torch.stack(y), torch.tensor([1.0, 2.0, 3.0]).double()
+
+    return {"train_dataloaders": DataLoader(data(11), batch_size=3, collate_fn=collate)}

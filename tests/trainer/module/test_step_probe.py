@@ -1,0 +1,85 @@
+"""Which optimizers step each parameter by itself."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.step_probe import check_steps_apart
+from tests.compat.gradient_modules import SAM, ClippingSGD, Lamb, NoisySGD
+
+
+class SubclassOfAdamW(AdamW):
+    pass
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, whose steps it counts in an attribute."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = SGD(parameters, lr=0.1, momentum=0.9)
+        self.count = 0
+        super().__init__(self.inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.clone())
+                if self.count % 2 == 0:
+                    p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+
+class NeedsItsOwn(SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["params"][0].shape == (3, 5), "made for others"
+        return super().step(closure)
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (3,), (2, 3, 4), ())]
+
+
+FINE = [partial(AdamW, lr=0.1), SubclassOfAdamW, Lamb, Lookahead, partial(SAM, lr=0.1, norm=False)]
+
+
+@pytest.mark.parametrize("make", [*FINE, partial(ClippingSGD, lr=0.1)])
+def test_each_parameter_is_stepped_by_itself(make):
+    found = parameters()
+    before = [p.detach().clone() for p in found]
+    optimizer, state = make(found), torch.get_rng_state()
+    optimizer.register_step_pre_hook(lambda *_: found[0].data.zero_())
+    check_steps_apart([optimizer], streams=False)
+    assert all(torch.equal(p, q) for p, q in zip(found, before, strict=True))
+    assert not optimizer.state
+    assert all(p.grad is None for p in found)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("make", "streams", "message"),
+    [
+        (partial(Lamb, whole=True), False, "Lamb steps a parameter by what it finds in others.*clip_grad_norm_"),
+        (partial(SAM, lr=0.1), False, "SAM steps a parameter by what it finds in others"),
+        (partial(ClippingSGD, lr=0.1), True, "ClippingSGD steps a parameter by what it finds in others"),
+        (partial(NoisySGD, lr=0.1), False, "NoisySGD draws random numbers for one parameter after another"),
+    ],
+)
+def test_what_needs_all_parameters_is_refused(make, streams, message):
+    with pytest.raises(PipelineError, match=message):
+        check_steps_apart([AdamW(parameters()), make(parameters())], streams)
+
+
+def test_what_cannot_be_told_is_said():
+    with pytest.warns(UserWarning, match="can't tell whether NeedsItsOwn steps each parameter by itself.*made for oth"):
+        check_steps_apart([NeedsItsOwn(parameters(), lr=0.1)], streams=False)
