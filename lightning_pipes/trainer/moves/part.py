@@ -144,7 +144,7 @@ class Part:
         own = self.holdings.stages
         self.reducer = self._replicas.reducer({s: self.layers_of(s).values() for s in own}, self.holdings)
         self.parameters = list(self.cut.module.parameters())
-        stepped = {name for layout in self._layouts for names in layout.whole for name in names}
+        stepped = {name for layout in self.layouts for names in layout.whole for name in names}
         named = self.cut.module.named_parameters()
         self.unstepped = [p for name, p in named if name not in stepped and not self.cut.is_foreign(p)]
         rest = [p for p in self.parameters if not self.holdings.in_one_stage(p)]
