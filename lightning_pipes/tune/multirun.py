@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.arrays.siblings.compatibility import CompatibilityError
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, current_sibling
+from lightning_pipes.engine.watch.trust import SECRET
 from lightning_pipes.ir import InputError, PipelineError, check_count
 from lightning_pipes.tune.own_hydra import own_hydra, own_logging
 from lightning_pipes.tune.studies.announcements import Announcements
 
+_DIGITS = re.compile("[0-9]+")
 _log = logging.getLogger(__name__)
 
 
@@ -54,9 +57,12 @@ class Multirun:
         setup_globals()
         _check_process(config, config)
         self.board = board = Announcements()
+        own = str(Path(config.hydra.sweep.dir).resolve()), str(config.hydra.job.name)
         if board.leads:
-            board.say("sweep", (str(Path(config.hydra.sweep.dir).resolve()), str(config.hydra.job.name)))
+            board.say("sweep", own)
         self._folder, self._name = board.hear("sweep")
+        if not board.is_signed:
+            check_names((self._folder, self._name), own)
         if not board.leads:
             self._elsewhere = tempfile.TemporaryDirectory(prefix="lightning_pipes_")
             with read_write(config), open_dict(config):
@@ -155,6 +161,21 @@ class Multirun:
             level = logging.ERROR if self.board.leads else logging.INFO  # which others leave to files
             explains_itself = isinstance(error, PipelineError | SystemExit)
             _log.log(level, "#%d failed: %s", number, _text(error), exc_info=None if explains_itself else error)
+
+
+def check_names(heard: tuple[str, str], own: tuple[str, str]) -> None:
+    """Check the sweep's directory and job name, which anybody may have sent; those of ranks differ by digits only.
+
+    Raises:
+        InputError: they differ by more.
+    """
+    for what, theirs, ours in zip(("hydra.sweep.dir", "hydra.job.name"), heard, own, strict=True):
+        if _DIGITS.sub("0", theirs) != _DIGITS.sub("0", ours):
+            raise InputError(
+                f"rank 0 says that {what} is {theirs!r}, and here it is {ours!r}. The hosts of this run have no secret "
+                f"in common, so another user may have said that: set {SECRET} to the same long random text on all "
+                f"hosts, or {what} to a value that differs between ranks by a time at most"
+            )
 
 
 def _check_process(config: DictConfig, outside: DictConfig) -> None:

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import secrets
+from contextlib import suppress
 from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
+from lightning_pipes.ir import PipelineError
+
 RESOLVER = "lightning_pipes.run_name"
 _TIMEOUT = timedelta(minutes=5)
+_KEY = "lightning_pipes/run_name"
+_FILE = "lightning_pipes_run_name"
+_FORM = re.compile(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", re.ASCII)
+_TRIES = 100
+_log = logging.getLogger(__name__)
 
 
 def run_name() -> str:
     """The time at which this training was first started, such as "2026-03-01/14-05-09", or the name of its SLURM job.
 
-    torchrun keeps the time in its store, for its processes on all nodes and for as long as it restarts them; a new
-    torchrun starts a new training. A requeued SLURM job keeps its number. Without either it is the time now.
+    torchrun's processes keep the first time, on all nodes and for as long as torchrun restarts them; a new torchrun
+    starts a new training. A requeued SLURM job keeps its number. Without either it is the time now.
+
+    Raises:
+        PipelineError: processes of torchrun have no place for the name that others can't write to.
     """
     now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, launcher_store
+        from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store
 
-        if launcher_hosts_store():
-            name: str = launcher_store(_TIMEOUT).compare_set("lightning_pipes/run_name", "", now).decode()
-            return name
-        return f"torchrun-{os.environ['TORCHELASTIC_RUN_ID']}"
+        return _torchrun_name(now) if launcher_hosts_store() else f"torchrun-{os.environ['TORCHELASTIC_RUN_ID']}"
     if "SLURM_PROCID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
         task = os.environ.get("SLURM_ARRAY_TASK_ID")
         job = os.environ["SLURM_JOB_ID"] if task is None else f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
@@ -35,3 +48,73 @@ def run_name() -> str:
 def register() -> None:
     """Makes the resolver known; it is asked once, and its answer kept."""
     OmegaConf.register_new_resolver(RESOLVER, run_name, replace=True, use_cache=True)
+
+
+def _torchrun_name(now: str) -> str:
+    """Return the name that torchrun's processes keep, which is `now` if they have none yet.
+
+    Each host keeps it in torchrun's own folder. Several hosts agree through torchrun's store, which takes what anybody
+    writes who reaches the port: what is read there has to be signed, or, without a secret, to have a name's form.
+
+    Raises:
+        PipelineError: the processes of one host have neither such a folder nor a secret.
+    """
+    from lightning_pipes.engine.watch.rendezvous import launcher_store
+    from lightning_pipes.engine.watch.trust import SECRET, SignedStore, seal_from_environment
+
+    folder, seal = _launcher_folder(), seal_from_environment()
+    one_host = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+    if one_host and folder is None and seal is None:
+        raise PipelineError(
+            "the processes of this run have no place for its name to which only their user can write: torchrun's log "
+            f"directory is switched off, or open to others. Let torchrun choose it, set {SECRET} to a long random "
+            "text, or set hydra.run.dir to a directory without ${lightning_pipes.run_name:}"
+        )
+    if one_host and folder is not None:
+        now = _kept_in_folder(folder, now)
+    if seal is None and not one_host:
+        _log.warning(
+            "the hosts of this run have no secret in common: another user who reaches the store of torchrun can choose "
+            "which time names the run's directory; set %s to the same long random text on all hosts",
+            SECRET,
+        )
+    store: Any = launcher_store(_TIMEOUT)
+    name = _kept_in_store(store if seal is None else SignedStore(store, seal), now)  # also for hosts that join later
+    return name if folder is None else _kept_in_folder(folder, name)
+
+
+def _kept_in_store(store: Any, now: str) -> str:
+    """Return the first name that was put into the store; what is no name is replaced."""
+    before = b""
+    for _ in range(_TRIES):
+        found = bytes(store.compare_set(_KEY, before, now.encode()))
+        if _FORM.fullmatch(found.decode(errors="replace")):
+            return found.decode()
+        before = found
+    raise PipelineError(
+        f"the store of torchrun gives {before!r} as the name of this run, which needs the form of {now}"
+    )
+
+
+def _kept_in_folder(folder: Path, now: str) -> str:
+    """Return the first name that was put into the folder."""
+    file = folder / _FILE
+    own = folder / f"{_FILE}.{secrets.token_hex(8)}"
+    own.write_text(now)
+    with suppress(FileExistsError):
+        os.link(own, file)  # whole, or not there
+    own.unlink()
+    return file.read_text()
+
+
+def _launcher_folder() -> Path | None:
+    """Return the folder that torchrun made for this run on this host; None if there is none that others can't change.
+
+    Each attempt has a folder of its own inside.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # RUN/attempt_0/LOCAL_RANK/error.json
+    folder = Path(file).parents[2] if file else None
+    if folder is None or not folder.is_dir():
+        return None
+    status = folder.stat()
+    return folder if status.st_uid == os.getuid() and not status.st_mode & 0o022 else None

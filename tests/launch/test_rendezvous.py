@@ -74,22 +74,6 @@ def test_the_name_of_a_run_without_a_launcher_is_the_time(environment):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", run_name())
 
 
-def test_torchrun_keeps_the_name_of_a_run(environment, store):
-    for name, value in {
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-    }.items():
-        environment.setenv(name, value)
-    first = run_name()
-    store.set("lightning_pipes/run_name", "of another start")
-    assert run_name() == "of another start"
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", first)
-    environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    assert run_name() == "torchrun-none"
-
-
 def test_a_requeued_slurm_job_keeps_its_name(environment):
     environment.setenv("SLURM_PROCID", "1")
     environment.setenv("SLURM_JOB_ID", "4712")

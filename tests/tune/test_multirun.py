@@ -21,11 +21,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.utils import get_class, instantiate
+from omegaconf import OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.tune import multirun as multirun_module
 from lightning_pipes.tune import sweep_settings
+from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.studies.search import open_storage
 from lightning_pipes.tune.studies.space import distribution
 from tests.launch.example import environment
@@ -204,6 +207,35 @@ def test_mistakes(more: list[str], said: str, tmp_path: Path) -> None:
     arguments = [a for a in SEARCH if not a.startswith(("lr", "batch"))]
     sweep = [] if "lr" in more[0] else ["lr=0.1,0.2"]
     assert said in run_ranks(multirun, 1, str(tmp_path), *arguments, *sweep, *more)[0]
+
+
+class StrangersBoard:
+    """What another rank hears where hosts have no secret and somebody else speaks."""
+
+    leads = is_signed = False
+    folder = ""
+
+    def hear(self, key: str) -> tuple[str, str]:
+        return self.folder, "app"
+
+
+def test_a_stranger_does_not_choose_the_directory_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multirun_module, "Announcements", StrangersBoard)
+    for overrides, folder, accepted in (
+        ("out/05-10", "out/06-11", True),
+        ("out/05-10", "out/06-11/../../..", False),
+        ("out", "/home/another", False),
+    ):
+        monkeypatch.setattr(StrangersBoard, "folder", str(tmp_path / folder))
+        with initialize(version_base=None, config_path=None):
+            config = compose(overrides=[f"hydra.sweep.dir={tmp_path / overrides}"], return_hydra_config=True)
+        OmegaConf.set_readonly(config.hydra, False)
+        config.hydra.job.update(name="app", chdir=False)
+        if accepted:
+            assert Multirun(None, None, config, 1)._folder == str(tmp_path / folder)
+            continue
+        with pytest.raises(PlanError, match="set LIGHTNING_PIPES_SECRET"):
+            Multirun(None, None, config, 1)
 
 
 def test_a_mistake_is_a_sentence(tmp_path: Path) -> None:

@@ -238,6 +238,16 @@ def secret_for_children() -> None:
     os.environ.setdefault(SECRET, secrets.token_hex(32))
 
 
+def seal_from_environment() -> Seal | None:
+    """Return the seal of the secret that the environment holds; None where it holds none."""
+    text = os.environ.get(SECRET)
+    return Seal(_secret(text)) if text else None
+
+
+def _secret(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
 def sealed(
     store: Any,
     rank: int,
@@ -269,7 +279,7 @@ def sealed(
 
     text = os.environ.get(SECRET)
     if text:
-        secret = hashlib.sha256(text.encode()).digest()
+        secret = _secret(text)
     elif one_host and sys.platform == "linux":
         return SignedStore(store, Seal(_tell(store, size) if rank == 0 else _ask(store, wait)))
     else:

@@ -46,6 +46,7 @@ class Announcements:
     Attributes:
         leads: whether this is rank 0, which says; the others hear.
         rank: of this process among all, or among those of its host where no launcher but Lightning has started it.
+        is_signed: whether only ranks of this run can have said what is heard.
 
     Raises:
         InputError: there is no way to rank 0.
@@ -55,6 +56,7 @@ class Announcements:
         self._line = _line()
         self.rank = self._line.rank
         self.leads = self.rank == 0
+        self.is_signed = self._line.seal is not None
         self._line.boards += 1
         self._store = part_of(self._line.store, f"lightning_pipes/boards/{self._line.boards}")
 
