@@ -1,22 +1,29 @@
 # Needs make and Python 3.11 or newer; everything else goes into .venv on first use.
 #   make demo    trains a small GPT in a two-process pipeline, about a minute
 #   make test    format, types and tests
+#   make test-newest, test-lightning-main    the tests with the newest of what we need
 VENV   ?= .venv
 WORKERS ?= 3
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.lightning-pipes-installed
+PINS   ?= -c constraints.txt
+NEWEST ?= .venv-newest
+MAIN   ?= .venv-lightning-main
+LIGHTNING_MAIN ?= git+https://github.com/Lightning-AI/pytorch-lightning
 # Tests start many interpreters, and wait for most of the time: with compiled modules, several files of tests at once.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 USABLE := 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full bench lint install clean
+.PHONY: help demo test test-full test-newest test-lightning-main bench lint install clean
 
 help:
 	@echo "make demo       train a small GPT in a pipeline of two processes and draw its timeline, about a minute"
 	@echo "make test       format, types, tests         (ARGS='-k kfkb' goes to pytest)"
 	@echo "make test-full  the same with the slow tests"
+	@echo "make test-newest  the tests with the newest torch and lightning that can be had, in $(NEWEST)"
+	@echo "make test-lightning-main  the same with Lightning's main branch, in $(MAIN)"
 	@echo "make bench      every benchmark in its short form"
 	@echo "make lint       format and types only"
 	@echo "make clean      remove .venv and everything that was made"
@@ -29,6 +36,17 @@ test: lint
 
 test-full: lint
 	@$(PYTEST) $(ARGS)
+
+test-newest:
+	@$(MAKE) --no-print-directory test-in VENV=$(NEWEST) PINS= UPGRADE="--upgrade --upgrade-strategy eager -e .[dev]" ARGS='$(ARGS)'
+
+test-lightning-main:   # another directory: LIGHTNING_MAIN=/path/to/pytorch-lightning
+	@$(MAKE) --no-print-directory test-in VENV=$(MAIN) UPGRADE="--upgrade --no-deps $(LIGHTNING_MAIN)" ARGS='$(ARGS)'
+
+test-in: $(STAMP)
+	@$(PY) -m pip install --quiet --disable-pip-version-check $(UPGRADE)
+	@$(PY) -m pip list --disable-pip-version-check 2>/dev/null | grep -iE '^(torch|lightning|hydra-core|optuna|numpy|transformers) '
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(STAMP)
 	@$(PY) -m ruff format --check --quiet . || { echo "some files are not formatted; run: $(PY) -m ruff format ."; exit 1; }
@@ -50,9 +68,9 @@ $(PY):
 
 $(STAMP): pyproject.toml constraints.txt | $(PY)
 	@echo "Installing lightning_pipes and what it needs into $(VENV), a few minutes the first time"
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info outputs multirun lightning_logs .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-newest .venv-lightning-main build dist *.egg-info outputs multirun lightning_logs .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

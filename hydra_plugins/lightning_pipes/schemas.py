@@ -4,6 +4,9 @@ the resolver `${lightning_pipes.run_name:}`.
 No `from __future__ import annotations` here: Hydra runs this module before it is in sys.modules.
 """
 
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
 from lightning_pipes.harmless import harmless
 
 with harmless("the configuration schemas"):
@@ -11,3 +14,10 @@ with harmless("the configuration schemas"):
 
     schema.register()
     run_name.register()
+
+
+class Schemas(SearchPathPlugin):
+    """Makes Hydra import this module where it finds plugins by entry points; no path is added."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        pass

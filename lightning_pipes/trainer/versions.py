@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-TESTED = (2, 13)
+TESTED = (2, 14)
 """The newest torch that the tests run on; a newer one may be installed."""
 
 

@@ -8,17 +8,23 @@ from pathlib import Path
 
 from lightning_pipes.trainer.versions import TESTED, tell_if_untested
 
+ROOT = Path(__file__).parents[2]
 
-def test_it_is_the_version_that_tests_run_on():
-    pins = (Path(__file__).parents[2] / "constraints.txt").read_text()
-    found = re.search(r"^torch==(\d+)\.(\d+)", pins, re.MULTILINE)
-    assert found is not None
-    assert (int(found[1]), int(found[2])) == TESTED
+
+def test_pages_name_the_versions_that_tests_run_on():
+    pins = dict(re.findall(r"^([a-z-]+)==([0-9.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    rows = re.findall(r"^\| (\S+) \| ([0-9.]+) \| ([0-9.]+) \|", (ROOT / "docs/versions.md").read_text(), re.MULTILINE)
+    table = {name: (pinned, newest) for name, pinned, newest in rows}
+    readme = (ROOT / "README.md").read_text()
+    for name in ("torch", "lightning", "hydra-core", "optuna"):
+        assert table[name][0] == pins[name]
+        assert all(version in readme for version in table[name])
+    assert tuple(map(int, table["torch"][1].split(".")[:2])) == TESTED
 
 
 def test_newer_ones_are_told_once(caplog):
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        for version in ("2.13.0+cpu", "2.12.1", "2.14.0a0", "2.14.0a0", "3.0.0"):
+        for version in ("2.14.0+cpu", "2.12.1", "2.15.0a0", "2.15.0a0", "3.0.0"):
             tell_if_untested(version)
     said = [r.getMessage() for r in caplog.records if "lightning_pipes" in r.getMessage()]
-    assert [re.search(r"this is (\S+);", text)[1] for text in said] == ["2.14.0a0", "3.0.0"]
+    assert [re.search(r"this is (\S+);", text)[1] for text in said] == ["2.15.0a0", "3.0.0"]
