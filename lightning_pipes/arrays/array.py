@@ -121,7 +121,7 @@ class JobArray(Generic[T]):
         """Of ranks that have no more than these."""
         self._begun = 0
         self._home: Mapping[str, Any] = {}
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(lambda: self.shared.has_met)
         self._terminated = False
         """Whether siblings end by SIGTERM, as all ranks have agreed."""
         self._looked = 0.0
@@ -135,7 +135,7 @@ class JobArray(Generic[T]):
             InputError: it is called by a sibling, a job is no function, or one does other things on other ranks.
             PeerFailure: a rank has died.
             SIGTERMException: after SIGTERM to any rank, once the siblings under way have ended by it, each after the
-                same batch on all ranks. No other job is begun then.
+                same batch on all ranks; at once where ranks have not met yet. No other job is begun then.
             KeyboardInterrupt: after Ctrl-C, when all siblings have been told. A second one does not wait for them.
         """
         if current_sibling() is not None:
@@ -185,7 +185,7 @@ class JobArray(Generic[T]):
             end = error
             raise
         finally:
-            if self._interrupts.count < 2:  # else a sibling may be running
+            if not self._interrupts.raised_at_once:  # else a sibling may be running
                 self._cancel(end)
             set_own_random_state(self._home)
             self._interrupts.close()

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
+from lightning_pipes.engine.watch.ending import give_up, leave_thread
 from lightning_pipes.engine.watch.launcher import signal_launched
+from lightning_pipes.trainer.loop.stopping import terminated
 
 
 class Interrupts:
     """From `open` to `close` Ctrl-C is taken note of, to be raised where nothing runs; the second one raises
-    KeyboardInterrupt at once. SIGTERM is taken note of, too. Other threads than the main one get none.
+    KeyboardInterrupt at once. SIGTERM is taken note of, too, where that is heeded, and else raised at once. Other
+    threads than the main one get none.
+
+    Args:
+        is_heeded: whether what runs ends by itself after SIGTERM, as siblings do at the end of a batch.
 
     Attributes:
         count: so often Ctrl-C came.
         terminated: whether SIGTERM came.
+        raised_at_once: whether an exception was raised while anything may have been running.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_heeded: Callable[[], bool]) -> None:
         self.count = 0
         self.terminated = False
+        self.raised_at_once = False
+        self._is_heeded = is_heeded
         self._opened = False
 
     def open(self) -> None:
         """Counts from 0."""
-        self.count, self.terminated = 0, False
+        self.count, self.terminated, self.raised_at_once = 0, False, False
         if threading.current_thread() is threading.main_thread():
             self._opened = True
             self._before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -48,9 +58,15 @@ class Interrupts:
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.count += 1
         if self.count > 1:
+            self.raised_at_once = True
             raise KeyboardInterrupt
 
     def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
         if not self.terminated:
             signal_launched(signum)
         self.terminated = True
+        if not self._is_heeded():
+            self.raised_at_once = True
+            give_up()
+            leave_thread()
+            raise terminated()

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,16 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.points import Fault
+from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
 from tests.faults.training import ROWS, Net, Run, pairs, terminate, train
+from tests.launch.example import environment
 from tests.trainer.lit import quiet
 
 SOON = 30.0
@@ -249,3 +255,47 @@ def test_sigterm_ends_all_siblings_with_whole_checkpoints(tmp_path):
         checkpoint = torch.load(tmp_path / f"left{number}.ckpt", weights_only=False)
         assert checkpoint["global_step"] == steps
         assert checkpoint["state_dict"].keys() == Net("").state_dict().keys()
+
+
+ALONE = """
+from lightning_pipes import JobArray, PipelineStrategy
+import lightning.pytorch as pl
+from tests.trainer.lit import Lit, data
+from torch.utils.data import DataLoader
+
+def job():
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=PipelineStrategy(microbatches=2), max_steps=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Lit(), DataLoader(data(), batch_size=8))
+
+for outcome in JobArray(2).run([job, job]):
+    print(outcome)
+"""
+
+
+def test_sigterm_ends_siblings_that_have_not_met(tmp_path):
+    """torchrun sends it to all ranks where one has died, and kills after 30 s those that are still there."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {
+        **os.environ,
+        **environment("alone"),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2"),
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+    }
+    rank = subprocess.Popen([sys.executable, "-c", ALONE], env=env, text=True, stderr=subprocess.PIPE)
+    try:
+        store.wait(["lightning_pipes/asks/0"], timedelta(seconds=patience(90)))  # it waits for rank 1
+        rank.send_signal(signal.SIGTERM)
+        told = time.monotonic()
+        _, said = rank.communicate(timeout=patience(60))
+        assert rank.returncode == 128 + 15, said
+        assert time.monotonic() < told + SOON
+    finally:
+        rank.kill()
+        rank.communicate()

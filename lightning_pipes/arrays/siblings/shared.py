@@ -39,6 +39,11 @@ class Shared:
         """Of those that siblings have."""
         self._made = 0
 
+    @property
+    def has_met(self) -> bool:
+        """Whether all ranks have met, and siblings agree on what ends them."""
+        return self._made > 0
+
     def watched(self, make: Callable[[], FailureWatch], rank: int, ranks: int) -> FailureWatch:
         """The watch of all siblings; the first one makes it."""
         if self.watch is None:
