@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from tests.compat.registry import row
 from tests.trainer.lit import LitOutside
@@ -36,7 +37,28 @@ class NotAllOptimized(LitOutside):
         return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
 
+class Running(LitOutside):
+    """Layers add a running mean of their inputs to these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[1], self.model[5] = RunningMean(), RunningMean()
+
+
+class RunningMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.5).add_(0.5 * x.detach().mean())
+        return x + self.mean
+
+
+RECOMPUTES = {"recompute": True, "microbatches": 1}
 found = partial(row, "Found by random modules")
 found("code around the layers frozen at first", module=Unfrozen)
 found("parameters that no optimizer has, in a norm", module=NotAllOptimized)
 found("parameters that no optimizer has, accumulated", {"accumulate_grad_batches": 2}, module=NotAllOptimized)
+found("recompute=True, layers that read the buffers which they change", module=Running, strategy=RECOMPUTES)

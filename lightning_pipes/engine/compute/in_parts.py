@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +57,19 @@ class InParts:
         for part in layer.modules():
             if isinstance(part, MIXING) and part.training:
                 self._refuse(f"layer {number} holds a {type(part).__name__}, which looks at all samples at once")
+
+    @contextmanager
+    def check_buffers(self, number: int, layer: nn.Module) -> Iterator[None]:
+        """Refuse a layer whose forward in the block changes its buffers: in parts it would read other ones.
+
+        Raises:
+            PlanError: it changes one.
+        """
+        before = {name: (buffer, buffer._version) for name, buffer in layer.named_buffers()}
+        yield
+        for name, buffer in layer.named_buffers():
+            if name in before and (buffer is not before[name][0] or buffer._version != before[name][1]):
+                self._refuse(f"layer {number} changes its buffer {name!r}")
 
     def _refuse(self, why: str) -> None:
         raise PlanError(

@@ -17,7 +17,7 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.parts import Parts
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, seed_all, seed_as, stream_seed
 from lightning_pipes.engine.compute.taking_turns import TakingTurns
-from lightning_pipes.engine.compute.weights import LateWeights, Version, WeightVersions
+from lightning_pipes.engine.compute.weights import BuffersBefore, LateWeights, Version, WeightVersions
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrored import MirroredLayers
 from lightning_pipes.engine.residency.mirrors import Mirrors
@@ -86,6 +86,7 @@ class Stage:
         self._version: Version | None = None
         self._only_read: frozenset[int] = frozenset()  # ids of parameters that the batch does not step
         self._recompute = recompute
+        self._buffers = BuffersBefore()
         self._in_parts: InParts | None = None
         self._said_inseparable = False
         self._changes_input: bool | None = None  # whether a layer works in place on what was received; None: unknown
@@ -207,21 +208,29 @@ class Stage:
                 self._in_parts.check_layer(number, layer)
             if not self._changes_input:
                 try:
-                    x = self._run_layer(item, number, layer, x)
+                    x = self._run_layer(item, span, number, layer, x)
                     continue
                 except RuntimeError as error:
                     if IN_PLACE not in str(error):
                         raise
                 self._changes_input = True
                 seed_all(seed, self.device)
-            x = self._run_layer(item, number, layer, pytree.tree_map(fresh, x))
+            x = self._run_layer(item, span, number, layer, pytree.tree_map(fresh, x))
         return x
 
-    def _run_layer(self, item: Item, number: int, layer: nn.Module, x: Any) -> Any:
+    def _run_layer(self, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:
         if self._mirrored is not None and item.use is not None and self._mirrored.away(number):
             changes = item.training and not self.recomputing
             return self._mirrored.run(item.use, number, layer, x, self._only_read, changes)
         tensors = self._tensors(number, layer)
+        key = item.number, span, number
+        if self.recomputing:  # running statistics have seen this micro-batch already
+            before = self._buffers.take(key)
+            tensors.update({name: before.get(name, b).clone() for name, b in layer.named_buffers()})
+        elif self.recompute and item.training:
+            parts, buffers = self._in_parts, self._buffers
+            with parts.check_buffers(number, layer) if parts is not None else buffers.keep(key, number, layer):
+                return functional_call(layer, tensors, (x,)) if tensors else layer(x)
         return functional_call(layer, tensors, (x,)) if tensors else layer(x)
 
     def say_inseparable(self, why: str) -> None:
@@ -264,6 +273,4 @@ class Stage:
             for name, p in layer.named_parameters():
                 if id(p) in self._only_read:
                     tensors[name] = tensors.get(name, p).detach()
-        if self.recomputing:  # running statistics have seen this micro-batch already
-            tensors.update({name: b.clone() for name, b in layer.named_buffers()})
         return tensors

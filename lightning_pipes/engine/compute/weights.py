@@ -12,6 +12,7 @@ Layers that batches read late have versions by batch:
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -277,3 +278,50 @@ class LateWeights:
                 oldest = min(waiting, default=self._latest[name])  # who waits has asked before the latest
                 while len(copies) > 1 and copies[1][0] <= oldest:
                     copies.popleft()
+
+
+SMALL = 4096
+"""Elements of a buffer up to which it is kept whether or not it has ever changed."""
+
+
+class BuffersBefore:
+    """The buffers of layers as they were before a forward that runs again: it must read what it read the first time.
+
+    Which of the large ones a layer changes is seen in its first forward; one that changes later is warned of.
+    """
+
+    def __init__(self) -> None:
+        self._changing: dict[int, set[str]] = {}
+        self._kept: dict[Hashable, dict[str, torch.Tensor]] = {}
+
+    @contextmanager
+    def keep(self, key: Hashable, number: int, layer: nn.Module) -> Iterator[None]:
+        """Keep what the forward of a layer in the block changes, until it is taken by `key`."""
+        now = {name: (buffer, buffer._version) for name, buffer in layer.named_buffers()}
+        known = self._changing.get(number)
+        copies = {
+            name: buffer.clone()
+            for name, (buffer, _) in now.items()
+            if known is None or name in known or buffer.numel() <= SMALL
+        }
+        yield
+        changed = {
+            name
+            for name, buffer in layer.named_buffers()
+            if name in now and (buffer is not now[name][0] or buffer._version != now[name][1])
+        }
+        lost = sorted(name for name in changed - copies.keys() if now[name][0]._version != now[name][1])
+        if lost:
+            warnings.warn(
+                f"layer {number} changes its buffer {lost[0]!r} in place for the first time after the first batch; its "
+                "forward runs again for the gradients and reads the new value, in this batch only. "
+                "recompute=False does without a second forward",
+                stacklevel=2,
+            )
+        self._changing[number] = (known or set()) | changed
+        if changed:
+            self._kept[key] = {name: copies.get(name, now[name][0]) for name in changed}
+
+    def take(self, key: Hashable) -> dict[str, torch.Tensor]:
+        """Return what was kept, once."""
+        return self._kept.pop(key, {})
