@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_pipes.ir import Delayed, check_count
+from lightning_pipes.ir import Delayed, InputError, check_count, check_type, shown
 
 
 def in_bulks(layers: Mapping[str, bool | Delayed], number: int, bulk: int) -> dict[str, bool | Delayed]:
@@ -18,6 +18,12 @@ def in_bulks(layers: Mapping[str, bool | Delayed], number: int, bulk: int) -> di
     Args:
         layers: as `Supernet.layers_of` says.
         bulk: how many subnets.
+
+    Raises:
+        InputError: these are no layers, or a number makes no sense.
     """
+    check_type("layers", layers, Mapping[str, bool | Delayed])
+    if check_type("number", number, int) < 0:
+        raise InputError(f"number must be at least 0, got {shown(number)}; subnets are counted from 0")
     late = Delayed(number % check_count("bulk", bulk, "; subnets between two flushes") + 1)
     return {name: late if stepped else False for name, stepped in layers.items()}

@@ -9,9 +9,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.profiler import profile_layers
-from lightning_pipes.ir import InputError, check_count
+from lightning_pipes.ir import InputError, check_count, check_type
 from lightning_pipes.supernets.layers import ChoiceBlock
 from lightning_pipes.supernets.supernet import Supernet
+
+MOST_REPEATS = 1000
 
 
 def measured_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, float]:
@@ -29,7 +31,8 @@ def measured_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, float]:
     Raises:
         InputError: no samples, or layers that are not here.
     """
-    check_count("repeats", repeats)
+    check_type("net", net, Supernet)
+    check_count("repeats", repeats, most=MOST_REPEATS)
     rows = next((t.size(0) for t in pytree.tree_leaves(x) if isinstance(t, torch.Tensor) and t.ndim), 0)
     if not rows:
         raise InputError("costs are measured by what enters the first layer: x needs a tensor with samples on axis 0")

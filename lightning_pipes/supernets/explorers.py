@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lightning_pipes.ir import InputError, check_type
+from lightning_pipes.ir import InputError, check_type, shown
 from lightning_pipes.supernets.subnet import Space
 
 Choices = tuple[int, ...]
@@ -112,7 +112,7 @@ class Produced(Explorer):
     def __init__(self, subnets: Iterable[Sequence[int]], space: Space) -> None:
         self.space = check_type("space", space, Space)
         self._given = 0
-        self._producing = iter(check_type("subnets", subnets, Iterable))
+        self._producing = iterated("subnets", subnets)
         self._latest: Choices = ()
 
     def choices(self, number: int) -> Choices:
@@ -150,6 +150,8 @@ class Several(Explorer):
     """
 
     def __init__(self, *explorers: Explorer) -> None:
+        for number, each in enumerate(explorers):
+            check_type(f"explorers[{number}]", each, Explorer)
         if not explorers or len({len(each.space) for each in explorers}) > 1:
             raise InputError(
                 f"explorers of spaces with {[len(each.space) for each in explorers]} blocks can't take turns; all "
@@ -185,6 +187,18 @@ class Several(Explorer):
 
     def _of(self, number: int) -> tuple[Explorer, int]:
         return self._explorers[self.which(number)], number // len(self._explorers)
+
+
+def iterated(what: str, value: object) -> Iterator[Any]:
+    """Return an iterator over `value`.
+
+    Raises:
+        InputError: it has none; a tensor without axes says so late.
+    """
+    try:
+        return iter(check_type(what, value, Iterable))
+    except TypeError:
+        raise InputError(f"{what} must be an Iterable, got {shown(value)}") from None
 
 
 def drawn(space: Space, key: str) -> Choices:

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir import PipelineError, check_type
 from lightning_pipes.supernets.stream import SubnetStream
 from lightning_pipes.supernets.subnet import Subnet
 from lightning_pipes.trainer.loop.host import PipelineHost
@@ -23,11 +23,12 @@ class Explores(pl.Callback):
         stream: whose subnets are the last entry of the batches, as `stream.paired` makes them.
 
     Raises:
+        InputError: it is no stream of subnets.
         PipelineError: a batch has no subnet at its end.
     """
 
     def __init__(self, stream: SubnetStream) -> None:
-        self.stream = stream
+        self.stream: SubnetStream = check_type("stream", stream, SubnetStream)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if _streams(trainer):

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_pipes.ir import InputError, check_count, check_type, shown
+from lightning_pipes.supernets.explorers import iterated
+from lightning_pipes.supernets.subnet import MOST
 
 Sharing = Literal["sequential", "frozen", "per_choice", "delayed"]
 
@@ -29,8 +31,8 @@ class ChoiceBlock(nn.ModuleList):
     last = False
 
     def __init__(self, candidates: Iterable[nn.Module]) -> None:
-        given = [check_type("a candidate", each, nn.Module) for each in check_type("candidates", candidates, Iterable)]
-        super().__init__(given)
+        named = enumerate(iterated("candidates", candidates))
+        super().__init__([check_type(f"candidates[{number}]", each, nn.Module) for number, each in named])
         if not len(self):
             raise InputError("a ChoiceBlock needs candidates to choose from, got none")
 
@@ -63,7 +65,8 @@ class PerChoice(ChoiceBlock):
     """
 
     def __init__(self, layer: nn.Module, count: int) -> None:
-        super().__init__(copy.deepcopy(layer) for _ in range(count))
+        check_type("layer", layer, nn.Module)
+        super().__init__(copy.deepcopy(layer) for _ in range(check_count("count", count, most=MOST)))
 
 
 class Shared(nn.Module):
@@ -84,15 +87,10 @@ class Shared(nn.Module):
     def __init__(self, layer: nn.Module, shared: Sharing = "sequential", delay: int | None = None) -> None:
         super().__init__()
         check_type("layer", layer, nn.Module)
-        check_type("shared", shared, Sharing)
-        if (shared == "delayed") != (delay is not None):
-            raise InputError(
-                f"shared={shared!r} with delay={shown(delay)}: a delay belongs to shared='delayed', which needs one: "
-                "as many subnets as shall be under way at once, such as 8"
-            )
+        check_sharing(shared, delay)
         self.layer = layer
         self.shared: Sharing = shared
-        self.delay = delay if delay is None else check_count("delay", delay, "; subnets between a step and its reader")
+        self.delay = delay if delay is None else int(delay)
         if shared == "delayed":
             for name, part in layer.named_modules():
                 if getattr(part, "track_running_stats", False):
@@ -118,6 +116,22 @@ class Shared(nn.Module):
                 if next(part.buffers(recurse=False), None) is not None:
                     part.training = False
         return self
+
+
+def check_sharing(shared: object, delay: object) -> None:
+    """Refuse a way to share a layer that there is not, and a delay that makes no sense for it.
+
+    Raises:
+        InputError: it is one.
+    """
+    check_type("shared", shared, Sharing)
+    if (shared == "delayed") != (delay is not None):
+        raise InputError(
+            f"shared={shared!r} with delay={shown(delay)}: a delay belongs to shared='delayed', which needs one: "
+            "as many subnets as shall be under way at once, such as 8"
+        )
+    if delay is not None:
+        check_count("delay", delay, "; subnets between a step and its reader")
 
 
 def opened(given: Any) -> tuple[Any, Any]:

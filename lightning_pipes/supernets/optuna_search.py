@@ -25,6 +25,9 @@ class OptunaExplorer(Explorer):
         space: to search.
         sampler: makes the sampler, such as `lambda: TPESampler(seed=1)`.
         population: trials asked for at once.
+
+    Raises:
+        InputError: `sampler` makes no sampler, or the population makes no sense.
     """
 
     def __init__(self, space: Space, sampler: Callable[[], BaseSampler], population: int = 50) -> None:
@@ -71,7 +74,13 @@ class OptunaExplorer(Explorer):
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        sampler = self._sampler()
+        try:
+            sampler = self._sampler()
+        except TypeError as error:
+            raise InputError(
+                f"sampler must make a sampler without arguments, as lambda: TPESampler(seed=1) does: {error}"
+            ) from error
+        check_type("what sampler makes", sampler, optuna.samplers.BaseSampler)
         self._study = optuna.create_study(sampler=sampler)
         self._asked: list[Choices] = []
         self._trials: list[Trial] = []

@@ -19,6 +19,9 @@ class Subnet:
         choices: the candidate of each block.
         id: its number in the stream, from 0; the order in which training counts.
         space: which of several spaces it is from.
+
+    Raises:
+        InputError: one of them is no whole number.
     """
 
     __slots__ = ("choices", "id", "space")
@@ -28,7 +31,10 @@ class Subnet:
     space: int
 
     def __init__(self, choices: Sequence[int], id: int = -1, space: int = 0) -> None:
-        for name, value in (("choices", tuple(choices)), ("id", id), ("space", space)):
+        if type(choices) is not tuple or any(type(each) is not int for each in (*choices, id, space)):
+            choices = tuple(map(int, check_type("a subnet's choices", choices, Sequence[int])))
+            id, space = (int(check_type(f"a subnet's {n}", v, int)) for n, v in (("id", id), ("space", space)))
+        for name, value in (("choices", choices), ("id", id), ("space", space)):
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -101,7 +107,7 @@ class Space:
         Raises:
             InputError: there is no such block, or it has no such candidate.
         """
-        for block, wanted in candidates.items():
+        for block, wanted in check_type("candidates of blocks", candidates, Mapping[int, Sequence[int]]).items():
             if not 0 <= block < len(self.blocks):
                 raise InputError(f"a space of {len(self.blocks)} blocks has no block {block}; they are counted from 0")
             for choice in wanted:

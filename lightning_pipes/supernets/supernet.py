@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pipes.ir import Delayed, InputError, check_type
-from lightning_pipes.supernets.layers import ChoiceBlock, PerChoice, Shared, Sharing, has_state
+from lightning_pipes.supernets.layers import ChoiceBlock, PerChoice, Shared, Sharing, check_sharing, has_state
 from lightning_pipes.supernets.subnet import Space, Subnet
 
 Choices = Subnet | Sequence[int]
@@ -37,7 +37,7 @@ class Supernet(nn.Sequential):
         delay: for shared="delayed".
 
     Raises:
-        InputError: a block occurs twice, is inside of an ordinary layer, or there is none.
+        InputError: a block occurs twice, is inside of an ordinary layer, or there is none; or see `Shared`.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Supernet(nn.Sequential):
         shared: Sharing = "sequential",
         delay: int | None = None,
     ) -> None:
+        check_sharing(shared, delay)
         given = layers[0] if len(layers) == 1 and isinstance(layers[0], OrderedDict) else None
         named: dict[str, Any] = dict(given) if given is not None else {str(n): m for n, m in enumerate(layers)}
         super().__init__(OrderedDict(_made(named, shared, delay)))

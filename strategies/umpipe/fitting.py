@@ -10,7 +10,7 @@ from random import Random
 from typing import NamedTuple
 
 from lightning_pipes.ir import Cut, Kind, Plan, Span
-from lightning_pipes.strategies.umpipe.network import sized
+from lightning_pipes.strategies.umpipe.network import aligned, sized
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
 from lightning_pipes.strategies.umpipe.overlapped.machine import FREE, fastest
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
@@ -159,7 +159,7 @@ class Choices:
             return sized(self.rows, size, self.least)
 
         forward = tuple(cut_into(o.forward) for o in options)
-        backward = tuple(cut_into(o.backward) for o in options)
+        backward = tuple(aligned(cut_into(o.backward), f, self.least) for o, f in zip(options, forward, strict=True))
         cut = Cut(
             self.rows,
             forward,

@@ -130,3 +130,15 @@ def sized(rows: int, size: int, least: int = 1) -> tuple[Span, ...]:
     `least`."""
     starts = [0, *range(size, rows - least + 1, size)]
     return tuple(Span(a, b) for a, b in pairwise([*starts, rows]))
+
+
+def aligned(backward: tuple[Span, ...], forward: tuple[Span, ...], least: int) -> tuple[Span, ...]:
+    """Return `backward` so that its parts in common with `forward` have at least `least` samples.
+
+    A stage runs those parts one by one. Where a boundary is closer than that to one of `forward`, it moves there.
+    """
+    if least == 1 or backward == forward:
+        return backward
+    ends = [span.stop for span in forward]
+    moved = (next((end for end in ends if abs(span.stop - end) < least), span.stop) for span in backward)
+    return tuple(Span(a, b) for a, b in pairwise(dict.fromkeys([0, *moved])))

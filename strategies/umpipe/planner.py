@@ -17,7 +17,7 @@ from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.umpipe.fitting import Choices, fitted, valued
 from lightning_pipes.strategies.umpipe.flushed import bounded
-from lightning_pipes.strategies.umpipe.network import sized
+from lightning_pipes.strategies.umpipe.network import aligned, sized
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
 from lightning_pipes.strategies.umpipe.pricing import Option, drifted, link_times, room_of, stage_options
 
@@ -66,7 +66,9 @@ class Counts(NamedTuple):
                     f"{what} {got} has {len(got)} numbers, and the pipeline {needed} {of}; give one for each"
                 )
         forward = tuple(spans_of(rows, p, least) for p in self.forward)
-        backward = tuple(spans_of(rows, q, least) for q in self.backward)
+        backward = tuple(
+            aligned(spans_of(rows, q, least), spans, least) for q, spans in zip(self.backward, forward, strict=True)
+        )
         # The last stage sends nothing on, the first one nothing back.
         there = (*(spans_of(rows, p, least) for p in self.forward_links), forward[-1]) if self.forward_links else ()
         back = (backward[0], *(spans_of(rows, q, least) for q in self.backward_links)) if self.backward_links else ()

@@ -8,11 +8,13 @@ import resource
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 import torch
+from optuna.samplers import RandomSampler
 
 from lightning_pipes import (
     JobArray,
@@ -22,6 +24,7 @@ from lightning_pipes import (
     ReproducibilityLog,
     ScheduleTuner,
     TimelineLogger,
+    consolidate,
 )
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.cost.clusters import make_cluster
@@ -29,7 +32,24 @@ from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds
 from lightning_pipes.cost.zoo import OPTIMIZERS, named_profile
 from lightning_pipes.ir import Cut, Kind, PipelineError, Plan, Policy, Schedule, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
-from lightning_pipes.supernets import Evolution, Listed, Shared, Space, SubnetStream, Uniform
+from lightning_pipes.supernets import (
+    ChoiceBlock,
+    Evolution,
+    Explores,
+    Listed,
+    OptunaExplorer,
+    Produced,
+    Several,
+    Shared,
+    Space,
+    Subnet,
+    SubnetStream,
+    Supernet,
+    Uniform,
+    in_bulks,
+    measured_costs,
+)
+from lightning_pipes.supernets.layers import PerChoice
 from lightning_pipes.tune.studies.study import optimize_array
 from tests.fuzz.values import Door, count, deadline, flag, integer, number, optional, perturbed, several, text
 
@@ -418,6 +438,43 @@ DOORS = [
     ),
 ]
 
+IDENTITY = torch.nn.Identity()
+
+
+def choices(value: Any) -> bool:
+    return isinstance(value, list | tuple | range) and all(map(integer, value))
+
+
+def two_choices(value: Any) -> bool:
+    return choices(value) and len(value) == 2 and set(value) <= {0, 1}
+
+
+def layers(value: Any) -> bool:
+    return isinstance(value, dict) and not value
+
+
+def count_of_copies(value: Any) -> bool:
+    return count(value, 64)
+
+
+def supernet(layer: Any, **given: Any) -> Any:
+    return Supernet(layer, ChoiceBlock([torch.nn.Identity()]), **given)
+
+
+def several_explorers(explorer: Any) -> Any:
+    return Several(explorer, Uniform(Space.of([3])))
+
+
+def measured(**given: Any) -> Any:
+    return measured_costs(Supernet(ChoiceBlock([torch.nn.Linear(2, 2)])), **given)
+
+
+def consolidated(**given: Any) -> None:
+    """`consolidate`, of a folder that has no checkpoint: it is refused, whatever else is given."""
+    consolidate(**{"folder": "no checkpoint", "file": "not written", **given})
+
+
+NET = Supernet(ChoiceBlock([IDENTITY, IDENTITY]), ChoiceBlock([torch.nn.Linear(2, 2), IDENTITY]))
 OF_SUPERNETS = [
     Door("ReproducibilityLog", ReproducibilityLog, {"every_n_batches": count}, {}, {}),
     Door("Uniform", Uniform, {"space": never, "seed": integer}, {"space": Space.of([2])}, {}),
@@ -447,6 +504,77 @@ OF_SUPERNETS = [
         SubnetStream,
         {"explorer": never, "timeout": above_zero},
         {"explorer": Uniform(Space.of([2]))},
+        {},
+    ),
+    Door(
+        "Subnet",
+        Subnet,
+        {"choices": choices, "id": integer, "space": integer},
+        {"choices": (0, 1)},
+        {"choices": "choices", "id": "id"},
+    ),
+    Door(
+        "Space",
+        Space,
+        {"blocks": several(lambda v: several(whole)(v) and v and len(set(v)) == len(v))},
+        {"blocks": ((0, 1),)},
+        {"blocks": "block"},
+    ),
+    Door(
+        "Space.only",
+        Space.of([2]).only,
+        {"candidates": lambda v: isinstance(v, dict) and not v},
+        {"candidates": {}},
+        {"candidates": "block"},
+    ),
+    Door("Space.check", Space.of([2]).check, {"choices": lambda v: choices(v) and [*v] == [1]}, {}, {}),
+    Door(
+        "Produced",
+        Produced,
+        {
+            "subnets": lambda v: hasattr(v, "__iter__") and getattr(v, "ndim", 1) and not isinstance(v, type),
+            "space": never,
+        },
+        {"space": Space.of([2]), "subnets": [(0,)]},
+        {},
+    ),
+    Door("Several", several_explorers, {"explorer": never}, {"explorer": Uniform(Space.of([2]))}, {}),
+    Door(
+        "OptunaExplorer",
+        OptunaExplorer,
+        {"space": never, "sampler": never, "population": count},
+        {"space": Space.of([2]), "sampler": RandomSampler},
+        {},
+    ),
+    Door(
+        "in_bulks",
+        in_bulks,
+        {"layers": layers, "number": whole, "bulk": count},
+        {"layers": {}, "number": 0, "bulk": 1},
+        {},
+    ),
+    Door("ChoiceBlock", ChoiceBlock, {"candidates": never}, {"candidates": [torch.nn.Identity()]}, {}),
+    Door("PerChoice", PerChoice, {"layer": never, "count": count_of_copies}, {"layer": IDENTITY, "count": 2}, {}),
+    Door(
+        "Supernet",
+        supernet,
+        {
+            "layer": never,
+            "shared": lambda v: isinstance(v, str) and v in ("sequential", "frozen", "per_choice"),
+            "delay": lambda v: v is None,
+        },
+        {"layer": IDENTITY},
+        {},
+    ),
+    Door("Supernet.layers_of", NET.layers_of, {"subnet": two_choices}, {}, {"subnet": "subnet"}),
+    Door("Supernet.subnet", NET.subnet, {"subnet": two_choices}, {}, {"subnet": "subnet"}),
+    Door("measured_costs", measured, {"x": never, "repeats": lambda v: count(v, 1000)}, {"x": torch.zeros(2, 2)}, {}),
+    Door("Explores", Explores, {"stream": never}, {"stream": SubnetStream(Uniform(Space.of([2])))}, {}),
+    Door(
+        "consolidate",
+        consolidated,
+        {"folder": never, "file": lambda v: isinstance(v, Path | str), "weights_only": optional(flag)},
+        {},
         {},
     ),
     Door(

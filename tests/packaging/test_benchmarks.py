@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.packaging.json_keys import literal_keys
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PACKAGE = "lightning_pipes"
 FILES = sorted(FOLDER.glob("*.py"))
@@ -75,3 +77,28 @@ def test_all_start():
     assert ended.returncode == 0, ended.stderr
     started = dict(line.rsplit(" ", 1) for line in ended.stdout.splitlines())
     assert set(started) == set(map(str, SCRIPTS))
+
+
+def test_keys_of_json_are_measured() -> None:
+    """A number of an earlier run has its date in the name: "slowdown_of_2026_11_23"."""
+    assert literal_keys(FOLDER) == {}
+
+
+def test_literals_among_keys_are_found(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text(
+        "LAST = {'last': 1.5}\nRATE = 2.0\ndef more(x):\n    return {'more': RATE, 'x': x}\n"
+    )
+    (tmp_path / "bench.py").write_text(
+        """
+import json
+from other import LAST, RATE, more
+def main(report, x):
+    keys = {"measured": x, "seed": 3, "speed_of_2026_11_23": 4.0, "start": 0.0}
+    keys |= more(x) if x else LAST
+    keys["named"] = -RATE
+    report.keys |= {f"made_{x}": 7, "entry": LAST["last"]}
+    print(json.dumps(keys | report.keys | dict(given=1.25, fine=x) | {**{"inner": {"deep": 9}}}))
+"""
+    )
+    keys = ["'more'", "'last'", "'named'", "'entry'", "'given'", "'deep'"]
+    assert literal_keys(tmp_path) == {"bench": {*keys, "f'made_{x}'"}}

@@ -249,9 +249,27 @@ def _measure_working(
 
 def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -> tuple[float, int]:
     """Seconds of a second step of such an optimizer for copies of the layer's weights, and bytes of its state."""
+    own = _stepped_copy(layer, optimizer)
+    if own is None:
+        return 0.0, 0
+    synchronize(device)
+    begun = time.perf_counter()
+    own.step()
+    synchronize(device)
+    return time.perf_counter() - begun, sum(t.nbytes for t in _state_tensors(own))
+
+
+def optimizer_state(layer: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:
+    """Return what such an optimizer keeps of the layer's weights after a step; neither of the two changes."""
+    own = _stepped_copy(layer, optimizer)
+    return [] if own is None else _state_tensors(own)
+
+
+def _stepped_copy(layer: nn.Module, optimizer: Optimizer | None) -> Optimizer | None:
+    """Return a copy of the optimizer that has stepped copies of the weights; None if there is nothing to step."""
     trained = [p for p in layer.parameters() if p.requires_grad]
     if optimizer is None or not trained:
-        return 0.0, 0
+        return None
     copies = [nn.Parameter(p.detach().clone()) for p in trained]
     for p in copies:
         p.grad = torch.zeros_like(p)
@@ -259,12 +277,11 @@ def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -
     own.param_groups = [{**optimizer.param_groups[0], "params": copies}]
     own.state = defaultdict(dict)
     own.step()
-    synchronize(device)
-    begun = time.perf_counter()
-    own.step()
-    synchronize(device)
-    state = (t for values in own.state.values() for t in values.values() if isinstance(t, torch.Tensor))
-    return time.perf_counter() - begun, sum(t.nbytes for t in state)
+    return own
+
+
+def _state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
 
 
 @contextmanager

@@ -36,8 +36,13 @@ class _Own:
 
 
 class States(Protocol):
-    """Where states of any key take turns; `MemorySwap` is one."""
+    """Where states of any key take turns; `MemorySwap` is one.
 
+    Attributes:
+        device_bytes: of each device.
+    """
+
+    device_bytes: int
     prefetch: bool
 
     def states(self, device: torch.device) -> Swap[Hashable]:

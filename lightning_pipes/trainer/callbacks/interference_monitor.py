@@ -73,7 +73,7 @@ class InterferenceMonitor(pl.Callback):
         where = "InterferenceMonitor: "
         rate = f"above 0 and at most {MOST_HERTZ:g}"
         self.hertz = check_number(f"{where}hertz", hertz, rate, lambda x: 0 < x <= MOST_HERTZ)
-        least = f"seconds, at least two samples long ({2 / hertz:g})"
+        least = f"seconds, at least two samples long ({float(2 / hertz):g})"
         self.window = check_number(f"{where}window", window, least, lambda x: 2 / hertz <= x < math.inf)
         self.every_n_steps = check_count(f"{where}every_n_steps", every_n_steps)
         self._monitor: Monitor | None = None

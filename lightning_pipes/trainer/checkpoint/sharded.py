@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir import PipelineError, check_type, shown
 from lightning_pipes.trainer.checkpoint.checksums import Sum, Summing, damaged, seal
 from lightning_pipes.trainer.checkpoint.files import (
     existing,
@@ -357,10 +357,22 @@ def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None 
             which runs code that is in the folder: for folders whose writer you trust.
 
     Raises:
+        InputError: an argument has another type.
         PipelineError: the folder has no complete checkpoint, or one that is damaged.
         pickle.UnpicklingError: there are objects in it that take weights_only=False.
     """
-    parts = ShardedCheckpoint(existing(Path(folder)), weights_only)
+    for name, value, kind in (
+        ("folder", folder, str | Path),
+        ("file", file, str | Path),
+        ("weights_only", weights_only, bool | None),
+    ):
+        check_type(f"consolidate: {name}", value, kind)
+    try:
+        found = existing(Path(folder))
+        ShardedCheckpoint.is_at(found)
+    except OSError as error:  # a name that no file system takes
+        raise PipelineError(f"folder {shown(folder)} can't be read: {error.strerror}") from error
+    parts = ShardedCheckpoint(found, weights_only)
     checkpoint = parts.checkpoint({})
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = parts.optimizer_states()

@@ -47,7 +47,7 @@ from lightning_pipes.trainer.step.cuts import Cuts
 from lightning_pipes.trainer.step.hook_view import has_hooks
 from lightning_pipes.trainer.step.own_steps import OwnSteps
 from lightning_pipes.trainer.step.steps import TrainingBatch
-from lightning_pipes.trainer.step.uses import Overlap, SaysLayers, check_layers, use_of, warn_without_uses
+from lightning_pipes.trainer.step.uses import Overlap, SaysLayers, check_layers, check_room, use_of, warn_without_uses
 
 
 @dataclass
@@ -89,6 +89,10 @@ class Streaming(Training):
             run.engine.stash(VersionMemory(memory, run.device))
         elif memory is not None:
             check_turns(run)
+            plain = [private.plain_optimizer(o) for o in run.trainer.optimizers]
+            for number in run.stages:
+                layers = run.part.layers_of(number)
+                check_room(number, layers, plain, memory.device_bytes, run.device.type == "cpu")
             run.moving.check_layers_stay("MemorySwap has them take turns on the device")
             self._memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
             run.engine.take_turns(self._memory)

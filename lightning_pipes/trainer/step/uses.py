@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
 
-from lightning_pipes.ir import Delayed, Kind, PipelineError, Plan, Policy, Schedule, Use
+from lightning_pipes.engine.compute.profiler import optimizer_state
+from lightning_pipes.engine.residency.slab import ALIGNMENT
+from lightning_pipes.ir import Delayed, Kind, PipelineError, Plan, PlanError, Policy, Schedule, Use
 from lightning_pipes.trainer.module.proxy import Layers
 
 T = TypeVar("T")
@@ -104,6 +109,46 @@ def warn_without_uses(module: pl.LightningModule, schedule: Schedule | Policy, r
             "layers_of_batch to say which: one batch is trained after another. Give it layers_of_batch, as a "
             "Supernet's module has it, or use a schedule for batches that use all layers, such as '1f1b'"
         )
+
+
+def check_room(
+    stage: int, layers: Mapping[int, nn.Module], optimizers: Sequence[Optimizer], device_bytes: int, on_cpu: bool
+) -> None:
+    """Refuse a memory without room for the largest part of each layer that offers several, with optimizer states.
+
+    Args:
+        layers: of the stage, by number. A ModuleList offers its entries, of which a batch uses one, as a choice block.
+        device_bytes: of the memory.
+
+    Raises:
+        PlanError: there is no room.
+    """
+    needed, names = 0, []
+    for number, layer in layers.items():
+        sizes = {name: _held_bytes(part) for name, part in layer.named_children()} if _offers(layer) else {}
+        if sizes and max(sizes.values()):
+            name = max(sizes, key=lambda each: sizes[each])
+            names.append(f"{number}.{name}")
+            kept = optimizer_state(layer.get_submodule(name), optimizers[0] if optimizers else None)
+            needed += sizes[name] + _aligned_bytes(t for t in kept if t.ndim or on_cpu)
+    if needed > device_bytes:
+        raise PlanError(
+            f"no room on the device for layers {', '.join(names[:6])}, the largest that a batch may use on stage "
+            f"{stage}: they take {needed} bytes with what the optimizer keeps, and device_bytes={device_bytes}; give "
+            "MemorySwap more device_bytes, cut the model into more stages, or leave such layers out of the network"
+        )
+
+
+def _offers(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.ModuleList)
+
+
+def _held_bytes(part: nn.Module) -> int:
+    return _aligned_bytes((*part.parameters(), *part.buffers()))
+
+
+def _aligned_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors)
 
 
 def check_layers(module: pl.LightningModule, full: Layers) -> None:

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
-from lightning_pipes.ir import Cut, InputError, Kind, Plan, PlanError, Schedule, Span
+from lightning_pipes.ir import B, Cut, F, InputError, Kind, Plan, PlanError, Schedule, Span, graphs
 from lightning_pipes.planning.auto import choose
 from lightning_pipes.planning.fit import evaluated
 from lightning_pipes.planning.planner import Planner, Problem, even_plan, planned
@@ -16,7 +16,7 @@ from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
-from lightning_pipes.strategies.umpipe.planner import sized, sizes_of, spans_of
+from lightning_pipes.strategies.umpipe.planner import Counts, sized, sizes_of, spans_of
 
 ROWS = 32
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -197,8 +197,19 @@ def test_no_micro_batch_has_fewer_samples_than_it_needs(schedule: Schedule | UM1
     plan = planned(problem(schedule, (1e-9, 1e-3), (1e-9, 1e-3), rows=rows, least=2))
     every = [span for kind in (Kind.F, Kind.B) for s in range(2) for span in plan.spans(kind, s)]
     every += [*plan.spans(Kind.SF, 0), *plan.spans(Kind.SB, 1)]
+    every += [part for s in range(2) for span in plan.spans(Kind.F, s) for part in graphs(F(s, span), plan)]
     assert min(span.rows for span in every) >= 2
     assert spans_of(1, 3, 2) == (Span(0, 1),)  # there is no more
+
+
+def test_forward_and_backward_have_as_many_samples_in_common() -> None:
+    """A stage runs these parts one by one: (2, 4) and (4, 1) micro-batches of 5 samples had one of a single sample."""
+    for rows, least, p, q in product(range(4, 14), (2, 3), range(1, 6), range(1, 6)):
+        cut = Counts((p, 1), (q, 1)).cut(rows, 2, least)
+        plan = Plan((0, 1), (cut,))
+        parts = [part for span in plan.spans(Kind.F, 0) for part in graphs(F(0, span), plan)]
+        assert min(part.rows for part in parts) >= least
+        assert [part for span in plan.spans(Kind.B, 0) for part in graphs(B(0, span), plan)] == parts
 
 
 def test_memory_limits_what_stages_hold() -> None:
