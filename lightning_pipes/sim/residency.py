@@ -92,7 +92,8 @@ class Statistics:
     """Counts of what leases met. `hits`: the state was there; `late`: on its way; `misses`: it was not asked for
     before.
 
-    `refused` are prefetches for which there was no room, `wasted` those that went before anybody used them.
+    `refused` are prefetches for which there was no room, `wasted` those that went before anybody used them. `again` are
+    hits of the next micro-batch of a batch, which had the state right before.
     """
 
     hits: int = 0
@@ -104,6 +105,7 @@ class Statistics:
     prefetched: int = 0
     refused: int = 0
     wasted: int = 0
+    again: int = 0
 
     @classmethod
     def total(cls, each: Iterable[Statistics]) -> Statistics:
@@ -117,8 +119,9 @@ class Statistics:
 
     @property
     def hit_rate(self) -> float:
-        """Of the leases, how many met their state; 1 where there was none."""
-        return self.hits / self.leases if self.leases else 1.0
+        """Of the leases, without those that came `again`, how many met their state; 1 where there was none."""
+        counted = self.leases - self.again
+        return (self.hits - self.again) / counted if counted else 1.0
 
 
 @dataclass

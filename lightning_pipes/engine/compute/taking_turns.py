@@ -25,6 +25,7 @@ class TakingTurns:
 
     def __init__(self, memory: LayerMemory, stage: int, parts: Parts, recompute: bool) -> None:
         self._memory, self._stage, self._parts, self._recompute = memory, stage, parts, recompute
+        self._task: tuple[bool, int] | None = None  # direction and batch of the last one
         self._kept: dict[int, Mapping[str, nn.Module]] = {}  # of batches under way, by number
 
     def enter(self, use: Use) -> None:
@@ -55,8 +56,9 @@ class TakingTurns:
         if item.training and not self._recompute and item.number not in self._kept:
             memory.acquire(parts)
             self._kept[item.number] = parts
-        steps = kind is Kind.STEP
-        memory.acquire(parts, write=steps)
+        steps, task = kind is Kind.STEP, (kind is Kind.F, item.number)
+        memory.acquire(parts, write=steps, again=task == self._task)
+        self._task = task
         yield
         if steps:
             memory.stepped(parts)

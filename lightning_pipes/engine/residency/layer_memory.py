@@ -82,15 +82,17 @@ class LayerMemory:
         """Whether these layers can be on the device beside those that have to stay there."""
         return self._swap.has_room(*(_key(name) for name in names if name in self._parts))
 
-    def acquire(self, parts: Parts, write: bool = False) -> None:
+    def acquire(self, parts: Parts, write: bool = False, again: bool = False) -> None:
         """They are there until `release`, and what comes next is brought.
 
         Args:
             write: they are changed meanwhile; buffers always are.
+            again: the task before used them, too, for the same batch in the same direction.
 
         Raises:
             PlanError: there is no room.
         """
+        hits = self._swap.statistics.hits
         missing = [_key(name) for name in parts if not self._leases[name]]
         if not self._swap.has_room(*map(_key, parts)):
             names = ", ".join(sorted(parts)[:6])
@@ -103,6 +105,8 @@ class LayerMemory:
         for key in sorted(missing, key=lambda key: key not in self._swap.resident):  # none leaves for another one
             bound = self._swap.bound(key)
             self._swap.acquire(key, write=isinstance(bound, Binding) and bound.has_buffers)
+        if again:
+            self._swap.statistics.again += self._swap.statistics.hits - hits
         for name in parts if write else ():
             self._swap.change(_key(name))
         self.look_ahead()
