@@ -127,9 +127,7 @@ def main() -> None:
     subnets = 50 if arguments.quick else 200
     ranks = run_ranks(fit, STAGES, subnets, ways, timeout=1200)
     print(f"{platform.machine()}, torch {torch.__version__}, lightning {L.__version__}; {subnets} subnets, emulated")
-    print(
-        "room for  MB/s  prefetch     s  over all | by stage: layers found there at switches, waiting as a share of the time"
-    )
+    print("room for  MB/s  prefetch     s  over all | by stage: found there at switches, waiting as a share of time")
     keys: dict[str, float] = {}
     base = ranks[0][0][0]
     for n, (contexts, bandwidth, prefetch) in enumerate(ways):

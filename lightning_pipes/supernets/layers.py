@@ -16,9 +16,10 @@ from torch import nn
 
 from lightning_pipes.ir import InputError, check_count, check_type, shown
 from lightning_pipes.supernets.explorers import iterated
-from lightning_pipes.supernets.subnet import MOST
 
 Sharing = Literal["sequential", "frozen", "per_choice", "delayed"]
+MOST_COPIES = 2**12
+"""Of a layer that each candidate of a block has for itself."""
 
 
 class ChoiceBlock(nn.ModuleList):
@@ -66,7 +67,7 @@ class PerChoice(ChoiceBlock):
 
     def __init__(self, layer: nn.Module, count: int) -> None:
         check_type("layer", layer, nn.Module)
-        super().__init__(copy.deepcopy(layer) for _ in range(check_count("count", count, most=MOST)))
+        super().__init__(copy.deepcopy(layer) for _ in range(check_count("count", count, most=MOST_COPIES)))
 
 
 class Shared(nn.Module):

@@ -49,7 +49,7 @@ from lightning_pipes.supernets import (
     in_bulks,
     measured_costs,
 )
-from lightning_pipes.supernets.layers import PerChoice
+from lightning_pipes.supernets.layers import MOST_COPIES, PerChoice
 from lightning_pipes.tune.studies.study import optimize_array
 from tests.fuzz.values import Door, count, deadline, flag, integer, number, optional, perturbed, several, text
 
@@ -454,7 +454,7 @@ def layers(value: Any) -> bool:
 
 
 def count_of_copies(value: Any) -> bool:
-    return count(value, 64)
+    return count(value, MOST_COPIES)
 
 
 def supernet(layer: Any, **given: Any) -> Any:
@@ -527,7 +527,9 @@ OF_SUPERNETS = [
         {"candidates": {}},
         {"candidates": "block"},
     ),
-    Door("Space.check", Space.of([2]).check, {"choices": lambda v: choices(v) and [*v] == [1]}, {}, {}),
+    Door(
+        "Space.check", Space.of([2]).check, {"choices": lambda v: choices(v) and [*v] == [1]}, {}, {"choices": "subnet"}
+    ),
     Door(
         "Produced",
         Produced,
@@ -568,7 +570,13 @@ OF_SUPERNETS = [
     ),
     Door("Supernet.layers_of", NET.layers_of, {"subnet": two_choices}, {}, {"subnet": "subnet"}),
     Door("Supernet.subnet", NET.subnet, {"subnet": two_choices}, {}, {"subnet": "subnet"}),
-    Door("measured_costs", measured, {"x": never, "repeats": lambda v: count(v, 1000)}, {"x": torch.zeros(2, 2)}, {}),
+    Door(
+        "measured_costs",
+        measured,
+        {"x": lambda v: isinstance(v, torch.Tensor) and v.ndim, "repeats": lambda v: count(v, 1000)},
+        {"x": torch.zeros(2, 2)},
+        {},
+    ),
     Door("Explores", Explores, {"stream": never}, {"stream": SubnetStream(Uniform(Space.of([2])))}, {}),
     Door(
         "consolidate",
