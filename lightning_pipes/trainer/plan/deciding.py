@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -148,7 +148,8 @@ class Deciding:
         begun = time.monotonic()
         try:
             with Measuring(self._trainer, self._path, batch, sizes, self._device, self._together) as measuring:
-                profile, speeds = self._merged(measuring.profile(pieces, request.splits))
+                own = measuring.profile(pieces, request.splits)
+                profile, speeds = self._merged(own, undisturbed if request.replans else ModelProfile.mean)
                 deployment = self._deployment(plain, speeds)
                 if not plain.schedule.flushes:  # which is tried batch by batch only
                     made = self._planned(request, plain, profile, rows, deployment)
@@ -191,9 +192,11 @@ class Deciding:
         with forked_rng(self._device):
             return rows, example_batch(loader, request.sample_rows(rows, self._grid.length))
 
-    def _merged(self, own: ModelProfile) -> tuple[ModelProfile, list[float]]:
-        """The mean profile of all processes, and how fast each is, relative to one of them; those that are equal by
-        name are equally fast."""
+    def _merged(
+        self, own: ModelProfile, merge: Callable[[Sequence[ModelProfile]], ModelProfile]
+    ) -> tuple[ModelProfile, list[float]]:
+        """The profile that `merge` makes of those of all processes, and how fast each is, relative to one of them;
+        those that are equal by name are equally fast."""
         names, profiles = zip(*self._control.all_gather((_device_name(self._device), own)), strict=True)
         speeds = [1.0] * len(profiles)
         if len(set(names)) > 1:
@@ -202,7 +205,7 @@ class Deciding:
             speeds = [mine / each for each in seconds]
             speeds = [1.0 if 1 - SAME_SPEED < speed < 1 + SAME_SPEED else speed for speed in speeds]
         alike = [p.stretched([speed] * len(p.layers), speed, speed) for p, speed in zip(profiles, speeds, strict=True)]
-        return ModelProfile.mean(alike), speeds
+        return merge(alike), speeds
 
     def _planned(
         self, request: RunRequest, plain: Decision, profile: ModelProfile, rows: int, deployment: Deployment
@@ -320,6 +323,16 @@ def _contradiction(made: Decision, trial: Trial) -> str:
         f"A trial with stages that begin at layers {cuts} took {seconds_text(1e9 * trial.measured)}, and "
         f"{seconds_text(1e9 * trial.predicted)} by the times of its layers one by one: these were corrected, and where "
         "stages begin was chosen anew"
+    )
+
+
+def undisturbed(profiles: Sequence[ModelProfile]) -> ModelProfile:
+    """Return the mean profile of devices that are alike, as fast as the fastest of them: others have neighbours."""
+    seconds = [_seconds(profile) for profile in profiles]
+    shares = [min(seconds) / each for each in seconds]
+    shares = [share if share < 1 - SAME_SPEED else 1.0 for share in shares]
+    return ModelProfile.mean(
+        [p.stretched([share] * len(p.layers), share, share) for p, share in zip(profiles, shares, strict=True)]
     )
 
 

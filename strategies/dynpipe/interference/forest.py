@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,28 @@ Integers = npt.NDArray[np.int32]
 FORMAT = 1
 """Of the file; raised when a reader of an older one would misread it."""
 MOST_NODES = 50_000_000
+PARTS = 4
+TRIED_TREES = 16
+"""Of cross-validation."""
+FEW = 40
+"""Rows below which cross-validation says little."""
 _AT_ONCE = 4096
 """Rows that go down the trees together: more would not fit into caches."""
+
+
+class ForestSettings(NamedTuple):
+    """Settings of trees, by scikit-learn's names.
+
+    Attributes:
+        max_features: the share of columns that a split chooses from.
+        min_samples_leaf: rows that a leaf has at least.
+    """
+
+    max_features: float
+    min_samples_leaf: int
+
+
+CANDIDATES = tuple(ForestSettings(features, leaf) for leaf in (3, 1) for features in (0.5, 1.0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +195,29 @@ def _typed(name: str, found: npt.NDArray[Any], path: str | Path | BinaryIO) -> n
     return found
 
 
+def select_settings(rows: Array, values: Array, seed: int = 0) -> ForestSettings:
+    """Return the settings with the least squared error in cross-validation, over parts of consecutive rows.
+
+    Rows that follow each other had the same neighbours, so parts by chance would favour trees that learn by heart.
+    Where there are few rows it is the first of CANDIDATES.
+    """
+    from sklearn.ensemble import RandomForestRegressor
+
+    if len(rows) < FEW:
+        return CANDIDATES[0]
+    part = np.arange(len(rows)) * PARTS // len(rows)
+
+    def error(settings: ForestSettings) -> float:
+        total = 0.0
+        for n in range(PARTS):
+            fitted = RandomForestRegressor(TRIED_TREES, **settings._asdict(), random_state=seed, n_jobs=1)
+            fitted.fit(rows[part != n], values[part != n])
+            total += float(((fitted.predict(rows[part == n]) - values[part == n]) ** 2).sum())
+        return total
+
+    return min(CANDIDATES, key=error)
+
+
 def joined(names: Sequence[str], trees: Sequence[Any], rows: Array) -> Forest:
     """The forest of scikit-learn's `trees` (`tree_` of each estimator), trained on `rows`."""
     sizes = [tree.node_count for tree in trees]
@@ -203,13 +246,20 @@ def joined(names: Sequence[str], trees: Sequence[Any], rows: Array) -> Forest:
     )
 
 
-def train(rows: Array, values: Array, names: Sequence[str], trees: int = 128, seed: int = 0, leaf: int = 3) -> Forest:
+def train(
+    rows: Array,
+    values: Array,
+    names: Sequence[str],
+    trees: int = 128,
+    seed: int = 0,
+    settings: ForestSettings | None = None,
+) -> Forest:
     """A forest that predicts `values` of `rows`, by scikit-learn; 128 trees as in DynPipe (S V-A), where its code has
     500, which say the same.
 
     Args:
-        rows: axis 0 is rows, axis 1 the columns `names`; what is missing is NaN.
-        leaf: rows that a leaf has at least.
+        rows: axis 0 is rows, in the order in which they were seen, axis 1 the columns `names`; what is missing is NaN.
+        settings: of the trees; by default those that predict best what was left out.
 
     Raises:
         InputError: scikit-learn is not there, or there are too few rows, or numbers that are not finite.
@@ -220,6 +270,7 @@ def train(rows: Array, values: Array, names: Sequence[str], trees: int = 128, se
         raise InputError(f"training a forest needs scikit-learn: {error}; pip install scikit-learn") from error
     if len(rows) < 2 or len(rows) != len(values) or not np.isfinite(values).all() or np.isinf(rows).any():
         raise InputError(f"training needs two rows at least, and finite numbers; got {rows.shape} and {values.shape}")
-    fitted = RandomForestRegressor(trees, min_samples_leaf=leaf, max_features=0.5, random_state=seed, n_jobs=1)
+    settings = settings or select_settings(rows, values, seed)
+    fitted = RandomForestRegressor(trees, **settings._asdict(), random_state=seed, n_jobs=1)
     fitted.fit(rows, values)
     return joined(names, [tree.tree_ for tree in fitted.estimators_], rows)

@@ -278,3 +278,16 @@ def test_the_first_sibling_of_an_array_measures_for_all() -> None:
         assert also
         assert threads == other == 1
         assert differences(first, second) == []
+
+
+def test_devices_with_neighbours_while_layers_are_measured_do_not_count() -> None:
+    """Three of four processes took 2.5 times as long, the last one 5 % longer, which is chance."""
+    one = ModelProfile(tuple(LayerProfile(str(n), ((1, 1.0 + n),), ((1, 2.0 + n),)) for n in range(3)))
+
+    def slowed(factor: float) -> ModelProfile:
+        return one.stretched([factor] * 3)
+
+    found = deciding.undisturbed([slowed(2.5), slowed(2.5), slowed(2.5), one, slowed(1.05)])
+    for layer, wanted in zip(found.layers, one.layers, strict=True):
+        assert layer.forward[-1][1] == pytest.approx(1.01 * wanted.forward[-1][1])
+        assert layer.backward[-1][1] == pytest.approx(1.01 * wanted.backward[-1][1])
