@@ -9,6 +9,7 @@ the neighbour has gone, the stage takes less than the profile says, which no dev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -26,6 +27,8 @@ IMPOSSIBLE, SLOWED, CHANGED = 10.0, 1.0, 0.1
 plan; and a layer that has less work than the profile says."""
 STEPS = 64
 """Corrections at most."""
+ENOUGH = 1e-6
+"""By what the cost has to fall in each."""
 
 
 def estimate_work(profile: ModelProfile, looks: Sequence[tuple[Plan, Seen]], lasting: int) -> ModelProfile:
@@ -61,41 +64,52 @@ class _Explanation:
     def __init__(self, alone: Array, stages: npt.NDArray[np.bool_], seconds: Array) -> None:
         self._alone, self._stages, self._logs = alone, stages, np.log(seconds)
         self._seconds = seconds
-        _, segment = np.unique(stages.T, axis=0, return_inverse=True)  # parts that were together under each plan
+
+    @cached_property
+    def _groups(self) -> npt.NDArray[np.bool_]:
+        """Parts that may have more or less work together: each, those that were together under all plans, stages."""
+        _, segment = np.unique(self._stages.T, axis=0, return_inverse=True)
         segments = segment.reshape(-1) == np.arange(segment.max() + 1)[:, None]
-        self._groups = np.unique(np.vstack([np.eye(len(alone), dtype=bool), segments, stages]), axis=0)
+        return np.unique(np.vstack([np.eye(len(self._alone), dtype=bool), segments, self._stages]), axis=0)
 
     def find(self) -> Array:
         """Return a factor for each part, 1 or less."""
         factors = np.ones(len(self._alone))
+        cost = float(self._costs(factors[None])[0])
         for _ in range(STEPS):
-            work = self._stages @ (factors * self._alone)
-            options = [
-                np.where(group, factors * rest, factors)
-                for stage in np.flatnonzero(self._seconds < BELOW * work).tolist()
-                for group in self._groups
-                if (rest := self._scale(factors, group & self._stages[stage], stage, work[stage])) > 0
-            ]
-            if not options:
+            options = self._options(factors)
+            if not len(options):
                 break
-            costs = [self._cost(each) for each in options]
-            best = int(np.argmin(costs))
-            if costs[best] >= self._cost(factors):
+            costs = self._costs(options)
+            best = int(costs.argmin())
+            if costs[best] >= cost - ENOUGH:
                 break
-            factors = options[best]
+            factors, cost = options[best], float(costs[best])
         return factors
 
-    def _scale(self, factors: Array, group: npt.NDArray[np.bool_], stage: int, work: float) -> float:
-        """Return the factor of a group's work with which its stage takes what it took; not above 0 if there is none."""
-        own = float((factors * self._alone)[group].sum())
-        return (self._seconds[stage] - (work - own)) / own if own > 0 else 0.0
+    def _options(self, factors: Array) -> Array:
+        """Return factors with which one stage takes what it took: a row for each group that may have more or less."""
+        work = factors * self._alone
+        whole = self._stages @ work
+        less = self._seconds < BELOW * whole
+        more = (self._seconds > whole) & (self._stages @ (factors < 1))
+        found = []
+        for stage in np.flatnonzero(less | more).tolist():
+            inside = self._groups & self._stages[stage]
+            inside = np.unique(inside if less[stage] else inside & (factors < 1), axis=0)
+            own = inside @ work
+            inside, own = inside[own > 0], own[own > 0]
+            scale = (self._seconds[stage] - (whole[stage] - own)) / own
+            inside, scale = inside[scale > 0], scale[scale > 0]
+            found.append(np.where(inside, np.minimum(factors * scale[:, None], 1.0), factors))
+        return np.concatenate(found) if found else np.empty((0, len(factors)))
 
-    def _cost(self, factors: Array) -> float:
-        off = self._logs - np.log(self._stages @ (factors * self._alone))
-        impossible = -np.minimum(off - np.log(BELOW), 0.0)
-        return float(
-            IMPOSSIBLE * impossible.sum() + SLOWED * np.maximum(off, 0.0).sum() - CHANGED * np.log(factors).sum()
-        )
+    def _costs(self, factors: Array) -> Array:
+        """Return the cost of each row of factors."""
+        off = self._logs - np.log((factors * self._alone) @ self._stages.T)
+        impossible = -np.minimum(off - np.log(BELOW), 0.0).sum(axis=1)
+        slowed = np.maximum(off, 0.0).sum(axis=1)
+        return np.asarray(IMPOSSIBLE * impossible + SLOWED * slowed - CHANGED * np.log(factors).sum(axis=1))
 
 
 def _fastest(looks: Sequence[tuple[Plan, Seen]], lasting: int) -> tuple[npt.NDArray[np.bool_], Array]:

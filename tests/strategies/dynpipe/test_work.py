@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from lightning_pipes.cost import LayerProfile, ModelProfile
@@ -54,6 +55,17 @@ def test_plans_tell_which_layers_it_is() -> None:
     """Layer 3 has gone to stage 0, layer 5 to stage 2; the neighbour has left meanwhile."""
     found = estimate_work(inflated(3, 6), looks(NEIGHBOUR, EVEN) + looks(QUIET, OTHER), 2)
     assert work(found) == pytest.approx(work(TRUE))
+
+
+def test_a_correction_that_went_too_far_is_taken_back() -> None:
+    """Twelve cuts by chance: what explains one of them is not what explains all."""
+    true, chance = model([0.01] * 24), np.random.default_rng(0)
+    seen: list[tuple[Plan, Seen]] = []
+    for _ in range(12):
+        ends = [0, *sorted(chance.choice(np.arange(1, 24), 3, replace=False).tolist()), 24]
+        seen += looks(QUIET, tuple(Span(a, b) for a, b in pairwise(ends)), true=true)
+    profile = true.stretched([3.0 if 6 <= n < 12 else 1.0 for n in range(24)])
+    assert work(estimate_work(profile, seen, 2)) == pytest.approx(work(true))
 
 
 def test_while_it_is_there_the_device_is_slow() -> None:
