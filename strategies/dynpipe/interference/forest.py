@@ -195,14 +195,21 @@ def _typed(name: str, found: npt.NDArray[Any], path: str | Path | BinaryIO) -> n
     return found
 
 
+def _untrained(trees: int, settings: ForestSettings, seed: int) -> Any:
+    try:
+        from sklearn.ensemble import RandomForestRegressor
+    except ImportError as error:
+        raise InputError(f"training a forest needs scikit-learn: {error}; pip install scikit-learn") from error
+    features, leaf = settings
+    return RandomForestRegressor(trees, max_features=features, min_samples_leaf=leaf, random_state=seed, n_jobs=1)
+
+
 def select_settings(rows: Array, values: Array, seed: int = 0) -> ForestSettings:
     """Return the settings with the least squared error in cross-validation, over parts of consecutive rows.
 
     Rows that follow each other had the same neighbours, so parts by chance would favour trees that learn by heart.
     Where there are few rows it is the first of CANDIDATES.
     """
-    from sklearn.ensemble import RandomForestRegressor
-
     if len(rows) < FEW:
         return CANDIDATES[0]
     part = np.arange(len(rows)) * PARTS // len(rows)
@@ -210,7 +217,7 @@ def select_settings(rows: Array, values: Array, seed: int = 0) -> ForestSettings
     def error(settings: ForestSettings) -> float:
         total = 0.0
         for n in range(PARTS):
-            fitted = RandomForestRegressor(TRIED_TREES, **settings._asdict(), random_state=seed, n_jobs=1)
+            fitted = _untrained(TRIED_TREES, settings, seed)
             fitted.fit(rows[part != n], values[part != n])
             total += float(((fitted.predict(rows[part == n]) - values[part == n]) ** 2).sum())
         return total
@@ -264,13 +271,9 @@ def train(
     Raises:
         InputError: scikit-learn is not there, or there are too few rows, or numbers that are not finite.
     """
-    try:
-        from sklearn.ensemble import RandomForestRegressor
-    except ImportError as error:
-        raise InputError(f"training a forest needs scikit-learn: {error}; pip install scikit-learn") from error
     if len(rows) < 2 or len(rows) != len(values) or not np.isfinite(values).all() or np.isinf(rows).any():
         raise InputError(f"training needs two rows at least, and finite numbers; got {rows.shape} and {values.shape}")
     settings = settings or select_settings(rows, values, seed)
-    fitted = RandomForestRegressor(trees, **settings._asdict(), random_state=seed, n_jobs=1)
+    fitted = _untrained(trees, settings, seed)
     fitted.fit(rows, values)
     return joined(names, [tree.tree_ for tree in fitted.estimators_], rows)
