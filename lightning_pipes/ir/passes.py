@@ -85,7 +85,7 @@ def joined(i: Instruction, plan: Plan) -> Joined:
     if plan.uniform[i.job] or not (forward or i.kind is Kind.B or i.kind is Kind.I):
         return _NOTHING
     source, target = (i.stage - 1, i.stage + 1) if forward else (i.stage + 1, i.stage - 1)
-    mine = _runs(i, plan)
+    mine = runs(i, plan)
     arriving = leaving = 0
     if 0 <= source < plan.n_stages:
         arriving = sum(part.rows for part in mine if len(_parts_from(source, i, part, plan)) > 1)
@@ -97,7 +97,7 @@ def joined(i: Instruction, plan: Plan) -> Joined:
     return Joined(arriving, leaving)
 
 
-def _runs(i: Instruction, plan: Plan) -> Spans:
+def runs(i: Instruction, plan: Plan) -> Spans:
     """The samples of every run of a computation."""
     return (i.span,) if i.kind is Kind.F and len(passes(i, plan)) == 1 else graphs(i, plan)
 
@@ -107,7 +107,7 @@ def _parts_from(source: int, i: Instruction, part: Span, plan: Plan) -> Sequence
     if plan.crosses(min(source, i.stage)):
         return plan.overlapping(Kind.SF if i.kind is Kind.F else Kind.SB, source, i.job, part)
     spans = plan.overlapping(i.kind, source, i.job, part)
-    every = [run for span in spans for run in _runs(i._replace(stage=source, span=span), plan)]
+    every = [run for span in spans for run in runs(i._replace(stage=source, span=span), plan)]
     return [run for run in every if run.overlaps(part)]
 
 

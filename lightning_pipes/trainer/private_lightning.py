@@ -31,6 +31,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizer
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
@@ -368,3 +369,32 @@ def wanted_layer_outputs() -> list[str]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of a module go through torch.compile, by a wrapper or in place."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def forget_process_groups() -> None:
+    """Has this process, forked from one of several ranks, count as one on its own."""
+    if dist.is_initialized():
+        dist.distributed_c10d._update_default_pg(None)
+
+
+def replace_strategy(trainer: pl.Trainer, strategy: Strategy, folder: str) -> None:
+    """Gives the Trainer another strategy, and no profiler, at the start of `fit`; its files go to `folder`."""
+    connector = trainer._accelerator_connector
+    vars(connector).update(strategy=strategy, accelerator=strategy.accelerator)
+    vars(trainer).update(_default_root_dir=folder, profiler=PassThroughProfiler())
+
+
+def logged_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    """What was logged so far, by hook and name: the value of the last step, and what epochs are averaged from."""
+    results, found = trainer._results, {}
+    for name, logged in ({} if results is None else dict(results)).items():
+        states = {"value": logged.value} if logged.is_tensor else dict(logged.value.metric_state)
+        if logged.is_tensor and logged.meta.is_mean_reduction and logged.meta.on_epoch:
+            states["samples"] = logged.cumulated_batch_size
+        states["last"] = logged._forward_cache
+        for state, value in states.items():
+            if isinstance(value, list) and value and all(isinstance(part, torch.Tensor) for part in value):
+                value = torch.cat([part.reshape(-1) for part in value])
+            if isinstance(value, torch.Tensor):
+                found[f"{name} ({state})"] = value
+    return found

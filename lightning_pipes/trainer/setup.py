@@ -52,6 +52,8 @@ from lightning_pipes.trainer.running import Running
 from lightning_pipes.trainer.step.clipping import GradientAgreement
 from lightning_pipes.trainer.step.logs import metrics_gather_over
 from lightning_pipes.trainer.step.steps import Steps
+from lightning_pipes.trainer.verify.reference import ReferenceProcess
+from lightning_pipes.trainer.verify.verifier import Verifier, check_verifiable
 
 
 class PipelineSetup:
@@ -152,6 +154,8 @@ class PipelineSetup:
             PlanError, PipelineError: it can't train so.
         """
         schedule = self._decision.schedule
+        if self._fitting and self._settings.verify.batches:
+            check_verifiable(schedule)
         if self._fitting and memory is not None and not self._streams:
             raise PipelineError(
                 "MemorySwap as a callback has the layers of a supernet take turns, or weight versions; schedule "
@@ -205,7 +209,7 @@ class PipelineSetup:
             Steps(self._module, precision, self._interceptor, self._plan, holdings.rank, seed, ranks.device),
             seed,
             settings.transport,
-            settings.check_loss,
+            settings.check_loss and not settings.verify.batches,
             training,
             settings.moves,
         )
@@ -217,18 +221,40 @@ class PipelineSetup:
         )
         return Running(run, stops, prediction)
 
-    def wrap(self, running: Running, precision: Precision, start_epoch: Callable[[], None]) -> None:
+    def wrap(
+        self,
+        running: Running,
+        precision: Precision,
+        start_epoch: Callable[[], None],
+        reference: ReferenceProcess | None,
+    ) -> Verifier | None:
         """Has what Lightning and the user do around the run's steps do so for all ranks, and each epoch begin with
-        `start_epoch`."""
+        `start_epoch`. Returns what compares the first batches with those of the reference, if that is wanted."""
         run, ranks = running.run, self._ranks
         if ranks.grid.length > 1 and self._fitting:
             check_steps_apart(run.part.optimizers, run.streams)
         pipeline = None if run.streams else ranks.pipeline
         agreement = GradientAgreement(precision, self.holdings, pipeline, ranks.device, self._cut.scope)
         self._undo.append(agreement.remove)
-        self._undo += wrap_hooks(self._trainer, run, ranks.pipeline, run.agreement(running.stops), start_epoch)
+        agree = run.agreement(running.stops)
+        verifier: Verifier | None = None
+
+        def verify_and_agree() -> None:
+            if verifier is not None:
+                verifier.batch_ended()
+            agree()
+
+        wanted = self._settings.verify
+        verifies = self._fitting and wanted.batches > 0
+        self._undo += wrap_hooks(
+            self._trainer, run, ranks.pipeline, verify_and_agree if verifies else agree, start_epoch
+        )
+        if verifies:
+            verifier = Verifier(wanted, reference, self._trainer, run, self._settings.seed)
+            self._undo.insert(0, verifier.close)
         self._undo.append(metrics_gather_over(self._module, self._connected.replicas.group))
         self._undo += [self._connected.checkpointing.data.forget, partial(private.forget_training_data, self._trainer)]
+        return verifier
 
 
 def container(trainer: pl.Trainer, module: pl.LightningModule, connected: Connected, named: str | None) -> str:

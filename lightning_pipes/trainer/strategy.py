@@ -65,6 +65,8 @@ from lightning_pipes.trainer.reports.timing import Share, Timing
 from lightning_pipes.trainer.running import Running
 from lightning_pipes.trainer.setup import PipelineSetup, container
 from lightning_pipes.trainer.step.steps import Context
+from lightning_pipes.trainer.verify.reference import ReferenceProcess, fork_reference
+from lightning_pipes.trainer.verify.verifier import Verifier
 from lightning_pipes.trainer.versions import tell_if_untested
 
 
@@ -99,6 +101,9 @@ class PipelineStrategy(PipelineHost):
             made on `meta` stay where they are.
         check_loss: compare the loss of the first batch with those of its micro-batches, and warn where it is no mean
             over samples. The step runs once more for it, without the layers, and leaves no trace.
+        verify: train the first so many batches also in one plain process of Lightning on rank 0's host, and compare all
+            that they give, see docs/guide.md. A difference ends training, and names the first one; "warn" compares two
+            batches, warns and goes on. 0 compares nothing, unless LIGHTNING_PIPES_VERIFY is set.
         replan: have layers move to other stages while training goes on, away from devices that something slows down,
             where that pays; what is trained does not change. The planner of "dynpipe" decides; a dict has its settings,
             such as {"every": 50}. For schedules that flush and have a fixed order.
@@ -137,6 +142,7 @@ class PipelineStrategy(PipelineHost):
         async_checkpoint: bool = False,
         gather: str = "auto",
         check_loss: bool = True,
+        verify: int | str = 0,
         replan: bool | dict[str, Any] = False,
         timeout: timedelta = timedelta(minutes=30),
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
@@ -173,6 +179,7 @@ class PipelineStrategy(PipelineHost):
             moves,
             parcels,
             process_group_backend,
+            verify,
         )
         heed_launcher(self._settings.heartbeat_timeout)
         self._writing = Writing(check_type("async_checkpoint", async_checkpoint, bool))
@@ -186,6 +193,8 @@ class PipelineStrategy(PipelineHost):
         self._spread: CutModule | None = None
         """The last run's, if its layers stay where they are: they were made on meta."""
         self._current: Running | None = None
+        self._verifier: Verifier | None = None
+        self._reference: ReferenceProcess | None = None
         self._accumulating = False
         self._undo: list[Callable[[], None]] = []
         self._decision: Decision | None = None
@@ -262,8 +271,10 @@ class PipelineStrategy(PipelineHost):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
-        super().setup_environment()
         self.set_world_ranks()
+        if self._is_reference():
+            return
+        super().setup_environment()
         tell_if_untested()
         self._standing.renew()
         if self._made is not None:
@@ -273,6 +284,15 @@ class PipelineStrategy(PipelineHost):
         meeting = Meeting(self.grid, device, self._environment, here, self._settings, self._standing)
         self._links, connect = meeting.join(self._trainer)
         self._made = connect(self._threads, self._writing)
+
+    def _is_reference(self) -> bool:
+        """Fork the plain process that verifies this run, if one is wanted; return whether this is that process, whose
+        Trainer has another strategy by now."""
+        fits = self._trainer.state.fn == TrainerFn.FITTING
+        if not (fits and self._settings.verify.batches and self.is_global_zero):
+            return False
+        self._reference = fork_reference(self, self._trainer, self._module)
+        return self._reference is None
 
     # ---- setup and teardown of a run
 
@@ -309,7 +329,7 @@ class PipelineStrategy(PipelineHost):
         self.setup_precision_plugin()
         if not self._layers_take_turns:
             private.optimizers_to_device(self.optimizers, self.root_device)
-        cutting.wrap(self._current, precision, self._start_epoch)
+        self._verifier = cutting.wrap(self._current, precision, self._start_epoch, self._reference)
 
     def _make_optimizers(self, module: pl.LightningModule) -> Sequence[tuple[tuple[str, ...], ...]]:
         """The names of the parameters of each of them, by group."""
@@ -323,7 +343,10 @@ class PipelineStrategy(PipelineHost):
         module, cut, current = self.lightning_module, self._cut, self._current
         for undo in self._undo:
             undo()
-        self._undo = []
+        self._undo, self._verifier = [], None
+        if self._reference is not None:
+            self._reference.close()
+            self._reference = None
         if self._made is not None:
             self._made.checkpointing.finish(self._down)
         if self._links is not None:
@@ -371,6 +394,8 @@ class PipelineStrategy(PipelineHost):
     def on_train_end(self) -> None:
         with self._standing.telling():
             self.running.drain()
+            if self._verifier is not None:
+                self._verifier.training_ended()
             self.running.moving.finish()
 
     # ---- steps
@@ -383,6 +408,8 @@ class PipelineStrategy(PipelineHost):
             running = self._running
             with self._scope.suspended():  # it may be called by code of the user's
                 out = running.run.train(batch, arguments, self.optimizers, complete=not self._accumulating)
+            if self._verifier is not None:
+                self._verifier.trained(out)
             self._decision = running.corrected() or self._decision
             return out
 
@@ -412,7 +439,10 @@ class PipelineStrategy(PipelineHost):
             self.running.give_back_gradients()
         if self.running.streams:  # the hooks behind it run on each stage when its gradients are there
             return closure_loss.detach()
-        return self.precision_plugin.post_backward(closure_loss, self._module)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
+        if self._verifier is not None:
+            self._verifier.differentiated()
+        return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         step = super().optimizer_step

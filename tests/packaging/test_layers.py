@@ -50,6 +50,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "plan",
         "moves",
         "loop",
+        "verify",
         "callbacks",
         "checkpointing",
         "connected",

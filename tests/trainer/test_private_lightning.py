@@ -474,3 +474,51 @@ def test_storage_info():
     """What the index of torch.distributed.checkpoint says of where a tensor is."""
     info = private.StorageInfo("a", 1, 2)
     assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("a", 1, 2, None)
+
+
+def test_process_groups_are_forgotten(monkeypatch):
+    told = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_update_default_pg", told.append)
+    private.forget_process_groups()
+    assert told == [None]
+
+
+def test_strategy_is_replaced(tmp_path):
+    t = trainer()
+    other = pl.strategies.SingleDeviceStrategy("cpu", pl.accelerators.CPUAccelerator())
+    private.replace_strategy(t, other, str(tmp_path))
+    assert (t.strategy, t.accelerator, t.default_root_dir) == (other, other.accelerator, str(tmp_path))
+    assert isinstance(t.profiler, pl.profilers.PassThroughProfiler)
+
+
+class Logs(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.metric = torchmetrics.MeanMetric()
+        self.found = {}
+
+    def training_step(self, batch, batch_idx):
+        self.log("number", 2.0 + batch_idx, on_step=True, on_epoch=True, batch_size=3)
+        self.metric(torch.tensor(4.0))
+        self.log("metric", self.metric)
+        return self.layer(batch).sum()
+
+    def on_train_batch_end(self, *_):
+        self.found = {name: float(value) for name, value in private.logged_values(self.trainer).items()}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_logged_values():
+    module = Logs()
+    t = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
+    t.fit(module, DataLoader(torch.ones(2, 1), batch_size=1))
+    found = module.found
+    assert found["training_step.number (value)"] == 3 * 2.0 + 3 * 3.0
+    assert found["training_step.number (samples)"] == 6
+    assert found["training_step.number (last)"] == 3.0
+    assert found["training_step.metric (mean_value)"] == 8.0
+    assert found["training_step.metric (last)"] == 4.0

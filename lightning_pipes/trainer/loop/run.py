@@ -93,8 +93,17 @@ class Training(ABC):
 class Listener:
     """Sees what a run does on its rank, as it does it; in a stream, where ranks are at different batches."""
 
+    def injected(self, item: Item) -> None:
+        """A training batch is about to be added to the window."""
+
+    def runs(self, stage: Stage, item: Item, span: Span) -> None:
+        """A micro-batch is about to go forward through a stage."""
+
     def began(self, stage: Stage, item: Item) -> None:
         """The first forward of a training batch on a stage is about to run."""
+
+    def steps(self, stage: Stage, item: Item) -> None:
+        """A batch is about to step its layers on a stage."""
 
     def stepped(self, stage: Stage, item: Item) -> None:
         """A batch has stepped its layers on a stage."""
@@ -279,15 +288,18 @@ class PipelineRun:
 
     def _told(self, body: Body) -> Body:
         def telling(stage: Stage, item: Item, span: Span, received: Any) -> Any:
-            if item.training and not stage.recomputing and not span.start:
-                for listener in self.listeners:
+            for listener in self.listeners:
+                if item.training and not stage.recomputing and not span.start:
                     listener.began(stage, item)
+                listener.runs(stage, item, span)
             return body(stage, item, span, received)
 
         return telling
 
     def inject(self, item: Item) -> None:
         """Adds a training batch to the window; its size has the plan of the engine."""
+        for listener in self.listeners:
+            listener.injected(item)
         if self.last:
             number = self.engine.plan.n_stages - 1
             spans = [span.clip(item.rows) for span in self.engine.plan.spans(Kind.F, number)]

@@ -263,6 +263,8 @@ class Streaming(Training):
             with self._hooks(item, mine):
                 run.trainer.precision_plugin.post_backward(torch.zeros(()), run.cut.module)
             if data.complete:
+                for listener in run.listeners:
+                    listener.steps(stage, item)
                 self._step(stage, item, mine)
         if data.complete:
             for listener in run.listeners:

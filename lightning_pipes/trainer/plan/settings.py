@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch.distributed as dist
 
@@ -187,6 +188,37 @@ def known_partition(partition: str | list[int], schedule: object) -> str | list[
     return partition
 
 
+class Verify(NamedTuple):
+    """The batches that one plain process trains, too, and whether a difference is a warning only."""
+
+    batches: int
+    warns: bool = False
+
+    def __str__(self) -> str:
+        return repr(WARN) if self.warns else str(self.batches)
+
+
+WARN = "warn"
+VERIFY_VARIABLE = "LIGHTNING_PIPES_VERIFY"
+"""The environment variable that stands for `verify` where the strategy leaves it out."""
+WARNED_BATCHES = 2
+"""Batches that verify="warn" compares."""
+
+
+def known_verify(verify: int | str) -> Verify:
+    """How much of training is compared with one process, as the strategy or the environment says it; InputError if it
+    is no number of batches."""
+    name, given = "verify", verify
+    if not verify and os.environ.get(VERIFY_VARIABLE):
+        name, given = VERIFY_VARIABLE, os.environ[VERIFY_VARIABLE]
+        given = int(given) if given.isdigit() else given
+    if given == WARN:
+        return Verify(WARNED_BATCHES, True)
+    if isinstance(given, str) or int(check_type(name, given, int)) < 0:
+        raise InputError(f"{name} must be a number of batches, 0 for none, or {WARN!r}, got {shown(given)}")
+    return Verify(int(given))
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of a strategy that were looked at and make sense; `PipelineStrategy` explains each."""
@@ -203,6 +235,7 @@ class Settings:
     moves: str
     parcels: str
     backend: str | None
+    verify: Verify
 
     @classmethod
     def of(
@@ -219,12 +252,18 @@ class Settings:
         moves: str,
         parcels: str,
         backend: str | None,
+        verify: int | str,
     ) -> Settings:
         """The settings that these arguments of `PipelineStrategy` say.
 
         Raises:
             InputError: one of them makes no sense.
         """
+        if known_verify(verify).batches and data_parallel != 1:
+            raise InputError(
+                f"verify compares with one process that trains the same batches, and data_parallel={data_parallel} "
+                "gives each replica batches of its own; verify the module with data_parallel=1, or leave verify out"
+            )
         return cls(
             check_count("data_parallel", data_parallel),
             check_type("module", module, str | None),
@@ -238,4 +277,5 @@ class Settings:
             known_way(moves),
             known_manners(parcels),
             known_backend(backend),
+            known_verify(verify),
         )

@@ -21,6 +21,7 @@ class Command:
         words: what it takes besides settings, in order.
         flags: by name, a placeholder for the value (empty for a switch) and what it is for.
         defaults: overrides that say what is so without them, and that Hydra does not know.
+        script: whether its last word is a Python script, and what follows belongs to that.
         translate: what an override is to Hydra.
         run: does it, given settings, words and flags.
     """
@@ -33,6 +34,7 @@ class Command:
     words: tuple[str, ...] = ()
     flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     defaults: frozenset[str] = frozenset()
+    script: bool = False
     translate: Callable[[str], str] = lambda override: override
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "profile": "measure the layers of a model on this device",
     "plan": "choose schedule, micro-batches and partition for a model on a cluster",
     "report": "one HTML page about a run, with advice",
+    "verify": "train the first batches of a script in one plain process, too, and compare",
     "compare": "the first batch and layer in which two trainings differ, to the bit",
 }
 
@@ -37,7 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"there is no command {name!r}\n\n{_overview()}", file=sys.stderr)
         return 2
     command: Command = import_module(f"lightning_pipes.tune.cli.{name}").COMMAND
+    after: list[str] = []
+    if command.script:  # what follows it is its own
+        start = next((n + 1 for n, word in enumerate(rest) if word.endswith(".py")), len(rest))
+        rest, after = rest[:start], rest[start:]
     options = _parser(command).parse_intermixed_args(rest)
+    options.arguments = after
     with plain_errors():
         return _run(command, options)
 
@@ -81,7 +87,7 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         f"lightning-pipes {command.name}",
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=" ".join(["lightning-pipes", command.name, *command.words, "[name=value ...]", "[options]"]),
+        usage=" ".join(["lightning-pipes", command.name, *_words(command)]),
     )
     parser.add_argument("settings", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -91,6 +97,12 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         else:
             parser.add_argument(flag, action="store_true", help=about)
     return parser
+
+
+def _words(command: Command) -> list[str]:
+    if command.script:
+        return ["[options]", *command.words, "[its arguments]"]
+    return [*command.words, "[name=value ...]", "[options]"]
 
 
 def _defaults(config: str) -> str:

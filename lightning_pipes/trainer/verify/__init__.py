@@ -1,0 +1,1 @@
+"""The first batches of a training beside one plain process of Lightning."""

@@ -1,0 +1,208 @@
+"""The values of one training batch that a pipeline and one plain process are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.ir import Span
+
+OUTSIDE = -1
+"""In place of a layer's number: the rest of the module."""
+
+
+class Phase(IntEnum):
+    """Kinds of values, in the order in which a batch makes them."""
+
+    BATCH = 0
+    MODE = 1
+    FROZEN = 2
+    INPUT = 3
+    LOSS = 4
+    GRADIENT = 5
+    STEP_GRADIENT = 6
+    SETTING = 7
+    WEIGHT = 8
+    BUFFER = 9
+    LOG = 10
+
+
+class Key(NamedTuple):
+    """The place of a value: its kind, the number of the layer, and its name."""
+
+    phase: Phase
+    layer: int
+    name: str
+
+
+@dataclass
+class Record:
+    """The values of one batch.
+
+    Attributes:
+        number: of the batch, counted since training began.
+        values: tensors, numbers and strings; an input of a layer is a dict by the span of its samples.
+        complete: whether an optimizer step may follow.
+    """
+
+    number: int
+    values: dict[Key, Any] = field(default_factory=dict)
+    complete: bool = True
+
+    def add(self, phase: Phase, layer: int, name: str, value: Any) -> None:
+        """Keep a value; of a tensor a copy on the CPU."""
+        self.values[Key(phase, layer, name)] = kept(value)
+
+    def layers(self) -> list[int]:
+        """Return the numbers of the layers that have values, `OUTSIDE` first."""
+        return sorted({key.layer for key in self.values})
+
+    def of_layer(self, layer: int) -> dict[Key, Any]:
+        """Return the values of one layer."""
+        return {key: value for key, value in self.values.items() if key.layer == layer}
+
+
+def kept(value: Any) -> Any:
+    """Return a copy of a tensor on the CPU, without a graph; everything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    plain = value.detach()
+    return (plain.to_dense() if plain.is_sparse else plain).to("cpu", copy=True)
+
+
+def tensors_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the tensors that a layer is called with, by their place in the call."""
+    for path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs)))[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield "input" + pytree.keystr(path[1:]), leaf
+
+
+class Parts:
+    """The layers of a module and the rest of it, by the names of its state dict.
+
+    Args:
+        module: the whole module, or one that is cut.
+        path: of the container of the layers.
+        layers: the layers that are looked at, by number.
+        names: of all layers in the container.
+    """
+
+    def __init__(self, module: nn.Module, path: str, layers: Mapping[int, nn.Module], names: Iterable[str]) -> None:
+        self.module, self.path, self.layers, self.names = module, path, layers, list(names)
+
+    def add_modes(self, record: Record) -> None:
+        """Keep which parts are in training mode, and which parameters are trained."""
+        for layer, part in self._modules():
+            for name, inner in part.items():
+                record.add(Phase.MODE, layer, name, "training" if inner.training else "evaluation")
+                for parameter_name, parameter in inner.named_parameters(recurse=False):
+                    record.add(Phase.FROZEN, layer, joined(name, parameter_name), _trained(parameter))
+
+    def add_gradients(self, record: Record, phase: Phase) -> None:
+        """Keep the gradient of each parameter that has one."""
+        for layer, name, parameter in self.parameters():
+            if parameter.grad is not None:
+                record.add(phase, layer, name, parameter.grad)
+
+    def add_weights(self, record: Record, buffers_outside: bool) -> None:
+        """Keep weights and buffers, with `buffers_outside` those of the rest of the module, too."""
+        for layer, name, parameter in self.parameters():
+            record.add(Phase.WEIGHT, layer, name, parameter)
+        for layer, part in self._modules():
+            if layer != OUTSIDE or buffers_outside:
+                for name, inner in part.items():
+                    for buffer_name, buffer in inner.named_buffers(recurse=False):
+                        record.add(Phase.BUFFER, layer, joined(name, buffer_name), buffer)
+
+    def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        """Return layer, name and tensor of each parameter."""
+        for layer, part in self._modules():
+            for name, inner in part.items():
+                for parameter_name, parameter in inner.named_parameters(recurse=False):
+                    yield layer, joined(name, parameter_name), parameter
+
+    def prefix(self, layer: int) -> str:
+        """Return the name of a layer in the module."""
+        return f"{self.path}.{self.names[layer]}"
+
+    def _modules(self) -> Iterator[tuple[int, dict[str, nn.Module]]]:
+        inside = {id(inner) for layer in self.layers.values() for inner in layer.modules()}
+        container = self.module.get_submodule(self.path)
+        inside.add(id(container))
+        outside = {
+            name: inner
+            for name, inner in self.module.named_modules()
+            if id(inner) not in inside and not name.startswith(f"{self.path}.")
+        }
+        yield OUTSIDE, outside
+        for number, layer in self.layers.items():
+            prefix = self.prefix(number)
+            yield number, {joined(prefix, name): inner for name, inner in layer.named_modules()}
+
+
+def _trained(parameter: nn.Parameter) -> str:
+    return "trained" if parameter.requires_grad else "frozen"
+
+
+def joined(*names: str) -> str:
+    """Return names as one with dots."""
+    return ".".join(name for name in names if name)
+
+
+def add_settings(record: Record, number: int, optimizer: Optimizer) -> None:
+    """Keep the numbers by which an optimizer is about to step."""
+    for group, settings in enumerate(optimizer.param_groups):
+        for name, value in settings.items():
+            if name != "params" and isinstance(value, (int, float, torch.Tensor)):
+                place = f"{name} of optimizer {number}, group {group}"
+                record.add(Phase.SETTING, OUTSIDE, place, value if isinstance(value, torch.Tensor) else float(value))
+
+
+def add_results(record: Record, out: Any) -> None:
+    """Keep the loss of a training step and the numbers beside it."""
+    if not isinstance(out, dict):
+        out = {"loss": out}
+    for name, value in out.items():
+        if isinstance(value, (int, float, torch.Tensor)):
+            record.add(Phase.LOSS, OUTSIDE, str(name), value)
+
+
+class LayerInputs:
+    """Keeps what goes into each layer, by hooks on the layers.
+
+    Args:
+        layers: by number.
+        where: gives the record and the span of the samples that go through now; None where nothing is kept.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], where: Callable[[], tuple[Record, Span] | None]) -> None:
+        self._where = where
+        self._handles = [
+            layer.register_forward_pre_hook(self._keeper(number), with_kwargs=True, prepend=True)
+            for number, layer in layers.items()
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _keeper(self, number: int) -> Callable[..., None]:
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found = self._where()
+            if found is None:
+                return
+            record, span = found
+            for name, tensor in tensors_of_call(args, kwargs):
+                parts = record.values.setdefault(Key(Phase.INPUT, number, name), {})
+                if span not in parts:
+                    parts[span] = kept(tensor)
+
+        return keep

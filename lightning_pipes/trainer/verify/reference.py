@@ -1,0 +1,385 @@
+"""One plain process of Lightning beside rank 0, which trains the same batches and answers with what it got.
+
+It is forked when a fit begins, before anything of the pipeline is set up, and goes on with the user's `fit` under
+Lightning's own strategy for one device. It shares nothing with the pipeline but the seeds of random numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch import nn
+
+from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, forked_rng
+from lightning_pipes.ir import Span
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.loop.run import Listener
+from lightning_pipes.trainer.module.batches import fingerprint
+from lightning_pipes.trainer.verify.comparison import Rounding
+from lightning_pipes.trainer.verify.record import (
+    OUTSIDE,
+    Key,
+    LayerInputs,
+    Parts,
+    Phase,
+    Record,
+    add_results,
+    add_settings,
+)
+from lightning_pipes.trainer.verify.sample_draws import SampleDraws
+
+CPU = torch.device("cpu")
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Order:
+    """One batch for the reference to train.
+
+    Attributes:
+        number: of the batch, counted since training began.
+        rows: its samples.
+        path: of the container of the layers.
+        seed, job: of the random streams.
+        spans: of the micro-batches, by layer, and before and after the layers.
+    """
+
+    number: int
+    rows: int
+    path: str
+    seed: int
+    job: int
+    spans: Mapping[int, Sequence[Span]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A part of the reference's record.
+
+    Attributes:
+        layer: whose values they are.
+        values: by key.
+        rounding: of the numbers that the batch is computed from.
+        notes: remarks about the whole batch.
+        last: whether no other part follows.
+    """
+
+    number: int
+    layer: int
+    values: Mapping[Key, Any]
+    rounding: Rounding
+    notes: Sequence[str] = ()
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The reference has come to its end: after the last batch, or by an error."""
+
+    reason: str
+    error: str = ""
+
+
+class ReferenceProcess:
+    """The reference as rank 0 sees it.
+
+    Args:
+        pid: of the process.
+        connection: to it.
+    """
+
+    def __init__(self, pid: int, connection: Connection) -> None:
+        self._pid = pid
+        self._connection = connection
+        self._ended: Ended | None = None
+
+    def send(self, order: Order) -> None:
+        """Have it train another batch."""
+        with suppress(OSError):  # `receive` says why
+            self._connection.send(order)
+
+    def receive(self, check: Callable[[], object]) -> Answer | Ended:
+        """Return its next answer.
+
+        Args:
+            check: called while there is none; raises where other ranks have failed.
+        """
+        if self._ended is not None:
+            return self._ended
+        try:
+            while not self._connection.poll(_POLL_SECONDS):
+                check()
+            answer = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            answer = Ended("it was killed, as the kernel does where memory is short")
+        if isinstance(answer, Ended):
+            self._ended = answer
+        return answer  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+
+
+def fork_reference(strategy: Strategy, trainer: pl.Trainer, module: pl.LightningModule) -> ReferenceProcess | None:
+    """Fork the reference. It returns twice: with its process, and in that process with None, where the Trainer has a
+    plain strategy from then on."""
+    here, there = Pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        there.close()
+        return ReferenceProcess(pid, here)
+    try:
+        here.close()
+        _become_reference(strategy, trainer, module, there)
+    except BaseException as error:
+        _leave(there, Ended(f"{type(error).__name__}: {error}", traceback.format_exc()))
+    return None
+
+
+def _become_reference(
+    strategy: Strategy, trainer: pl.Trainer, module: pl.LightningModule, connection: Connection
+) -> None:
+    _die_with_parent()
+    torch.set_num_threads(1)  # the threads of the other process are not here
+    folder = tempfile.mkdtemp(prefix="lightning_pipes_verify_")
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    private.forget_process_groups()
+    rank_zero_only.rank = 0  # type: ignore[attr-defined]
+    plain = ReferenceStrategy(connection, strategy)
+    plain.connect(module)
+    private.replace_strategy(trainer, plain, folder)
+    private.remove_progress_bars(trainer)
+    vars(trainer)["callbacks"] = [c for c in private.callbacks(trainer) if not _needs_pipeline(c)]
+    trainer.loggers = [SilentLogger(folder) for _ in trainer.loggers]
+    plain.setup_environment()
+
+
+def _needs_pipeline(callback: pl.Callback) -> bool:
+    rooms = ("lightning_pipes.trainer.", "lightning_pipes.arrays.")
+    return isinstance(callback, Listener) or any(kind.__module__.startswith(rooms) for kind in type(callback).__mro__)
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _leave(connection: Connection, last: Ended) -> NoReturn:
+    try:
+        connection.send_bytes(pickle.dumps(last))
+    finally:
+        os._exit(0)
+
+
+class SilentLogger(DummyLogger):
+    """A logger that writes nothing.
+
+    Args:
+        folder: an empty one, for code that asks where logs are.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    def save_dir(self) -> str:
+        return self._folder
+
+    @property
+    def log_dir(self) -> str:
+        return self._folder
+
+    @property
+    def root_dir(self) -> str:
+        return self._folder
+
+
+class ReferenceStrategy(SingleDeviceStrategy):
+    """Lightning's strategy for one device, which keeps what a batch gives and sends it to rank 0.
+
+    It saves nothing and removes nothing: files belong to the other process.
+
+    Args:
+        connection: to rank 0.
+        pipeline: the strategy in whose place it is.
+    """
+
+    def __init__(self, connection: Connection, pipeline: Strategy) -> None:
+        super().__init__(CPU, CPUAccelerator(), pipeline.checkpoint_io, pipeline.precision_plugin)
+        self._connection = connection
+        self._draws = SampleDraws(CPU)
+        self._record: Record | None = None
+        self._order: Order | None = None
+        self._span = Span(0, 0)
+        self._parts: Parts | None = None
+        self._notes: list[str] = []
+        self._cast: torch.dtype | None = None
+
+    # ---- what Lightning calls
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch = next(iter((*args, *kwargs.values())))
+        module = self.lightning_module
+        assert module is not None
+        order = self._order = self._next_order()
+        number = module.trainer.fit_loop.total_batch_idx
+        if number != order.number:
+            _leave(
+                self._connection,
+                Ended(f"it trains batch {number} where the pipeline trains batch {order.number}"),
+            )
+        if self._parts is None:
+            self._parts = self._watch(module, order.path)
+        record = self._record = Record(number)
+        self._notes = []
+        record.add(Phase.BATCH, OUTSIDE, "the batch", fingerprint(batch))
+        with self.precision_plugin.train_step_context():
+            self._cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        self._parts.add_modes(record)
+        self._span = Span(0, order.rows)
+        self._draws.begin(order.seed, order.job, number, order.rows, order.spans)
+        with self._draws.drawing():
+            self._draws.enter(BEFORE_LAYERS)
+            out = super().training_step(*args, **kwargs)
+        self._notes += [f"draws {name}" for name in dict.fromkeys(self._draws.common)]
+        add_results(record, out)
+        self._span = Span(0, 0)
+        return out
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with forked_rng(CPU):
+            return super().validation_step(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._draws.drawing():  # forwards that run again draw again
+            loss = super().backward(*args, **kwargs)
+        if self._record is not None and self._parts is not None:
+            self._parts.add_gradients(self._record, Phase.GRADIENT)
+        return loss
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        pass
+
+    def on_train_start(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        call_after(module, "configure_gradient_clipping", self._before_step)
+        call_after(module, "on_train_batch_end", lambda *_, **__: self._send())
+
+    def on_train_end(self) -> None:
+        _leave(self._connection, Ended("its training ends after fewer batches"))
+
+    def on_exception(self, exception: BaseException) -> None:
+        text = "".join(traceback.format_exception(exception))
+        _leave(self._connection, Ended(f"{type(exception).__name__}: {exception}", text))
+
+    def teardown(self) -> None:
+        _leave(self._connection, Ended("its training ends after fewer batches"))
+
+    # ---- what is kept
+
+    def _next_order(self) -> Order:
+        try:
+            order: Order = self._connection.recv()
+        except EOFError:
+            os._exit(0)
+        return order
+
+    def _watch(self, module: pl.LightningModule, path: str) -> Parts:
+        container = module.get_submodule(path)
+        names = list(container._modules)
+        layers = {n: layer for n, layer in enumerate(container._modules.values()) if layer is not None}
+        for number, layer in layers.items():
+            layer.register_forward_pre_hook(self._entering(number), prepend=True)
+        LayerInputs(layers, lambda: None if self._record is None or not self._span.rows else (self._record, self._span))
+        layers[len(names) - 1].register_forward_hook(self._leaving, always_call=True)
+        return Parts(module, path, layers, names)
+
+    def _entering(self, number: int) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            if self._span.rows:
+                self._draws.enter(number)
+
+        return enter
+
+    def _leaving(self, *_: Any) -> None:
+        if self._span.rows:
+            self._draws.enter(AFTER_LAYERS)
+
+    def _before_step(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if self._record is None or self._parts is None:
+            return
+        self._parts.add_gradients(self._record, Phase.STEP_GRADIENT)
+        plain = private.plain_optimizer(optimizer)
+        numbers = [private.plain_optimizer(each) for each in self.optimizers]
+        add_settings(self._record, next((n for n, each in enumerate(numbers) if each is plain), 0), plain)
+
+    def _send(self) -> None:
+        """Send what the batch gave, layer by layer."""
+        record, parts = self._record, self._parts
+        if record is None or parts is None:
+            return
+        self._record = None
+        module = self.lightning_module
+        assert module is not None
+        parts.add_weights(record, buffers_outside=True)
+        for name, value in private.logged_values(module.trainer).items():
+            record.add(Phase.LOG, OUTSIDE, name, value)
+        layers = record.layers()
+        rounding = Rounding.of(record.values, self._cast)
+        for layer in layers:
+            values, last = record.of_layer(layer), layer == layers[-1]
+            answer = Answer(record.number, layer, values, rounding, tuple(self._notes), last)
+            self._connection.send_bytes(pickle.dumps(answer, protocol=5))
+
+
+def call_after(module: nn.Module, name: str, then: Callable[..., None]) -> Callable[[], None]:
+    """Have `then` called after a hook of the module, with its arguments; return what undoes it."""
+    hook, own = getattr(module, name), module.__dict__.get(name)
+
+    @wraps(hook)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = hook(*args, **kwargs)
+        then(*args, **kwargs)
+        return result
+
+    module.__dict__[name] = both
+
+    def undo() -> None:
+        if own is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = own
+
+    return undo

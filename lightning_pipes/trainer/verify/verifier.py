@@ -1,0 +1,344 @@
+"""The first batches of a pipeline, compared with those of one plain process that trains beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS
+from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.ir import F, Kind, PipelineError, Plan, Policy, Schedule, Span
+from lightning_pipes.ir.passes import runs
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.loop.run import Listener, PipelineRun
+from lightning_pipes.trainer.module.batches import fingerprint
+from lightning_pipes.trainer.plan.settings import Verify
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.verify.comparison import GRADIENTS, Comparison, Difference
+from lightning_pipes.trainer.verify.findings import Finding, is_awaited, save_finding
+from lightning_pipes.trainer.verify.reasons import sentence
+from lightning_pipes.trainer.verify.record import (
+    OUTSIDE,
+    Key,
+    LayerInputs,
+    Parts,
+    Phase,
+    Record,
+    add_results,
+    add_settings,
+    joined,
+)
+from lightning_pipes.trainer.verify.reference import Answer, Ended, Order, ReferenceProcess, call_after
+
+NAME = "PipelineStrategy(verify={})"
+
+
+class VerificationError(PipelineError):
+    """A batch of a pipeline is not what one plain process trains."""
+
+
+def check_verifiable(schedule: Schedule | Policy) -> None:
+    """Refuse to verify a schedule whose weights are not those of one process.
+
+    Raises:
+        PipelineError: stages read weights that miss updates.
+    """
+    if isinstance(schedule, Schedule) and not schedule.flushes:
+        raise PipelineError(
+            f"verify compares with one plain process, which trains every batch by the newest weights; schedule "
+            f"{schedule.name!r} trains by weights that miss updates, so it can't be equal. Verify the module with a "
+            "schedule that flushes, such as '1f1b', and leave verify out here"
+        )
+
+
+class Verifier(Listener):
+    """Keeps what the first batches give on this rank, and compares it with the reference's.
+
+    Collective: all ranks make one, and the same calls of it.
+
+    Args:
+        wanted: how many batches, and what follows from a difference.
+        reference: the plain process, on rank 0.
+        seed: of the random streams.
+    """
+
+    def __init__(
+        self, wanted: Verify, reference: ReferenceProcess | None, trainer: pl.Trainer, run: PipelineRun, seed: int
+    ) -> None:
+        self._wanted, self._reference, self._trainer, self._run, self._seed = wanted, reference, trainer, run, seed
+        self._control: Control = run.control
+        self._rank = self._control.ranks[self._control.position]
+        self._comparison = Comparison(self._rank)
+        self._records: dict[int, Record] = {}
+        self._current: tuple[Record, Span] | None = None
+        self._stepping: dict[int, Key] = {}
+        self._batches = 0
+        self._over = False
+        cut = run.cut
+        names = list(cut.full._modules)
+        local = {n: layer for n, layer in enumerate(cut.full) if n in cut.local}
+        self._parts = Parts(cut.module, cut.path, local, names)
+        layers = dict(enumerate(cut.full)) if run.streams else local  # a stream may run others' layers here
+        self._inputs = LayerInputs(layers, lambda: self._current)
+        weights = Record(-1)
+        self._parts.add_weights(weights, buffers_outside=False)
+        self._weights = {key: value for key, value in weights.values.items() if key.phase is Phase.WEIGHT}
+        self._comparison.begin({key.name: value for key, value in self._weights.items()})
+        self._undo = [
+            self._inputs.remove,
+            call_after(cut.module, "configure_gradient_clipping", self._before_step),
+        ]
+        run.listeners.append(self)
+
+    # ---- what the run says
+
+    def injected(self, item: Item) -> None:
+        """A batch is about to go through."""
+        if self._over or not item.training:
+            return
+        record = self._records[item.number] = Record(item.number, complete=item.data.complete)
+        record.add(Phase.BATCH, OUTSIDE, "the batch", fingerprint(item.data.batch))
+        self._parts.add_modes(record)
+        plan, cut = self._run.engine.plan, self._run.cut
+        if self._reference is not None:
+            spans = spans_of_layers(plan, self._run.part.holdings.layers, item.rows)
+            self._reference.send(Order(item.number, item.rows, cut.path, self._seed, item.job, spans))
+
+    def runs(self, stage: Stage, item: Item, span: Span) -> None:
+        """A micro-batch is about to go through a stage."""
+        record = self._records.get(item.number)
+        new = item.training and not stage.recomputing and record is not None
+        self._current = (record, span) if new and record is not None else None
+
+    def heard(self, number: int, batch: Any, out: Any) -> None:
+        self._keep_result(number, out)
+
+    def steps(self, stage: Stage, item: Item) -> None:
+        """A stage of a stream is about to step by the gradients of a batch."""
+        record = self._records.get(item.number)
+        self._stepping = {}
+        if record is None:
+            return
+        for key, parameter in self._stage_tensors(stage, item, nn.Parameter):
+            if parameter.grad is not None:
+                record.add(Phase.GRADIENT, *key, parameter.grad)
+            self._stepping[id(parameter)] = Key(Phase.STEP_GRADIENT, *key)
+        self._stepped_record = record
+
+    def stepped(self, stage: Stage, item: Item) -> None:
+        record = self._records.get(item.number)
+        self._stepping = {}
+        if record is None:
+            return
+        for key, tensor in self._stage_tensors(stage, item, object):
+            phase = Phase.WEIGHT if isinstance(tensor, nn.Parameter) else Phase.BUFFER
+            record.add(phase, *key, tensor)
+
+    def _stage_tensors(self, stage: Stage, item: Item, kind: type) -> list[tuple[tuple[int, str], Any]]:
+        """The tensors of the layers that a batch steps on a stage, each with layer and name."""
+        use = item.use
+        layers = map(str, stage.layers) if use is None else use.stepped(stage.number)
+        found = []
+        for name in layers:
+            number, _, inner = name.partition(".")
+            prefix = joined(self._parts.prefix(int(number)), inner)
+            found += [
+                ((int(number), joined(prefix, key)), tensor)
+                for key, tensor in stage.tensors(name).items()
+                if isinstance(tensor, kind)
+            ]
+        return found
+
+    # ---- what the strategy says
+
+    def trained(self, out: Any) -> None:
+        """The step of a batch has given `out`."""
+        if not self._run.streams and self._records:
+            self._keep_result(max(self._records), out)
+
+    def differentiated(self) -> None:
+        """Hooks around the backward of a batch have run."""
+        if self._run.streams or not self._records:
+            return
+        record = self._records[max(self._records)]
+        if record.complete:
+            self._parts.add_gradients(record, Phase.GRADIENT)
+
+    def batch_ended(self) -> None:
+        """All hooks after a batch have run. Compares; collective.
+
+        Raises:
+            VerificationError: the batch is not what one process trains.
+        """
+        if self._over or not self._records:
+            return
+        run, trainer = self._run, self._trainer
+        newest = self._records[max(self._records)]
+        self._batches = len(self._records) if run.streams else self._batches + 1
+        ends = newest.complete and self._batches >= self._wanted.batches
+        if run.streams:
+            if not ends:
+                return
+            run.drain()
+        self._parts.add_weights(newest, buffers_outside=run.last)
+        for name, value in private.logged_values(trainer).items():
+            newest.add(Phase.LOG, OUTSIDE, name, value)
+        for number in sorted(self._records):
+            if self._compare(self._records.pop(number)):
+                self._finish()
+                return
+        if ends:
+            self._say_equal()
+            self._finish()
+
+    def training_ended(self) -> None:
+        """Training ends, perhaps before as many batches as wanted."""
+        if self._over:
+            return
+        self.batch_ended()
+        if not self._over:
+            self._say_equal()
+            self._finish()
+
+    def close(self) -> None:
+        """End the reference, and forget what was kept."""
+        self._over = True
+        self._records.clear()
+        self._current = None
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        if self in self._run.listeners:
+            self._run.listeners.remove(self)
+        if self._reference is not None:
+            self._reference.close()
+            self._reference = None
+
+    # ---- comparing
+
+    def _keep_result(self, number: int, out: Any) -> None:
+        record = self._records.get(number)
+        if record is not None and self._run.last:
+            add_results(record, out)
+
+    def _before_step(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        plain = private.plain_optimizer(optimizer)
+        optimizers = [private.plain_optimizer(each) for each in self._trainer.optimizers]
+        which = next((n for n, each in enumerate(optimizers) if each is plain), 0)
+        if self._run.streams:
+            for group in plain.param_groups if self._stepping else ():
+                for parameter in group["params"]:
+                    key = self._stepping.get(id(parameter))
+                    if key is not None and parameter.grad is not None:
+                        self._stepped_record.add(*key, parameter.grad)
+            if self._stepping:
+                add_settings(self._stepped_record, which, plain)
+        elif self._records:
+            record = self._records[max(self._records)]
+            self._parts.add_gradients(record, Phase.STEP_GRADIENT)
+            add_settings(record, which, plain)
+
+    def _compare(self, record: Record) -> bool:
+        """Compare one batch with the reference's; return whether anything differs."""
+        control, source = self._control, self._run.last_rank
+        own = {key for key in record.values if key.phase in GRADIENTS or key.phase is Phase.WEIGHT}
+        known = set().union(*control.all_gather(own))
+        if self._run.streams:
+            self._carry_weights(record, known)
+        found: list[Difference] = []
+        notes: Sequence[str] = ()
+        while True:
+            received = None if self._reference is None else self._reference.receive(control.watch.check)
+            answer = control.broadcast(received, source)
+            if isinstance(answer, Ended):
+                self._report(f"the plain process beside it ended in batch {record.number}: {answer.reason}")
+                return True
+            found += self._compare_part(record, answer, known)
+            notes = answer.notes
+            if answer.last:
+                break
+        said = control.all_gather(min(found, key=lambda each: each.order, default=None))
+        first = min((each for each in said if each is not None), key=lambda each: each.order, default=None)
+        if first is not None:
+            self._report(sentence(first, notes, self._run.cut.full))
+        return first is not None
+
+    def _carry_weights(self, record: Record, known: set[Key]) -> None:
+        """Give a batch of a stream the weights of this rank that no stage has stepped for it."""
+        own = record.values
+        self._weights |= {key: value for key, value in own.items() if key.phase is Phase.WEIGHT}
+        self._weights = {key: value for key, value in self._weights.items() if key in own or key not in known}
+        own |= self._weights
+
+    def _compare_part(self, record: Record, answer: Answer, known: set[Key]) -> list[Difference]:
+        ours, theirs = record.of_layer(answer.layer), answer.values
+        found = self._comparison.compare(record.number, ours, theirs, answer.rounding)
+        missing = _gradients(theirs).keys() - ours.keys() if record.complete else set()
+        if self._run.streams:  # a batch steps its layers anywhere
+            missing = missing - known if self._run.last else set()
+        else:
+            missing = {key for key in missing if key._replace(phase=Phase.WEIGHT) in ours}
+        for key in missing:
+            if float(theirs[key].abs().max()) > answer.rounding.allowed(key.phase, theirs[key]):
+                found.append(Difference(record.number, key, "none", _size(theirs[key]), "", self._rank))
+        for key in _gradients(ours).keys() - theirs.keys():
+            if ours[key].any():
+                found.append(Difference(record.number, key, _size(ours[key]), "none", "", self._rank))
+        several = len(self._run.engine.plan.spans(Kind.F, 0)) > 1
+        return [replace(each, several=several) for each in found]
+
+    def _report(self, text: str) -> None:
+        message = f"{NAME.format(self._wanted)}: {text}"
+        if self._run.last:
+            save_finding(Finding(False, message))
+        if not self._wanted.warns:
+            self.close()
+            raise VerificationError(f"{message}. verify='warn' warns and goes on")
+        rank_zero_warn(message)
+
+    def _say_equal(self) -> None:
+        compared, largest = zip(
+            *self._control.all_gather((self._comparison.compared, self._comparison.largest)), strict=True
+        )
+        if self._batches:
+            batches = f"{self._batches} batch{'' if self._batches == 1 else 'es'}"
+            message = (
+                f"{NAME.format(self._wanted)}: equal to one process over {batches}: {sum(compared)} tensors, largest "
+                f"difference {max(largest):.1g}"
+            )
+            if self._run.last:
+                save_finding(Finding(True, message))
+            rank_zero_info(message)
+
+    def _finish(self) -> None:
+        if is_awaited():
+            self._trainer.should_stop = True
+        self.close()
+
+
+def _size(gradient: torch.Tensor) -> str:
+    return f"one of size {float(gradient.norm()):.4g}"
+
+
+def _gradients(values: Mapping[Key, Any]) -> dict[Key, Any]:
+    return {key: value for key, value in values.items() if key.phase in GRADIENTS}
+
+
+def spans_of_layers(plan: Plan, layers: Sequence[Span], rows: int) -> dict[int, list[Span]]:
+    """Return the spans in which a batch goes through each layer, and through the code before and after the layers."""
+
+    def spans(stage: int) -> list[Span]:
+        every = [run.clip(rows) for span in plan.spans(Kind.F, stage) for run in runs(F(stage, span), plan)]
+        return [span for span in every if span.rows]
+
+    found = {BEFORE_LAYERS: spans(0), AFTER_LAYERS: spans(plan.n_stages - 1)}
+    for stage, numbers in enumerate(layers):
+        found |= dict.fromkeys(range(*numbers), spans(stage))
+    return found

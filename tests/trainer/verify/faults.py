@@ -1,0 +1,732 @@
+"""Faults for `verify` to find: trainings in which a pipeline is not what one process trains, each in one thing.
+
+A fault is the user's code that only one process runs as it is meant (`alone`), or one rank (`last`), as when a pipeline
+does not heed it; or a part of the library that is broken while the training lasts. The module without any is equal.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.engine.compute import stage as stage_module
+from lightning_pipes.engine.compute.rng import stream_seed
+from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
+from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
+from lightning_pipes.trainer.loop import flushing, run
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.module import proxy
+from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
+from lightning_pipes.trainer.step import steps
+from lightning_pipes.trainer.step.clipping import GradientAgreement
+from lightning_pipes.trainer.step.gradients import FreshGradients
+
+WIDTH, ROWS, BLOCKS = 6, 8, 6
+RANKS = 2
+FOUND, EQUAL = "not what one plain process trains", "equal to one process"
+_LEFT: dict[str, float] = {}
+"""Values that code after the layers leaves where nothing looks."""
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.gain = 1.0
+        self.left = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.norm(self.linear(self.drop(x)))) * self.gain
+        self.left = float(h.detach().square().sum())
+        return x + h
+
+
+class Net(pl.LightningModule):
+    """Layers between an inlet and an outlet; `what` are overridden methods by name."""
+
+    dropout, norm = 0.0, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inlet, self.outlet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.model = nn.Sequential(*(Block(self.dropout, self.norm) for _ in range(BLOCKS)))
+        self.register_buffer("factor", torch.ones(()))
+        self.scale = 1.0
+        self.double()
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is one plain process."""
+        return self.trainer.world_size == 1
+
+    @property
+    def last(self) -> bool:
+        """Whether this is one plain process, or the rank of the last stage."""
+        return self.trainer.global_rank == 0
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    def loss(self, h: torch.Tensor, y: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(h, y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        h = self.outlet(self.model(self.before(self.inlet(x))))
+        loss = self.loss(h, y, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.outlet(self.model(self.before(self.inlet(batch[0])))), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Search(pl.LightningModule):
+    """Subnets, one for each batch."""
+
+    seed = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        blocks = [
+            ChoiceBlock([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Tanh()) for _ in range(3)])
+            for _ in range(BLOCKS)
+        ]
+        self.net = Supernet(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, 3), shared="sequential").double()
+
+    alone, last = Net.alone, Net.last
+
+    def layers_of_batch(self, batch: Any) -> Any:
+        return self.net.layers_of(batch[-1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x, y), subnet = batch
+        loss = F.cross_entropy(self.net((x, subnet)), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        name: what is wrong.
+        kind: the module that is trained.
+        broken: a block in which the library is broken, on ranks of a pipeline only.
+        strategy, trainer: settings.
+        finds: a part of the sentence that names it.
+    """
+
+    name: str
+    kind: Callable[[], pl.LightningModule]
+    finds: str
+    broken: Callable[[int], Any] = lambda rank: nullcontext()
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+FAULTS: list[Fault] = []
+
+
+def fault(name: str, finds: str, *, base: type[pl.LightningModule] = Net, **settings: Any) -> Callable[[type], type]:
+    """Adds a fault: the methods of a class in place of the module's."""
+
+    def add(methods: type) -> type:
+        own = {key: value for key, value in vars(methods).items() if key not in ("__dict__", "__weakref__")}
+        FAULTS.append(Fault(name, type(methods.__name__, (base,), own), finds, **settings))
+        return methods
+
+    return add
+
+
+# ---- hooks that one rank runs
+
+
+@fault("attribute set in on_train_epoch_end, read before the layers", "goes into layer 0")
+class _A1:
+    def on_train_epoch_end(self: Any) -> None:
+        if self.last:
+            self.scale = 2.0
+
+
+@fault("attribute of layers set in on_train_epoch_end", "goes into layer 1")
+class _A2:
+    def on_train_epoch_end(self: Any) -> None:
+        if self.last:
+            for layer in self.model:
+                layer.gain = 2.0
+
+
+@fault("attribute set in on_validation_epoch_end", "goes into layer 0")
+class _A3:
+    def on_validation_epoch_end(self: Any) -> None:
+        if self.last:
+            self.scale = 1.5
+
+
+@fault("attribute set in on_validation_batch_end", "goes into layer 0")
+class _A4:
+    def on_validation_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.last:
+            self.scale += 0.5
+
+
+@fault("attribute from what was logged", "goes into layer 0")
+class _A5:
+    def on_train_epoch_end(self: Any) -> None:
+        if self.last:
+            self.scale = float(self.trainer.callback_metrics["loss"])
+
+
+@fault("requires_grad_ in on_train_epoch_end", "frozen")
+class _A6:
+    def on_train_epoch_end(self: Any) -> None:
+        if self.last:
+            for layer in self.model:
+                layer.linear.bias.requires_grad_(False)
+
+
+@fault("forward hook registered in on_validation_epoch_end", "goes into layer 1")
+class _A7:
+    def on_validation_epoch_end(self: Any) -> None:
+        if self.last:
+            self.model[0].register_forward_hook(lambda module, args, out: out * 1.1)
+
+
+# ---- modes
+
+
+class Evaluated(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.model:
+            layer.eval()
+
+
+@contextmanager
+def forgets_modes(rank: int) -> Iterator[None]:
+    hold = proxy.StageProxy.hold
+
+    def broken(self: Any, local: Any) -> None:
+        hold(self, local)
+        for layer in self._modules.values():
+            layer.train()
+
+    proxy.StageProxy.hold = broken  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        proxy.StageProxy.hold = hold  # type: ignore[method-assign]
+
+
+@fault("layers in evaluation mode with dropout", "the mode of", base=Evaluated, broken=forgets_modes)
+class _B1:
+    dropout = 0.5
+
+
+@fault("frozen BatchNorm that is trained", "the mode of", base=Evaluated, broken=forgets_modes)
+class _B2:
+    norm = True
+
+
+@fault("BatchNorm by micro-batches", "goes into layer")
+class _B3:
+    norm = True
+
+
+# ---- norms over one stage, and steps
+
+
+def clip(parameters: Any, most: float) -> None:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_(most / norm)
+
+
+def own(module: Any) -> list[Any]:
+    """The parameters of this rank, as they are."""
+    return [p for group in module.optimizers().optimizer.param_groups for p in group["params"]]
+
+
+@fault("clipping in optimizer_step by the norm of one stage", "that the optimizer gets")
+class _C1:
+    def optimizer_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        clip(own(self), 0.1)
+        optimizer.step()
+
+
+@fault("norm over optimizer.param_groups in a hook", "that the optimizer gets")
+class _C2:
+    def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+        clip(own(self), 0.1)
+
+
+class Normed(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        clip(self.param_groups[0]["params"], 0.1)
+        super().step()
+        return loss
+
+
+@fault("optimizer with a norm over all weights", "the weight")
+class _C3:
+    def configure_optimizers(self: Any) -> Any:
+        return Normed(self.parameters(), lr=0.1)
+
+
+@contextmanager
+def patched(thing: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(thing, name)
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        setattr(thing, name, before)
+
+
+def local_norm(self: Any, optimizer: Any) -> torch.Tensor:
+    return torch.stack(
+        [p.grad.norm() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    ).norm()
+
+
+@fault(
+    "clipping by norm over one stage",
+    "that the optimizer gets",
+    broken=lambda rank: patched(GradientAgreement, "total_norm", local_norm),
+    trainer={"gradient_clip_val": 0.1},
+)
+class _C4:
+    pass
+
+
+# ---- what layers and steps leave behind
+
+
+@fault("auxiliary loss that layers leave in an attribute", "the loss")
+class _D1:
+    def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
+        layers = list(self.model) if self.alone else list(self.model)[BLOCKS // 2 :]
+        return F.cross_entropy(h, y) + 1e-3 * sum(layer.left for layer in layers) / len(h)
+
+
+@fault("auxiliary loss that only the gradient lacks", "after backward")
+class _D2:
+    def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
+        weight = self.outlet.weight
+        return F.cross_entropy(h, y) + (0.1 * (weight - weight.detach()).sum() if self.alone else 0.0)
+
+
+@fault("forward hooks that collect activations", "the loss")
+class _D3:
+    def setup(self: Any, stage: str) -> None:
+        self.collected: dict[int, float] = {}
+        for number, layer in enumerate(self.model):
+            layer.register_forward_hook(
+                lambda m, a, out, n=number: self.collected.update({n: float(out.detach().sum())})
+            )
+
+    def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
+        kept = self.collected if self.alone else {n: v for n, v in self.collected.items() if n >= BLOCKS // 2}
+        return F.cross_entropy(h, y) * (1 + 1e-3 * sum(kept.values()) / len(h))
+
+
+@fault("value left after the layers, read before them", "goes into layer 0")
+class _D4:
+    def before(self: Any, x: Any) -> Any:
+        return x * _LEFT.get("scale", 1.0)
+
+    def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(h, y)
+        _LEFT["scale"] = 1.0 + float(loss)
+        return loss
+
+
+@fault("buffer set after the layers, read before them", "goes into layer 0")
+class _D5:
+    def before(self: Any, x: Any) -> Any:
+        return x * self.factor
+
+    def on_train_batch_end(self: Any, *_: Any) -> None:
+        if self.last:
+            self.factor.fill_(0.5)
+
+
+@fault("alias changed in place by a later layer", "the loss")
+class _D6:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = self.inlet(x)
+        kept = x.clone()
+        h = self.model(x)
+        if self.alone:
+            kept.add_(1.0)
+        return F.cross_entropy(self.outlet(h + kept), y)
+
+
+# ---- code that looks at other samples
+
+
+@fault("mean over samples before the layers", "goes into layer 0")
+class _E1:
+    def before(self: Any, x: Any) -> Any:
+        return x - x.mean(0)
+
+
+@fault("arange(len(x)) before the layers", "goes into layer 0")
+class _E2:
+    def before(self: Any, x: Any) -> Any:
+        return x + torch.arange(len(x)).view(-1, 1)
+
+
+@fault("sorted samples before the layers", "goes into layer 0")
+class _E3:
+    def before(self: Any, x: Any) -> Any:
+        return x.sort(0).values
+
+
+@fault("temperature by batch before the layers", "goes into layer 0")
+class _E4:
+    def before(self: Any, x: Any) -> Any:
+        return x / x.detach().std()
+
+
+@fault("branch that depends on one sample", "goes into layer 0")
+class _E5:
+    def before(self: Any, x: Any) -> Any:
+        return x * 2 if float(x.detach()[0, 0]) > 0 else -x
+
+
+@fault("loss that is no mean over samples", "the loss")
+class _E6:
+    def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(h, y, reduction="none").square().mean().sqrt()
+
+
+@fault("random number for the whole batch", "goes into layer 0")
+class _E7:
+    def before(self: Any, x: Any) -> Any:
+        return x * torch.rand(())
+
+
+# ---- hooks of torch
+
+
+@fault("backward hook on the container", "after backward")
+class _F1:
+    def on_train_start(self: Any) -> None:
+        if self.alone:
+            self.model.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 1.1,))
+
+
+@fault("hook on a parameter that runs for each micro-batch", "after backward")
+class _F2:
+    def on_train_start(self: Any) -> None:
+        shift = 0.01 if self.alone else 0.02
+        self.inlet.weight.register_hook(lambda gradient: gradient + shift)
+
+
+# ---- data
+
+
+@fault(
+    "batches that differ by rank later",
+    "what training_step gets",
+    broken=lambda rank: unmarked(),
+    trainer={"limit_train_batches": 4},
+)
+class _G1:
+    def on_before_batch_transfer(self: Any, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        self.loaded = getattr(self, "loaded", 0) + 1
+        return (x, y) if self.last or self.loaded <= 3 else (x + 1e-3, y)
+
+
+# ---- the library broken
+
+
+@contextmanager
+def shifted_streams(rank: int) -> Iterator[None]:
+    seed = stream_seed if rank == 0 else (lambda *args: stream_seed(*args) + 1)
+    with patched(stage_module, "stream_seed", seed):
+        yield
+
+
+@fault("random streams shifted on one rank", "goes into layer", broken=shifted_streams)
+class _H1:
+    dropout = 0.3
+
+
+def scaled(factor: float, rank: int, where: int) -> Any:
+    give_back = FreshGradients.give_back
+
+    def broken(self: Any) -> None:
+        give_back(self)
+        if rank == where:
+            self.scaled = True
+            for parameter in reversed(PARAMETERS):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+                    break
+
+    return patched(FreshGradients, "give_back", broken)
+
+
+PARAMETERS: list[nn.Parameter] = []
+
+
+class Remembered(Net):
+    def configure_optimizers(self) -> Any:
+        PARAMETERS[:] = [p for layer in self.model for p in layer.parameters()]
+        return super().configure_optimizers()
+
+
+@fault("one gradient scaled by 1.0001", "after backward", base=Remembered, broken=lambda rank: scaled(1.0001, rank, 0))
+class _H2:
+    pass
+
+
+@fault(
+    "gradients of shared parameters not summed",
+    "after backward",
+    broken=lambda rank: patched(SharedParameters, "sum_gradients", lambda self: None),
+)
+class _H3:
+    pass
+
+
+@contextmanager
+def equal_weights_of_parts(rank: int) -> Iterator[None]:
+    class Rows(steps.TrainingBatch):
+        @property
+        def divisor(self) -> int:  # type: ignore[override]
+            return self._divisor * 2
+
+        @divisor.setter
+        def divisor(self, value: int) -> None:
+            self._divisor = value
+
+    with patched(flushing, "TrainingBatch", Rows):
+        yield
+
+
+@fault("loss divided by twice as much", "after backward", broken=equal_weights_of_parts)
+class _H4:
+    pass
+
+
+@fault(
+    "logs merged by the last micro-batch",
+    "logged",
+    broken=lambda rank: patched(steps, "merge", lambda calls, rows: list(calls[-1])),
+)
+class _H5:
+    pass
+
+
+@fault(
+    "learning rate that one rank changes",
+    "lr of optimizer 0",
+    broken=lambda rank: patched(run, "check_same_settings", lambda *_: None),
+)
+class _H6:
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        if not self.last:
+            own_optimizer = self.optimizers().optimizer
+            own_optimizer.param_groups[0]["lr"] = 0.11
+
+
+@fault("weights changed after the step on one rank", "the weight")
+class _H7:
+    def on_train_batch_end(self: Any, *_: Any) -> None:
+        if self.last:
+            for parameter in own(self):
+                parameter.data.clamp_(-0.2, 0.2)
+
+
+@contextmanager
+def drops_last_part(rank: int) -> Iterator[None]:
+    part = steps.TrainingBatch.part
+
+    def broken(self: Any, span: Any) -> Any:
+        x, y = part(self, span)
+        return (x, y) if span.start == 0 else (x, torch.zeros_like(y))
+
+    with patched(steps.TrainingBatch, "part", broken):
+        yield
+
+
+@fault("labels of a micro-batch lost", "the loss", broken=drops_last_part)
+class _H8:
+    pass
+
+
+@fault("gradients kept from the batch before", "after backward", trainer={"limit_train_batches": 3})
+class _H9:
+    def optimizer_zero_grad(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if self.alone:
+            optimizer.zero_grad()
+
+
+@fault("weights that differ at the start", "goes into layer")
+class _H10:
+    def on_train_start(self: Any) -> None:
+        if not self.last:
+            self.model[0].linear.bias.data[0] += 1e-6
+
+
+# ---- subnets
+
+CSP: dict[str, Any] = {"base": Search, "strategy": {"schedule": "csp"}}
+
+
+@fault("csp: steps that optimizer_step leaves out", "the optimizer gets", **CSP)
+class _S1:
+    def optimizer_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        if not self.alone or batch_idx % 2 == 0:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+
+@fault("csp: zero_grad(set_to_none=False)", "the weight", **CSP)
+class _S2:
+    def optimizer_zero_grad(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=not self.alone)
+
+
+@fault("csp: gradients changed in on_after_backward", "after backward", **CSP)
+class _S3:
+    def on_after_backward(self: Any) -> None:
+        if self.alone:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(2.0)
+
+
+@fault("csp: weights clamped in on_train_batch_end", "the weight", **CSP)
+class _S4:
+    def on_train_batch_end(self: Any, *_: Any) -> None:
+        if self.alone:
+            for parameter in self.parameters():
+                parameter.data.clamp_(-0.2, 0.2)
+
+
+@fault("csp: requires_grad_ in on_train_batch_start", "frozen", **CSP)
+class _S5:
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        if self.alone and batch_idx == 1:
+            for parameter in self.net[0].parameters():
+                parameter.requires_grad_(False)
+
+
+@fault("csp: ranks that draw other subnets", "goes into layer", broken=lambda rank: unmarked(), **CSP)
+class _S6:
+    seed = 1
+
+
+@fault("csp: layers_of_batch leaves a layer out", "gradient", **CSP)
+class _S7:
+    def layers_of_batch(self: Any, batch: Any) -> Any:
+        found = dict.fromkeys(self.net.layers_of(batch[-1]), True)
+        return {**found, "0": False}
+
+
+@contextmanager
+def unmarked() -> Iterator[None]:
+    """The library does not compare what ranks say of a batch."""
+    with (
+        patched(PipelineRun, "check_mark", lambda self, *_: None),
+        patched(PipelineRun, "check_layers", lambda self, *_: None),
+    ):
+        yield
+
+
+# ---- running them
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(2)
+    return [(torch.randn(WIDTH, generator=g).double(), torch.randint(0, 3, (), generator=g)) for _ in range(4 * ROWS)]
+
+
+def trained(rank: int, each: Fault, verify: int | str = 4, **settings: Any) -> str:
+    """The sentence that `verify` ends a training with, on one of the ranks."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+    warnings.simplefilter("ignore")
+    _LEFT.clear()
+    said: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    heard = Heard()
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(heard)
+    module = each.kind()
+    strategy = {"partition": [BLOCKS // 2], "microbatches": 2} | each.strategy | settings
+    options = {"limit_train_batches": 1, "max_epochs": 3} | each.trainer
+    loader: Any = DataLoader(batches(), batch_size=ROWS)
+    validation: Any = DataLoader(batches(), batch_size=ROWS)
+    if isinstance(module, Search):
+        space = module.net.space
+        seed = rank * module.seed
+        loader, validation = SubnetStream(Uniform(space, seed=seed)).paired(loader), None
+        options = {"max_epochs": 1}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=PipelineStrategy(verify=verify, **strategy),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    try:
+        with each.broken(rank):
+            trainer.fit(module, loader, validation)
+    except BaseException as error:
+        said.append(f"{type(error).__name__}: {error}")
+    finally:
+        logger.removeHandler(heard)
+    return next((text for text in reversed(said) if "verify=" in text), "; ".join(said[-1:]))
+
+
+def all_trained(rank: int, faults: Sequence[int], verify: int | str, settings: dict[str, Any]) -> list[str]:
+    """The sentences of several, one after another in the processes of one run of ranks."""
+    return [trained(rank, FAULTS[number], verify, **settings) for number in faults]
+
+
+def found(faults: Sequence[int], verify: int | str = 4, **settings: Any) -> list[str]:
+    """What is said of each, on rank 0."""
+    try:
+        return run_ranks(all_trained, RANKS, faults, verify, settings, timeout=60 + 10 * len(faults))[0]  # type: ignore[no-any-return]
+    except RanksFailedError as error:
+        return [f"no end: {error}"] * len(faults)

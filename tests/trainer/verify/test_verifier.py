@@ -1,0 +1,309 @@
+"""`PipelineStrategy(verify=n)` finds what a pipeline does not train as one process does, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from functools import cache, partial
+from typing import Any
+
+import lightning.pytorch as pl
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.arrays.array import JobArray
+from lightning_pipes.ir import InputError
+from lightning_pipes.testing.ranks import run_ranks
+from tests.trainer.lit import Lit, data, quiet
+from tests.trainer.verify.faults import EQUAL, FAULTS, FOUND, Fault, Net, Search, found, trained
+
+
+@cache
+def sentences() -> list[str]:
+    return found(range(len(FAULTS)))
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)), ids=[fault.name for fault in FAULTS])
+def test_every_seeded_fault_is_found(number):
+    said = sentences()[number]
+    assert FOUND in said, said
+    assert FAULTS[number].finds in said.partition("Likely reason")[0], said
+    assert "Likely reason: " in said
+
+
+class Rich(Net):
+    """Dropout in layers and around them, clipping, a scheduler, and random numbers of each sample."""
+
+    dropout = 0.3
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x + 0.1 * torch.randn_like(x) + torch.rand(len(x), 1).to(x), 0.2)
+
+    def loss(self, h: torch.Tensor, y: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(nn.functional.dropout(h, 0.2), y)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
+
+
+class Single(Rich):
+    """In single precision, where rounding differs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0].float(), batch[1]]
+
+
+class Checkpointed(Rich):
+    """Layers whose forward runs again in the backward, with the random numbers of the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Again(layer) for layer in self.model))
+
+
+class Again(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False)
+
+
+EQUALS: dict[str, Fault] = {
+    "1f1b": Fault("", Rich, "", trainer={"limit_train_batches": 4, "max_epochs": 1}),
+    "clipping": Fault("", Rich, "", trainer={"gradient_clip_val": 0.1}),
+    "accumulation": Fault(
+        "", Rich, "", trainer={"limit_train_batches": 4, "max_epochs": 1, "accumulate_grad_batches": 2}
+    ),
+    "kfkb": Fault("", Rich, "", strategy={"schedule": "kfkb", "schedule_args": {"k": 2}, "microbatches": 4}),
+    "interleaved": Fault("", Rich, "", strategy={"schedule": "interleaved", "partition": "parameters"}),
+    "hanayo": Fault("", Rich, "", strategy={"schedule": "hanayo", "partition": "parameters"}),
+    "zero bubble": Fault("", Rich, "", strategy={"schedule": "zero_bubble"}),
+    "umpipe": Fault(
+        "",
+        partial(Net),
+        "",
+        strategy={"schedule": "umpipe", "schedule_args": {"forward": (2, 4), "backward": (4, 1)}, "microbatches": None},
+    ),
+    "recompute": Fault("", Rich, "", strategy={"recompute": True}),
+    "single precision": Fault("", Single, ""),
+    "bf16": Fault("", Net, "", trainer={"precision": "bf16-mixed"}),
+    "checkpointed": Fault("", Checkpointed, ""),
+    "csp": Fault("", Search, "", strategy={"schedule": "csp"}),
+    "csp, cut by batch": Fault("", Search, "", strategy={"schedule": "csp", "schedule_args": {"balanced": True}}),
+    "subnets with a flush": Fault("", Search, ""),
+}
+
+
+def all_equal(rank: int, names: list[str]) -> list[str]:
+    return [trained(rank, EQUALS[name], verify=2) for name in names]
+
+
+@cache
+def said_of_equals() -> dict[str, str]:
+    return dict(zip(EQUALS, run_ranks(all_equal, 2, list(EQUALS), timeout=200)[0], strict=True))
+
+
+@pytest.mark.parametrize("name", EQUALS)
+def test_equal_modules_raise_no_alarm(name):
+    said = said_of_equals()[name]
+    assert EQUAL in said, said
+    assert "over 2 batches" in said
+
+
+def warned(rank: int) -> list[Any]:
+    """With verify="warn" training goes on, and ends with the weights of a training that is not verified."""
+    fault = next(f for f in FAULTS if f.name == "mean over samples before the layers")
+    weights = []
+    for verify in ("warn", 0):
+        quiet()
+        torch.manual_seed(0)
+        module = fault.kind()
+        trainer = fitted(module, verify=verify)
+        assert trainer.global_step == 4
+        weights.append({name: value.tolist() for name, value in module.state_dict().items()})
+    return [weights[0] == weights[1]]
+
+
+def fitted(module: pl.LightningModule, callbacks: Any = (), **strategy: Any) -> pl.Trainer:
+    g = torch.Generator().manual_seed(2)
+    rows = TensorDataset(torch.randn(32, 6, generator=g).double(), torch.randint(0, 3, (32,), generator=g))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineStrategy(partition="parameters", **strategy),
+        max_epochs=1,
+        logger=False,
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(rows, batch_size=8))
+    return trainer
+
+
+def test_a_warning_goes_on():
+    assert run_ranks(warned, 2) == [[True], [True]]
+
+
+class Watches(pl.Callback):
+    """After the batches that are compared nothing of it is left: no process, no hook, no listener."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.world_size == 1:  # the reference
+            return
+        hooks = [len(layer._forward_pre_hooks) for layer in pl_module.model]
+        run = trainer.strategy.running
+        children = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+        if batch_idx < 2:
+            assert any(hooks)
+            assert run.listeners
+            assert bool(children) == trainer.is_global_zero
+        else:
+            assert not any(hooks)
+            assert not run.listeners
+            assert not children
+            assert "configure_gradient_clipping" not in vars(pl_module)
+
+
+def watched(rank: int) -> None:
+    quiet()
+    fitted(Net(), [Watches()], verify=2)
+
+
+def test_nothing_is_left_after_the_batches():
+    run_ranks(watched, 2)
+
+
+def job(number: int) -> str:
+    return trained_alone(Net if number != 1 else next(f for f in FAULTS if "sorted" in f.name).kind)
+
+
+def trained_alone(kind: Any) -> str:
+    trainer = fitted(kind(), verify=2, schedule="jap", microbatches=2)
+    return f"{trainer.global_step} steps"
+
+
+def array(rank: int) -> list[str]:
+    quiet()
+    ended = sorted(JobArray[str](2).run([partial(job, n) for n in range(3)]), key=lambda each: each.index)
+    return [str(each.value or each.error) for each in ended]
+
+
+def test_siblings_of_an_array_are_verified_each():
+    for first, wrong, last in run_ranks(array, 2):
+        assert (first, last) == ("4 steps", "4 steps")
+        assert FOUND in wrong
+
+
+def refused(rank: int) -> list[str]:
+    quiet()
+    said = []
+    for strategy in ({"schedule": "pipedream"}, {"schedule": "pipedream_2bw"}):
+        try:
+            fitted(Net(), verify=2, **strategy)
+        except Exception as error:
+            said.append(str(error))
+    return said
+
+
+def test_stale_weights_are_refused():
+    for name, said in zip(("pipedream", "pipedream_2bw"), run_ranks(refused, 2)[0], strict=True):
+        assert f"schedule {name!r} trains by weights that miss updates" in said
+
+
+@pytest.mark.parametrize("verify", [-1, 1.5, "no", None])
+def test_what_is_no_number_of_batches_is_refused(verify):
+    with pytest.raises(InputError, match="verify"):
+        PipelineStrategy(verify=verify)
+
+
+def test_replicas_are_refused():
+    with pytest.raises(InputError, match="data_parallel=2"):
+        PipelineStrategy(verify=2, data_parallel=2)
+
+
+def test_the_environment_asks_for_it(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_PIPES_VERIFY", "3")
+    assert PipelineStrategy()._settings.verify.batches == 3
+    assert PipelineStrategy(verify=1)._settings.verify.batches == 1
+    monkeypatch.setenv("LIGHTNING_PIPES_VERIFY", "warn")
+    assert PipelineStrategy()._settings.verify == (2, True)
+    monkeypatch.setenv("LIGHTNING_PIPES_VERIFY", "soon")
+    with pytest.raises(InputError, match="LIGHTNING_PIPES_VERIFY"):
+        PipelineStrategy()
+
+
+class Dies(Net):
+    """The plain process is killed, as by the kernel where memory is short."""
+
+    def loss(self, h: torch.Tensor, y: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.alone and batch_idx == 1:
+            os.kill(os.getpid(), 9)
+        return super().loss(h, y, batch_idx)
+
+
+class Raises(Net):
+    def loss(self, h: torch.Tensor, y: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.alone and batch_idx == 1:
+            raise LookupError("not in one process")
+        return super().loss(h, y, batch_idx)
+
+
+def ended(rank: int) -> list[str]:
+    quiet()
+    said = []
+    for kind in (Dies, Raises):
+        started = time.monotonic()
+        try:
+            fitted(kind(), verify=2)
+        except Exception as error:
+            said.append(str(error))
+        assert time.monotonic() - started < 40
+    return said
+
+
+def test_a_reference_that_ends_is_told_of():
+    for killed, raised in run_ranks(ended, 2):
+        assert "batch 1" in killed
+        assert "memory" in killed
+        assert "LookupError: not in one process" in raised
+
+
+def saves(rank: int, folder: str) -> list[str]:
+    quiet()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineStrategy(verify=2),
+        max_epochs=1,
+        default_root_dir=folder,
+        logger=pl.loggers.CSVLogger(folder, name="", version="run"),
+        callbacks=[pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")],
+        enable_progress_bar=False,
+        log_every_n_steps=1,
+    )
+    trainer.fit(Lit().double(), DataLoader(data(), batch_size=8))
+    return sorted(os.listdir(folder))
+
+
+def test_the_reference_writes_no_files(tmp_path):
+    first, _ = run_ranks(saves, 2, str(tmp_path))
+    assert [name for name in first if name.endswith("ckpt")] == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
+    steps = [line.split(",") for line in (tmp_path / "run" / "metrics.csv").read_text().splitlines()]
+    column = steps[0].index("step")
+    assert len([line for line in steps[1:] if line[column] == "1"]) == 1
