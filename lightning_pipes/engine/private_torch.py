@@ -114,6 +114,16 @@ def unsaved_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def argument_names(operation: Any) -> list[str]:
+    """Names of the arguments of an operation of torch, as `aten.dropout.default`."""
+    return [argument.name for argument in operation._schema.arguments]
+
+
+def works_in_place(operation: Any) -> bool:
+    """Whether an operation of torch writes into its first argument, and returns it."""
+    return bool(operation._schema.is_mutable and operation.__name__.partition(".")[0].endswith("_"))
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
     """All that runs before and after the step of an optimizer."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks

@@ -385,7 +385,7 @@ def replace_strategy(trainer: pl.Trainer, strategy: Strategy, folder: str) -> No
 
 
 def logged_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
-    """What was logged so far, by hook and name: the value of the last step, and what epochs are averaged from."""
+    """Values that were logged so far, by hook and name: those of the last step, and sums that epochs are made from."""
     results, found = trainer._results, {}
     for name, logged in ({} if results is None else dict(results)).items():
         states = {"value": logged.value} if logged.is_tensor else dict(logged.value.metric_state)

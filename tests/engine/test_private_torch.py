@@ -146,3 +146,11 @@ def store_of(rank: int) -> bool:
 
 def test_get_default_store():
     assert run_ranks(store_of, 2, timeout=60) == [True, True]
+
+
+def test_operations():
+    assert private.argument_names(torch.ops.aten.bernoulli_.float) == ["self", "p", "generator"]
+    assert private.works_in_place(torch.ops.aten.bernoulli_.float)
+    assert not private.works_in_place(torch.ops.aten.bernoulli.default)
+    assert not private.works_in_place(torch.ops.aten.bernoulli.out)
+    assert torch.Tag.nondeterministic_seeded in torch.ops.aten.bernoulli_.float.tags

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 FINDINGS_VARIABLE = "LIGHTNING_PIPES_VERIFY_FINDINGS"
 """The environment variable with the file; training ends after the batches that are compared where it is set."""
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True)
+class Finding:
     """The result of one comparison, as a sentence."""
 
     equal: bool
@@ -23,7 +24,7 @@ def save_finding(finding: Finding) -> None:
     path = os.environ.get(FINDINGS_VARIABLE)
     if path:
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(finding._asdict()) + "\n")
+            file.write(json.dumps(asdict(finding)) + "\n")
 
 
 def load_findings(path: Path) -> list[Finding]:

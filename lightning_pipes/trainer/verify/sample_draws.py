@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipes.engine.compute.rng import forked_rng, seed_all, seed_as, stream_seed
+from lightning_pipes.engine.private_torch import TorchDispatchMode, argument_names, works_in_place
 from lightning_pipes.ir import Span
 
 State = list[torch.Tensor]
@@ -70,13 +70,12 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _draw(
         self, func: Any, args: Any, kwargs: Any, rows: int, spans: Sequence[Span], states: Sequence[State]
     ) -> Any:
-        names = [argument.name for argument in func._schema.arguments]
+        names = argument_names(func)
         given = dict(zip(names, args, strict=False)) | kwargs
         axes = {name: sample_axis(_shape(name, value), rows) for name, value in given.items()}
         axis = next((axis for axis in axes.values() if axis is not None), None)
         if axis is None:
             self.common.append(str(func))
-        in_place = func._schema.is_mutable and func.__name__.partition(".")[0].endswith("_")
         results, after = [], []
         for span, state in zip(spans, states, strict=True):
             self._set(state)
@@ -85,7 +84,7 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             results.append(func(*mine, **{name: part[name] for name in kwargs}))
             after.append(self._state())
         self._name((rows, spans, after))
-        if in_place:
+        if works_in_place(func):
             whole = args[0]
             whole.copy_(results[0] if axis is None else torch.cat(results, axis))
             return whole
