@@ -310,7 +310,8 @@ class PipelineRun:
         """Called before a batch; its size has the plan of the engine."""
         if self._loss_check is not None:
             plan = self.engine.plan
-            self._loss_check.begin(data, plan.spans(Kind.B, plan.n_stages - 1))
+            last = plan.n_stages - 1
+            self._loss_check.begin(data, max((plan.spans(kind, last) for kind in (Kind.F, Kind.B)), key=len))
 
     def check_loss(self, item: Item) -> None:
         """Called after a batch, before anything steps by its gradients."""

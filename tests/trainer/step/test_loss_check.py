@@ -234,6 +234,11 @@ def test_both_numbers_are_those_without_a_pipeline(schedule, ranks, parts, kinds
         assert "check_loss=False" in text
 
 
+def test_a_forward_that_is_cut_is_looked_at_where_the_backward_is_not():
+    counts = {"forward": (2,), "backward": (1,)}
+    assert fitted(LitPadded, {"schedule": "umpipe", "microbatches": None, "schedule_args": counts}, 1)[0] != []
+
+
 def test_nothing_is_said_where_nothing_is_cut_or_nobody_asks():
     for strategy in ({"microbatches": 1}, {"microbatches": 2, "check_loss": False}):
         assert fitted(LitPadded, strategy, 1)[0] == []
