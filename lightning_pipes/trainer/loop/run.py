@@ -311,7 +311,8 @@ class PipelineRun:
         if self._loss_check is not None:
             plan = self.engine.plan
             last = plan.n_stages - 1
-            self._loss_check.begin(data, max((plan.spans(kind, last) for kind in (Kind.F, Kind.B)), key=len))
+            forward, backward = plan.spans(Kind.F, last), plan.spans(Kind.B, last)
+            self._loss_check.begin(data, forward if len(forward) > len(backward) else backward)
 
     def check_loss(self, item: Item) -> None:
         """Called after a batch, before anything steps by its gradients."""
