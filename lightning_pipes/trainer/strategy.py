@@ -27,7 +27,6 @@ from lightning_pipes.engine.watch.ending import hurry
 from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT
 from lightning_pipes.engine.watch.launcher import heed_launcher
 from lightning_pipes.engine.watch.points import point
-from lightning_pipes.engine.watch.trust import secret_for_children
 from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type
 from lightning_pipes.planning.planner import DRAIN
 from lightning_pipes.trainer import private_lightning as private
@@ -259,8 +258,6 @@ class PipelineStrategy(PipelineHost):
     def _configure_launcher(self) -> None:
         self._threads = Threads()
         if not self._environment.creates_processes_externally:
-            if self.num_nodes == 1:
-                secret_for_children()
             self._launcher = Launcher(self._environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:

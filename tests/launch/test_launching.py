@@ -177,3 +177,35 @@ def test_who_was_started_by_a_rank_is_no_rank(monkeypatch):
     for program, ours in ((code, "True\n"), (below, "False\n")):
         found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert found.stdout == ours
+
+
+TRAINS = """
+import os
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from tests.trainer.lit import Lit, data
+
+before = set(os.environ)
+for _ in range(2):
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=PipelineStrategy(microbatches=2), max_steps=1, precision="64-true",
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Lit(), DataLoader(data(), batch_size=8))
+if trainer.is_global_zero:
+    print("left", sorted(name for name in set(os.environ) - before if name.startswith("LIGHTNING_PIPES")))
+"""
+
+
+def test_nothing_of_ours_stays_in_the_environment(tmp_path):
+    """Neither a secret nor the launcher: whatever the script starts later would inherit them."""
+    (tmp_path / "trains.py").write_text(TRAINS)
+    env = {**os.environ, **environment(secrets.token_hex(8))}
+    found = subprocess.run(
+        [sys.executable, "trains.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=START
+    )
+    assert found.returncode == 0, found.stderr
+    assert "left []" in found.stdout

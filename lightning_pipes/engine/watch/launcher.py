@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -144,6 +144,21 @@ def heed_launcher(patience: float) -> None:
     """
     _above.patience = patience
     _above.heed()
+
+
+@contextmanager
+def environment_for_children(variables: Mapping[str, str]) -> Iterator[None]:
+    """Put variables into the environment of processes that are started in the block, and take them out again."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def watch_launched(first_rank: int, processes: Sequence[subprocess.Popen[bytes]]) -> None:

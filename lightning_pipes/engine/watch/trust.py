@@ -39,6 +39,8 @@ _DOOR, _PROOF = "lightning_pipes/door", "lightning_pipes/proofs"
 _DOORS = "\0lightning_pipes-"
 """How the names of our Unix sockets begin; a name of their own space, not of a file."""
 _log = logging.getLogger(__name__)
+_own_secret = ""
+"""The one that this process has made for those that it starts."""
 
 
 class ForgedError(PipelineError):
@@ -233,9 +235,11 @@ def seal_of(store: Any) -> Seal | None:
     return store.seal if isinstance(store, SignedStore) else None
 
 
-def secret_for_children() -> None:
-    """Makes the secret of processes that inherit this one's environment, unless it is there."""
-    os.environ.setdefault(SECRET, secrets.token_hex(32))
+def secret_for_children() -> dict[str, str]:
+    """Return what the environment of processes that this one starts needs; this process keeps the secret to itself."""
+    global _own_secret
+    _own_secret = os.environ.get(SECRET) or _own_secret or secrets.token_hex(32)
+    return {SECRET: _own_secret}
 
 
 def seal_from_environment() -> Seal | None:
@@ -277,7 +281,7 @@ def sealed(
             time.sleep(_LOOK_SECONDS)
         return bytes(store.get(key))
 
-    text = os.environ.get(SECRET)
+    text = os.environ.get(SECRET) or _own_secret
     if text:
         secret = _secret(text)
     elif one_host and sys.platform == "linux":

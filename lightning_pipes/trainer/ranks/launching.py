@@ -8,8 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_pipes.engine.watch.launcher import LAUNCHER, watch_launched
+from lightning_pipes.engine.watch.launcher import LAUNCHER, environment_for_children, watch_launched
 from lightning_pipes.engine.watch.meeting import hold_port
+from lightning_pipes.engine.watch.trust import secret_for_children
 from lightning_pipes.trainer import private_lightning as private
 
 
@@ -24,10 +25,14 @@ class Launcher(private.SubprocessLauncher):
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
-            os.environ[LAUNCHER] = str(os.getpid())
-            if self.num_nodes == 1:  # else the store listens for other nodes, too, where this would be in its way
-                hold_port(environment.main_port)
-            private.call_children_scripts(self)
+            variables = {LAUNCHER: str(os.getpid())}
+            if self.num_nodes == 1:
+                variables |= secret_for_children()
+                hold_port(
+                    environment.main_port
+                )  # of several nodes the store listens for others, and this is in its way
+            with environment_for_children(variables):
+                private.call_children_scripts(self)
             watch_launched(environment.node_rank() * self.num_processes + 1, self.procs)
         private.set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)

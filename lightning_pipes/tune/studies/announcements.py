@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -22,7 +23,7 @@ from lightning_pipes.arrays.siblings.sibling import current_sibling
 from lightning_pipes.engine.private_torch import default_store
 from lightning_pipes.engine.watch import plain
 from lightning_pipes.engine.watch.asking import Asking
-from lightning_pipes.engine.watch.launcher import Company
+from lightning_pipes.engine.watch.launcher import Company, environment_for_children
 from lightning_pipes.engine.watch.meeting import LOOPBACK, adopted_store, made_store, run_store, store_on_loopback
 from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, wait_for_host
 from lightning_pipes.engine.watch.trust import KNOWN, dumps, loads, part_of, seal_of, sealed, secret_for_children
@@ -58,6 +59,7 @@ class Announcements:
         self.leads = self.rank == 0
         self.is_signed = self._line.seal is not None
         self._line.boards += 1
+        self._line.open()
         self._store = part_of(self._line.store, f"lightning_pipes/boards/{self._line.boards}")
 
     def say(self, key: str, value: object) -> None:
@@ -105,6 +107,7 @@ class Announcements:
             until = time.monotonic() + _LEAVE_SECONDS
             while not all(self.said(f"left/{rank}") for rank in others) and time.monotonic() < until:
                 time.sleep(_LOOK_SECONDS)
+        self._line.leave()
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """The result of a call of the store, which would never return where rank 0 is stopped."""
@@ -117,6 +120,9 @@ class _Line:
     def __init__(self) -> None:
         self.boards = 0
         self.hosted = False
+        self._open = 0
+        self._variables: dict[str, str] = {}
+        self._environment = ExitStack()
         self.asking = Asking()
         self.company = company = Company()
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -138,12 +144,25 @@ class _Line:
                     "before they train: start the script by torchrun, on SLURM by srun torchrun"
                 )
             self.rank, self.hosted = 0, True
-            secret_for_children()
+            secret = secret_for_children()
             store = store_on_loopback(0, _TIMEOUT)
             self.store = sealed(store, self.rank, one_host=True)
-            os.environ[ADDRESS] = str(store.port)
+            self._variables = {**secret, ADDRESS: str(store.port)}
         self.seal = KNOWN if seal_of(self.store) else None
         """The store vouches for what is in it, or nobody does."""
+
+    def open(self) -> None:
+        """Let processes that are started from now on find this board."""
+        if not self._open and self._variables:
+            self._environment = ExitStack()
+            self._environment.enter_context(environment_for_children(self._variables))
+        self._open += 1
+
+    def leave(self) -> None:
+        """Undo one `open`; the last one takes the way to the board out of the environment."""
+        self._open -= 1
+        if not self._open:
+            self._environment.close()
 
 
 def _started_by_others() -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
+from lightning_pipes.engine.watch import trust
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.meeting import lone_store, run_store, store_on_loopback
 from lightning_pipes.engine.watch.trust import SECRET, ForgedError, Seal, SignedStore, part_of, seal_of, sealed
@@ -40,6 +41,7 @@ def signed(raw: TCPStore) -> SignedStore:
 @pytest.fixture(autouse=True)
 def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET, raising=False)
+    monkeypatch.setattr(trust, "_own_secret", "")
 
 
 def test_what_ranks_write_they_read(raw: TCPStore, signed: SignedStore) -> None:
