@@ -55,6 +55,16 @@ def has_accumulate_hooks(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
+    """The hooks for the gradient of a tensor; a table that can be changed, if it has any."""
+    return tensor._backward_hooks or {}
+
+
+def accumulate_hooks(tensor: torch.Tensor) -> dict[int, Any]:
+    """The hooks for after the gradient was added to `grad`; a table that can be changed, if it has any."""
+    return getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+
+
 def saved_tensors(node: Any) -> Iterator[Any]:
     """The tensors that a node of the graph has saved for its backward."""
     for name in _saved_names(type(node)):  # type: ignore[arg-type]
@@ -107,6 +117,11 @@ def _layers(name: str) -> list[Callable[..., Any]]:
 def forward_hooks(module: nn.Module) -> list[Any]:
     """All that runs before and after the forward of a module."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def backward_hooks(module: nn.Module) -> list[Any]:
+    """All that runs before and after the backward of a module."""
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:

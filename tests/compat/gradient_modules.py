@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader
 
-from tests.trainer.lit import WIDTH, Lit, LitOutside, data
+from tests.trainer.lit import WIDTH, Lit, LitOutside
 
 MOST = 0.05
 """Norm to which these modules clip: less than that of any batch."""
@@ -238,11 +237,15 @@ def tempered(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def by_the_first(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * 2 if x[0, 0] > 0 else x
+    return x * 2 if x[0].argmax() < 3 else x
 
 
 def by_the_second_batch(module: Any, x: torch.Tensor) -> torch.Tensor:
     return centred(module, x) if module.trainer.fit_loop.batch_idx == 1 else x
+
+
+def each_by_itself(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return by_sample(x)
 
 
 class Layer(nn.Module):
@@ -267,12 +270,12 @@ def in_layer_centred(x: torch.Tensor) -> torch.Tensor:
     return x - x.mean(0)
 
 
-def in_layer_ordered(x: torch.Tensor) -> torch.Tensor:
+def in_layer_softmax(x: torch.Tensor) -> torch.Tensor:
     return x * torch.softmax(x, 0)
 
 
 def in_layer_first(x: torch.Tensor) -> torch.Tensor:
-    return x * 2 if x[0, 0] > 0 else x
+    return x * 2 if x[0].argmax() < 3 else x
 
 
 def by_sample(x: torch.Tensor) -> torch.Tensor:
@@ -285,12 +288,12 @@ def by_sample(x: torch.Tensor) -> torch.Tensor:
 class BackwardHookOnAll(Lit):
     def __init__(self) -> None:
         super().__init__()
-        self.model.register_full_backward_hook(lambda module, before, after: (before[0] * 2,))
+        self.model.register_full_backward_hook(lambda module, before, after: before)
 
 
 class BackwardHookOnAllLater(Lit):
     def on_fit_start(self) -> None:
-        self.model.register_full_backward_hook(lambda module, before, after: (before[0] * 2,))
+        self.model.register_full_backward_hook(lambda module, before, after: before)
 
 
 class ForwardHookOnAllLater(Lit):
@@ -417,28 +420,3 @@ class Penalises(Lit):
         out = self(x)
         (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return F.cross_entropy(out, y) + g.pow(2).sum(1).mean()
-
-
-class PenalisesIfUsed(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        x = x.clone().requires_grad_()
-        out = self(x)
-        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True, allow_unused=True)
-        return F.cross_entropy(out, y) + (0 if g is None else g.pow(2).sum(1).mean())
-
-
-class LitClasses(Lit):
-    """Weights of classes in the batch, as many as it has samples."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y, weights = batch
-        return F.cross_entropy(self(x), y, weights, reduction="sum") / len(x)
-
-
-def class_weights() -> dict[str, Any]:
-    def collate(samples: Any) -> Any:
-        x, y = zip(*samples, strict=True)
-        return torch.stack(x), torch.stack(y), torch.tensor([1.0, 2.0, 3.0]).double()
-
-    return {"train_dataloaders": DataLoader(data(11), batch_size=3, collate_fn=collate)}

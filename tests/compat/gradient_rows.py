@@ -27,3 +27,55 @@ norms("optimizer with a norm of its own over all weights", module=by(partial(g.L
 norms("optimizer with two closures", module=by(partial(g.SAM, lr=0.1, norm=False)))
 norms("optimizer with two closures and a norm over all weights (SAM)", module=by(partial(g.SAM, lr=0.1)), refused="SAM")
 norms("optimizer that draws random numbers", module=by(partial(g.NoisySGD, lr=0.1)), refused="NoisySGD")
+
+several = partial(row, "Several samples at a time")
+for name, before in (
+    ("centred over the batch", g.centred),
+    ("numbers of the samples", g.numbered),
+    ("sorted", g.ordered),
+    ("a temperature of the batch", g.tempered),
+    ("a branch by the first sample", g.by_the_first),
+    ("centred in a later batch", g.by_the_second_batch),
+):
+    several(
+        f"before the layers: {name}", module=partial(g.LitBefore, before), warned="training_step computes what enters"
+    )
+several("before the layers: each sample by itself", module=partial(g.LitBefore, g.each_by_itself))
+for name, work in (
+    ("centred over the batch", g.in_layer_centred),
+    ("softmax over the batch", g.in_layer_softmax),
+):
+    several(f"in a layer: {name}", module=partial(g.LitInLayer, work), warned="layer 4 of self.model")
+several(
+    "in a layer: a branch by the first sample",
+    module=partial(g.LitInLayer, g.in_layer_first, at=0),
+    warned="layer 0 of self.model",
+)
+several("in a layer: each sample by itself", module=partial(g.LitInLayer, g.by_sample))
+
+hooks = partial(row, "Hooks of modules and parameters")
+hooks("full backward hook of the pipelined module", module=g.BackwardHookOnAll, refused="has backward hooks")
+hooks(
+    "full backward hook of the pipelined module, made in on_fit_start",
+    module=g.BackwardHookOnAllLater,
+    refused="registers a backward hook on",
+)
+hooks("forward hook of the pipelined module, made in on_train_start", module=g.ForwardHookOnAllLater)
+hooks("full backward hooks of layers", module=g.BackwardHookOnLayers)
+hooks("hooks of parameters: clamped gradients", module=g.ClampsGradients)
+hooks("hooks of parameters: signs", module=g.ClampsGradientsFromTheStart)
+hooks(
+    "hooks of parameters, accumulated gradients", {"accumulate_grad_batches": 2}, module=g.ClampsGradientsFromTheStart
+)
+hooks("hooks of parameters: masks", module=g.MasksGradients)
+hooks("hooks after gradients are accumulated, which step", module=g.StepsInBackward)
+hooks("nn.init in a hook", module=g.Initialises)
+hooks("reset_parameters in a hook", module=g.Resets)
+hooks("noise on gradients in a hook", module=g.AddsNoise)
+hooks("random masks on weights in a hook", module=g.DrawsMasks)
+hooks("layers appended in a hook", module=g.Appends, refused="adds layers to self.model")
+hooks("a layer replaced in a hook", module=g.Replaces, refused="replaces layer 1 of self.model")
+hooks("a part of a layer replaced in a hook", module=g.ReplacesInside)
+hooks("the pipelined module replaced in a hook", module=g.Slices, refused="self.model has been replaced")
+hooks("add_param_group in a hook", module=g.AddsGroup, refused="add_param_group")
+hooks("autograd.grad through the layers", module=g.Penalises, refused="autograd.grad")

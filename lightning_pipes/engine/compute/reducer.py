@@ -150,6 +150,10 @@ class Reducer:
             bucket.finish(self._replicas)
         self._under_way = []
 
+    def owns(self, hook: Callable[..., object]) -> bool:
+        """Whether a hook of a parameter is of this reducer."""
+        return getattr(hook, "__self__", None) is self
+
     def remove(self) -> None:
         """Takes the hooks off the parameters."""
         for hook in self._hooks:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
@@ -22,6 +23,7 @@ from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.reports.report import KEPT_STEPS, Window
 from lightning_pipes.trainer.reports.timing import Share
 from lightning_pipes.trainer.step.gradients import FreshGradients
+from lightning_pipes.trainer.step.parameter_hooks import ParameterHooks
 from lightning_pipes.trainer.step.steps import TrainingBatch
 
 
@@ -31,6 +33,7 @@ class Flushing(Training):
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
         self._gradients = FreshGradients()
+        self._hooks = ParameterHooks(run.device)
         self._keep_old = is_overridden("optimizer_zero_grad", run.cut.module)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
@@ -60,16 +63,23 @@ class Flushing(Training):
         run.begin_loss_check(data)
         tell = run.control.prepare_broadcast(run.last_rank)
         gradients = self._gradients.made(optimizers, run.part.unstepped, first, self._keep_old)
-        with run.hidden.batch(training=True), gradients:
+        part, alone = run.part, first and complete
+
+        def sum_of_hooked(parameters: Sequence[nn.Parameter]) -> None:
+            if not complete:  # else they are summed with all others
+                part.shared.sum_gradients_of(parameters)
+
+        hooks = self._hooks.deferred(part.parameters, part.reducer, alone, sum_of_hooked)
+        with run.hidden.batch(training=True), gradients, hooks:
             item = Item(number, rows, data)
             run.inject(item)
             run.engine.drain()
 
             # 4. Gradients summed over who shares a parameter, and averaged over replicas, if a step may follow.
             if complete:
-                run.part.shared.sum_gradients()
-                if run.part.reducer is not None:
-                    run.part.reducer.finish()
+                part.shared.sum_gradients()
+                if part.reducer is not None:
+                    part.reducer.finish()
 
         # 5. What was to be checked meanwhile, and the loss, before anything steps by these gradients.
         run.connections.check()

@@ -37,6 +37,7 @@ from lightning_pipes.trainer.reports.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.step.logs import LogReplay, merge, recorded
 from lightning_pipes.trainer.step.loss_check import LossCheck
+from lightning_pipes.trainer.step.sample_check import SampleCheck
 from lightning_pipes.trainer.step.steps import Context, EvaluationBatch, Steps, TrainingBatch
 
 CHECKED_BATCHES = 2
@@ -184,6 +185,9 @@ class PipelineRun:
         self.last = plan.ranks[-1] == rank
         self.stages = self._made_stages(plan)
         self._loss_check = None
+        self._sample_check = None
+        if check_loss and self.fitting:
+            self._sample_check = SampleCheck(cut, steps, device, global_ranks[rank])
         if check_loss and self.fitting and self.last:
             needed = partial(self._saved_bytes.of_a_sample, plan.n_stages - 1)
             self._loss_check = LossCheck(cut, steps, device, needed)
@@ -211,6 +215,7 @@ class PipelineRun:
 
         Gradients are summed over all who hold a parameter if they are `complete`: a step may follow.
         """
+        self.cut.check_in_place()
         out = self._training.train(batch, arguments, optimizers, complete)
         self._evaluated = 0
         return out
@@ -308,14 +313,20 @@ class PipelineRun:
 
     def begin_loss_check(self, data: TrainingBatch) -> None:
         """Called before a batch; its size has the plan of the engine."""
+        plan = self.engine.plan
+        if self._sample_check is not None:
+            self._sample_check.begin(data, plan.spans(Kind.F, 0))
         if self._loss_check is not None:
-            plan = self.engine.plan
             last = plan.n_stages - 1
             forward, backward = plan.spans(Kind.F, last), plan.spans(Kind.B, last)
             self._loss_check.begin(data, forward if len(forward) > len(backward) else backward)
 
     def check_loss(self, item: Item) -> None:
         """Called after a batch, before anything steps by its gradients."""
+        if self._sample_check is not None and item.data.entered:
+            for number, stage in self.stages.items():
+                if number in item.data.entered:
+                    self._sample_check.compare(stage, item)
         if self._loss_check is not None:
             self._loss_check.compare(self.stages[self.engine.plan.n_stages - 1], item)
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_pipes.engine.allocator import release_free_memory
-from lightning_pipes.engine.private_torch import BatchNorm, forward_hooks, unsaved_buffers
+from lightning_pipes.engine.private_torch import BatchNorm, backward_hooks, forward_hooks, unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.capture import Interceptor
@@ -79,6 +79,11 @@ def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mappin
             )
     if not all(map(_only_records, forward_hooks(full))):
         raise PipelineError(f"{owner}.{path} has forward hooks, which no rank could run; register them on its layers")
+    if backward_hooks(full):
+        raise PipelineError(
+            f"{owner}.{path} has backward hooks, which no rank could run, for its gradients are on several; register "
+            "them on its layers"
+        )
     return path
 
 
@@ -218,6 +223,16 @@ class CutModule:
     def is_foreign(self, tensor: torch.Tensor) -> bool:
         """Whether a parameter of the whole module lives on other ranks only."""
         return tensor in self._absent
+
+    def check_in_place(self) -> None:
+        """Raises PipelineError if code of the user's has put something else in the place of the layers."""
+        parent, _, name = self.path.rpartition(".")
+        if getattr(self.module.get_submodule(parent), name, None) is not self.proxy:
+            raise PipelineError(
+                f"self.{self.path} has been replaced while its layers are spread over several ranks, which were cut "
+                "when the run began. Make layers in __init__ or configure_model; a layer can be left out by a flag "
+                "that its forward looks at"
+            )
 
     def check_arrival(self, layer: int) -> None:
         """Whether a layer can come here.

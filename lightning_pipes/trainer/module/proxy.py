@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -92,6 +92,10 @@ class StageProxy(nn.Module):
                 "optimizer's weight_decay; let layers hand what they add to the loss on with their output"
             )
 
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module, in a hook with the layers of all ranks."""
+        yield from self.__dict__["_full"].named_children() if self._in_hook else super().named_children()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module, in a hook with the layers of all ranks."""
         return (
@@ -109,6 +113,39 @@ class StageProxy(nn.Module):
     def _in_hook(self) -> bool:
         scope = self.__dict__["_scope"]
         return scope is not None and bool(scope.hook) and not self.__dict__["_call"].running
+
+    def _refuse(self, what: str) -> NoReturn:
+        """Raises PipelineError: the layers are those that training began with."""
+        call, scope, name = (self.__dict__[key] for key in ("_call", "_scope", "_name"))
+        who = (scope.hook if scope is not None else "") or ("a step" if call.running else "code outside of a step")
+        raise PipelineError(
+            f"{who} {what} {name} while its layers are spread over several ranks, which were cut when the run began. "
+            "Make layers in __init__ or configure_model, and hooks on the layers; a layer can be left out by a flag "
+            "that its forward looks at"
+        )
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._refuse(f"adds a layer {name!r} to")
+
+    def __setitem__(self, index: Any, module: nn.Module) -> None:
+        self._refuse(f"replaces layer {index} of")
+
+    def __delitem__(self, index: Any) -> None:
+        self._refuse(f"removes layer {index} of")
+
+    def _added(self, *_: Any) -> NoReturn:
+        self._refuse("adds layers to")
+
+    append = extend = insert = __iadd__ = __add__ = __mul__ = __imul__ = _added
+
+    def pop(self, *_: Any) -> NoReturn:
+        """Layers stay."""
+        self._refuse("removes a layer of")
+
+    def _hooked(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse("registers a backward hook on")
+
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _hooked
 
     def __getattr__(self, name: str) -> Any:
         try:

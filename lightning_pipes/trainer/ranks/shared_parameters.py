@@ -55,6 +55,14 @@ class SharedParameters:
     def _in_buckets(self) -> list[tuple[object, list[Bucket]]]:
         return [(group, buckets(filter(self._trained.has, found))) for group, found in self._shared]
 
+    def sum_gradients_of(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The same for some parameters; all holders of one have to ask for it."""
+        wanted = {id(p) for p in parameters}
+        for group, found in self._shared:
+            for bucket in buckets(p for p in found if id(p) in wanted):
+                bucket.start(partial(self._all_reduce, group))
+                bucket.finish(self._replicas)
+
     def _all_reduce(self, group: object, flat: torch.Tensor) -> Wait:
         self._control.all_reduce(flat, group=group)
         return lambda: None

@@ -25,6 +25,8 @@ from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
 
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
+_NOT_IN_GRAPH = "appears to not have been used in the graph"
+"""In torch's error for a gradient by a tensor that something does not depend on."""
 
 
 @dataclass
@@ -46,6 +48,8 @@ class TrainingBatch:
         kept: what the last stage keeps of its micro-batches, if it does.
         samples: lists with an entry for each sample of which this batch does not tell.
         complete: whether an optimizer step may follow; not so in the middle of an accumulation.
+        entered: by stage what entered its layers, by micro-batch, on the host; None where nothing looks at it.
+        loaded: the batch as it was loaded, where something looks at what entered.
     """
 
     batch: Any
@@ -56,6 +60,8 @@ class TrainingBatch:
     kept: Kept | None = None
     samples: frozenset[Path] = frozenset()
     complete: bool = True
+    entered: dict[int, dict[Span, Any]] | None = None
+    loaded: Any = None
     _parts: dict[Span, Any] = field(default_factory=dict)  # each is handed out once, for a step may change it
 
     def cut(self, spans: Iterable[Span]) -> None:
@@ -65,6 +71,12 @@ class TrainingBatch:
     def part(self, span: Span) -> Any:
         """Those samples of the batch."""
         return self._parts.pop(span) if span in self._parts else self._cutter(span)
+
+    def keep_entering(self, stage: int, span: Span, x: Any) -> None:
+        """Keep a copy of what enters the layers of a stage, if something looks at it."""
+        if self.entered is not None and span not in self.entered.setdefault(stage, {}):
+            copy = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), x)
+            self.entered[stage][span] = copy
 
     @cached_property
     def _cutter(self) -> Callable[[Span], Any]:
@@ -177,6 +189,17 @@ class Steps:
             self._seed_user_code(item, BEFORE_LAYERS)
             return self._interceptor.capture(step, batch, *arguments)
 
+    def capture_input(
+        self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...], draws: Draws
+    ) -> Any:
+        """The same; `draws` sees whether random numbers are drawn for it."""
+        with forked_rng(self._device), recorded(self._module):
+            self._seed_user_code(item, BEFORE_LAYERS)
+            draws.begin()
+            x = self._interceptor.capture(step, batch, *arguments)
+            draws.look()
+            return x
+
     def finish(
         self,
         step: Callable[..., Any],
@@ -235,11 +258,15 @@ class Steps:
                 x = self._interceptor.capture(
                     named_step(self._module, "training_step"), part if last_run else copied(part), *data.arguments
                 )
+            if data.entered is not None:
+                data.keep_entering(stage.number, span, x)
             return stage.run_layers(item, span, x)
 
     def _middle(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         data = item.data
         context = data.context if isinstance(data, EvaluationBatch) else self.context
+        if isinstance(data, TrainingBatch) and data.entered is not None:
+            data.keep_entering(stage.number, span, received)
         with context():
             return stage.run_layers(item, span, received)
 
@@ -252,6 +279,8 @@ class Steps:
 
         def answer(x: Any) -> Any:
             entering = x if stage.number == 0 else received
+            if data.entered is not None:
+                data.keep_entering(stage.number, span, entering)
             y = stage.run_layers(item, span, entering)
             if data.kept is not None:
                 data.kept.keep(span, entering, y)
@@ -264,7 +293,23 @@ class Steps:
             if self._recomputes_first:
                 part = copied(part)
             with recorded(self._module) as logged:
-                out = self._interceptor.supply(named_step(self._module, "training_step"), answer, part, *data.arguments)
+                try:
+                    step = named_step(self._module, "training_step")
+                    out = self._interceptor.supply(step, answer, part, *data.arguments)
+                except RuntimeError as error:
+                    if _NOT_IN_GRAPH in str(error):
+                        raise PipelineError(
+                            "training_step takes torch.autograd.grad of what the layers return by something before "
+                            "them, which is on another rank: every stage has its own part of the graph. Let layers "
+                            f"compute what they add to the loss, and pass it along ({error})"
+                        ) from error
+                    if "shape" in str(error) or "size" in str(error):
+                        error.add_note(
+                            f"training_step has got {span.rows} of {item.rows} samples: every tensor and list of the "
+                            f"batch with {item.rows} entries is cut so. A table that has as many by chance, as weights "
+                            "of classes, belongs into a buffer of the module, or gets an axis in front"
+                        )
+                    raise
         loss, extras = loss_of(out)
         data.results[span] = StepResult(loss.detach(), extras, logged)
         scaled = loss * (span.rows / item.rows / data.divisor)

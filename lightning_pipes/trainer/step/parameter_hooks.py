@@ -1,0 +1,97 @@
+"""Hooks that code of the user's has registered on parameters, which run once for a batch, not for each micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from lightning_pipes.engine.compute.reducer import Reducer
+from lightning_pipes.engine.compute.rng import Draws
+from lightning_pipes.engine.private_torch import accumulate_hooks, gradient_hooks
+
+
+class ParameterHooks:
+    """Has hooks of parameters see the gradient of the whole batch.
+
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._warned = False
+
+    @contextmanager
+    def deferred(
+        self,
+        parameters: Sequence[nn.Parameter],
+        reducer: Reducer | None,
+        alone: bool,
+        sum_gradients: Callable[[Sequence[nn.Parameter]], None],
+    ) -> Iterator[None]:
+        """In the block no hook runs; at its end each runs with the gradients that the block has made.
+
+        Args:
+            reducer: whose own hooks run meanwhile.
+            alone: whether the optimizer step is of this batch alone.
+            sum_gradients: completes gradients of parameters that several ranks hold.
+        """
+        hooked = [p for p in parameters if gradient_hooks(p)]
+        stepped = [p for p in parameters if accumulate_hooks(p)]
+        if reducer is not None:
+            stepped = [p for p in stepped if not all(map(reducer.owns, accumulate_hooks(p).values()))]
+        if not hooked and not stepped:
+            yield
+            return
+        if reducer is not None and not alone:
+            self._warn("run once for every micro-batch where replicas accumulate gradients")
+            yield
+            return
+        both = [*{id(p): p for p in (*hooked, *stepped)}.values()]
+        before = {id(p): p.grad for p in both}
+        for p in both:
+            p.grad = None
+        aside = [_set_aside(gradient_hooks(p), None) for p in hooked]
+        after = [_set_aside(accumulate_hooks(p), reducer) for p in stepped]
+        try:
+            yield
+        finally:
+            for table, found in (*aside, *after):
+                table.update(found)
+        sum_gradients(both)
+        draws = Draws(self._device)
+        draws.begin()
+        of_gradients = {id(p): list(found.values()) for p, (_, found) in zip(hooked, aside, strict=True)}
+        for p in reversed(both):  # as backward reaches them
+            grad, old = p.grad, before[id(p)]
+            for hook in of_gradients.get(id(p), ()) if grad is not None else ():
+                changed = hook(grad)
+                grad = grad if changed is None else changed
+            p.grad = old if grad is None else grad if old is None else old + grad
+        for p, (_, found) in zip(reversed(stepped), reversed(after), strict=True):
+            for hook in found.values() if p.grad is not None else ():
+                hook(p)
+        draws.look()
+        if draws.seen:
+            self._warn(
+                "draw random numbers, which every rank does for its own layers; draw them in on_before_optimizer_step, "
+                "for each parameter of the module"
+            )
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(f"hooks of parameters {what}, so that training differs from one process")
+
+
+def _set_aside(table: dict[int, Any], reducer: Reducer | None) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the table of hooks, which is without those of the user's until it gets them back, and these."""
+    found = {key: hook for key, hook in table.items() if reducer is None or not reducer.owns(hook)}
+    for key in found:
+        del table[key]
+    return table, found

@@ -1,0 +1,207 @@
+"""Whether what enters the layers, and what each layer does, depends on each sample by itself.
+
+A micro-batch goes through the code before the layers, and through them, without the other samples of its batch. So for
+the first batch, and for a few later ones, each rank runs both once more with the whole batch and with its parts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.engine.compute.footprint import tensors_in
+from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.rng import Draws, forked_rng, seed_all
+from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.engine.private_torch import BatchNorm
+from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.trainer.module.batches import copied, join, take
+from lightning_pipes.trainer.module.capture import named_step
+from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
+from lightning_pipes.trainer.step.kept import HOST, no_room
+from lightning_pipes.trainer.step.steps import Steps, TrainingBatch
+
+_COARSE = 1e-2
+"""By how much values may differ, relative to the largest, where they were computed from numbers with half the bits."""
+
+
+class SampleCheck:
+    """Compares a whole batch with its micro-batches, on this rank's stages, and warns once of each place.
+
+    Args:
+        rank: the global rank of this process.
+    """
+
+    def __init__(self, cut: CutModule, steps: Steps, device: torch.device, rank: int) -> None:
+        self._cut, self._steps, self._device, self._rank = cut, steps, device, rank
+        self._batches = 0
+        self._warned: set[str] = set()
+
+    def begin(self, data: TrainingBatch, spans: Iterable[Span]) -> None:
+        """Have the batch kept if it is one that is looked at and is cut into several of `spans`."""
+        if sum(span.start < data.rows for span in spans) < 2:
+            return
+        if _is_due(self._batches):
+            data.entered = {}
+            data.loaded = move_data_to_device(copied(data.batch), HOST)
+        self._batches += 1
+
+    def compare(self, stage: Stage, item: Item) -> None:
+        """Warn if something on this stage depends on several samples; with the weights that the batch has had."""
+        data = item.data
+        entered = {} if data.entered is None else data.entered.get(stage.number, {})
+        if sum(span.rows for span in entered) != data.rows or stage.turns is not None or item.use is not None:
+            return
+        del data.entered[stage.number]
+        try:
+            self._compare(stage, item, entered)
+        except Exception as error:  # code that can't run with a whole batch, or not without gradients
+            rank_zero_info(
+                f"Stage {stage.number} was not compared for a whole batch and its micro-batches: "
+                f"{type(error).__name__}: {error}"
+            )
+
+    def _compare(self, stage: Stage, item: Item, entered: dict[Span, Any]) -> None:
+        spans = sorted(entered)
+        bytes_of_all = sum(t.nbytes for part in entered.values() for t in tensors_in(part))
+        if self._device.type == "cpu" and no_room(8 * bytes_of_all):
+            return
+        with torch.no_grad(), forked_rng(self._device), self._steps.context():
+            if stage.number == 0:
+                self._compare_entering(item, entered)
+            parts = {span: move_data_to_device(entered[span], self._device) for span in spans}
+            for number, layer in stage.layers.items():
+                found = self._outputs(layer, parts)
+                if found is None:
+                    return
+                whole, parts, compared = found
+                if compared and _differ(whole, parts):
+                    name = f"layer {list(self._cut.full._modules)[number]} of self.{self._cut.path} (rank {self._rank})"
+                    self._warn(name, f"{name} computes something", "")
+
+    def _compare_entering(self, item: Item, entered: dict[Span, Any]) -> None:
+        step, data = named_step(self._cut.module, "training_step"), item.data
+        loaded = move_data_to_device(data.loaded, self._device)
+
+        def capture(batch: Any, rows: int, draws: Draws) -> Any:
+            whole = replace(item, rows=rows)
+            return self._steps.capture_input(step, whole, copied(batch), data.arguments, draws)
+
+        with unchanged(self._cut.module, skip=self._cut.proxy):
+            draws = Draws(self._device)
+            whole, parts = capture(loaded, data.rows, draws), entered
+            if draws.seen:  # a whole batch gets other random numbers than its parts; without dropout there may be none
+                with _evaluating(self._cut.module, set(self._cut.proxy.modules())):
+                    draws = Draws(self._device)
+                    whole = capture(loaded, data.rows, draws)
+                    cuts = {s: take(loaded, s, data.rows, samples=data.samples) for s in entered}
+                    parts = {span: capture(cuts[span], span.rows, draws) for span in sorted(entered)}
+            if draws.seen:
+                return
+        if _differ(whole, {span: move_data_to_device(part, self._device) for span, part in parts.items()}):
+            self._warn(
+                "before",
+                f"{type(self._cut.module).__name__}.training_step computes what enters self.{self._cut.path}",
+                "Compute it in on_after_batch_transfer, or where batches are put together, which get all samples, or s",
+            )
+
+    def _outputs(self, layer: nn.Module, parts: dict[Span, Any]) -> tuple[Any, dict[Span, Any], bool] | None:
+        """Return the outputs of a layer for the whole batch and for its parts, and whether they can be compared.
+
+        None if the layer, or what follows it, gets no samples.
+        """
+        spans = sorted(parts)
+        if any(map(is_compiled, layer.modules())):
+            return None  # it would be compiled anew, for other sizes
+        x = join([parts[span] for span in spans], spans, "what enters a layer")
+        with unchanged(layer):
+            draws = Draws(self._device)
+            whole, drew = self._run(layer, x, draws), False
+            if draws.seen:
+                with _evaluating(layer):
+                    draws = Draws(self._device)
+                    whole = self._run(layer, x, draws)
+                    outputs = {span: self._run(layer, parts[span], draws) for span in spans}
+                    drew = draws.seen
+            else:
+                outputs = {span: self._run(layer, parts[span], draws) for span in spans}
+        # Which a warning has told before.
+        known = any(isinstance(part, BatchNorm) for part in layer.modules()) or spectral_norms(layer)
+        return whole, outputs, not known and not drew
+
+    def _run(self, layer: nn.Module, x: Any, draws: Draws) -> Any:
+        seed_all(0, self._device)
+        draws.begin()
+        out = layer(pytree.tree_map_only(torch.Tensor, torch.clone, x))
+        draws.look()
+        return out
+
+    def _warn(self, place: str, what: str, way_out: str) -> None:
+        if place in self._warned:
+            return
+        self._warned.add(place)
+        warnings.warn(
+            f"{what} from several samples together, and gets one micro-batch at a time, so training differs from one "
+            f"process. {way_out or 'S'}et PipelineStrategy(microbatches=1). PipelineStrategy(check_loss=False) leaves "
+            "this comparison out",
+            stacklevel=2,
+        )
+
+
+def _is_due(number: int) -> bool:
+    """Whether the batch with this number is looked at: 0, 1, 2, 4, 8, ..."""
+    return number & (number - 1) == 0
+
+
+@contextmanager
+def _evaluating(root: nn.Module, but: set[nn.Module] = frozenset()) -> Iterator[None]:  # type: ignore[assignment]
+    """In the block all modules in `root` are in evaluation mode."""
+    training = [part for part in root.modules() if part.training and part not in but]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _differ(whole: Any, parts: Mapping[Span, Any]) -> bool:
+    """Whether tensors of a whole batch are others than those of its parts, by more than rounding makes of it."""
+    spans = sorted(parts)
+    leaves, spec = pytree.tree_flatten(whole)
+    of_parts = [pytree.tree_flatten(parts[span]) for span in spans]
+    if any(other != spec for _, other in of_parts):
+        return False  # what is not a tensor differs, such as a string of each sample
+    return any(
+        isinstance(leaf, torch.Tensor) and _leaf_differs(leaf, others, spans)
+        for leaf, *others in zip(leaves, *(found for found, _ in of_parts), strict=True)
+    )
+
+
+def _leaf_differs(whole: torch.Tensor, parts: Sequence[torch.Tensor], spans: Sequence[Span]) -> bool:
+    try:
+        joined = join(list(parts), spans, "it")
+    except PipelineError:
+        return True  # it has no samples, and is another one for each micro-batch
+    if joined.shape != whole.shape or joined.dtype != whole.dtype or whole.is_sparse:
+        return bool(joined.shape != whole.shape)
+    if not whole.is_floating_point() and not whole.is_complex():
+        return not torch.equal(whole, joined)
+    eps = torch.finfo(whole.dtype).eps
+    coarse = _COARSE if torch.is_autocast_enabled(whole.device.type) else 0.0
+    most = max(coarse, eps ** (2 / 3)) * max(
+        1e-30, float(whole.abs().nan_to_num(0.0, 0.0).max() if whole.numel() else 0)
+    )
+    return bool(((whole - joined).abs() > most).any())

@@ -1,0 +1,87 @@
+"""What the comparison of a whole batch with its parts finds, without a pipeline."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipes.ir import Span
+from lightning_pipes.trainer.step.sample_check import SampleCheck, _differ, _is_due
+
+SPANS = (Span(0, 3), Span(3, 6), Span(6, 8))
+
+
+class Centred(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return {**x, "x": x["x"] - x["x"].mean(0)}
+
+
+class Noisy(nn.Module):
+    """Random in training, and keeps how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        self.calls.append(len(x["x"]))
+        self.count += 1
+        return {**x, "x": nn.functional.dropout(x["x"], 0.5, self.training)}
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Any) -> Any:
+        x["x"].add_(1)
+        return x
+
+
+def outputs(layer: nn.Module) -> Any:
+    check = SampleCheck(None, None, torch.device("cpu"), 0)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    parts = {s: {"x": torch.randn(s.rows, 4), "mask": torch.ones(4, 4)} for s in SPANS}
+    return check._outputs(layer, parts)
+
+
+@pytest.mark.parametrize("layer", [Noisy(), InPlace(), nn.Identity()])
+def test_each_sample_by_itself_is_equal(layer):
+    whole, parts, compared = outputs(layer)
+    assert compared
+    assert not _differ(whole, parts)
+    assert layer.training
+    if isinstance(layer, Noisy):
+        assert not layer.calls
+        assert layer.count == 0
+
+
+def test_several_samples_together_differ():
+    whole, parts, compared = outputs(Centred())
+    assert compared
+    assert _differ(whole, parts)
+
+
+def test_what_differs():
+    x = torch.randn(8, 3)
+    parts = {s: x[s.start : s.stop] for s in SPANS}
+    assert not _differ(x, parts)
+    assert not _differ(x + 1e-7, parts)
+    assert _differ(x + 1e-3, parts)
+    assert _differ((x, x.mean()), {s: (p, p.mean()) for s, p in parts.items()})  # a number of each micro-batch
+    assert not _differ((x, 3.0), {s: (p, 3.0) for s, p in parts.items()})
+    assert _differ(torch.arange(8), {s: torch.arange(s.rows) for s in SPANS})
+    nan = x.clone()
+    nan[3] = torch.nan
+    assert not _differ(nan, {s: nan[s.start : s.stop] for s in SPANS})
+
+
+def test_it_looks_at_first_batches_and_seldom_later():
+    assert [n for n in range(70) if _is_due(n)] == [0, 1, 2, 4, 8, 16, 32, 64]
+    check = SampleCheck(None, None, torch.device("cpu"), 0)  # type: ignore[arg-type]
+    data = [SimpleNamespace(rows=8, entered=None, loaded=None, batch=torch.zeros(8)) for _ in range(5)]
+    for each in data:
+        check.begin(each, SPANS if each is not data[0] else [Span(0, 8)])  # type: ignore[arg-type]
+    assert [each.entered is None for each in data] == [True, False, False, False, True]
