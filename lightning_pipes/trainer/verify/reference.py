@@ -105,9 +105,11 @@ class ReferenceProcess:
     Args:
         pid: of the process.
         connection: to it.
+        folder: an empty one that it may write to; it goes with the process.
     """
 
-    def __init__(self, pid: int, connection: Connection) -> None:
+    def __init__(self, pid: int, connection: Connection, folder: tempfile.TemporaryDirectory[str]) -> None:
+        self._folder = folder
         self._pid = pid
         self._connection = connection
         self._ended: Ended | None = None
@@ -141,32 +143,33 @@ class ReferenceProcess:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
+        self._folder.cleanup()
 
 
 def fork_reference(strategy: Strategy, trainer: pl.Trainer, module: pl.LightningModule) -> ReferenceProcess | None:
     """Fork the reference. It returns twice: with its process, and in that process with None, where the Trainer has a
     plain strategy from then on."""
     here, there = Pipe()
+    folder = tempfile.TemporaryDirectory(prefix="lightning_pipes_verify_", ignore_cleanup_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
         there.close()
-        return ReferenceProcess(pid, here)
+        return ReferenceProcess(pid, here, folder)
     try:
         here.close()
-        _become_reference(strategy, trainer, module, there)
+        _become_reference(strategy, trainer, module, there, folder.name)
     except BaseException as error:
         _leave(there, Ended(f"{type(error).__name__}: {error}", traceback.format_exc()))
     return None
 
 
 def _become_reference(
-    strategy: Strategy, trainer: pl.Trainer, module: pl.LightningModule, connection: Connection
+    strategy: Strategy, trainer: pl.Trainer, module: pl.LightningModule, connection: Connection, folder: str
 ) -> None:
     _die_with_parent()
     torch.set_num_threads(1)  # the threads of the other process are not here
-    folder = tempfile.mkdtemp(prefix="lightning_pipes_verify_")
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -178,13 +180,15 @@ class Watches(pl.Callback):
             assert "configure_gradient_clipping" not in vars(pl_module)
 
 
-def watched(rank: int) -> None:
+def watched(rank: int, folder: Path) -> None:
     quiet()
+    tempfile.tempdir = str(folder)
     fitted(Net(), [Watches()], verify=2)
+    assert not [*folder.glob("lightning_pipes_verify_*")]
 
 
-def test_nothing_is_left_after_the_batches():
-    run_ranks(watched, 2)
+def test_nothing_is_left_after_the_batches(tmp_path):
+    run_ranks(watched, 2, tmp_path)
 
 
 def job(number: int) -> str:
