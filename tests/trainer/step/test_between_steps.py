@@ -8,9 +8,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError, Span, Use
+from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.step.between_steps import EVERY, LOOKED_AT, BetweenSteps, check_clearing
+from tests.trainer.lit import Lit as LitCase
+from tests.trainer.lit import data, differences, plain_values, quiet
 
 CUT = (Span(0, 2), Span(2, 4))
 
@@ -39,7 +44,7 @@ def in_place(p: nn.Parameter) -> None:
         p.mul_(0.5)
 
 
-def data(p: nn.Parameter) -> None:
+def in_data(p: nn.Parameter) -> None:
     p.data.mul_(0.5)
 
 
@@ -48,7 +53,7 @@ def freeze(p: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "what"), [(in_place, "the values"), (data, "the values"), (freeze, "requires_grad")]
+    ("change", "what"), [(in_place, "the values"), (in_data, "the values"), (freeze, "requires_grad")]
 )
 def test_a_change_of_what_is_under_way_is_named(change: Any, what: str) -> None:
     net, between = watched()
@@ -59,7 +64,7 @@ def test_a_change_of_what_is_under_way_is_named(change: Any, what: str) -> None:
     between.check()
 
 
-@pytest.mark.parametrize("change", [in_place, data, freeze])
+@pytest.mark.parametrize("change", [in_place, in_data, freeze])
 def test_what_no_batch_under_way_uses_may_change(change: Any) -> None:
     net, between = watched()
     between.begin([use("0.1", "2.0"), use("1.0")])
@@ -82,7 +87,7 @@ def test_values_are_compared_at_first_and_now_and_then() -> None:
     found = []
     for number in range(1, 2 * EVERY + 1):
         between.begin([use("0.1")])
-        data(net.get_parameter("0.1.bias"))
+        in_data(net.get_parameter("0.1.bias"))
         try:
             between.check()
         except PipelineError:
@@ -117,3 +122,39 @@ def test_clearing_is_checked_at_every_batch() -> None:
     assert all(p.grad is None for p in module.parameters())
     undo()
     module.optimizer_zero_grad(0, 1, optimizer)
+
+
+class Clips(LitCase):
+    """Changes gradients where Lightning has just made them."""
+
+    def on_after_backward(self) -> None:
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
+def weights_with(schedule: str) -> dict[str, Any]:
+    pl.seed_everything(1, verbose=False)
+    module = Clips().double()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=PipelineStrategy(schedule, microbatches=2) if schedule else "auto",
+        max_epochs=2,
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data(), batch_size=8))
+    return plain_values(dict(module.state_dict()))
+
+
+def together(rank: int) -> list[dict[str, Any]]:
+    quiet()
+    return [weights_with(schedule) for schedule in ("", "pipedream", "csp")]
+
+
+def test_gradients_changed_after_the_backward_are_those_that_are_stepped() -> None:
+    [(plain, *others)] = run_ranks(together, 1, timeout=100)
+    for found in others:
+        assert not differences(found, plain, 1e-10, "weights")
