@@ -35,7 +35,7 @@ class Rounding:
         largest = dict.fromkeys(Phase, 0.0)
         for key, tensor in _tensors(values):
             if tensor.is_floating_point() and tensor.numel():
-                if key.phase in (Phase.INPUT, Phase.WEIGHT):
+                if key.phase in (Phase.INPUT, Phase.OUTPUT, Phase.WEIGHT):
                     eps = max(eps, torch.finfo(tensor.dtype).eps)
                 finite = tensor[torch.isfinite(tensor)]
                 most = float(finite.abs().max()) if finite.numel() else 0.0

@@ -17,6 +17,8 @@ REASONS = {
     Phase.MODE: "a part of the module is in training mode here and in evaluation mode there, or the other way round: "
     "train() or eval() was called on some ranks only, or forgotten",
     Phase.FROZEN: "requires_grad was changed on some ranks only: by a hook that one rank runs, or between batches",
+    Phase.OUTPUT: "the layer gets the same samples and gives something else: it looks at other samples of the batch, "
+    f"reads an attribute that differs by rank, or draws random numbers that are not by sample. {_CUT}",
     Phase.LOSS: "the layers give the same, so the code after them makes the difference: a loss that is no mean over "
     "samples, an auxiliary loss that layers of other stages leave in an attribute, list or buffer, or samples that are "
     f"compared with each other. {_CUT}; let layers hand on with their output what the loss is made of",
@@ -92,6 +94,7 @@ def place_of(difference: Difference) -> str:
         Phase.MODE: f"{inside}the mode of {name or 'the module'}",
         Phase.FROZEN: f"{inside}whether {name} is frozen",
         Phase.INPUT: f"what goes into layer {layer} ({name})",
+        Phase.OUTPUT: f"what layer {layer} gives ({name})",
         Phase.LOSS: "the loss" if name == "loss" else f"what training_step returns as {name!r}",
         Phase.GRADIENT: f"{inside}the gradient of {name} after backward",
         Phase.STEP_GRADIENT: f"{inside}the gradient of {name} that the optimizer gets",

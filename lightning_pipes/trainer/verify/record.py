@@ -25,13 +25,14 @@ class Phase(IntEnum):
     MODE = 1
     FROZEN = 2
     INPUT = 3
-    LOSS = 4
-    GRADIENT = 5
-    STEP_GRADIENT = 6
-    SETTING = 7
-    WEIGHT = 8
-    BUFFER = 9
-    LOG = 10
+    OUTPUT = 4
+    LOSS = 5
+    GRADIENT = 6
+    STEP_GRADIENT = 7
+    SETTING = 8
+    WEIGHT = 9
+    BUFFER = 10
+    LOG = 11
 
 
 class Key(NamedTuple):

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import psutil
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -34,6 +35,7 @@ from lightning_pipes.ir import Span
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import Listener
 from lightning_pipes.trainer.module.batches import fingerprint
+from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.verify.comparison import Rounding
 from lightning_pipes.trainer.verify.record import (
     OUTSIDE,
@@ -49,6 +51,8 @@ from lightning_pipes.trainer.verify.sample_draws import SampleDraws
 
 CPU = torch.device("cpu")
 _POLL_SECONDS = 0.2
+_TENSORS_PER_WEIGHT = 5
+"""Weights, which are copied when they are stepped, gradients, what an optimizer keeps, and what is sent."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +97,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ended:
-    """The reference has come to its end: after the last batch, or by an error."""
+    """The reference has come to its end.
+
+    Attributes:
+        error: a traceback.
+        too_large: whether one process has no room for the module.
+    """
 
     reason: str
     error: str = ""
+    too_large: bool = False
 
 
 class ReferenceProcess:
@@ -248,6 +258,14 @@ class ReferenceStrategy(SingleDeviceStrategy):
 
     # ---- what Lightning calls
 
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        reason = no_room_for(module)
+        if reason:
+            _leave(self._connection, Ended(reason, too_large=True))
+        super().setup(trainer)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch = next(iter((*args, *kwargs.values())))
         module = self.lightning_module
@@ -365,6 +383,17 @@ class ReferenceStrategy(SingleDeviceStrategy):
             values, last = record.of_layer(layer), layer == layers[-1]
             answer = Answer(record.number, layer, values, rounding, tuple(self._notes), last)
             self._connection.send_bytes(pickle.dumps(answer, protocol=5))
+
+
+def no_room_for(module: nn.Module) -> str:
+    """Return why a process can't train the whole module; nothing if it can."""
+    if has_meta(module):
+        return "the module is made on meta, and no process has its weights"
+    needed = _TENSORS_PER_WEIGHT * sum(p.nbytes for p in module.parameters())
+    free = psutil.virtual_memory().available
+    if needed <= free // 2:
+        return ""
+    return f"one process takes about {needed / 2**30:.1f} GiB for the whole module, and {free / 2**30:.1f} GiB are free"
 
 
 def call_after(module: nn.Module, name: str, then: Callable[..., None]) -> Callable[[], None]:

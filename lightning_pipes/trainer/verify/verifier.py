@@ -21,7 +21,7 @@ from lightning_pipes.trainer.loop.run import Listener, PipelineRun
 from lightning_pipes.trainer.module.batches import fingerprint
 from lightning_pipes.trainer.plan.settings import Verify
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.verify.comparison import GRADIENTS, Comparison, Difference
+from lightning_pipes.trainer.verify.comparison import GRADIENTS, Comparison, Difference, Rounding
 from lightning_pipes.trainer.verify.findings import Finding, is_awaited, save_finding
 from lightning_pipes.trainer.verify.reasons import sentence
 from lightning_pipes.trainer.verify.record import (
@@ -36,6 +36,8 @@ from lightning_pipes.trainer.verify.record import (
     joined,
 )
 from lightning_pipes.trainer.verify.reference import Answer, Ended, Order, ReferenceProcess, call_after
+from lightning_pipes.trainer.verify.sample_draws import SampleDraws
+from lightning_pipes.trainer.verify.slices import LayerSlices
 
 NAME = "PipelineStrategy(verify={})"
 
@@ -81,6 +83,9 @@ class Verifier(Listener):
         self._stepping: dict[int, Key] = {}
         self._batches = 0
         self._over = False
+        self._slices: LayerSlices | None = None
+        self._running: Span | None = None
+        self._found: list[Difference] = []
         cut = run.cut
         names = list(cut.full._modules)
         local = {n: layer for n, layer in enumerate(cut.full) if n in cut.local}
@@ -107,7 +112,10 @@ class Verifier(Listener):
         record.add(Phase.BATCH, OUTSIDE, "the batch", fingerprint(item.data.batch))
         self._parts.add_modes(record)
         plan, cut = self._run.engine.plan, self._run.cut
-        if self._reference is not None:
+        self._item = item
+        if self._slices is not None:
+            self._slices.begin()
+        elif self._reference is not None:
             spans = spans_of_layers(plan, self._run.part.holdings.layers, item.rows)
             self._reference.send(Order(item.number, item.rows, cut.path, self._seed, item.job, spans))
 
@@ -116,6 +124,7 @@ class Verifier(Listener):
         record = self._records.get(item.number)
         new = item.training and not stage.recomputing and record is not None
         self._current = (record, span) if new and record is not None else None
+        self._running = span if item.training and record is not None else None
 
     def heard(self, number: int, batch: Any, out: Any) -> None:
         self._keep_result(number, out)
@@ -168,8 +177,10 @@ class Verifier(Listener):
         if self._run.streams or not self._records:
             return
         record = self._records[max(self._records)]
-        if record.complete:
+        if record.complete or self._slices is not None:
             self._parts.add_gradients(record, Phase.GRADIENT)
+        if self._slices is not None:
+            self._compare_slices(record, self._slices)
 
     def batch_ended(self) -> None:
         """All hooks after a batch have run. Compares; collective.
@@ -191,10 +202,11 @@ class Verifier(Listener):
         for name, value in private.logged_values(trainer).items():
             newest.add(Phase.LOG, OUTSIDE, name, value)
         for number in sorted(self._records):
-            if self._compare(self._records.pop(number)):
+            record = self._records.pop(number)
+            if self._report_slices() if self._slices is not None else self._compare(record):
                 self._finish()
                 return
-        if ends:
+        if ends and self._batches:
             self._say_equal()
             self._finish()
 
@@ -257,6 +269,9 @@ class Verifier(Listener):
         while True:
             received = None if self._reference is None else self._reference.receive(control.watch.check)
             answer = control.broadcast(received, source)
+            if isinstance(answer, Ended) and answer.too_large:
+                self._turn_to_slices(answer.reason)
+                return False
             if isinstance(answer, Ended):
                 self._report(f"the plain process beside it ended in batch {record.number}: {answer.reason}")
                 return True
@@ -268,6 +283,44 @@ class Verifier(Listener):
         first = min((each for each in said if each is not None), key=lambda each: each.order, default=None)
         if first is not None:
             self._report(sentence(first, notes, self._run.cut.full))
+        return first is not None
+
+    def _turn_to_slices(self, reason: str) -> None:
+        """Compare each layer alone from the next batch on."""
+        if self._run.streams:
+            raise PipelineError(
+                f"verify: {reason}; layers of a schedule that does not flush can't be compared alone. Verify a smaller "
+                "module, or with a schedule that flushes, such as '1f1b'"
+            )
+        rank_zero_warn(
+            f"{NAME.format(self._wanted)}: {reason}, so each layer is compared alone, by what goes in and comes back; "
+            "code around the layers, optimizers and logs are not compared"
+        )
+        run = self._run
+        self._batches, self._draws = 0, SampleDraws(run.device)
+        self._slices = LayerSlices(self._parts.layers, lambda: self._running, run.device)
+        self._undo.insert(0, self._slices.remove)
+
+    def _compare_slices(self, record: Record, slices: LayerSlices) -> None:
+        """Compare the layers of this rank with the same layers alone, before anything steps."""
+        run, first = self._run, self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
+        tied = {name for _, name, p in self._parts.parameters() if not run.part.holdings.in_one_stage(p)}
+        gradients = {key: value for key, value in _gradients(record.values).items() if key.name not in tied and first}
+        item = self._item
+        spans = spans_of_layers(run.engine.plan, run.part.holdings.layers, item.rows)
+        self._draws.begin(self._seed, item.job, item.number, item.rows, spans)
+        kind = run.device.type
+        with run.steps.context():
+            cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            ours, theirs = slices.compare_with(self._draws, item.rows, gradients, self._parts.prefix)
+        self._found = self._comparison.compare(record.number, ours, theirs, Rounding.of(theirs, cast))
+
+    def _report_slices(self) -> bool:
+        """Tell of the first difference between layers of all ranks and the same layers alone."""
+        said = self._control.all_gather(min(self._found, key=lambda each: each.order, default=None))
+        first = min((each for each in said if each is not None), key=lambda each: each.order, default=None)
+        if first is not None:
+            self._report(sentence(first, (), self._run.cut.full))
         return first is not None
 
     def _carry_weights(self, record: Record, known: set[Key]) -> None:
@@ -309,8 +362,9 @@ class Verifier(Listener):
         )
         if self._batches:
             batches = f"{self._batches} batch{'' if self._batches == 1 else 'es'}"
+            whole = "equal to one process" if self._slices is None else "layers equal to the same layers alone"
             message = (
-                f"{NAME.format(self._wanted)}: equal to one process over {batches}: {sum(compared)} tensors, largest "
+                f"{NAME.format(self._wanted)}: {whole} over {batches}: {sum(compared)} tensors, largest "
                 f"difference {max(largest):.1g}"
             )
             if self._run.last:

@@ -21,8 +21,9 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.ir import InputError
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.verify import reference
 from tests.trainer.lit import Lit, data, quiet
-from tests.trainer.verify.faults import EQUAL, FAULTS, FOUND, Fault, Net, Search, found, trained
+from tests.trainer.verify.faults import EQUAL, FAULTS, FOUND, Fault, Net, Search, found, patched, trained
 
 
 @cache
@@ -189,6 +190,50 @@ def watched(rank: int, folder: Path) -> None:
 
 def test_nothing_is_left_after_the_batches(tmp_path):
     run_ranks(watched, 2, tmp_path)
+
+
+SLICED: dict[str, tuple[Fault, str]] = {
+    name: (fault, "layers equal to the same layers alone")
+    for name, fault in EQUALS.items()
+    if name in ("1f1b", "interleaved", "zero bubble", "umpipe", "recompute", "single precision", "accumulation")
+} | {
+    each.name: (each, finds)
+    for each in FAULTS
+    for name, finds in {
+        "BatchNorm by micro-batches": "First differs what layer 0 gives",
+        "random streams shifted on one rank": "First differs what layer",
+        "one gradient scaled by 1.0001": "First differs layer 5, the gradient of model.5.linear.bias after backward",
+    }.items()
+    if each.name == name
+}
+
+
+def all_sliced(rank: int) -> list[str]:
+    """No process has room for the whole module."""
+    with patched(reference, "no_room_for", lambda module: "there is no room"):
+        return [trained(rank, fault, verify=2) for fault, _ in SLICED.values()]
+
+
+@cache
+def said_of_slices() -> dict[str, str]:
+    return dict(zip(SLICED, run_ranks(all_sliced, 2, timeout=200)[0], strict=True))
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_layers_are_compared_alone_where_there_is_no_room(name):
+    assert SLICED[name][1] in said_of_slices()[name], said_of_slices()[name]
+
+
+def test_room():
+    small = nn.Linear(3, 3)
+    assert reference.no_room_for(small) == ""
+    assert "on meta" in reference.no_room_for(nn.Linear(3, 3, device="meta"))
+    free = psutil.virtual_memory().available
+    with torch.device("meta"):
+        large = nn.Linear(1, 1)
+    large.weight = nn.Parameter(torch.empty(1).expand(free // 8))
+    large.bias = None
+    assert "GiB are free" in reference.no_room_for(large)
 
 
 def job(number: int) -> str:

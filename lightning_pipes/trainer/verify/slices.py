@@ -1,0 +1,124 @@
+"""Layers alone: each layer of a stage beside the same layer on the whole batch, where no process has room for all."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.ir import Span
+from lightning_pipes.trainer.module.batches import join
+from lightning_pipes.trainer.verify.record import Key, Phase, kept
+from lightning_pipes.trainer.verify.sample_draws import SampleDraws
+
+
+class LayerSlices:
+    """Keeps what goes into each layer, out of it, and back into it, by hooks on the layers.
+
+    Args:
+        layers: of this rank, by number.
+        where: gives the span of the samples that go through now, also for the second time; None where nothing is kept.
+        device: of the layers.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], where: Callable[[], Span | None], device: torch.device) -> None:
+        self._layers, self._where, self._device = layers, where, device
+        self._inputs: dict[int, dict[Span, Any]] = defaultdict(dict)
+        self._outputs: dict[int, dict[Span, Any]] = defaultdict(dict)
+        self._gradients: dict[int, dict[Span, dict[int, torch.Tensor]]] = defaultdict(dict)
+        self._handles: list[Any] = []
+        for number, layer in layers.items():
+            keep_input, keep_output = self._keepers(number)
+            self._handles.append(layer.register_forward_pre_hook(keep_input, with_kwargs=True, prepend=True))
+            self._handles.append(layer.register_forward_hook(keep_output))
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self) -> None:
+        """Forget the batch before."""
+        for table in (self._inputs, self._outputs, self._gradients):
+            table.clear()
+
+    def compare_with(
+        self, draws: SampleDraws, rows: int, gradients: Mapping[Key, torch.Tensor], prefix: Callable[[int], str]
+    ) -> tuple[dict[Key, Any], dict[Key, Any]]:
+        """Return what the layers gave for the batch here, and what the same layers give for it alone.
+
+        Args:
+            draws: random streams, begun for the batch.
+            gradients: of the weights here.
+            prefix: the name of a layer in the module.
+        """
+        ours: dict[Key, Any] = {}
+        theirs: dict[Key, Any] = {}
+        whole = Span(0, rows)
+        for number, layer in self._layers.items():
+            spans = sorted(self._inputs[number])
+            if not spans:
+                continue
+            alone = copy.deepcopy(layer)
+            for parameter in alone.parameters():
+                parameter.grad = None
+            args, kwargs = self._joined([self._inputs[number][span] for span in spans], spans)
+            with torch.enable_grad(), draws.drawing():
+                draws.enter(number)
+                out = alone(*args, **kwargs)
+                outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+                self._differentiate(outputs, self._gradients[number])
+            for place, leaf in enumerate(outputs):
+                key = Key(Phase.OUTPUT, number, f"output {place}")
+                ours[key] = {span: self._outputs[number][span][place] for span in spans}
+                theirs[key] = {whole: kept(leaf)}
+            for name, parameter in alone.named_parameters():
+                key = Key(Phase.GRADIENT, number, f"{prefix(number)}.{name}")
+                if key in gradients and parameter.grad is not None:
+                    ours[key], theirs[key] = gradients[key], kept(parameter.grad)
+        return ours, theirs
+
+    def _joined(self, trees: Sequence[Any], spans: Sequence[Span]) -> Any:
+        tree = trees[0] if len(trees) == 1 else join(trees, spans, "what a layer gets")
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._device), tree)
+
+    def _differentiate(self, outputs: Sequence[torch.Tensor], found: Mapping[Span, Mapping[int, torch.Tensor]]) -> None:
+        spans = sorted(found)
+        roots, gradients = [], []
+        for place, leaf in enumerate(outputs):
+            parts = [found[span][place] for span in spans if place in found[span]]
+            if leaf.requires_grad and len(parts) == len(spans) and parts:
+                roots.append(leaf)
+                gradients.append(torch.cat(parts) if leaf.ndim and len(parts) > 1 else parts[0])
+        if roots:
+            torch.autograd.backward(roots, gradients)
+
+    def _keepers(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        def keep_input(_: nn.Module, args: Any, kwargs: Any) -> None:
+            span = self._where()
+            if span is not None and span not in self._inputs[number]:
+                self._inputs[number][span] = pytree.tree_map(kept, (args, kwargs))
+
+        def keep_output(_: nn.Module, args: Any, out: Any) -> None:
+            span = self._where()
+            if span is None:
+                return
+            leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+            if span not in self._outputs[number]:
+                self._outputs[number][span] = [kept(leaf) for leaf in leaves]
+            for place, leaf in enumerate(leaves):
+                if leaf.requires_grad:
+                    leaf.register_hook(self._gradient_keeper(number, span, place))  # type: ignore[no-untyped-call]
+
+        return keep_input, keep_output
+
+    def _gradient_keeper(self, number: int, span: Span, place: int) -> Callable[[torch.Tensor], None]:
+        def keep(gradient: torch.Tensor) -> None:
+            self._gradients[number].setdefault(span, {})[place] = gradient.detach().clone()
+
+        return keep
