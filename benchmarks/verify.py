@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -43,7 +44,8 @@ class Residual(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
+        out: torch.Tensor = x + self.down(self.up(x).relu())
+        return out
 
 
 class Net(pl.LightningModule):
@@ -52,7 +54,7 @@ class Net(pl.LightningModule):
         self.layers = nn.Sequential(*(Residual() for _ in range(BLOCKS)))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = self.layers(batch[0]).square().mean()
+        loss: torch.Tensor = self.layers(batch[0]).square().mean()
         self.log("loss", loss)
         return loss
 
@@ -87,7 +89,7 @@ def verified(rank: int, cases: Sequence[Made], folder: str) -> list[dict[str, An
     runs = []
     for number, made in enumerate(cases):
         chosen = settings(made) | {"verify": "warn"}
-        runs.append(train(made, lambda chosen=chosen: PipelineStrategy(**chosen), 2, f"{folder}/{number}"))
+        runs.append(train(made, partial(PipelineStrategy, **chosen), 2, f"{folder}/{number}"))
     return runs
 
 
