@@ -316,6 +316,14 @@ class ClampsGradients(LitOutside):
             p.register_hook(lambda g: g.clamp(-0.01, 0.01))
 
 
+class ClampsInside(Lit):
+    on_fit_start = ClampsGradients.on_fit_start  # type: ignore[assignment]
+
+
+class ScalesByOwnNormInside(Lit):
+    on_before_optimizer_step = ScalesByOwnNorm.on_before_optimizer_step  # type: ignore[assignment]
+
+
 class ClampsGradientsFromTheStart(LitOutside):
     def __init__(self) -> None:
         super().__init__()

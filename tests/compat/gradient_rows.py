@@ -79,3 +79,15 @@ hooks("a part of a layer replaced in a hook", module=g.ReplacesInside)
 hooks("the pipelined module replaced in a hook", module=g.Slices, refused="self.model has been replaced")
 hooks("add_param_group in a hook", module=g.AddsGroup, refused="add_param_group")
 hooks("autograd.grad through the layers", module=g.Penalises, refused="autograd.grad")
+hooks(
+    "hooks of parameters where batches overlap",
+    module=g.ClampsInside,
+    strategy={"schedule": "pipedream", "schedule_args": {}},
+    warned="run once for every micro-batch",
+)
+norms(
+    "a norm of one's own over optimizer.param_groups where batches overlap",
+    module=g.ScalesByOwnNormInside,
+    strategy={"schedule": "pipedream", "schedule_args": {}},
+    refused="takes the value of",
+)

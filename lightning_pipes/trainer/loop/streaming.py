@@ -26,7 +26,7 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, States
 from lightning_pipes.engine.residency.version_memory import VersionMemory
-from lightning_pipes.ir import PipelineError, Plan, Policy, Schedule, Use
+from lightning_pipes.ir import Kind, PipelineError, Plan, Policy, Schedule, Use
 from lightning_pipes.sim.units import bytes_text
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.mirroring import Mirroring
@@ -46,6 +46,7 @@ from lightning_pipes.trainer.step.between_steps import BetweenSteps
 from lightning_pipes.trainer.step.cuts import Cuts
 from lightning_pipes.trainer.step.hook_view import has_hooks
 from lightning_pipes.trainer.step.own_steps import OwnSteps
+from lightning_pipes.trainer.step.parameter_hooks import warn_about_hooks
 from lightning_pipes.trainer.step.steps import TrainingBatch
 from lightning_pipes.trainer.step.uses import Overlap, SaysLayers, check_layers, check_room, use_of, warn_without_uses
 
@@ -122,6 +123,7 @@ class Streaming(Training):
         if self._mirroring is not None:
             run.moving.check_layers_stay("batches have cuts of their own")
         self._ordering = self._looked_by = run.plans
+        self._hooks_seen = False
         self._throttled = False  # each batch runs alone, for memory is short
         self._optimizers: Sequence[Optimizer] = ()
         self._last_number = -1
@@ -168,6 +170,9 @@ class Streaming(Training):
             settings=settings,
         )
         run.begin_loss_check(data)
+        if not self._hooks_seen and len(engine.plan.spans(Kind.F, 0)) > 1:
+            self._hooks_seen = True
+            warn_about_hooks(run.part.parameters, run.part.reducer)
         self._under_way.append(data)
         if run.last:
             self._unsaid.append(data)

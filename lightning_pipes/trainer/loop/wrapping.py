@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import lightning.pytorch as pl
 
+from lightning_pipes.ir import Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.optimizers import OptimizersView
@@ -37,9 +38,11 @@ def wrap_hooks(
     view = HookView(module, callbacks, run.cut.scope)  # next to the hooks: all else goes around it
     hooks = HookWrappers(module, pipeline, run.replay, run.last_rank, run.last, agree, start_epoch)
     steps = StepView(run.part.optimizers, run.cut.scope)
+    undo = [view.remove, clipping.remove]
+    if not run.streams or isinstance(run.plans.schedule, Schedule):  # else batches step some of the layers each
+        undo.insert(0, OptimizersView(run.part.layouts, run.cut.scope).remove)
     if run.streams:  # where stages step apart, each logs for itself
         clears = check_clearing(module, run.plans.schedule.name)
-        return [clears, hooks.remove, steps.remove, view.remove, clipping.remove]
-    whole = OptimizersView(run.part.layouts, run.cut.scope)
+        return [clears, hooks.remove, steps.remove, *undo]
     logs = GradientLogs(module, callbacks, pipeline, run.replay, run.last_rank)
-    return [logs.remove, hooks.remove, steps.remove, view.remove, whole.remove, clipping.remove]
+    return [logs.remove, hooks.remove, steps.remove, *undo]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -87,6 +88,22 @@ class ParameterHooks:
         if not self._warned:
             self._warned = True
             rank_zero_warn(f"hooks of parameters {what}, so that training differs from one process")
+
+
+def warn_about_hooks(parameters: Sequence[nn.Parameter], reducer: Reducer | None) -> None:
+    """Warn of hooks of parameters, for schedules whose batches overlap: a gradient is in parts when they run."""
+    number = sum(
+        not all(reducer is not None and reducer.owns(hook) for hook in accumulate_hooks(p).values())
+        or bool(gradient_hooks(p))
+        for p in parameters
+    )
+    if number:
+        warnings.warn(
+            f"hooks of {number} parameters run once for every micro-batch where batches overlap, with a part of the "
+            "gradient each, so that training may differ from one process. Change gradients in "
+            "on_before_optimizer_step, or use a schedule that flushes between batches, such as '1f1b'",
+            stacklevel=2,
+        )
 
 
 def _set_aside(table: dict[int, Any], reducer: Reducer | None) -> tuple[dict[int, Any], dict[int, Any]]:
