@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.watch.points import point
+from lightning_pipes.ir import InputError, shown
 from lightning_pipes.trainer.checkpoint import checkpoints
 from lightning_pipes.trainer.checkpoint.data_state import KEY, TrainingData
 from lightning_pipes.trainer.checkpoint.files import existing, local_path
@@ -88,7 +89,15 @@ class Checkpointing:
         Args:
             cut: what is saved; None if the module is whole.
             training: goes on meanwhile, if it may.
+
+        Raises:
+            InputError: there are storage options, which checkpoints in parts do not take.
         """
+        if self._sharded and storage_options is not None:
+            raise InputError(
+                f"checkpoint='sharded' writes a folder without a CheckpointIO, and can't hand storage_options to it: "
+                f"got {shown(storage_options)}. Leave them out, or use checkpoint='full'"
+            )
         self._add_place(checkpoint, trainer)
         self._ranks.pipeline.connect()
         if self._ranks.grid.replica:

@@ -205,6 +205,11 @@ class PipelineStrategy(PipelineHost):
             f"PipelineStrategy({self.schedule.name!r}), for lightning.pytorch.Trainer(strategy=...) and not for Fabric"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy starts from: the settings. Connections and the run under way are this one's alone."""
+        state = {**self.__dict__, **dict.fromkeys(("_links", "_made", "_cut", "_spread", "_current"))}
+        return {**state, "_standing": Standing(), "_undo": [], "_layouts": []}
+
     # ---- processes and devices
 
     @property

@@ -75,8 +75,11 @@ class SealedZip(Summing):
         return view.nbytes
 
     def seal(self) -> None:
-        """Ends the file; nothing may be written after it."""
-        assert self._last == bytes(2), "a zip file ends with its comment, and torch writes none"
+        """Ends the file; nothing may be written after it. A file of another form, as of a patched torch.save, gets no
+        seal."""
+        if self._last != bytes(2):
+            super().write(self._last)
+            return
         super().write(_LENGTH.to_bytes(2, "little"))
         super().write(_SEAL % self.sum.crc32)
 

@@ -134,6 +134,10 @@ class Samples(Iterable[Any]):
         self.skip: int | None = 0  # None: all of them
         self.latest: SamplePass | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy starts from: a pass under way is this one's alone."""
+        return {**self.__dict__, "latest": None}
+
     def __len__(self) -> int:
         return len(cast(Any, self._sampler))
 

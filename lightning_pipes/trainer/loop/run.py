@@ -26,6 +26,7 @@ from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.seen import Looks
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.module.batches import SampleLists, check_same, fingerprint, rows_of, sample_fingerprint
+from lightning_pipes.trainer.module.capture import NoCallError
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.moves.moving import Moving
@@ -174,6 +175,8 @@ class PipelineRun:
         self.device = device = ranks.device
         self.hidden = part.hidden
         self._evaluated = 0
+        self._with_layers: dict[tuple[Any, ...], bool] = {}
+        """Of steps that evaluate, by name and loader, whether they call the layers."""
         self._trained = 0  # batches, or begun to be
         self._comparing = False  # this batch with that of all ranks
         self._saved_bytes = SavedBytes()
@@ -342,27 +345,50 @@ class PipelineRun:
         if not self._evaluated:
             self.part.buffers.before_batch()
         item = Item(self._evaluation_number(), rows, training=False, use=self._training.use(batch))
-        data = item.data = EvaluationBatch(context)
+        item.data = EvaluationBatch(context)
         message = None
         with self.hidden.batch(training=False):
-            if self.first:
-                with context():
-                    data.x, data.whole = self.steps.capture(step, item, batch, arguments)
-            outputs = self.engine.evaluate(item)
-            logs = self.trainer.state.fn != TrainerFn.PREDICTING
+            end = self._capture(step, item, context, batch, arguments)
+            with_layers = self._with_layers[step.__name__, *arguments[1:2]]
+            outputs = self.engine.evaluate(item) if with_layers else ()
             if self.last:
-                with context():
-                    if logs:
-                        with recorded(self.cut.module) as calls:
-                            out = self.steps.finish(step, item, batch, arguments, outputs)
-                        message = (out, self.replay.pack(merge([calls], [rows])), mark)
+                with context(), recorded(self.cut.module) as calls:
+                    if end is not None:  # it has run to its end here
+                        out, calls = end.out, end.calls
+                    elif with_layers:
+                        out = self.steps.finish(step, item, batch, arguments, outputs)
                     else:
-                        message = (self.steps.finish(step, item, batch, arguments, outputs), [], mark)
+                        out = self.steps.run_without_layers(step, item, batch, arguments)
+                logs = self.trainer.state.fn != TrainerFn.PREDICTING
+                message = (out, self.replay.pack(merge([calls], [rows])) if logs else [], mark)
         out, logged, last_mark = self.control.broadcast(message, self.last_rank)
         self.check_mark(mark, last_mark, f"{step.__name__}, batch {batch_idx}")
         with context():
             self.replay.replay(logged)
         return move_data_to_device(out, self.device)
+
+    def _capture(
+        self, step: Callable[..., Any], item: Item, context: Context, batch: Any, arguments: tuple[Any, ...]
+    ) -> NoCallError | None:
+        """Get what an evaluation step calls the layers with, on the first stage.
+
+        In the first batch all ranks learn whether the step calls them: one that does not runs as it is, on the last
+        stage. Return how it ended without the call, where it need not run again.
+        """
+        key, data, end = (step.__name__, *arguments[1:2]), item.data, None
+        known = self._with_layers.get(key)
+        if self.first and known is not False:
+            try:
+                with context():
+                    data.x, data.whole = self.steps.capture(step, item, batch, arguments)
+            except NoCallError as error:
+                if known:
+                    raise
+                end = error
+        if known is None:
+            first_rank = self.global_ranks[self.engine.plan.ranks[0]]
+            self._with_layers[key] = self.control.broadcast(end is None, first_rank)
+        return end
 
     def stage_bytes(self, optimizers: Sequence[Optimizer]) -> dict[int, StageBytes]:
         """The bytes that the stages of this rank hold, once one batch was trained."""

@@ -18,6 +18,20 @@ class _Reached(BaseException):
         self.x = x
 
 
+class NoCallError(PipelineError):
+    """A step has ended, and has not called the layers.
+
+    Attributes:
+        out: what the step returned.
+        calls: what it logged.
+    """
+
+    def __init__(self, text: str, out: Any) -> None:
+        super().__init__(text)
+        self.out = out
+        self.calls: Any = None
+
+
 class Interceptor:
     """Decides what a call of the pipelined module does, or a loop over its layers.
 
@@ -76,20 +90,37 @@ class Interceptor:
         """With what `step(*args)` calls the layers; the step goes no further.
 
         Raises:
-            PipelineError: the step ends without the call.
+            NoCallError: the step ends without the call.
+            PipelineError: it has caught what the call raised.
         """
 
         def reached(x: Any) -> Any:
             raise _Reached(x)
 
         try:
-            self._run(reached, step, args)
+            out = self._run(reached, step, args)
         except _Reached as found:
             return found.x
-        raise PipelineError(
+        text = (
             f"{_name(step)} ended without a call of {self._name}, or caught what the call raised; it must make it "
             "once for every batch, and a bare `except:` around the call must become `except Exception:`"
         )
+        raise PipelineError(text) if self._calls else NoCallError(text, out)
+
+    def run_without(self, step: Step, *args: Any) -> Any:
+        """Return the result of `step(*args)`, which does not call the layers.
+
+        Raises:
+            PipelineError: it does.
+        """
+
+        def refused(x: Any) -> Any:
+            raise PipelineError(
+                f"{_name(step)} calls {self._name} in this batch, and did not in the first one; it must make the call "
+                "in every batch, or in none"
+            )
+
+        return self._run(refused, step, args)
 
     def supply(self, step: Step, answer: Callable[[Any], Any], *args: Any) -> Any:
         """The result of `step(*args)` when its call of the pipelined module gives `answer(x)`.

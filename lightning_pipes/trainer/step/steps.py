@@ -19,7 +19,7 @@ from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, Draw
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copied, cutter, join, take, tensors_of
-from lightning_pipes.trainer.module.capture import Interceptor, named_step
+from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, named_step
 from lightning_pipes.trainer.step.kept import Kept
 from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
 
@@ -185,9 +185,19 @@ class Steps:
         return x, frozenset(id(t) for t, whole in zip(leaves, self._whole[key], strict=True) if whole)
 
     def _captured(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
-        with forked_rng(self._device), recorded(self._module):  # the last stage logs
+        with forked_rng(self._device), recorded(self._module) as calls:  # the last stage logs
             self._seed_user_code(item, BEFORE_LAYERS)
-            return self._interceptor.capture(step, batch, *arguments)
+            try:
+                return self._interceptor.capture(step, batch, *arguments)
+            except NoCallError as end:
+                end.calls = calls
+                raise
+
+    def run_without_layers(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        """Return the result of a `step` that does not call the pipelined module."""
+        with forked_rng(self._device):
+            self._seed_user_code(item, BEFORE_LAYERS)
+            return self._interceptor.run_without(step, batch, *arguments)
 
     def capture_input(
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...], draws: Draws

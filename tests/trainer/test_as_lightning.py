@@ -1,0 +1,145 @@
+"""What Lightning's own tests ask of a strategy: copies of a Trainer, checkpoint plugins, steps without layers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import InputError
+from lightning_pipes.testing.ranks import run_ranks
+from tests.trainer.lit import Lit, data, quiet
+
+
+def make_trainer(devices: int, strategy: Any = None, **more: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy or PipelineStrategy(microbatches=2, partition="parameters"),
+        max_steps=2,
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **more,
+    )
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(data(), batch_size=8)
+
+
+def trained(trainer: pl.Trainer) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    module = Lit()
+    trainer.fit(module, loader())
+    return [weight.detach().clone() for weight in module.parameters()]
+
+
+def copied(trainer: pl.Trainer) -> list[torch.Tensor]:
+    """The weights after two steps of a copy of a Trainer that has made two."""
+    trained(trainer)
+    other = copy.deepcopy(trainer)
+    other.fit_loop.epoch_loop.max_steps = 4
+    return trained(other)
+
+
+class Storage(TorchCheckpointIO):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.told.append(storage_options)
+
+
+class SometimesLayers(Lit):
+    """Its evaluation steps call the layers for the first loader only, or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain_batches: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        if dataloader_idx == 0:
+            return super().validation_step(batch, batch_idx)
+        self.plain_batches.append(batch_idx)
+        self.log("plain", batch[0].sum() * (batch_idx + 1), batch_size=len(batch[0]))
+        return batch[0].mean()
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("test", batch[0].mean(), batch_size=len(batch[0]))
+        return {"x": batch[0].sum()}
+
+
+def evaluated(devices: int, strategy: Any = None) -> tuple[list[Any], list[int]]:
+    torch.manual_seed(0)
+    module = SometimesLayers()
+    found: list[Any] = make_trainer(devices, strategy).validate(module, [loader(), loader()], verbose=False)
+    found += make_trainer(devices, strategy).test(module, loader(), verbose=False)
+    return found, module.plain_batches
+
+
+def ranks_do(rank: int, folder: str) -> dict[str, Any]:
+    """All of it on two ranks."""
+    quiet()
+    found: dict[str, Any] = {"evaluated": evaluated(2), "copied": copied(make_trainer(2))}
+    storage = Storage()
+    trainer = make_trainer(2, PipelineStrategy(microbatches=2, checkpoint_io=storage))
+    trained(trainer)
+    trainer.save_checkpoint(f"{folder}/never", storage_options={"a": 1})
+    found["told"] = storage.told
+    trainer = make_trainer(2, PipelineStrategy(microbatches=2, checkpoint="sharded"))
+    trained(trainer)
+    try:
+        trainer.save_checkpoint(f"{folder}/parts", storage_options={"a": 1})
+    except InputError as error:
+        found["refused"] = str(error)
+    return found
+
+
+def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
+    quiet()
+    wanted, seen = evaluated(1, "auto")
+    weights = copied(make_trainer(1, "auto"))
+    for rank, found in enumerate(run_ranks(ranks_do, 2, str(tmp_path), timeout=90)):
+        logged, on_rank = found["evaluated"]
+        assert [set(each) for each in logged] == [set(each) for each in wanted]
+        for ours, theirs in zip(logged, wanted, strict=True):
+            assert ours == pytest.approx(theirs)
+        if rank == 0:  # the last stage, which runs whole steps
+            assert on_rank == seen
+        torch.testing.assert_close(found["copied"], weights)
+        assert found["told"] == ([{"a": 1}] if rank == 0 else [])
+        assert "can't hand storage_options to it" in found["refused"]
+
+
+def test_one_device_runs_each_step_once() -> None:
+    quiet()
+    assert evaluated(1)[1] == evaluated(1, "auto")[1]
+
+
+def test_a_patched_save_is_the_one_that_writes(tmp_path: Path) -> None:
+    quiet()
+    trainer = make_trainer(1)
+    trained(trainer)
+    written = []
+
+    def other_form(thing: Any, file: Any) -> None:
+        written.append(thing)
+        file.write(b"of a form of its own")
+
+    with mock.patch("torch.save", other_form):
+        trainer.save_checkpoint(tmp_path / "own.ckpt")
+    assert (tmp_path / "own.ckpt").read_bytes() == b"of a form of its own"
+    assert len(written) == 1
