@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import shutil
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipes import PipelineStrategy
+from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from tests.compat.runs import Keeper, rows_of_csv
@@ -119,22 +120,41 @@ def _trained(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, l
     return found
 
 
-def alone(made: Made, folder: str) -> Found:
-    """The plain run."""
-    return train(made, lambda: "auto", 1, folder)
+RATES = (0.05, 0.02, 0.01)
+"""Learning rates of the siblings of an array; a run by itself has the first."""
+
+
+def alone(made: Made, folder: str) -> list[Found]:
+    """The plain runs, one for each sibling."""
+    rates = RATES[: max(1, made.base.siblings)]
+    return [train(made, lambda: "auto", 1, f"{folder}/{n}", rate) for n, rate in enumerate(rates)]
+
+
+def in_pipeline(made: Made, folder: str) -> list[Found]:
+    """The run on this rank, or that of each sibling."""
+    strategy = partial(PipelineStrategy, **settings(made))
+    jobs: list[Callable[[], Found]] = [
+        partial(train, made, strategy, made.base.ranks, f"{folder}/{n}", rate)
+        for n, rate in enumerate(RATES[: max(1, made.base.siblings)])
+    ]
+    if not made.base.siblings:
+        return [jobs[0]()]
+    array: Any = JobArray(made.base.siblings, progress=False)
+    outcomes = array.run(jobs)
+    by_index = {outcome.index: outcome for outcome in outcomes}
+    return [by_index[n].value or {"error": f"{by_index[n].error}", "ours": False} for n in range(len(jobs))]
 
 
 def settings(made: Made) -> dict[str, Any]:
     return loaded(made).SETTINGS  # type: ignore[no-any-return]
 
 
-def on_a_rank(rank: int, cases: Sequence[Made], folder: str) -> list[Found]:
+def on_a_rank(rank: int, cases: Sequence[Made], folder: str) -> list[list[Found]]:
     """On one rank: all of the modules, one after another in one process, also after those that fail."""
     found = []
     for number, made in enumerate(cases):
         Path(folder, f"rank{rank}").write_text(f"{number}")
-        strategy = partial(PipelineStrategy, **settings(made))
-        found.append(train(made, strategy, made.base.ranks, f"{folder}/{number}"))
+        found.append(in_pipeline(made, f"{folder}/{number}"))
     return found
 
 
@@ -193,12 +213,13 @@ def verdicts(cases: Sequence[Made]) -> list[Verdict]:
                 try:
                     by_rank = run_ranks(on_a_rank, ranks, chosen, here, timeout=60 + EACH * len(chosen))
                 except RanksFailedError as error:
-                    at = max(int(Path(here, f"rank{rank}").read_text() or 0) for rank in range(ranks))
+                    at = max(int(each.read_text() or 0) for each in (*Path(here).glob("rank*"), Path(os.devnull)))
                     found[left[at]] = Verdict(WRONG, f"no end: {error}")
                     left = left[:at] + left[at + 1 :]
                     continue
                 for n, *each in zip(left, *by_rank, strict=True):
-                    found[n] = verdict(cases[n], each, plain[n])
+                    runs = [verdict(cases[n], one, alone) for *one, alone in zip(*each, plain[n], strict=True)]
+                    found[n] = max(runs, key=lambda came: [EQUAL, ALIKE, REFUSED, WARNED, WRONG].index(came.kind))
                 shutil.rmtree(here)
                 left = []
     return [found[n] for n in range(len(cases))]
@@ -228,6 +249,7 @@ _PLAIN: dict[str, Any] = {
     "schedule": "1f1b",
     "epochs": 1,
     "resumes": False,
+    "siblings": 0,
 }
 
 

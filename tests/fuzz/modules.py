@@ -67,6 +67,7 @@ def random_base(rng: random.Random) -> Base:
         microbatches=rng.choice((1, 2, 2, 3, 4, 4)),
         epochs=rng.choice((1, 2, 2)),
         resumes=rng.random() < 0.1,
+        siblings=2 if schedule == "jap" and rng.random() < 0.7 else 0,
     )
 
 

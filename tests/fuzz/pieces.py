@@ -32,6 +32,7 @@ OFF: dict[str, str] = {
     r"^logs:step_(begin|end):(.*:sum|rows:.*)": "counts once for every micro-batch",
     r"^weights:.*:(init|zeros|reset|random)": "ends with an IndexError",
     r"^returned:dict of more": "numbers come as a list of micro-batches'",
+    r"^weights:module.on_(train|validation)_epoch_end:head": "changes the head on one rank only",
     r"^batch norm:(before|after)": "running statistics are on one rank only",
 }
 """Causes that no module has, by regular expression, and why."""
@@ -100,6 +101,7 @@ class Base:
         block: what a layer computes.
         batches: what a batch is.
         rows: samples of the training data, `size` of them in a batch.
+        siblings: how many trainings with other learning rates share the ranks, in a job array; 0 is none.
     """
 
     place: str = "sequential"
@@ -115,6 +117,7 @@ class Base:
     ranks: int = 2
     epochs: int = 2
     resumes: bool = False
+    siblings: int = 0
 
 
 def path(base: Base) -> str:
@@ -985,6 +988,34 @@ def metric(rng: random.Random, base: Base, n: int) -> Piece:
         ],
     }
     return Piece("metric:mean", frozen(code))
+
+
+ALIKE = ("1f1b", "gpipe", "kfkb", "deep", "per_link")
+"""Schedules of which one may take the place of another in the middle of a run."""
+
+
+@piece(1)
+def changes(rng: random.Random, base: Base, n: int) -> Piece:
+    """Another schedule, or other layers for the stages, while training goes on."""
+    at = rng.randrange(1, 5)
+    lines = [f"if trainer.global_step == {at} and hasattr(trainer.strategy, 'adopt'):"]
+    top: tuple[str, ...] = ()
+    if rng.random() < 0.5 and base.schedule in ALIKE:
+        what = rng.choice([name for name in ALIKE if name != base.schedule])
+        lines += [f"    trainer.strategy.adopt({what!r}, microbatches={rng.choice((1, 2, 3))})"]
+        what = f"schedule {what}"
+    elif base.schedule in ALIKE:
+        what, to = "layers", rng.randrange(1, BLOCKS)
+        top = ("from dataclasses import replace", "", "from lightning_pipes.ir import Span", "")
+        lines += [
+            "    plan = trainer.strategy.running.engine.plan",
+            f"    plan = replace(plan, layers=(Span(0, {to}), Span({to}, {BLOCKS})))",
+            "    trainer.strategy.adopt(trainer.strategy.schedule, plan=plan)",
+        ]
+    else:
+        what, lines = "nothing", ["pass"]
+    only = {"siblings": 0} | ({"microbatches": max(2, base.microbatches)} if what == "layers" else {})
+    return Piece(f"changes:{what}", frozen({"top": top, "callback.on_train_batch_end": lines}), only=only)
 
 
 @piece(1)
