@@ -59,6 +59,7 @@ def loaded(made: Made) -> types.ModuleType:
 def own_warnings() -> Iterator[list[str]]:
     """Warnings that lightning_pipes gives in the block; none is printed."""
     caught: list[str] = []
+    quiet()
 
     def look(message: Any, *_: Any, **__: Any) -> None:
         frame = sys._getframe(1)
@@ -77,22 +78,19 @@ def own_warnings() -> Iterator[list[str]]:
 
 def train(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, lr: float = 0.05) -> Found:
     """What a run leaves behind on this rank; `error` alone if it ended early."""
-    quiet()
-    found: Found = {}
-    with own_warnings() as warned:
-        try:
-            found = _trained(made, strategy, ranks, folder, lr)
-        except BaseException as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            told = isinstance(error, PipelineError)
-            found = {
-                "error": f"{type(error).__name__}: {error}"[:800],
-                "ours": told,
-                "at": f"{Path(where.filename).name}:{where.lineno}",
-                "trace": "" if told else traceback.format_exc()[-3000:],
-            }
+    try:
+        found = _trained(made, strategy, ranks, folder, lr)
+    except BaseException as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        told = isinstance(error, PipelineError)
+        found = {
+            "error": f"{type(error).__name__}: {error}"[:800],
+            "ours": told,
+            "at": f"{Path(where.filename).name}:{where.lineno}",
+            "trace": "" if told else traceback.format_exc()[-3000:],
+        }
     torch.autograd.set_detect_anomaly(False)
-    return found | {"warned": warned}
+    return found
 
 
 def _trained(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, lr: float) -> Found:
@@ -127,7 +125,8 @@ RATES = (0.05, 0.02, 0.01)
 def alone(made: Made, folder: str) -> list[Found]:
     """The plain runs, one for each sibling."""
     rates = RATES[: max(1, made.base.siblings)]
-    return [train(made, lambda: "auto", 1, f"{folder}/{n}", rate) for n, rate in enumerate(rates)]
+    with own_warnings():
+        return [train(made, lambda: "auto", 1, f"{folder}/{n}", rate) for n, rate in enumerate(rates)]
 
 
 def in_pipeline(made: Made, folder: str) -> list[Found]:
@@ -137,12 +136,13 @@ def in_pipeline(made: Made, folder: str) -> list[Found]:
         partial(train, made, strategy, made.base.ranks, f"{folder}/{n}", rate)
         for n, rate in enumerate(RATES[: max(1, made.base.siblings)])
     ]
-    if not made.base.siblings:
-        return [jobs[0]()]
-    array: Any = JobArray(made.base.siblings, progress=False)
-    outcomes = array.run(jobs)
-    by_index = {outcome.index: outcome for outcome in outcomes}
-    return [by_index[n].value or {"error": f"{by_index[n].error}", "ours": False} for n in range(len(jobs))]
+    with own_warnings() as warned:  # of all siblings: what catches warnings is one for the process
+        if made.base.siblings:
+            array: Any = JobArray(made.base.siblings, progress=False)
+            values = {outcome.index: outcome.value for outcome in array.run(jobs)}
+        else:
+            values = {0: jobs[0]()}
+    return [values[n] | {"warned": warned} for n in range(len(jobs))]
 
 
 def settings(made: Made) -> dict[str, Any]:

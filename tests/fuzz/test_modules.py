@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from tests.fuzz.module_runs import ALIKE, EQUAL, WARNED, WRONG, Verdict, train, verdict, verdicts
+from tests.fuzz.module_runs import ALIKE, EQUAL, WARNED, WRONG, Verdict, alone, verdict, verdicts
 from tests.fuzz.modules import Made, random_module, source
 from tests.fuzz.pieces import MAKERS, OFF, Base, is_off
 
@@ -61,7 +61,8 @@ def test_what_is_switched_off_says_why():
 
 def test_a_difference_is_wrong_unless_its_own_cause_warns(tmp_path):
     made = random_module(0)
-    plain = train(made, lambda: "auto", 1, str(tmp_path))
+    (plain,) = alone(made, str(tmp_path))
+    plain["warned"] = []
     assert verdict(made, [plain], plain).kind == EQUAL
     weights = {name: value + 1e-7 for name, value in plain["weights"].items()}
     other = plain | {"weights": weights, "warned": ["layer 0 keeps a tensor"]}
