@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_pipes.engine.compute.reducer import Reducer
 from lightning_pipes.engine.compute.rng import Draws
-from lightning_pipes.engine.private_torch import accumulate_hooks, gradient_hooks
+from lightning_pipes.engine.private_torch import accumulate_hooks, gradient_hooks, with_hooks
 
 
 class ParameterHooks:
@@ -42,8 +42,7 @@ class ParameterHooks:
             alone: whether the optimizer step is of this batch alone.
             sum_gradients: completes gradients of parameters that several ranks hold.
         """
-        hooked = [p for p in parameters if gradient_hooks(p)]
-        stepped = [p for p in parameters if accumulate_hooks(p)]
+        hooked, stepped = with_hooks(parameters)
         if reducer is not None:
             stepped = [p for p in stepped if not all(map(reducer.owns, accumulate_hooks(p).values()))]
         if not hooked and not stepped:
