@@ -50,6 +50,7 @@ from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.reports.summary import show_module
 from lightning_pipes.trainer.running import Running
 from lightning_pipes.trainer.step.clipping import GradientAgreement
+from lightning_pipes.trainer.step.key_value_caches import CacheSwitch
 from lightning_pipes.trainer.step.logs import metrics_gather_over
 from lightning_pipes.trainer.step.steps import Steps
 from lightning_pipes.trainer.verify.reference import ReferenceProcess
@@ -178,7 +179,9 @@ class PipelineSetup:
         `spread` says whether an earlier run has left the layers of any rank spread out."""
         local = self.holdings.local
         self._undo += show_module(self._trainer, self._module)
-        self._interceptor = Interceptor(f"self.{self.path}", loop=isinstance(self.full, nn.ModuleList))
+        caches = CacheSwitch(self._module)
+        caches.log()
+        self._interceptor = Interceptor(f"self.{self.path}", isinstance(self.full, nn.ModuleList), caches)
         if spread:
             check_same_cut(self._module, self.path, local, self._ranks.control)
         self._cut = CutModule(self._module, self.path, local, self._interceptor, self._ranks.device)

@@ -73,7 +73,7 @@ class PipelineStrategy(PipelineHost):
     """Trains an unmodified LightningModule with its layers spread over the devices.
 
     One `nn.Sequential` of the module is cut into stages; every batch is cut into micro-batches that flow through
-    them. Losses, logs, checkpoints and callbacks are those of one process, given a loss that is a mean over samples.
+    them. Losses, logs, checkpoints and callbacks are those of one process, given a loss that is a mean or a sum.
     The last stage sits on global rank 0, where loggers and the progress bar are.
 
     Args:
@@ -98,8 +98,9 @@ class PipelineStrategy(PipelineHost):
         gather: the ranks that have the whole module when `fit` has ended: "all", "rank0" or "none", which leaves the
             layers where they are. "auto" is "all" where the hosts have room for that, else "rank0", else "none"; layers
             made on `meta` stay where they are.
-        check_loss: compare the loss of the first batch with those of its micro-batches, and warn where it is no mean
-            over samples. The step runs once more for it, without the layers, and leaves no trace.
+        check_loss: find out in the first batch by what the losses of micro-batches are weighed, samples, labels that
+            are not -100, or the module's `microbatch_weight(batch)`, and warn where nothing makes the batch's loss. The
+            step runs once more for it, without the layers, and leaves no trace.
         verify: train the first so many batches also in one plain process of Lightning on rank 0's host, and compare all
             that they give, see docs/guide.md. A difference ends training, and names the first one; "warn" compares two
             batches, warns and goes on. 0 compares nothing, unless LIGHTNING_PIPES_VERIFY is set.

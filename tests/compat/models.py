@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
-from tests.trainer.lit import WIDTH, Lit
+from tests.trainer.lit import WIDTH, Lit, data
 
 TOKENS = 11
 CLASSES = 3
@@ -279,6 +280,41 @@ class LitGPT2(Language):
             **{"use_cache": False, **settings},
         )
         self.net = GPT2LMHeadModel(config)
+
+
+def padded_labels() -> TensorDataset:
+    """Tokens, and the same as labels, of which others than the first two do not count here and there."""
+    (tokens, lengths), behind = data(tokens=True).tensors, torch.arange(5)
+    return TensorDataset(tokens, tokens.masked_fill(behind[None] > 1 + lengths[:, None], -100))
+
+
+class LitPaddedLabels(LitGPT2):
+    def error(self, batch: Any) -> torch.Tensor:
+        tokens, labels = batch
+        return self.net(input_ids=tokens, labels=labels if labels.ndim > 1 else tokens).loss
+
+
+class LitSummedLabels(LitGPT2):
+    def error(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[0].flatten(), reduction="sum") / 20
+
+
+class LitWeighs(LitGPT2):
+    """A mean over tokens of which labels do not tell."""
+
+    def error(self, batch: Any) -> torch.Tensor:
+        each = F.cross_entropy(self(batch[0]).flatten(0, 1), batch[0].flatten(), reduction="none")
+        return (each * (batch[0].flatten() % 3)).sum() / self.microbatch_weight(batch)
+
+    def microbatch_weight(self, batch: Any) -> torch.Tensor:
+        return (batch[0] % 3).sum()
+
+
+class LitCaching(LitGPT2):
+    """The step wants a cache."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.net(input_ids=tokens, use_cache=True).logits
 
 
 class LitBert(Language):

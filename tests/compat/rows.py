@@ -39,6 +39,10 @@ def token_loaders() -> dict[str, Any]:
     return batches(DataLoader(data(tokens=True), batch_size=8), token_loader())
 
 
+def label_loaders() -> dict[str, Any]:
+    return batches(DataLoader(models.padded_labels(), batch_size=8), token_loader())
+
+
 def token_loader() -> DataLoader[Any]:
     return DataLoader(data(13, tokens=True), batch_size=5)
 
@@ -580,13 +584,33 @@ for name, kind, path in (
         reason=f'`module="{path}"`',
     )
 model(
-    "Hugging Face, caches of keys and values",
+    "Hugging Face, use_cache=True, the default of decoders",
     module=partial(models.LitGPT2, use_cache=True),
     loaders=token_loaders,
-    strategy={"module": "net.transformer.h"},
-    refused="set use_cache=False",
-    reason="set `use_cache=False` in the model's config",
+    evaluate=True,
+    evaluate_on=token_loader,
+    then=lambda trainer, module, folder: module.net.config.use_cache,
+    reason="switched off while steps run in the pipeline, with a line of the log",
 )
+model(
+    "Hugging Face, use_cache=True asked for by the step itself",
+    module=models.LitCaching,
+    loaders=token_loaders,
+    refused="set use_cache=False",
+    reason="set `use_cache=False` in that call",
+)
+for name, kind, reason in (
+    ("padded labels (-100)", models.LitPaddedLabels, "weighed by labels, shifted by one as the loss has them"),
+    ("sums", models.LitSummedLabels, "summed, as the loss is"),
+    ("a weight that the module gives", models.LitWeighs, "weighed by `microbatch_weight(batch)`"),
+):
+    model(
+        f"losses that are no mean over samples: {name}",
+        module=kind,
+        loaders=label_loaders,
+        tolerance=1e-5 if kind is models.LitPaddedLabels else 1e-10,  # the library's loss is in single precision
+        reason=reason,
+    )
 model(
     "Hugging Face, output_hidden_states",
     module=partial(models.LitGPT2, output_hidden_states=True),

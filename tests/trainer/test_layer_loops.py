@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import UserDict
 from contextlib import nullcontext
 from functools import cache
 from tempfile import mkdtemp
@@ -12,12 +13,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.module import pipelined
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.pipelined import CutModule, find_pipelined
 from lightning_pipes.trainer.module.tape import TapedLayer
+from lightning_pipes.trainer.step.key_value_caches import CacheSwitch
 from tests.compat.models import LitGPT2
 from tests.trainer.lit import Case, differences, train_cases
 
@@ -107,6 +111,88 @@ def test_unpacking_and_entries():
     for number in range(4):
         x = run(parts, number, x)
     assert interceptor.supply(step, lambda _: x, module, torch.ones(2)).tolist() == [5.0, 5.0]
+
+
+class Notes(UserDict):
+    """As a library has it, by which layers share keys and values."""
+
+
+@pytest.mark.parametrize("made", [dict, Notes])
+def test_a_dict_that_layers_fill_travels_with_what_is_in_it(made):
+    class Noting(Layer):
+        def forward(self, h: Any, notes: Any = None) -> Any:
+            out = self.linear(h) + sum(a + b for a, b in notes.values())
+            notes[f"{len(notes) % 3}"] = (h, out)
+            return out
+
+    def step(module: LitLoop, x: Any) -> Any:
+        h, notes = x, made()
+        for layer in module.layers:
+            h = layer(h, notes=notes)
+        return h
+
+    module, interceptor, parts = cut()
+    torch.manual_seed(0)
+    for number in range(4):
+        parts.full[number] = Noting()
+    plain, x = LitLoop(), torch.ones(2, 3)
+    plain.layers = nn.ModuleList(parts.full)
+    travels = interceptor.capture(step, module, x)
+    for number in range(4):
+        before = pytree.tree_map(lambda t: t, travels)
+        run(parts, number, travels)  # a second run, as with recompute=True, finds what the first one found
+        assert pytree.tree_structure(travels) == pytree.tree_structure(before)
+        travels = run(parts, number, travels)
+        if number < 3:
+            assert sorted(travels[1][1]) == ["0", "1", "2"][: number + 1]
+    assert torch.equal(travels, step(plain, x))
+
+
+def test_a_dict_for_each_layer_is_not_shared():
+    class Filling(Layer):
+        def forward(self, h: Any, notes: Any) -> Any:
+            assert not notes
+            notes["h"] = h
+            return self.linear(h)
+
+    def step(module: LitLoop) -> Any:
+        h = torch.ones(2, 3)
+        for layer in module.layers:
+            h = layer(h, {})
+        return h
+
+    module, interceptor, parts = cut()
+    for number in range(4):
+        parts.full[number] = Filling()
+    x = interceptor.capture(step, module)
+    for number in range(4):
+        x = run(parts, number, x)
+
+
+def test_use_cache_is_off_while_a_step_runs():
+    module = LitGPT2(use_cache=True)
+    config, seen = module.net.config, []
+    interceptor = Interceptor("self.net.transformer.h", loop=True, around=CacheSwitch(module))
+    CutModule(module, "net.transformer.h", range(4), interceptor)
+
+    def step(tokens: torch.Tensor) -> Any:
+        seen.append(config.use_cache)
+        out = module.net(tokens)
+        seen.append(out.past_key_values)
+        return out.logits
+
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    interceptor.capture(step, tokens)
+    assert config.use_cache
+    interceptor.supply(step, lambda x: torch.zeros(2, 5, 8), tokens)
+    assert config.use_cache
+    with pytest.raises(PipelineError, match=r"layer 0 of .* holds a DynamicCache; .* set use_cache=False"):
+        interceptor.capture(lambda: module.net(tokens, use_cache=True))
+    assert config.use_cache
+    assert seen == [False, False, None]
+    config.use_cache = False
+    interceptor.capture(step, tokens)
+    assert not config.use_cache
 
 
 def loop(change: Any = lambda h: h, **kwargs: Any) -> Any:
@@ -254,6 +340,23 @@ class TestFindPipelined:
             find_pipelined(module, None)
         with pytest.raises(PipelineError, match=r"Put the layers into one and call them in order"):
             find_pipelined(self.module(), None)
+
+    def test_a_pipeline_plan_decides_between_several(self, monkeypatch):
+        said: list[str] = []
+        monkeypatch.setattr(pipelined, "rank_zero_info", said.append)
+        module = self.module(encoder=nn.ModuleList(self.linears(4)), decoder=nn.ModuleList(self.linears(5)))
+        module.net.inner = nn.ModuleList(self.linears(1))
+        module.net.pp_plan = {"encoder": ([], []), "inner": ([], []), "norm": ([], [])}
+        assert find_pipelined(module, None) == "net.encoder"
+        assert said == [
+            "The pipeline is cut from self.net.encoder, which the model's pp_plan names; PipelineStrategy(module=...) "
+            "names another"
+        ]
+        module.net.pp_plan["decoder"] = ([], [])
+        assert find_pipelined(module, None) == "net.decoder"
+        module.net.third = nn.ModuleList(self.linears(20))  # clearly the largest
+        assert find_pipelined(module, None) == "net.third"
+        assert "pp_plan" not in said[-1]
 
     def test_what_can_not_be_cut(self):
         class Own(nn.ModuleList):

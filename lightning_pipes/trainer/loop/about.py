@@ -65,7 +65,16 @@ def gather_run(
     moved = "; ".join(map(str, run.moving.moved))
     if moved:
         about = replace(about, facts={**about.facts, "moved": moved})
-    facts = (tuple(run.windows), tuple(run.took), run.stage_bytes(optimizers), memory, curves) if run.windows else None
+    facts = None
+    if run.windows:
+        facts = (
+            tuple(run.windows),
+            tuple(run.took),
+            run.stage_bytes(optimizers),
+            memory,
+            curves,
+            run.weighed_by,
+        )
     unsaved = run.cut.unsaved(run.part.holdings.local)
     gathered = pipeline.all_gather((unsaved, facts))
     run.cut.take_unsaved({k: v for buffers, _ in gathered for k, v in buffers.items() if k not in unsaved})
@@ -73,10 +82,13 @@ def gather_run(
     if facts is None:
         return None
     ranks = [gathered[pipeline.ranks.index(rank)][1] for rank in run.global_ranks]
-    windows, took, held, memories, seen = zip(*ranks, strict=True)
+    windows, took, held, memories, seen, weighed = zip(*ranks, strict=True)
     stages = {number: size for found in held for number, size in found.items()}
     steps = [max(step) for step in zip(*took, strict=True)]
     measured = median(steps) / 1e9 if steps else None
     monitored = () if any(c is None for c in seen) else seen
+    weights = next(filter(None, weighed), "")
+    if weights:
+        about = replace(about, facts={**about.facts, "micro-batches weighed by": weights})
     about = replace(about, stages=stages, memory=memories, measured=measured, monitored=monitored)
     return list(windows), about

@@ -38,6 +38,7 @@ from lightning_pipes.trainer.reports.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.step.logs import LogReplay, merge, recorded
 from lightning_pipes.trainer.step.loss_check import LossCheck
+from lightning_pipes.trainer.step.loss_weights import LossWeights, Sums
 from lightning_pipes.trainer.step.sample_check import SampleCheck
 from lightning_pipes.trainer.step.steps import Context, EvaluationBatch, Steps, TrainingBatch
 
@@ -191,9 +192,14 @@ class PipelineRun:
         self._sample_check = None
         if check_loss and self.fitting:
             self._sample_check = SampleCheck(cut, steps, device, global_ranks[rank])
-        if check_loss and self.fitting and self.last:
+        self._weights = None
+        if self.fitting and LossWeights.wanted(cut.module, check_loss):
+            sums = self._sums_over_replicas(ranks)
+            if self.last:
+                self._weights = LossWeights(cut.module, check_loss, sums, ranks.grid.replicas)
+        if check_loss and self._weights is not None:
             needed = partial(self._saved_bytes.of_a_sample, plan.n_stages - 1)
-            self._loss_check = LossCheck(cut, steps, device, needed)
+            self._loss_check = LossCheck(cut, steps, device, needed, self._weights)
         make = partial(make_transport, plan, rank, global_ranks, device, control.watch, transport)
         connect = partial(control.watch.call, make)
         self.engine = Engine(
@@ -314,15 +320,33 @@ class PipelineRun:
             self.steps.expect(self.stages[number], item, [span for span in spans if span.rows])
         self.engine.inject(item)
 
+    def _sums_over_replicas(self, ranks: Ranks) -> Sums | None:
+        """Return what adds up numbers of the replicas' last stages; None without replicas. Collective."""
+        if ranks.grid.replicas == 1:
+            return None
+        place = ranks.grid.pipeline.index(self.last_rank)
+        group = ranks.control.subgroup([pipeline[place] for pipeline in ranks.grid.pipelines], "loss weights")
+        return partial(ranks.control.start_all_reduce, group=group)
+
     def begin_loss_check(self, data: TrainingBatch) -> None:
         """Called before a batch; its size has the plan of the engine."""
         plan = self.engine.plan
         if self._sample_check is not None:
             self._sample_check.begin(data, plan.spans(Kind.F, 0))
+        if self._weights is None:
+            return
+        last = plan.n_stages - 1
+        forward, backward = plan.spans(Kind.F, last), plan.spans(Kind.B, last)
+        spans = [span.clip(data.rows) for span in (forward if len(forward) > len(backward) else backward)]
+        spans = [span for span in spans if span.rows]
+        data.weights = self._weights.of(data.batch, data.rows, spans)
         if self._loss_check is not None:
-            last = plan.n_stages - 1
-            forward, backward = plan.spans(Kind.F, last), plan.spans(Kind.B, last)
-            self._loss_check.begin(data, forward if len(forward) > len(backward) else backward)
+            self._loss_check.begin(data, spans)
+
+    @property
+    def weighed_by(self) -> str:
+        """By what losses of micro-batches are weighed, for people; empty on other ranks than that of the last stage."""
+        return "" if self._weights is None else self._weights.name
 
     def check_loss(self, item: Item) -> None:
         """Called after a batch, before anything steps by its gradients."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,9 +39,11 @@ class Interceptor:
     Args:
         name: how the user calls the module, for messages.
         loop: whether it can only be called layer by layer.
+        around: the context in which steps run, again and again.
     """
 
-    def __init__(self, name: str, loop: bool = False) -> None:
+    def __init__(self, name: str, loop: bool = False, around: AbstractContextManager[Any] | None = None) -> None:
+        self._around = around or nullcontext()
         self._name = f"the layers of {name}" if loop else f"{name}(...)"
         self._answer: Callable[[Any], Any] | None = None
         self._step = ""
@@ -136,7 +139,8 @@ class Interceptor:
     def _run(self, answer: Callable[[Any], Any], step: Step, args: tuple[Any, ...]) -> Any:
         self._answer, self._step, self._calls = answer, _name(step), 0
         try:
-            return step(*args)
+            with self._around:
+                return step(*args)
         finally:
             self._answer = None
 

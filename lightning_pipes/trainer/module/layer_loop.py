@@ -17,7 +17,18 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.tape import PLAIN, Given, Key, LayerCall, Output, Path, Tape, mapped, refuse_objects
+from lightning_pipes.trainer.module.tape import (
+    PLAIN,
+    Given,
+    Key,
+    LayerCall,
+    Output,
+    Path,
+    Tape,
+    is_shared_dict,
+    mapped,
+    refuse_objects,
+)
 from lightning_pipes.trainer.private_lightning import wanted_layer_outputs
 
 
@@ -105,6 +116,7 @@ class Recording:
         self.values: dict[Key, Any] = {}
         self._last_use: dict[Key, int] = {}
         self._numbers: dict[int, int] = {}
+        self._alive: list[Any] = []  # what is numbered by its id
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Writes down the call of the next layer."""
@@ -125,10 +137,18 @@ class Recording:
             self._last_use[thing._layer, thing._path] = number
             return Output(number - thing._layer, thing._path)
         # A list of plain values may have one for each sample: it is a value, and cut like a tensor.
-        if isinstance(thing, torch.Tensor) or (type(thing) is list and all(isinstance(e, PLAIN) for e in thing)):
+        shared = is_shared_dict(thing)
+        if shared:
+            refuse_objects(dict(thing), f"{where} of layer {number} of {self.name}")
+        if (
+            shared
+            or isinstance(thing, torch.Tensor)
+            or (type(thing) is list and all(isinstance(e, PLAIN) for e in thing))
+        ):
             given = self._numbers.setdefault(id(thing), len(self._numbers))
-            self.values[given] = thing
+            self.values[given] = dict(thing) if shared else thing
             self._last_use[given] = number
+            self._alive.append(thing)
             return Given(given)
         if isinstance(thing, PLAIN):
             return thing

@@ -99,9 +99,11 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
     sizes = dict(found if seconds is None else [each for each in found if each[0] in seconds])
     by_size = max(sizes, key=lambda path: sizes[path], default=None)
     close = [path for path, size in sizes.items() if by_size is not None and CLEARLY_LARGER * size > sizes[by_size]]
+    planned = None
     if by_size is not None and len(close) > 1:
         children = [path for path in close if "." not in path and isinstance(getattr(module, path), nn.Sequential)]
-        by_size = max(children, key=lambda path: sizes[path], default=None)
+        planned = None if children else _planned(module, sizes)
+        by_size = max(children, key=lambda path: sizes[path], default=planned)
     if seconds:
         slowest = sorted(seconds, key=lambda path: -seconds[path])
         before = by_size or (slowest[1] if len(slowest) > 1 else None)
@@ -117,8 +119,18 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
             )
         by_size = max(single)[1]  # one layer is enough for one stage; what else is wrong with it is said
     if "." in by_size or len(found) > 1:
-        rank_zero_info(f"The pipeline is cut from self.{by_size}; PipelineStrategy(module=...) names another")
+        why = ", which the model's pp_plan names" if by_size == planned else ""
+        rank_zero_info(f"The pipeline is cut from self.{by_size}{why}; PipelineStrategy(module=...) names another")
     return by_size
+
+
+def _planned(module: nn.Module, sizes: Mapping[str, int]) -> str | None:
+    """Return the largest container that a Hugging Face model's pipeline plan names; the last of equal ones."""
+    plans = ((path, getattr(part, "pp_plan", None)) for path, part in module.named_modules())
+    keys = {f"{path}.{key}".lstrip(".") for path, plan in plans if isinstance(plan, Mapping) for key in plan}
+    places = {path: place for place, (path, _) in enumerate(module.named_modules())}
+    named = [path for path in sizes if path in keys and isinstance(module.get_submodule(path), nn.ModuleList)]
+    return max(named, key=lambda path: (sizes[path], places[path]), default=None)
 
 
 def containers(module: nn.Module) -> list[tuple[str, int]]:

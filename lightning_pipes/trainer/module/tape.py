@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -81,6 +81,7 @@ class Tape:
             PipelineError: the layer returned something that can't travel and is needed later.
         """
         call = self._calls[number]
+        held = {key: dict(value) if type(value) is dict else value for key, value in held.items()}  # it may be filled
 
         def value(slot: Given | Output) -> Any:
             return held[slot.number if isinstance(slot, Given) else (number - slot.back, slot.path)]
@@ -90,6 +91,9 @@ class Tape:
         if number == len(self._calls) - 1:
             return out
         kept = {key: held[key] for key in held if self._last_use[key] > number}
+        for entry in kept.values():
+            if type(entry) is dict:
+                refuse_objects(entry, f"a dict that {type(layer).__name__} fills as layer {number}")
         for key in self._last_use:
             if isinstance(key, tuple) and key[0] == number:
                 kept[key] = _part(out, key[1], args, kwargs)
@@ -143,6 +147,11 @@ def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     if type(tree) in (dict, OrderedDict):
         return type(tree)((key, change(entry)) for key, entry in tree.items())
     return tree
+
+
+def is_shared_dict(thing: Any) -> bool:
+    """Return whether layers may leave something in a dict for later ones: it begins empty, or is a library's own."""
+    return isinstance(thing, UserDict) or (type(thing) in (dict, OrderedDict) and not thing)
 
 
 def refuse_objects(thing: Any, where: str) -> None:

@@ -32,6 +32,7 @@ from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.module.unchanged import unchanged
 from lightning_pipes.trainer.plan.structure import identify_layer
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.step.key_value_caches import CacheSwitch
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.steps import loss_of
 
@@ -131,7 +132,7 @@ class Measuring:
         self._rows = tuple(rows)
         self._device = device
         self._together = together
-        self._interceptor = Interceptor(f"self.{path}", loop=isinstance(full, nn.ModuleList))
+        self._interceptor = Interceptor(f"self.{path}", isinstance(full, nn.ModuleList), CacheSwitch(module))
         self._taped = [TapedLayer(layer, n, lambda *_: None) for n, layer in enumerate(full)]
         with_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._arguments = (0,) if with_number else ()

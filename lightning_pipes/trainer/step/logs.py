@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,10 @@ from lightning_pipes.trainer.private_lightning import metric_counts, set_metric_
 
 _OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
 """Parameters that `self.log` takes after name and value."""
+
+
+LogKey = tuple[str, int]
+"""The name of a logged value, and which call of that name it is."""
 
 
 @dataclass
@@ -78,35 +82,52 @@ class MetricState:
     last: Any
 
 
-def merge(recordings: Sequence[Sequence[LogCall]], rows: Sequence[int]) -> list[LogCall]:
+def merge(
+    recordings: Sequence[Sequence[LogCall]],
+    rows: Sequence[int],
+    shares: Mapping[LogKey, Sequence[float]] | None = None,
+) -> list[LogCall]:
     """One call for each that the micro-batches made: means weighted by batch size, sums, smallest, largest.
 
     The k-th call of a name in one micro-batch belongs to the k-th in the others. Without `batch_size=` a call weighs
-    as many samples as its micro-batch has `rows`.
+    as many samples as its micro-batch has `rows`; means that have `shares` add up by those of the micro-batches.
     """
-    groups: dict[tuple[str, int], list[tuple[LogCall, float]]] = {}
-    for calls, n in zip(recordings, rows, strict=True):
-        seen: dict[str, int] = {}
-        for call in calls:
-            count = seen[call.name] = seen.get(call.name, 0) + 1
-            groups.setdefault((call.name, count), []).append((call, call.options.get("batch_size") or n))
-    return [_merged(group) for group in groups.values()]
+    groups: dict[LogKey, list[tuple[LogCall, int]]] = {}
+    for number, calls in enumerate(recordings):
+        for key, call in numbered(calls):
+            groups.setdefault(key, []).append((call, number))
+    return [
+        _merged(
+            [call for call, _ in group],
+            [call.options.get("batch_size") or rows[number] for call, number in group],
+            [shares[key][number] for _, number in group] if shares and key in shares else None,
+        )
+        for key, group in groups.items()
+    ]
 
 
-def _merged(group: list[tuple[LogCall, float]]) -> LogCall:
-    first = group[0][0]
-    weights = [weight for _, weight in group]
+def numbered(calls: Iterable[LogCall]) -> Iterator[tuple[LogKey, LogCall]]:
+    """Return the calls with their names and how often a name was logged before."""
+    seen: dict[str, int] = {}
+    for call in calls:
+        seen[call.name] = seen.get(call.name, 0) + 1
+        yield (call.name, seen[call.name]), call
+
+
+def _merged(calls: Sequence[LogCall], weights: Sequence[float], shares: Sequence[float] | None) -> LogCall:
+    first = calls[0]
     options = {**first.options, "batch_size": int(sum(weights))}
     if isinstance(first.value, _Seen):
-        lasts = [call.value.last for call, _ in group]
+        lasts = [call.value.last for call in calls]
         return LogCall(first.name, _Seen(first.value.metric, _mean(lasts, weights)), options)
-    values = [call.value for call, _ in group]
+    values = [call.value for call in calls]
     how = options.get("reduce_fx", "mean")
     how = how if isinstance(how, str) else getattr(how, "__name__", str(how))
     if len(values) == 1:
         value = values[0]
     elif how in ("mean", "avg"):
-        value = _mean(values, weights)
+        counted = [(v, w) for v, w in zip(values, shares or weights, strict=True) if w or shares is None]
+        value = _mean([v for v, _ in counted], [w for _, w in counted], total=None if shares is None else 1.0)
     elif how == "sum":
         value = sum(values[1:], start=values[0])
     elif how in ("min", "max"):
@@ -117,15 +138,16 @@ def _merged(group: list[tuple[LogCall, float]]) -> LogCall:
     return LogCall(first.name, value, options)
 
 
-def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The weighted mean of numbers, tensors, or dicts of them; the last value where that makes no sense."""
+def _mean(values: Sequence[Any], weights: Sequence[float], total: float | None = None) -> Any:
+    """The weighted mean of numbers, tensors, or dicts of them; the last value where that makes no sense. Another
+    `total` than that of the weights makes it a weighted sum."""
     if len(values) == 1:
         return values[0]
     if isinstance(values[0], dict):
-        return {key: _mean([v[key] for v in values], weights) for key in values[0]}
+        return {key: _mean([v[key] for v in values], weights, total) for key in values[0]}
     if not isinstance(values[0], (int, float, torch.Tensor)):
         return values[-1]
-    total = sum(weights)
+    total = sum(weights) if total is None else total
     parts = [
         (v if not isinstance(v, torch.Tensor) or v.is_floating_point() else v.to(torch.get_default_dtype()))
         * (w / total)

@@ -1,21 +1,25 @@
-"""Whether a batch's loss is the mean of its micro-batches' losses, as training in a pipeline takes it to be.
+"""Whether a batch's loss is made of its micro-batches' losses, as training in a pipeline takes it to be.
 
 Else the gradients are those of another loss than on one process. So in the first batch of a run the last stage keeps
-what leaves the layers, runs the step around them once more with the whole batch, and compares the two losses.
+what leaves the layers, runs the step around them once more with the whole batch, and compares the two losses. Before,
+when the first of its micro-batches has left the layers, by what micro-batches are weighed is found out in the same way:
+with copies of that micro-batch, distorted, in place of what is still to come.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.item import Item
@@ -26,13 +30,16 @@ from lightning_pipes.trainer.module.batches import copied, join, take
 from lightning_pipes.trainer.module.generators import state_of
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.unchanged import generators, unchanged
-from lightning_pipes.trainer.step.kept import HOST, Kept, no_room
-from lightning_pipes.trainer.step.logs import recorded
+from lightning_pipes.trainer.step.kept import Kept, no_room
+from lightning_pipes.trainer.step.logs import LogCall, LogKey, numbered, recorded
+from lightning_pipes.trainer.step.loss_weights import BatchWeights, LossWeights, disagree
 from lightning_pipes.trainer.step.steps import Steps, TrainingBatch, loss_of
 
 _HALF = 1e-4
 """By how much losses may differ, relatively, where they are computed from numbers with half the bits: batches of other
 sizes made 2e-6 of it."""
+_MOST = 1e4
+"""Values beyond are those of masks, which are not distorted."""
 
 
 class _NotComparableError(Exception):
@@ -40,12 +47,19 @@ class _NotComparableError(Exception):
 
 
 class _Losses(NamedTuple):
-    """Of the whole batch and of its parts; their type, and those of what they were computed from."""
+    """Of the whole batch and of its parts; their type, and those of what they were computed from; what was logged."""
 
     whole: float
     parts: dict[Span, float]
     kind: torch.dtype
     types: set[torch.dtype]
+    logged: dict[Span | None, list[LogCall]]
+
+    def differ(self, share: Callable[[Span], float]) -> bool:
+        """Return whether the parts add up to something else than the whole."""
+        parts = [(loss, share(span)) for span, loss in self.parts.items()]
+        mean = sum(loss * weight for loss, weight in parts if weight)
+        return _differ(self.whole, mean, [self.whole, *(loss for loss, _ in parts)], self.kind, self.types)
 
 
 class LossCheck:
@@ -53,9 +67,18 @@ class LossCheck:
 
     Args:
         needed: bytes that the last stage takes for one sample, or None while that is not known.
+        weights: gets told which candidates for the weights of micro-batches make the loss.
     """
 
-    def __init__(self, cut: CutModule, steps: Steps, device: torch.device, needed: Callable[[], float | None]) -> None:
+    def __init__(
+        self,
+        cut: CutModule,
+        steps: Steps,
+        device: torch.device,
+        needed: Callable[[], float | None],
+        weights: LossWeights,
+    ) -> None:
+        self._weights = weights
         self._cut = cut
         self._module = cut.module
         self._steps = steps
@@ -63,11 +86,71 @@ class LossCheck:
         self._needed = needed
         self._waits = True
 
-    def begin(self, data: TrainingBatch, spans: Iterable[Span]) -> None:
-        """Has the batch kept if it is the first that is cut into several of `spans`."""
-        if self._waits and sum(span.start < data.rows for span in spans) > 1:
-            self._waits = False
-            data.kept = Kept(move_data_to_device(copied(data.batch), HOST), data.rows)
+    def begin(self, data: TrainingBatch, spans: Sequence[Span]) -> None:
+        """Has the batch kept if it is the first that is cut, into several of `spans`, or candidates disagree on it."""
+        data.look = self.look
+        if len(spans) > 1 and (self._waits or (data.weights is not None and data.weights.undecided)):
+            data.keep()
+
+    def look(self, stage: Stage, item: Item) -> None:
+        """Tells apart candidates for the weights of a batch, once its first micro-batch has left the layers."""
+        data = item.data
+        weights, kept = data.weights, data.kept
+        assert weights is not None
+        try:
+            losses = self._distorted(stage, item, kept)
+            if not math.isfinite(losses.whole):  # as of a batch without labels
+                raise _NotComparableError("it is no number")
+        except Exception as error:  # the comparison after the batch tells of it
+            self._weights.choose(weights, None)
+            if not isinstance(error, _NotComparableError):
+                self._said_why(error, "was not told how its micro-batches make")
+            return
+        fitting = {each.name for each in weights.found if not losses.differ(each.share)}
+        self._weights.choose(weights, fitting)
+        likely = [each for each in weights.found if each.name in fitting]
+        if likely and disagree(likely, weights.spans):
+            rank_zero_warn(
+                f"The loss of {type(self._module).__name__}.training_step does not tell in batch {item.number} whether "
+                f"micro-batches are weighed by {' or by '.join(each.name for each in likely[:3])}; the first is taken, "
+                "until a later batch tells. microbatch_weight(batch) of the module says it"
+            )
+        self._weights.weigh_logs(weights, self._weights_of_logs(losses, weights))
+
+    @staticmethod
+    def _weights_of_logs(losses: _Losses, weights: BatchWeights) -> dict[LogKey, set[str]]:
+        """The candidates by which logged values add up."""
+        whole = {key: _number(call) for key, call in numbered(losses.logged[None])}
+        parts = {span: {k: _number(c) for k, c in numbered(losses.logged[span])} for span in losses.parts}
+        found = {}
+        for key, value in whole.items():
+            known = [(span, numbers.get(key)) for span, numbers in parts.items()]
+            of_parts = {span: number for span, number in known if number is not None}
+            if value is None or len(of_parts) < len(parts):
+                continue
+            of_it = losses._replace(whole=value, parts=of_parts)
+            found[key] = {each.name for each in weights.every if not of_it.differ(each.share)}
+        return found
+
+    def _distorted(self, stage: Stage, item: Item, kept: Kept | None) -> _Losses:
+        """The losses that copies of the first micro-batch make with the labels of all."""
+        if kept is None or kept.left_out or kept.inside:  # labels went into the layers, with their samples
+            raise _NotComparableError("the loss tells it afterwards only")
+        ((span, part),) = kept.parts.items()
+        copies = [Span(start, start + span.rows) for start in range(0, kept.rows, span.rows)]
+        x = join([part] * len(copies), copies, "what the last stage has")
+        x = take(x, Span(0, kept.rows), copies[-1].stop)
+        generator = torch.Generator().manual_seed(0)
+
+        def distorted(t: torch.Tensor) -> torch.Tensor:
+            if not t.is_floating_point() or not t.ndim or t.size(0) != kept.rows:
+                return t
+            factors = 0.5 + torch.rand(t.shape, generator=generator, dtype=torch.float32)
+            return torch.where(t.abs() < _MOST, t * factors.to(t.dtype), t)
+
+        x = pytree.tree_map_only(torch.Tensor, distorted, x)
+        assert item.data.weights is not None
+        return self._losses(stage, item, kept, x, {s: take(x, s, kept.rows) for s in item.data.weights.spans}, {})
 
     def compare(self, stage: Stage, item: Item) -> None:
         """Warns if the loss of the whole batch is another one; `stage` is the last one, with the weights by which the
@@ -76,57 +159,100 @@ class LossCheck:
         kept, data.kept = data.kept, None
         if kept is None:
             return
+        first, self._waits = self._waits, False
         try:
-            whole, parts, kind, types = self._losses(stage, item, kept)
+            parts = {span: result.loss.item() for span, result in data.results.items()}
+            if kept.left_out:
+                raise _NotComparableError(kept.left_out)
+            if kept.parts.keys() != parts.keys():
+                raise _NotComparableError("not all micro-batches have run")
+            order = sorted(kept.parts)
+            x = join([kept.parts[span] for span in order], order, "what the last stage has")
+            losses = self._losses(stage, item, kept, x, kept.parts, parts)
         except Exception as error:  # a step that can't run on a whole batch, or not without gradients
-            reason = str(error) if isinstance(error, _NotComparableError) else f"{type(error).__name__}: {error}"
-            rank_zero_info(f"The loss of the first batch was not compared with those of its micro-batches: {reason}")
+            self._said_why(error, "was not compared with those of")
             return
-        mean = sum(loss * (span.rows / kept.rows) for span, loss in parts.items())
-        if _differ(whole, mean, [whole, *parts.values()], kind, types):
+        share = partial(_by_rows, kept.rows) if data.weights is None else data.weights.share
+        if losses.differ(share):
+            mean = sum(loss * share(span) for span, loss in losses.parts.items() if share(span))
+            later = self._later(losses, data.weights)
+            batch = "the first batch" if first else f"batch {item.number}"
             rank_zero_warn(
                 f"{type(self._module).__name__}.training_step returns a loss that is no mean over samples: it is "
-                f"{whole:.6g} for the first batch as a whole, and {mean:.6g} as the mean of its {len(parts)} "
-                "micro-batches, so training differs from one process. Set PipelineStrategy(microbatches=1), or let the "
-                "loss be a mean over the samples of what each one has by itself: a mean over tokens that are not "
-                "padded, a sum, and a comparison of samples with each other are none. "
+                f"{losses.whole:.6g} for {batch} as a whole, and {mean:.6g} as the mean of its {len(losses.parts)} "
+                f"micro-batches, so training differs from one process{later}. Set PipelineStrategy(microbatches=1), or "
+                "let the loss be a mean over the samples of what each one has by itself, over labels of the batch that "
+                "are not -100, or a sum; a mean over something else needs microbatch_weight(batch) in the module, "
+                "which gives the weight of a micro-batch. A comparison of samples with each other is none of these. "
                 "PipelineStrategy(check_loss=False) leaves this comparison out"
             )
 
-    def _losses(self, stage: Stage, item: Item, kept: Kept) -> _Losses:
-        parts = {span: result.loss.item() for span, result in item.data.results.items()}
-        if kept.left_out:
-            raise _NotComparableError(kept.left_out)
-        if kept.parts.keys() != parts.keys():
-            raise _NotComparableError("not all micro-batches have run")
+    def _later(self, losses: _Losses, weights: BatchWeights | None) -> str:
+        """By what later batches are weighed, where the loss of the first one tells it when it is trained."""
+        fitting = set() if weights is None else {e.name for e in weights.found if not losses.differ(e.share)}
+        if weights is None or not fitting or not self._weights.alone:
+            self._weights.give_up()
+            return ""
+        self._weights.choose(weights, fitting)
+        return f" in this batch; from the next one on they are weighed by {weights.chosen.name}"
+
+    @staticmethod
+    def _said_why(error: Exception, what: str) -> None:
+        reason = str(error) if isinstance(error, _NotComparableError) else f"{type(error).__name__}: {error}"
+        rank_zero_info(f"The loss of the first batch {what} its micro-batches: {reason}")
+
+    def _losses(
+        self,
+        stage: Stage,
+        item: Item,
+        kept: Kept,
+        x: Any,
+        entering: Mapping[Span, Any],
+        parts: Mapping[Span, float],
+    ) -> _Losses:
+        """The losses of a whole batch and of its parts, by what the layers give for them; those of `parts` are known.
+
+        Raises:
+            _NotComparableError: they can't be compared.
+        """
         needed = self._needed()
         crowded = no_room(int(needed * kept.rows)) if needed is not None and self._device.type == "cpu" else ""
         if crowded:
             raise _NotComparableError(crowded)
-        with unchanged(self._module, skip=None if kept.inside else self._cut.proxy), recorded(self._module):
-            arguments = item.data.arguments
-            order = sorted(kept.parts)
-            x = join([kept.parts[span] for span in order], order, "what the last stage has")
+        with unchanged(self._module, skip=None if kept.inside else self._cut.proxy):
+            logged: dict[Span | None, list[LogCall]] = {}
+            drew = False
 
-            def loss(batch: Any, x: Any, rows: int) -> tuple[torch.Tensor, bool]:
-                return self._loss(stage, replace(item, rows=rows, training=False), batch, x, arguments, kept.inside)
+            def loss(span: Span | None) -> torch.Tensor:
+                nonlocal drew
+                if span is None:
+                    batch, given, rows = kept.batch, x, kept.rows
+                else:
+                    batch = take(kept.batch, span, kept.rows, samples=item.data.samples)
+                    given, rows = entering[span], span.rows
+                of_part = replace(item, rows=rows, training=False)
+                with recorded(self._module) as logged[span]:
+                    value, drew_too = self._loss(
+                        stage, of_part, copied(batch), kept.given(given), item.data.arguments, kept.inside
+                    )
+                drew = drew or drew_too
+                return value
 
             if not kept.inside:
-                whole, drew = loss(copied(kept.batch), x, kept.rows)
+                whole = loss(None)
+                found = {span: parts[span] if span in parts else loss(span).item() for span in sorted(entering)}
                 if not drew:
-                    return _Losses(whole.item(), parts, whole.dtype, self._types(whole, x))
+                    return _Losses(whole.item(), found, whole.dtype, self._types(whole, x), logged)
+            drew = False
             # Random numbers of a whole batch are others than those of its parts. Without dropout there may be none.
             with self._evaluating(kept.inside):
-                whole, drew = loss(copied(kept.batch), x, kept.rows)
-                for span in order:
-                    batch = copied(take(kept.batch, span, kept.rows, samples=item.data.samples))
-                    part, drew_too = loss(batch, kept.parts[span], span.rows)
-                    parts[span], drew = part.item(), drew or drew_too
+                whole = loss(None)
+                found = {span: loss(span).item() for span in sorted(entering)}
             if drew:
                 raise _NotComparableError(
                     "training_step draws random numbers around the layers, which for a whole batch are others"
                 )
-            return _Losses(whole.item(), parts, whole.dtype, self._types(whole, x))
+            return _Losses(whole.item(), found, whole.dtype, self._types(whole, x), logged)
 
     def _loss(
         self, stage: Stage, item: Item, batch: Any, x: Any, arguments: tuple[Any, ...], inside: bool
@@ -163,6 +289,20 @@ class LossCheck:
 
 def _states(own: Iterable[Any]) -> list[Any]:
     return [comparable(state_of(generator)) for generator in own]
+
+
+def _by_rows(rows: int, span: Span) -> float:
+    return span.rows / rows
+
+
+def _number(call: LogCall) -> float | None:
+    """The value of a log call that is averaged; None of one that is not, or no number."""
+    value, how = call.value, call.options.get("reduce_fx", "mean")
+    if how not in ("mean", "avg") and getattr(how, "__name__", "") != "mean":
+        return None
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _differ(whole: float, mean: float, losses: Iterable[float], kind: torch.dtype, types: set[torch.dtype]) -> bool:

@@ -10,18 +10,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, Draws, forked_rng, seed_as, stream_seed
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copied, cutter, join, take, tensors_of
 from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, named_step
-from lightning_pipes.trainer.step.kept import Kept
-from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
+from lightning_pipes.trainer.step.kept import HOST, Kept
+from lightning_pipes.trainer.step.logs import LogCall, LogKey, merge, numbered, recorded
+from lightning_pipes.trainer.step.loss_weights import BatchWeights
 
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
@@ -37,6 +40,12 @@ class StepResult:
     extras: dict[str, Any]
     logged: Sequence[LogCall]
 
+    def logged_losses(self) -> list[LogKey]:
+        """Return which logged values are the loss itself."""
+        own = self.loss.untyped_storage().data_ptr()
+        tensors = [(key, call.value) for key, call in numbered(self.logged) if isinstance(call.value, torch.Tensor)]
+        return [key for key, value in tensors if value.untyped_storage().data_ptr() == own]
+
 
 @dataclass
 class TrainingBatch:
@@ -47,6 +56,8 @@ class TrainingBatch:
         divisor: by how much the loss is divided: the batches of one optimizer step.
         kept: what the last stage keeps of its micro-batches, if it does.
         samples: lists with an entry for each sample of which this batch does not tell.
+        weights: how much its micro-batches count, on the last stage; None if by their samples.
+        look: has candidates for the weights told apart, once one micro-batch has run.
         complete: whether an optimizer step may follow; not so in the middle of an accumulation.
         entered: by stage what entered its layers, by micro-batch, on the host; None where nothing looks at it.
         loaded: the batch as it was loaded, where something looks at what entered.
@@ -62,11 +73,17 @@ class TrainingBatch:
     complete: bool = True
     entered: dict[int, dict[Span, Any]] | None = None
     loaded: Any = None
+    weights: BatchWeights | None = None
+    look: Callable[[Stage, Item], None] | None = None
     _parts: dict[Span, Any] = field(default_factory=dict)  # each is handed out once, for a step may change it
 
     def cut(self, spans: Iterable[Span]) -> None:
         """Cuts out parts that will be asked for, one after another."""
         self._parts.update({span: self._cutter(span) for span in spans})
+
+    def keep(self) -> None:
+        """Keeps a copy of the batch, to be looked at as a whole later."""
+        self.kept = Kept(move_data_to_device(copied(self.batch), HOST), self.rows)
 
     def part(self, span: Span) -> Any:
         """Those samples of the batch."""
@@ -86,9 +103,14 @@ class TrainingBatch:
         """The whole batch's loss, in a dict where the user's step gives one, and its log calls."""
         spans = sorted(self.results)
         results = [self.results[s] for s in spans]
-        parts = [o.loss * (s.rows / self.rows) for s, o in zip(spans, results, strict=True)]
-        loss = sum(parts[1:], start=parts[0]) if len(parts) > 1 else results[0].loss
-        logged = merge([o.logged for o in results], [s.rows for s in spans])
+        shares, of_logs = [s.rows / self.rows for s in spans], None
+        if self.weights is not None:
+            shares = [self.weights.share(s) for s in spans]
+            of_logs = self.weights.shares_of_logs(spans, results[0].logged_losses())
+        # The loss of no token is no number.
+        parts = [o.loss * share for share, o in zip(shares, results, strict=True) if share]
+        loss = sum(parts[1:], start=parts[0]) if len(spans) > 1 else results[0].loss
+        logged = merge([o.logged for o in results], [s.rows for s in spans], of_logs)
         names = results[0].extras
         if not names:
             return loss, logged
@@ -287,7 +309,14 @@ class Steps:
             with data.context():
                 return stage.run_layers(item, span, x)
 
+        if data.weights is not None:
+            data.weights.join_replicas()
+            if data.weights.undecided and data.kept is None:
+                data.keep()
+        y: Any = None
+
         def answer(x: Any) -> Any:
+            nonlocal y
             entering = x if stage.number == 0 else received
             if data.entered is not None:
                 data.keep_entering(stage.number, span, entering)
@@ -322,7 +351,12 @@ class Steps:
                     raise
         loss, extras = loss_of(out)
         data.results[span] = StepResult(loss.detach(), extras, logged)
-        scaled = loss * (span.rows / item.rows / data.divisor)
+        factor = span.rows / item.rows
+        if data.weights is not None:
+            if data.weights.undecided and data.look is not None:
+                data.look(stage, item)
+            factor = data.weights.factor(span)
+        scaled = loss * (factor / data.divisor) if factor else _no_loss(y)
         scaler = getattr(self._precision, "scaler", None)
         return scaled if scaler is None else scaler.scale(scaled)
 
@@ -369,6 +403,12 @@ def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     if extras:
         extras = apply_to_collection(extras, torch.Tensor, lambda t: t.detach())
     return loss.reshape(()) if loss.ndim else loss, extras
+
+
+def _no_loss(output: Any) -> torch.Tensor:
+    """A loss of zero from what leaves the layers; a loss of no token at all may be no number, and so its gradients."""
+    trained = [t for t in tensors_in(output) if t.requires_grad]
+    return torch.stack([t.reshape(-1)[:0].sum() for t in trained]).sum()
 
 
 def _samples(data: EvaluationBatch, span: Span, rows: int) -> Any:

@@ -1,0 +1,299 @@
+"""How the losses of micro-batches add up to the loss of their batch: by samples, by tokens, or as a sum.
+
+What the labels of a batch leave open, its loss decides: of the candidates that differ for a batch, those are kept that
+make the loss of the whole batch of the losses of its micro-batches.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import accumulate
+from typing import Any, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.trainer.module.batches import cutter
+from lightning_pipes.trainer.step.logs import LogKey
+
+SAMPLES, SUMS, OWN = "samples", "1: it is a sum", "microbatch_weight"
+IGNORED = -100
+"""The label of what does not count, as of `torch.nn.functional.cross_entropy`."""
+_ALIKE = 1e-12
+"""By how much equal weights may differ."""
+
+Sums = Callable[[torch.Tensor], Callable[[], None]]
+
+
+@runtime_checkable
+class WeighsMicrobatches(Protocol):
+    """A LightningModule that says how much the loss of a micro-batch counts."""
+
+    def microbatch_weight(self, batch: Any) -> float:
+        """Return the weight of a micro-batch, such as its number of tokens; only ratios within a batch matter."""
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """Amounts by which one candidate weighs the micro-batches of a batch.
+
+    Attributes:
+        name: for people.
+        of: the amount in the samples of a span.
+        total: the amount in the whole batch of this rank; 1 where losses are summed.
+    """
+
+    name: str
+    of: Callable[[Span], float]
+    total: float
+
+    def share(self, span: Span) -> float:
+        """Return the weight of a micro-batch's loss in that of the batch."""
+        return self.of(span) / self.total if self.total else 0.0
+
+
+def candidates(module: pl.LightningModule, batch: Any, rows: int, spans: Iterable[Span]) -> list[Amounts]:
+    """Return what the micro-batches of a batch may be weighed by, the likeliest first: the module's own weights,
+    samples, tokens, and none."""
+    found = []
+    if isinstance(module, WeighsMicrobatches):
+        cut = cutter(batch, rows)
+        own = {span: float(module.microbatch_weight(cut(span))) for span in spans}
+        found.append(Amounts(OWN, own.__getitem__, sum(own.values())))
+    found.append(Amounts(SAMPLES, lambda span: span.rows, rows))
+    for where, tensor in _columns(batch, rows):
+        if tensor.dtype is torch.bool or ("mask" in where and not tensor.is_floating_point()):
+            found += _tokens(f"entries of {where}", "that are not 0", tensor, 0)
+        elif tensor.dtype in (torch.int64, torch.int32):
+            found += _tokens(f"labels in {where}", "that are not -100", tensor, IGNORED)
+    return [*found, Amounts(SUMS, lambda span: 1.0, 1.0)]
+
+
+def _columns(batch: Any, rows: int, where: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors with an entry for each sample, and their places."""
+    if isinstance(batch, torch.Tensor):
+        if batch.ndim and batch.size(0) == rows:
+            yield where, batch
+        return
+    parts: Iterable[tuple[str, Any]] = ()
+    if isinstance(batch, Mapping):
+        parts = ((f"{where}[{key!r}]", part) for key, part in batch.items())
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        parts = ((f"{where}[{number}]", part) for number, part in enumerate(batch))
+    elif is_dataclass(batch):
+        parts = ((f"{where}.{field.name}", getattr(batch, field.name)) for field in fields(batch))
+    for place, part in parts:
+        yield from _columns(part, rows, place)
+
+
+def _tokens(what: str, which: str, tensor: torch.Tensor, ignored: int) -> Iterator[Amounts]:
+    """Entries of a tensor that count, those after the first of each sequence, and samples that have any of them."""
+    counted = tensor != ignored
+    shifts = tensor.ndim == 2 and tensor.size(1) > 1
+    if bool(counted.all()):  # the same number in each sample
+        sizes = [tensor[0].numel(), *([tensor.size(1) - 1] if shifts else [])]
+        counts = [([size] * tensor.size(0), [1] * tensor.size(0)) for size in sizes]
+    else:
+        flat = counted.reshape(len(counted), -1)
+        each = flat.sum(1)
+        both = torch.stack([each, each - flat[:, 0].long()]) if shifts else each[None]
+        counts = [(numbers, [int(n > 0) for n in numbers]) for numbers in both.tolist()]
+    for (numbers, some), after in zip(counts, ("", ", shifted by one"), strict=False):
+        yield _counted(f"{what} {which}{after}", numbers)
+        yield _counted(f"samples with {what} {which}{after}", some)
+
+
+def _counted(name: str, numbers: Sequence[int]) -> Amounts:
+    """Of numbers for each sample."""
+    ends = [0, *accumulate(numbers)]
+    return Amounts(name, lambda span: ends[span.stop] - ends[span.start], ends[-1])
+
+
+class BatchWeights:
+    """The weights of one batch's micro-batches.
+
+    Args:
+        every: all candidates.
+        found: those that are possible, the likeliest first.
+        spans: of the micro-batches.
+        logs: names of the candidates by which logged values are weighed.
+        undecided: whether candidates that disagree are to be told apart by this batch.
+        sums: adds up numbers over replicas and returns what waits for that; None without replicas.
+        replicas: how many there are.
+    """
+
+    def __init__(
+        self,
+        every: Sequence[Amounts],
+        found: Sequence[Amounts],
+        spans: Sequence[Span],
+        undecided: bool,
+        logs: Mapping[LogKey, str],
+        sums: Sums | None,
+        replicas: int,
+    ) -> None:
+        self.every = every
+        self.found = found
+        self.chosen = found[0]
+        self.undecided = undecided
+        self.logs = logs
+        self.spans, self._replicas = spans, replicas
+        self._totals: list[float] = []
+        self._numbers: torch.Tensor | None = None
+        self._wait: Callable[[], None] | None = None
+        if sums is not None:
+            names = zlib.crc32("".join(each.name for each in found).encode())
+            self._numbers = torch.tensor(
+                [float(undecided), float(names), *(each.total for each in found)], dtype=torch.float64
+            )
+            self._wait = sums(self._numbers)
+
+    def join_replicas(self) -> None:
+        """Learn what the other replicas have in this batch, before its first loss.
+
+        Raises:
+            PipelineError: their batches have other columns.
+        """
+        if self._wait is None or self._numbers is None:
+            return
+        wait, self._wait = self._wait, None
+        wait()
+        undecided, names, *self._totals = self._numbers.tolist()
+        if names != self._replicas * zlib.crc32("".join(each.name for each in self.found).encode()):
+            raise PipelineError("the replicas of the pipeline have batches with other columns at the same time")
+        self.undecided = undecided > 0
+
+    def share(self, span: Span) -> float:
+        """Return the weight of a micro-batch's loss in that of this rank's batch."""
+        return self.chosen.share(span) if self.chosen.total else span.rows / sum(each.rows for each in self.spans)
+
+    def shares_of_logs(self, spans: Sequence[Span], of_loss: Iterable[LogKey]) -> dict[LogKey, list[float]]:
+        """Return the weights of values that were logged for each micro-batch, where not by samples."""
+        named = {each.name: each for each in self.every}
+        known = {key: named[name] for key, name in self.logs.items() if name in named}
+        keys = {**dict.fromkeys(of_loss, self.chosen), **known}
+        return {
+            key: [each.share(span) for span in spans]
+            for key, each in keys.items()
+            if each.total and each.name != SAMPLES
+        }
+
+    def factor(self, span: Span) -> float:
+        """Return the same for its gradient, which replicas average: in one process they would be one batch."""
+        chosen = self.chosen
+        if not self._totals or chosen.name == SAMPLES:
+            return self.share(span)
+        total = 1.0 if chosen.name == SUMS else self._totals[self.found.index(chosen)]
+        return chosen.of(span) * self._replicas / total if total else self.share(span)
+
+
+class LossWeights:
+    """Weighs the micro-batches of each batch of a run, on the rank of the last stage.
+
+    Args:
+        looks: whether candidates may be told apart by the losses of a batch.
+        sums: adds up numbers over replicas, in place, and returns what waits for that; None without replicas.
+
+    Attributes:
+        name: by what micro-batches are weighed; empty before the first batch.
+    """
+
+    MOST_LOOKS, MOST_FOR_LOGS = 5, 3
+    """Batches by which candidates for the loss, and for logged values, are told apart; then the likeliest counts."""
+
+    def __init__(self, module: pl.LightningModule, looks: bool, sums: Sums | None, replicas: int) -> None:
+        self.name = ""
+        self._module = module
+        self._looks = self.MOST_LOOKS if looks else 0
+        self._sums, self._replicas = sums, replicas
+        self._left_out: set[str] = set()
+        self._looks_for_logs = self.MOST_FOR_LOGS if looks else 0
+        self._logs: dict[LogKey, set[str]] = {}
+        """The candidates that have made each logged value so far."""
+
+    @staticmethod
+    def wanted(module: pl.LightningModule, check_loss: bool) -> bool:
+        """Return whether micro-batches may be weighed by something else than their samples."""
+        return check_loss or isinstance(module, WeighsMicrobatches)
+
+    def of(self, batch: Any, rows: int, spans: Sequence[Span]) -> BatchWeights | None:
+        """Return the weights of a batch, by its own labels; None if it is not cut and there are no replicas."""
+        if len(spans) < 2 and self._sums is None:
+            return None
+        found = candidates(self._module, batch, rows, spans)
+        left = [each for each in found if each.name not in self._left_out]
+        left = left or [each for each in found if each.name == SAMPLES]
+        if not self._looks:
+            left = left[:1]
+        undecided = disagree(left, spans) or (self._looks_for_logs > 0 and self._logs_disagree(found, spans))
+        made = BatchWeights(found, left, spans, undecided, self._by(found), self._sums, self._replicas)
+        self._name(made.chosen)
+        return made
+
+    def choose(self, weights: BatchWeights, fitting: Collection[str] | None) -> None:
+        """Take the likeliest of those candidates that make the loss of a batch; collective over replicas.
+
+        Args:
+            fitting: their names; None if no loss can be told.
+        """
+        names = [each.name for each in weights.found]
+        fit = torch.tensor([float(fitting is None or name in fitting) for name in names], dtype=torch.float64)
+        if self._sums is not None:
+            self._sums(fit)()
+        left = [each for each, number in zip(weights.found, fit.tolist(), strict=True) if number == self._replicas]
+        if disagree(weights.found, weights.spans):
+            self._looks -= 1
+        else:
+            self._looks_for_logs -= 1
+        weights.undecided = False
+        if not left:
+            left = [each for each in weights.found if each.name == SAMPLES]
+            self._looks = 0
+        self._left_out |= set(names) - {each.name for each in left}
+        weights.chosen = left[0] if left else weights.found[0]
+        self._name(weights.chosen)
+        if not self._looks:
+            self._left_out |= set(names) - {weights.chosen.name}
+
+    def weigh_logs(self, weights: BatchWeights, by: Mapping[LogKey, Collection[str]]) -> None:
+        """Weigh logged values by candidates that make them of those of micro-batches."""
+        for key, names in by.items():
+            self._logs[key] = self._logs.get(key, {*names}) & {*names}
+        weights.logs = self._by(weights.every)
+
+    def _by(self, every: Sequence[Amounts]) -> dict[LogKey, str]:
+        """The likeliest candidates of logged values; the loss's own, if they are not averaged over samples."""
+        order = sorted(every, key=lambda each: (each.name != SAMPLES, each.name != self.name))
+        left = {key: [each.name for each in order if each.name in names] for key, names in self._logs.items()}
+        return {key: names[0] if names else SAMPLES for key, names in left.items()}
+
+    def _logs_disagree(self, every: Sequence[Amounts], spans: Sequence[Span]) -> bool:
+        possible = {frozenset(names) for names in self._logs.values()}
+        left = ([each for each in every if each.name in names] for names in possible)
+        return any(disagree(each, spans) for each in left if each)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are no replicas, which choose together."""
+        return self._sums is None
+
+    def give_up(self) -> None:
+        """Take samples from the next batch on."""
+        self._looks = 0
+
+    def _name(self, chosen: Amounts) -> None:
+        if chosen.name != self.name and (self.name or chosen.name != SAMPLES):
+            rank_zero_info(f"The losses of micro-batches are weighed by {chosen.name}, as the loss of a whole batch is")
+        self.name = chosen.name
+
+
+def disagree(found: Sequence[Amounts], spans: Sequence[Span]) -> bool:
+    """Return whether candidates give a batch's micro-batches different weights."""
+    first = [found[0].share(span) for span in spans]
+    return any(
+        abs(each.share(span) - share) > _ALIKE for each in found[1:] for span, share in zip(spans, first, strict=True)
+    )

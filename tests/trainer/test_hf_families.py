@@ -1,0 +1,48 @@
+"""Families of Hugging Face models train with the library's defaults what one process trains, padded labels too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_pipes.testing.ranks import run_ranks
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+FAMILIES = {
+    "llama": "net.model.layers",
+    "gemma3n": "net.model.layers",  # keys and values that layers share
+    "t5gemma": "net.model.decoder.layers",  # two lists of layers, of which pp_plan names both
+    "ultrabert": "net.model.layers",  # no shift by one
+}
+
+
+def trained(rank: int, file: str) -> None:
+    sys.path.insert(0, BENCHMARKS)
+    from hf_families import compare
+
+    compare(rank, [*FAMILIES], file)
+
+
+@cache
+def results(file: str) -> list[dict[str, Any]]:
+    run_ranks(trained, 2, file, timeout=240)
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("families") / "results")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family(family, file):
+    found = {each["variant"]: each for each in results(file) if each["family"] == family}
+    assert [(each["outcome"], each["said"]) for each in found.values()] == [("equal", "")] * 2
+    assert found["default"]["cut"] == FAMILIES[family]
+    assert "labels in batch['labels'] that are not -100" in found["padded"]["weighed"]
+    assert ("shifted by one" in found["padded"]["weighed"]) == (family in ("llama", "gemma3n"))
