@@ -549,7 +549,7 @@ class _H4:
 @fault(
     "logs merged by the last micro-batch",
     "logged",
-    broken=lambda rank: patched(steps, "merge", lambda calls, rows: list(calls[-1])),
+    broken=lambda rank: patched(steps, "merge", lambda calls, *_: list(calls[-1])),
 )
 class _H5:
     pass
