@@ -23,7 +23,7 @@ from lightning_pipes.trainer.loop.run import PipelineRun, Training
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.streaming import Streaming, check_streaming
 from lightning_pipes.trainer.loop.wrapping import wrap_hooks
-from lightning_pipes.trainer.module.capture import Interceptor
+from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
 from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut
 from lightning_pipes.trainer.module.hidden_state import HiddenState
@@ -50,7 +50,6 @@ from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.reports.summary import show_module
 from lightning_pipes.trainer.running import Running
 from lightning_pipes.trainer.step.clipping import GradientAgreement
-from lightning_pipes.trainer.step.key_value_caches import CacheSwitch
 from lightning_pipes.trainer.step.logs import metrics_gather_over
 from lightning_pipes.trainer.step.steps import Steps
 from lightning_pipes.trainer.verify.reference import ReferenceProcess

@@ -18,10 +18,9 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module import pipelined
-from lightning_pipes.trainer.module.capture import Interceptor
+from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
 from lightning_pipes.trainer.module.pipelined import CutModule, find_pipelined
 from lightning_pipes.trainer.module.tape import TapedLayer
-from lightning_pipes.trainer.step.key_value_caches import CacheSwitch
 from tests.compat.models import LitGPT2
 from tests.trainer.lit import Case, differences, train_cases
 

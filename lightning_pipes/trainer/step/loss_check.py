@@ -30,10 +30,9 @@ from lightning_pipes.trainer.module.batches import copied, join, take
 from lightning_pipes.trainer.module.generators import state_of
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.unchanged import generators, unchanged
-from lightning_pipes.trainer.step.kept import Kept, no_room
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, numbered, recorded
 from lightning_pipes.trainer.step.loss_weights import BatchWeights, LossWeights, disagree
-from lightning_pipes.trainer.step.steps import Steps, TrainingBatch, loss_of
+from lightning_pipes.trainer.step.steps import Kept, Steps, TrainingBatch, loss_of, no_room
 
 _HALF = 1e-4
 """By how much losses may differ, relatively, where they are computed from numbers with half the bits: batches of other

@@ -29,8 +29,7 @@ from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.unchanged import unchanged
 from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
-from lightning_pipes.trainer.step.kept import HOST, no_room
-from lightning_pipes.trainer.step.steps import Steps, TrainingBatch
+from lightning_pipes.trainer.step.steps import HOST, Steps, TrainingBatch, no_room
 
 _COARSE = 1e-2
 """By how much values may differ, relative to the largest, where they were computed from numbers with half the bits."""
