@@ -24,7 +24,8 @@ from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from tests.compat.runs import Keeper, rows_of_csv
-from tests.fuzz.modules import Made, random_module, source
+from tests.fuzz.modules import Made, moving_module, random_module, source
+from tests.fuzz.moving import MovesLayers
 from tests.trainer.lit import differences, plain_values, quiet
 
 EQUAL, REFUSED, WARNED, ALIKE, WRONG = "equal", "refused", "warned", "fails alike", "WRONG"
@@ -97,8 +98,9 @@ def _trained(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, l
     script = loaded(made)
     resumes = made.base.resumes
     for epochs in (1, 2) if resumes else (None,):
-        keeper = Keeper()
-        trainer, module = script.make(folder, strategy(), ranks, [keeper], lr, epochs)
+        keeper, made_strategy = Keeper(), strategy()
+        moves = [MovesLayers(made.seed)] if made.base.moves and made_strategy != "auto" else []
+        trainer, module = script.make(folder, made_strategy, ranks, [keeper, *moves], lr, epochs)
         resume = {"ckpt_path": f"{folder}/first.ckpt", "weights_only": False} if epochs == 2 else {}
         trainer.fit(module, **script.data(), **resume)
         if epochs == 1:
@@ -113,6 +115,8 @@ def _trained(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, l
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
     }
+    if moves:
+        found["moved"] = moves[0].moved
     if trainer.is_global_zero:
         found["rows"] = rows_of_csv(Path(folder) / "version_0" / "metrics.csv")
     return found
@@ -271,7 +275,8 @@ def main(arguments: Sequence[str]) -> None:
     counts: dict[str, int] = {}
     for start in range(0, len(seeds), 25):
         most = 1 if "--alone" in options else 6
-        cases = [random_module(seed, pieces_at_most=most) for seed in seeds[start : start + 25]]
+        make = moving_module if "--moving" in options else random_module
+        cases = [make(seed, pieces_at_most=most) for seed in seeds[start : start + 25]]
         if len(seeds) == 1 and "--quiet" not in options:
             print(source(cases[0]))
         for made, came in zip(cases, verdicts(cases), strict=True):

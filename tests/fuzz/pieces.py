@@ -102,6 +102,7 @@ class Base:
         batches: what a batch is.
         rows: samples of the training data, `size` of them in a batch.
         siblings: how many trainings with other learning rates share the ranks, in a job array; 0 is none.
+        moves: how layers move while it trains; empty where they stay.
     """
 
     place: str = "sequential"
@@ -118,6 +119,7 @@ class Base:
     epochs: int = 2
     resumes: bool = False
     siblings: int = 0
+    moves: str = ""
 
 
 def path(base: Base) -> str:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from tests.fuzz.module_runs import ALIKE, EQUAL, WARNED, WRONG, Verdict, alone, verdict, verdicts
-from tests.fuzz.modules import Made, random_module, source
+from tests.fuzz.modules import Made, moving_module, random_module, source
 from tests.fuzz.pieces import MAKERS, OFF, Base, is_off
 
 FEW, MANY, TOGETHER = 100, 400, 50
 
 
-def look(seeds: range) -> None:
+def look(seeds: range, make: Callable[[int], Made] = random_module) -> None:
     """Asserts that none of these modules comes out wrong, and that few of them are refused or warned of."""
-    cases = [random_module(seed) for seed in seeds]
+    cases = [make(seed) for seed in seeds]
     found = verdicts(cases)
     wrong = [told(made, came) for made, came in zip(cases, found, strict=True) if came.kind == WRONG]
     assert not wrong, "\n\n".join(wrong)
@@ -34,6 +35,13 @@ def told(made: Made, came: Verdict) -> str:
 @pytest.mark.parametrize("first", range(0, FEW, TOGETHER))
 def test_modules(first):
     look(range(first, first + TOGETHER))
+
+
+@pytest.mark.parametrize(
+    "first", [20, pytest.param(0, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.slow)]
+)
+def test_modules_whose_layers_move(first):
+    look(range(first, first + (6 if first == 20 else 20)), moving_module)
 
 
 @pytest.mark.slow
