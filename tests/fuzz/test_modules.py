@@ -11,7 +11,7 @@ import pytest
 
 from tests.fuzz.module_runs import ALIKE, EQUAL, WARNED, WRONG, Verdict, alone, verdict, verdicts
 from tests.fuzz.modules import Made, moving_module, random_module, source
-from tests.fuzz.pieces import MAKERS, OFF, Base, is_off
+from tests.fuzz.pieces import MAKERS, OFF, Base, Piece, is_off
 
 FEW, MANY, TOGETHER = 100, 400, 50
 
@@ -75,13 +75,9 @@ def test_a_difference_is_wrong_unless_its_own_cause_warns(tmp_path):
     weights = {name: value + 1e-7 for name, value in plain["weights"].items()}
     other = plain | {"weights": weights, "warned": ["layer 0 keeps a tensor"]}
     assert verdict(made, [plain, other], plain).kind == WRONG
-    allowed = Made(0, made.base, (*made.pieces, warning()))
+    allowed = Made(0, made.base, (*made.pieces, Piece("auxiliary", warned="keeps a tensor")))
     assert verdict(allowed, [plain, other], plain).kind == WARNED
     assert verdict(allowed, [plain, other | {"warned": []}], plain).kind == WRONG
     ended = {"error": "PlanError: so", "ours": True, "warned": []}
     assert verdict(made, [plain, ended], plain).kind == WRONG
     assert verdict(made, [ended, ended], plain).kind == WRONG
-
-
-def warning():
-    return next(p for seed in range(200) for p in random_module(seed).pieces if p.cause == "auxiliary:attribute")
