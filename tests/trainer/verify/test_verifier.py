@@ -351,7 +351,9 @@ def saves(rank: int, folder: str) -> list[str]:
 
 
 def test_the_reference_writes_no_files(tmp_path):
-    first, _ = run_ranks(saves, 2, str(tmp_path))
+    (tmp_path / "scratch").mkdir()
+    first, _ = run_ranks(saves, 2, str(tmp_path), env={"TMPDIR": str(tmp_path / "scratch")})
+    assert not list((tmp_path / "scratch").glob("lightning_pipes_verify_*"))
     assert [name for name in first if name.endswith("ckpt")] == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
     steps = [line.split(",") for line in (tmp_path / "run" / "metrics.csv").read_text().splitlines()]
     column = steps[0].index("step")
