@@ -131,7 +131,8 @@ class Harm(Callback):
             wanted = self.place == ("validation" if trainer.validating else "forward")
             self.harm(trainer, wanted)
 
-        mine = next(module.layers.children())  # the first layer that lives here
+        layers = module.layers.children()  # hooks see those of all ranks
+        mine = next(layer for layer in layers if not any(p.is_meta for p in layer.parameters()))
         mine.register_forward_pre_hook(here)
         if self.place == "backward":
             mine.register_full_backward_pre_hook(lambda *_: self.harm(trainer))

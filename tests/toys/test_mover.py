@@ -48,7 +48,7 @@ class Sees(Callback):
         here = [n for n, p in module.named_parameters() if n.startswith("model.") and not p.is_meta]
         names = {id(p): n for n, p in module.named_parameters()}
         (group,) = ([p for g in o.param_groups for p in g["params"]] for o in trainer.optimizers)
-        stepped = [names[id(p)] for p in group if names[id(p)].startswith("model.")]
+        stepped = [names[id(p)] for p in group if names[id(p)].startswith("model.") and not p.is_meta]
         self.consistent.append(
             sorted(here) == sorted(stepped)
             and {int(n.split(".")[1]) for n in here} <= {*holdings.local}

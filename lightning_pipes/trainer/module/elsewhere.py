@@ -152,6 +152,12 @@ class Elsewhere(torch.Tensor):
         )
 
     @staticmethod
+    def find_stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the module shows in place of a tensor that `replace` was called with, else the tensor."""
+        found: torch.Tensor = tensor.__dict__.get("_stand_in", tensor)
+        return found
+
+    @staticmethod
     def put_back(tensor: torch.Tensor) -> None:
         """Have a tensor that `replace` was called with be itself, without values; else nothing."""
         kept = tensor.__dict__.pop("_kept_class", None)

@@ -37,6 +37,7 @@ class OptimizerLayout:
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._hidden: list[list[torch.Tensor]] = []
         self._shown: list[list[torch.Tensor]] = []
+        self._whole: list[list[torch.Tensor]] = []
         self._states = 0
         self._given_names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
 
@@ -60,9 +61,10 @@ class OptimizerLayout:
         self.local = tuple(local)
 
     def show_whole(self) -> None:
-        """Have the optimizer show the parameters of all ranks, as code of the user's is to see them."""
+        """Have the optimizer show the parameters of all ranks, the very objects that the module shows in hooks."""
         self._hidden = [group["params"] for group in self.optimizer.param_groups]
-        self._shown = [list(parameters) for parameters in self._parameters]
+        self._shown = [list(map(Elsewhere.find_stand_in, parameters)) for parameters in self._parameters]
+        self._whole = [list(parameters) for parameters in self._shown]
         self._states = len(self.optimizer.state)
         for group, parameters in zip(self.optimizer.param_groups, self._shown, strict=True):
             group["params"] = parameters
@@ -72,7 +74,7 @@ class OptimizerLayout:
         groups, shown = self.optimizer.param_groups, self._shown
         same = len(groups) == len(shown) and all(
             group["params"] is parameters and list(map(id, parameters)) == list(map(id, whole))
-            for group, parameters, whole in zip(groups, shown, self._parameters, strict=False)
+            for group, parameters, whole in zip(groups, shown, self._whole, strict=False)
         )
         for group, parameters in zip(groups, self._hidden, strict=False):
             group["params"] = parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -131,7 +132,7 @@ class StepView:
         wrapped: list[tuple[dict[int, Any], int, Any, Any]] = []
 
         @functools.wraps(original)
-        def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             for hooks in step_hooks(optimizer):
                 for key, hook in hooks.items():
                     if all(hook is not ours for *_, ours in wrapped):
@@ -149,7 +150,7 @@ class StepView:
             if before is not None:
                 vars(optimizer)["step"] = before
 
-        vars(optimizer)["step"] = step
+        vars(optimizer)["step"] = MethodType(step, optimizer)  # schedulers look for the function of a method
         return undo
 
     def _seeing(self, hook: Callable[..., Any], name: str) -> Any:

@@ -113,6 +113,9 @@ class LitSlow(pl.LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.layers(batch).square().mean()  # type: ignore[no-any-return]
 
+    def on_train_start(self) -> None:
+        self.forwards = Slow.forwards
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -132,12 +135,13 @@ def train(rank: int, folder: str) -> tuple[int, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(LitSlow(), DataLoader(torch.zeros(16, 6), batch_size=16))
-    return Slow.forwards, [*map(tuple, strategy.decision.layers)]
+    module = LitSlow()
+    trainer.fit(module, DataLoader(torch.zeros(16, 6), batch_size=16))
+    return module.forwards, [*map(tuple, strategy.decision.layers)]
 
 
 def test_a_second_run_does_not_measure(tmp_path: Path) -> None:
     first, second = (run_ranks(train, 2, str(tmp_path / "kept"), timeout=120) for _ in range(2))
     assert first[0][0] > 6 * 4
-    assert sum(forwards for forwards, _ in second) <= 6 * (4 + 1)  # of the step, and of the check of its loss
+    assert [forwards for forwards, _ in second] == [0, 0]
     assert [cut for _, cut in second] == [cut for _, cut in first]
