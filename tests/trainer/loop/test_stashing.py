@@ -68,7 +68,9 @@ def test_versions_took_turns() -> None:
         assert found["most"] == 3
         assert found["statistics"].bytes_in > 8 * 3 * LINEAR // 2
         assert found["statistics"].bytes_out > 8 * 3 * LINEAR // 2
-    assert first["pipedream"][1]["statistics"].stall_ns > 0  # over the slow link
+    statistics = first["pipedream"][1]["statistics"]
+    assert statistics.prefetched > 0  # whether computation waits for the slow link depends on what else runs
+    assert statistics.hits + statistics.late + statistics.misses > 0
     assert first["dynpipe"][1]["most"] == 2
 
 
