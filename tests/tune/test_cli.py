@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from lightning_pipes.cost import ModelProfile
 from lightning_pipes.ir import Kind
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.sim.shown.record import FILE
+from lightning_pipes.testing.interpreters import environment
 from lightning_pipes.testing.records import record_of
 from lightning_pipes.tune import schema
 from lightning_pipes.tune.cli import main
@@ -365,7 +367,8 @@ if __name__ == "__main__":
 """
 
 
-def test_verify_runs_a_script_as_it_is(tmp_path, capfd):
+def test_verify_runs_a_script_as_it_is(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(os, "environ", environment("verify", tmp_path))  # Trainers of other tests leave LOCAL_RANK
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     assert main(["verify", "--batches", "3", str(script), "--json", "key=value"]) == 0
