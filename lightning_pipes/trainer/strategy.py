@@ -85,7 +85,7 @@ class PipelineStrategy(PipelineHost):
         schedule_args: settings of the schedule, such as {"k": 2}.
         module: path of the nn.Sequential or nn.ModuleList to cut; by default the largest by parameters, or the one that
             takes most of a step where that is clearly another.
-        partition: "auto" measures the layers for a second or so when `fit` starts, tries the pipeline for another, and
+        partition: "auto" measures the layers and tries the pipeline when `fit` starts, three seconds in all, and
             balances the stages by time, within the devices' memory, where that saves 5 % of a step; else, and with
             "parameters", they have even numbers of parameters. A list names the layers at which stages 1, 2, ... begin.
         recompute: keep only the input of each stage and run its forward again before backward; saves memory.

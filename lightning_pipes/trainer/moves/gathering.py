@@ -54,11 +54,11 @@ def gather_layers(part: Part, pipeline: Control, gather: str) -> None:
         PipelineError: a rank has trained a tensor that another rank's copy of the layer does not have.
     """
     cut = part.cut
-    sides = [Side(*side) for side in pipeline.all_gather(tuple(describe_side(cut)))]
+    sides = gather_sides(cut, pipeline)
     receivers = choose_receivers(gather, sides)
     if len(receivers) < len(sides):
         go_home(part)
-        sides = [Side(*side) for side in pipeline.all_gather(tuple(describe_side(cut)))]
+        sides = gather_sides(cut, pipeline)
     cut.stays_spread = pipeline.position not in receivers
     if not receivers:
         return
@@ -80,6 +80,11 @@ def gather_layers(part: Part, pipeline: Control, gather: str) -> None:
         if not cut.stays_spread:
             for name, value in side.extra.items():
                 cut.full.get_submodule(name).set_extra_state(value)
+
+
+def gather_sides(cut: CutModule, pipeline: Control) -> list[Side]:
+    """Return what each rank of a pipeline has and lacks."""
+    return [Side(*side) for side in pipeline.all_gather(tuple(describe_side(cut)))]
 
 
 def describe_side(cut: CutModule) -> Side:

@@ -6,11 +6,15 @@ import csv
 from functools import cache
 from tempfile import mkdtemp
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
+from lightning_pipes.engine.residency.copier import copier_for
 from lightning_pipes.testing.ranks import run_ranks
+from tests.engine.residency.virtual import Virtual
 from tests.toys.install import install
 from tests.trainer.lit import differences
 from tests.trainer.stashes import LINEAR, Stashing, fit, turning
@@ -22,6 +26,13 @@ CASES = {
     "pipedream": Stashing(3, "pipedream", 1, {"val_check_interval": 5}, resumes=True),
     "dynpipe": Stashing(3, "dynpipe", 2, {"accumulate_grad_batches": 2}),
 }
+RATE = 2e6
+"""Bytes per second of the slow link."""
+
+
+def link(device: torch.device, bandwidth: float) -> Virtual:
+    """Return a link with a clock of its own: computing takes no time, so that each copy that is read is waited for."""
+    return Virtual(bandwidth)
 
 
 def of_rank(rank: int, keys: list[str], folder: str) -> dict[str, list[dict[str, Any]]]:
@@ -30,7 +41,9 @@ def of_rank(rank: int, keys: list[str], folder: str) -> dict[str, list[dict[str,
     found: dict[str, list[dict[str, Any]]] = {}
     for key in keys:
         case, saved = CASES[key], f"{folder}/{key}/step=7.ckpt"
-        found[key] = [fit(case, f"{folder}/{key}", None), fit(case, f"{folder}/{key}/2", turning(1, 2e6))]
+        found[key] = [fit(case, f"{folder}/{key}", None)]
+        with patch("lightning_pipes.arrays.memory_swap.copier_for", link if key == "pipedream" else copier_for):
+            found[key].append(fit(case, f"{folder}/{key}/2", turning(1, RATE)))
         if case.resumes:
             found[key].append(fit(case, f"{folder}/{key}/3", turning(1), resume=saved))
     return found
@@ -69,8 +82,8 @@ def test_versions_took_turns() -> None:
         assert found["statistics"].bytes_in > 8 * 3 * LINEAR // 2
         assert found["statistics"].bytes_out > 8 * 3 * LINEAR // 2
     statistics = first["pipedream"][1]["statistics"]
-    assert statistics.prefetched > 0  # whether computation waits for the slow link depends on what else runs
-    assert statistics.hits + statistics.late + statistics.misses > 0
+    assert statistics.late > 0
+    assert statistics.stall_ns >= 2 * LINEAR / RATE * 1e9  # one version of two layers at least
     assert first["dynpipe"][1]["most"] == 2
 
 
@@ -83,5 +96,5 @@ def test_what_all_ranks_count_is_logged() -> None:
     assert 0 < float(rows[-1]["memory_gigabytes"]) <= bytes_moved / 1e9
     assert 0 < float(rows[-1]["memory_hit_rate"]) <= 1
     waited = sum(of["pipedream"][1]["statistics"].stall_ns for of in others) / 1e9
-    assert 0 <= float(rows[-1]["memory_stall_seconds"]) <= waited  # a slow machine may not have waited yet
-    assert float(rows[-1]["memory_late"]) >= 0
+    assert 0 < float(rows[-1]["memory_stall_seconds"]) <= waited
+    assert float(rows[-1]["memory_late"]) > 0
