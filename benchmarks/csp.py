@@ -12,10 +12,9 @@ import os
 import platform
 from collections.abc import Callable
 
-from csp_decision import decision_us
-from csp_emulated import Report, bounds, costs, scaling, spaces, split, swaps
-from csp_reproducibility import trained
-
+from benchmarks.papers.csp.decision import decision_us
+from benchmarks.papers.csp.emulated import Report, bounds, costs, scaling, spaces, split, swaps
+from benchmarks.papers.csp.reproducibility import trained
 from lightning_pipes.strategies.csp.emulated.machine import load_loops
 from lightning_pipes.strategies.csp.planner import MICROBATCHES
 

@@ -29,8 +29,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from dynpipe_trainings import LAYER, ROWS, Case, microbatches, several
 
+from benchmarks.papers.dynpipe.trainings import LAYER, ROWS, Case, microbatches, several
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Kind, Span
 from lightning_pipes.ir.registry import make_schedule

@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fidelity import Links, Overheads
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from benchmarks.fidelity import Links, Overheads
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
 from lightning_pipes.ir import COMPUTE, Plan, Schedule, Span

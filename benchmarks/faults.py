@@ -36,8 +36,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from fault_job import Job, again
-
+from benchmarks.harness.fault_job import Job, again
 from lightning_pipes.engine.watch.points import Fault
 from lightning_pipes.engine.watch.trust import SECRET
 from lightning_pipes.testing import namespaces
@@ -53,7 +52,7 @@ from lightning_pipes.testing.interpreters import (
 from lightning_pipes.testing.ranks import die_with_parent, watch_ranks
 from lightning_pipes.testing.ranks import environment as rank_environment
 
-SCRIPT = str(Path(__file__).with_name("fault_job.py"))
+SCRIPT = str(Path(__file__).with_name("harness/fault_job.py"))
 SHM = Path("/dev/shm")
 """Not of ours are semaphores (sem.*), which Python leaves if it is killed while it makes one."""
 LAUNCHER = -1

@@ -3,7 +3,7 @@
 Steps are predicted from what is known beforehand: the times that layers are told to take, or that the profiler finds
 for real ones; the speed to which links are set; and what a computation and a message cost the engine besides, measured
 in a short training. Emulated stages sleep 20 ms forward and 40 ms backward and send 128 KiB over really
-shaped links (`benchmarks/netlab`; needs root on Linux). The byte GPT of the examples is real, in two stages with a
+shaped links (`benchmarks/netlab.py`; needs root on Linux). The byte GPT of the examples is real, in two stages with a
 thread each.
 
     python benchmarks/fidelity.py [--quick] [--json]
@@ -23,11 +23,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-import simulator
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import simulator
 from lightning_pipes.cost import Cluster, CostModel, Device, Link, ModelProfile
 from lightning_pipes.engine import FailureWatch, Item, Stage, make_transport
 from lightning_pipes.engine.compute.profiler import profile_layers

@@ -21,7 +21,8 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from silence import hush
+
+from benchmarks.harness.silence import hush
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import GPT

@@ -23,9 +23,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from hf_tiny import Batch, Tiny, families, tiny_model
 from torch.utils.data import DataLoader
 
+from benchmarks.harness.hf_tiny import Batch, Tiny, families, tiny_model
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 

@@ -1,5 +1,5 @@
 """Job arrays: how good the orders of one iteration are, how long an epoch of 64 made-up jobs takes, simulated, and what
-siblings take together and one after another, executed. See jap_paper.py for the figures of ArrayPipe's paper.
+siblings take together and one after another, executed. See papers/jap/figures.py for the figures of ArrayPipe's paper.
 
 Solvers get a time limit, and processes are measured, so run it on an idle machine; what is simulated is the same
 everywhere.
@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 
-import jap_run
 import numpy as np
-from jap_schemes import Costs, Epoch
-from jap_single import Ordered, Spent
 
+from benchmarks.papers.jap import run as jap_run
+from benchmarks.papers.jap.schemes import Costs, Epoch
+from benchmarks.papers.jap.single import Ordered, Spent
 from lightning_pipes.arrays.array_size import pieces
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import SENDS, Kind

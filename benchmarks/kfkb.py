@@ -1,9 +1,10 @@
 """What more micro-batches under way gain on slow links, and what adapting to them gains.
 
 Four emulated stages, 24 micro-batches, a backward takes two forwards, and a message x forwards. Steps over steady links
-are measured on really shaped ones (`kfkb_links.py`; needs root on Linux), plans in turn in the same processes. Links
-that switch between x = 0.25 and 3, or change from phase to phase, are shaped so while steps run (`kfkb_changing.py`),
-and replayed event by event (`replay.py`) over more traces, with the tuner's own code in the loop.
+are measured on really shaped ones (`papers/kfkb/links.py`; needs root on Linux), plans in turn in the same processes.
+Links that switch between x = 0.25 and 3, or change from phase to phase, are shaped so while steps run
+(`papers/kfkb/changing.py`), and replayed event by event (`papers/kfkb/replay.py`) over more traces, with the tuner's
+own code in the loop.
 
     python benchmarks/kfkb.py [--quick] [--only PART...] [--speeds X...] [--seeds A B] [--json]
 """
@@ -22,11 +23,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from kfkb_changing import FIRST, INTERVAL, Course, run
-from kfkb_links import AUTO, TORCH, Measured, Trial, bandwidth, measure
-from kfkb_split import emulated, gpt
-from replay import Direction, Replay, Trace
 
+from benchmarks.papers.kfkb.changing import FIRST, INTERVAL, Course, run
+from benchmarks.papers.kfkb.links import AUTO, TORCH, Measured, Trial, bandwidth, measure
+from benchmarks.papers.kfkb.replay import Direction, Replay, Trace
+from benchmarks.papers.kfkb.split import emulated, gpt
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Kind, Plan, Policy, Program, Rule, RulePolicy, Schedule
 from lightning_pipes.ir.registry import make_schedule

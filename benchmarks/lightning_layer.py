@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine import gpt_parts
-from silence import hush
 from torch import nn
 
+from benchmarks.engine import gpt_parts
+from benchmarks.harness.silence import hush
 from lightning_pipes.testing.emulated import steady
 from lightning_pipes.testing.ranks import run_ranks
 

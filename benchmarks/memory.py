@@ -65,8 +65,9 @@ class Peak:
 def make_layers(part: slice = slice(None)) -> list[Any]:
     """Return these layers of the model, which are an embedding, blocks and a head."""
     import torch
-    from engine import Block, Head
     from torch import nn
+
+    from benchmarks.engine import Block, Head
 
     torch.manual_seed(0)
     makers: list[Callable[[], nn.Module]] = [
@@ -100,9 +101,10 @@ def train_by_lightning(
     """Train by `Trainer.fit` and save what the process needed."""
     import lightning as L
     import torch
-    from silence import hush
     from torch import nn
     from torch.utils.data import DataLoader
+
+    from benchmarks.harness.silence import hush
 
     hush()
     peak = Peak()

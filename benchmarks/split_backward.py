@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from engine import Block
 from torch import nn
 
+from benchmarks.engine import Block
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine.compute.autograd import Saved, backward, enter, leave
 from lightning_pipes.engine.compute.split import backward_inputs

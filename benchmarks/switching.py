@@ -32,9 +32,9 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from silence import hush
 from torch import nn
 
+from benchmarks.harness.silence import hush
 from lightning_pipes import JobArray, MemorySwap, PipelineStrategy
 from lightning_pipes.ir import Kind
 from lightning_pipes.planning.switching import Switching

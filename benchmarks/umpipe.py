@@ -2,9 +2,9 @@
 
     python benchmarks/umpipe.py [--quick] [--json] [--part search|overlapped|executed ...]
 
-The parts have more to show by themselves: umpipe_search.py and umpipe_overlapped.py, experiment by experiment, with
+The parts have more to show by themselves: search.py and overlapped.py in papers/umpipe, experiment by experiment, with
 pictures. Seconds of searches are CPU time of one core; executed steps are those of emulated stages, see
-umpipe_executed.py. Left out: GPUs, of which there was none, and real layers on as many devices.
+papers/umpipe/executed.py. Left out: GPUs, of which there was none, and real layers on as many devices.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import json
 import os
 import platform
 
-from umpipe_executed import emulated, keys_of, lines_of
-from umpipe_experiments import t6
-from umpipe_overlapped_experiments import EXPERIMENTS
-
+from benchmarks.papers.umpipe.executed import emulated, keys_of, lines_of
+from benchmarks.papers.umpipe.overlapped_experiments import EXPERIMENTS
+from benchmarks.papers.umpipe.search_experiments import t6
 from lightning_pipes.strategies.umpipe.search import load_loops
 
 PARTS = ("search", "overlapped", "executed")

@@ -51,7 +51,10 @@ class Module:
 
 def literal_keys(folder: Path) -> dict[str, set[str]]:
     """Return the keys of printed JSON whose value is a literal, by the name of the benchmark."""
-    modules = {path.stem: Module.of(path.read_text()) for path in folder.glob("*.py")}
+    modules = {
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts): Module.of(path.read_text())
+        for path in folder.rglob("*.py")
+    }
     return {name: found for name in modules if (found := set(_printed(name, modules)))}
 
 

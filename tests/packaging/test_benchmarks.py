@@ -13,14 +13,13 @@ import pytest
 from tests.packaging.json_keys import literal_keys
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-PACKAGE = "lightning_pipes"
-FILES = sorted(FOLDER.glob("*.py"))
+PACKAGES = {"lightning_pipes", "benchmarks"}
+FILES = sorted(FOLDER.rglob("*.py"))
 SCRIPTS = [path for path in FILES if "ArgumentParser(" in path.read_text()]
 
 START = """
 import contextlib, io, runpy, sys
-sys.path.insert(0, sys.argv[1])
-for path in sys.argv[2:]:
+for path in sys.argv[1:]:
     sys.argv = [path, "--help"]
     said = io.StringIO()
     try:
@@ -38,11 +37,10 @@ def missing(path: Path) -> list[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.ImportFrom) or node.module is None or node.level:
             continue
-        base = FOLDER if node.module.partition(".")[0] != PACKAGE else FOLDER.parent
-        place = base.joinpath(*node.module.split("."))
-        sources = [place / "__init__.py"] if place.is_dir() else [place.with_suffix(".py")]
-        if base == FOLDER and not sources[0].exists():
+        if node.module.partition(".")[0] not in PACKAGES:
             continue  # from elsewhere
+        place = FOLDER.parent.joinpath(*node.module.split("."))
+        sources = [place / "__init__.py"] if place.is_dir() else [place.with_suffix(".py")]
         known = set().union(*map(defined, sources), (path.stem for path in place.glob("*")))
         found += [f"{node.module}.{name.name}" for name in node.names if name.name not in known]
     return found
@@ -65,14 +63,14 @@ def defined(source: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(FOLDER)))
 def test_what_a_benchmark_imports_is_there(path):
     assert missing(path) == []
 
 
 @pytest.mark.slow
 def test_all_start():
-    command = [sys.executable, "-c", START, str(FOLDER), *map(str, SCRIPTS)]
+    command = [sys.executable, "-c", START, *map(str, SCRIPTS)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     started = dict(line.rsplit(" ", 1) for line in ended.stdout.splitlines())
@@ -89,9 +87,9 @@ def test_literals_among_keys_are_found(tmp_path: Path) -> None:
         "LAST = {'last': 1.5}\nRATE = 2.0\ndef more(x):\n    return {'more': RATE, 'x': x}\n"
     )
     (tmp_path / "bench.py").write_text(
+        f"from {tmp_path.name}.other import LAST, RATE, more\n"
         """
 import json
-from other import LAST, RATE, more
 def main(report, x):
     keys = {"measured": x, "seed": 3, "speed_of_2026_11_23": 4.0, "start": 0.0}
     keys |= more(x) if x else LAST
@@ -101,4 +99,4 @@ def main(report, x):
 """
     )
     keys = ["'more'", "'last'", "'named'", "'entry'", "'given'", "'deep'"]
-    assert literal_keys(tmp_path) == {"bench": {*keys, "f'made_{x}'"}}
+    assert literal_keys(tmp_path) == {f"{tmp_path.name}.bench": {*keys, "f'made_{x}'"}}

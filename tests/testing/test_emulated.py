@@ -23,9 +23,8 @@ SHARED = patience(3.0)
 
 
 @pytest.fixture
-def fidelity(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import fidelity
+def fidelity():
+    from benchmarks import fidelity
 
     return fidelity
 

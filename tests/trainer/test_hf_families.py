@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from lightning_pipes.testing.ranks import run_ranks
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 FAMILIES = {
     "llama": "net.model.layers",
     "gemma3n": "net.model.layers",  # keys and values that layers share
@@ -22,8 +20,7 @@ FAMILIES = {
 
 
 def trained(rank: int, file: str) -> None:
-    sys.path.insert(0, BENCHMARKS)
-    from hf_families import compare
+    from benchmarks.hf_families import compare
 
     compare(rank, [*FAMILIES], file)
 

@@ -1,9 +1,8 @@
-"""What benchmarks/jap_paper.py simulates, against sums and bounds that are worked out otherwise."""
+"""What benchmarks/papers/jap/figures.py simulates, against sums and bounds that are worked out otherwise."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,19 +16,17 @@ from lightning_pipes.strategies.hanayo import Hanayo
 from lightning_pipes.strategies.jap import ArrayProblem, Job, problem_of, streamed
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 
-ROOT = Path(__file__).parents[3]
 SMALL = {"iterations": 12, "jobs": 8, "orders": 20}
 GIB = 2**30
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import bpipe
-    import jap_paper
-    import jap_replay
-    import jap_schemes
-    import jap_single
+def bench():
+    from benchmarks.papers.jap import bpipe
+    from benchmarks.papers.jap import figures as jap_paper
+    from benchmarks.papers.jap import replay as jap_replay
+    from benchmarks.papers.jap import schemes as jap_schemes
+    from benchmarks.papers.jap import single as jap_single
 
     return SimpleNamespace(bpipe=bpipe, paper=jap_paper, replay=jap_replay, schemes=jap_schemes, single=jap_single)
 

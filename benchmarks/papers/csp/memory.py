@@ -1,0 +1,151 @@
+"""Layers of a supernet that take turns on a device, in a real run: how many tasks find theirs there, and what waits.
+
+Each of three stages has four choice blocks of 24 candidates, which sleep for what they would compute, and room for
+three or four times what a subnet has there. States are really copied, over an emulated link on which a layer's takes as
+long beside its computation as those of NASPipe's Table 5 do, or three times as long.
+
+    python benchmarks/papers/csp/memory.py [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from benchmarks.harness.silence import hush
+from lightning_pipes import MemorySwap, PipelineStrategy
+from lightning_pipes.sim.residency import Statistics
+from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
+from lightning_pipes.testing.emulated import Emulated, sleeping
+from lightning_pipes.testing.ranks import run_ranks
+
+STAGES, BLOCKS, CANDIDATES, WIDTH = 3, 12, 24, 64
+FORWARD, BACKWARD, MICROBATCHES = 0.004, 0.008, 2
+"""Seconds of a micro-batch."""
+STATE = 52736
+"""Bytes of a candidate with Adam's moments, as they lie on the device."""
+LINK, SLOW = 16e6, 5e6
+"""Bytes per second: a layer moves in 3.3 ms, 14 % of its forward and backward of 24 ms (Table 5: 8 to 17 %, separable
+convolutions 6 to 20 %), and in 10.5 ms."""
+
+
+class Candidate(nn.Module):
+    """Has weights, and sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.sleeps = Emulated(sleeping(FORWARD, BACKWARD, message_bytes=256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sleeps(self.linear(x))  # type: ignore[no-any-return]
+
+
+class Search(L.LightningModule):
+    """One subnet a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Supernet(*(ChoiceBlock(Candidate() for _ in range(CANDIDATES)) for _ in range(BLOCKS)))
+
+    def layers_of_batch(self, batch: Any) -> Any:
+        """Those of its subnet."""
+        return self.net.layers_of(batch[-1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Nothing is learnt."""
+        (x,), subnet = batch
+        return self.net((x, subnet)).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam: a state is three times the weights."""
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class Clock(Callback):
+    """Seconds of a training."""
+
+    seconds = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.seconds = -time.perf_counter()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.seconds += time.perf_counter()
+
+
+def fit(rank: int, subnets: int, ways: list[tuple[int, float, bool]]) -> list[Any]:
+    """For each way the seconds and what tasks met; 0 contexts: all stay on the device."""
+    hush()
+    torch.set_num_threads(1)
+    found = []
+    for contexts, bandwidth, prefetch in ways:
+        memory = (
+            MemorySwap(contexts * STATE * BLOCKS // STAGES, bandwidth=bandwidth, prefetch=prefetch)
+            if contexts
+            else None
+        )
+        module, clock = Search(), Clock()
+        stream = SubnetStream(Uniform(module.net.space, seed=1))
+        data = torch.utils.data.TensorDataset(torch.ones(4 * subnets, WIDTH))
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=STAGES,
+            max_steps=subnets,
+            strategy=PipelineStrategy(
+                "csp",
+                MICROBATCHES,
+                recompute=True,
+                partition=[BLOCKS // STAGES * k for k in range(1, STAGES)],
+            ),
+            callbacks=[clock] if memory is None else [clock, memory],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, stream.paired(torch.utils.data.DataLoader(data, 4)))
+        found.append((clock.seconds, None if memory is None else memory.statistics))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer subnets, within 90 s")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    arguments = parser.parse_args()
+    ways = [(0, LINK, True), (3, LINK, True), (3, LINK, False), (4, LINK, True), (3, SLOW, True)]
+    subnets = 50 if arguments.quick else 200
+    ranks = run_ranks(fit, STAGES, subnets, ways, timeout=1200)
+    print(f"{platform.machine()}, torch {torch.__version__}, lightning {L.__version__}; {subnets} subnets, emulated")
+    print("room for  MB/s  prefetch     s  over all | by stage: found there at switches, waiting as a share of time")
+    keys: dict[str, float] = {}
+    base = ranks[0][0][0]
+    for n, (contexts, bandwidth, prefetch) in enumerate(ways):
+        seconds = ranks[0][n][0]
+        each = [found[n][1] for found in reversed(ranks) if found[n][1] is not None]  # the last stage is on rank 0
+        told = "  ".join(f"{s.hit_rate:6.1%} {s.stall_ns / 1e9 / seconds:6.2%}" for s in each)
+        room = f"{contexts} subnets" if contexts else "all      "
+        print(f"{room} {bandwidth / 1e6:5.0f}  {prefetch!s:8} {seconds:6.2f} {seconds / base - 1:+8.1%} | {told}")
+        if each:
+            total = Statistics.total(each)
+            name = f"{contexts}_at_{bandwidth / 1e6:.0f}" + ("" if prefetch else "_on_demand")
+            keys[f"hit_rate_{name}"] = round(total.hit_rate, 4)
+            keys[f"hit_rate_all_tasks_{name}"] = round(total.hits / total.leases, 4)
+            keys[f"stall_share_{name}"] = round(sum(s.stall_ns for s in each) / 1e9 / seconds / STAGES, 4)
+    print("Left out: what a GPU does while it copies; embeddings and heads, which stay on the device.")
+    if arguments.json:
+        print(json.dumps(keys))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""A supernet that fits one device, really trained: CSP beside what one could do instead, on two cores.
+
+Each way trains the same subnets with the same batches: `csp` on two processes; one subnet after another in a pipeline,
+with schedules that flush; one-shot training under DDP, as NNI's examples do it, one process a core, each with half of
+the batch; and one process with both cores. All take turns, several rounds.
+
+    python benchmarks/papers/csp/peers.py [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.harness.silence import hush
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
+from lightning_pipes.testing.ranks import run_ranks
+
+BLOCKS, CANDIDATES, WIDTH, ROWS = 12, 16, 384, 64
+HIDDEN = (256, 512, 768, 1024)
+WARM = 8
+"""Batches that are not counted."""
+
+
+class Residual(nn.Module):
+    """A candidate; they differ in width."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.GELU(), nn.Linear(hidden, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)  # type: ignore[no-any-return]
+
+
+class Search(L.LightningModule):
+    """One subnet a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (ChoiceBlock(Residual(HIDDEN[n % len(HIDDEN)]) for n in range(CANDIDATES)) for _ in range(BLOCKS))
+        self.net = Supernet(*blocks, nn.Linear(WIDTH, 10), shared="frozen")
+
+    def layers_of_batch(self, batch: Any) -> Any:
+        """Those of its subnet."""
+        return self.net.layers_of(batch[-1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Classifies."""
+        (x, y), subnet = batch
+        return F.cross_entropy(self.net((x, subnet)), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam."""
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class Clock(Callback):
+    """Seconds from the end of batch `WARM` to the end of training."""
+
+    began = seconds = 0.0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step == WARM:
+            self.began = time.perf_counter()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.seconds = time.perf_counter() - self.began
+
+
+def fit(rank: int, name: str, subnets: int) -> float:
+    """Subnets a second, by one way to train them."""
+    hush()
+    processes = 1 if name == "one process" else 2
+    torch.set_num_threads(2 // processes)
+    strategy: Any = "auto"
+    if name == "ddp":
+        strategy = DDPStrategy(find_unused_parameters=True, process_group_backend="gloo")
+    elif name != "one process":
+        schedule, microbatches = name.split()
+        strategy = PipelineStrategy(schedule, microbatches=int(microbatches), partition=[BLOCKS // 2])
+    module, clock = Search(), Clock()
+    stream = SubnetStream(Uniform(module.net.space, seed=1))
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(ROWS * subnets, WIDTH, generator=generator), torch.randint(10, (ROWS * subnets,))
+    rows = ROWS // 2 if name == "ddp" else ROWS
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), rows)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=processes,
+        max_steps=subnets,
+        strategy=strategy,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, stream.paired(loader))
+    return (subnets - WARM) / clock.seconds
+
+
+WAYS = ("csp 1", "csp 2", "csp 4", "1f1b 2", "1f1b 4", "zero_bubble 2", "zero_bubble 4", "ddp", "one process")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round of fewer subnets; within 120 s")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    arguments = parser.parse_args()
+    subnets, rounds = (60, 1) if arguments.quick else (200, 3)
+    found: dict[str, list[float]] = {name: [] for name in WAYS}
+    for number in range(rounds):
+        for name in WAYS:
+            run = partial(run_ranks, fit, 1 if name == "one process" else 2)
+            found[name].append(run(name, subnets, timeout=300)[0])
+            print(f"round {number + 1} of {rounds}, {name}: {found[name][-1]:.1f} subnets a second", flush=True)
+    rate = {name: statistics.median(values) for name, values in found.items()}
+    csp = max(value for name, value in rate.items() if name.startswith("csp"))
+    print(
+        f"{platform.machine()}, 2 cores, torch {torch.__version__}, lightning {L.__version__}; real layers on the CPU"
+    )
+    print(f"{BLOCKS} blocks of {CANDIDATES}, {ROWS} rows: subnets a second, median (least to most), best csp over it")
+    for name, values in found.items():
+        print(f"{name:16} {rate[name]:7.1f} ({min(values):.1f} to {max(values):.1f}) {csp / rate[name]:6.2f}")
+    flushed = max(value for name, value in rate.items() if name.startswith(("1f1b", "zero")))
+    print(
+        "Left out: more than two processes, which these cores can't show; NNI itself, whose strategies run such a loop."
+    )
+    if arguments.json:
+        keys = {"vs_one_by_one": flushed, "vs_ddp": rate["ddp"], "vs_one_process": rate["one process"]}
+        print(json.dumps({key: round(csp / value, 3) for key, value in keys.items()}))
+
+
+if __name__ == "__main__":
+    main()

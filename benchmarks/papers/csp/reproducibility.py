@@ -1,0 +1,177 @@
+"""The same supernet trained on 1, 2, 4 and 8 stages: which systems give the same weights (NASPipe, Zhao et al. 2022,
+Table 3), how its loss falls (Figure 4), and in what order subnets use a layer (Table 4).
+
+    python benchmarks/papers/csp/reproducibility.py [--subnets 400] [--quick] [--picture FILE]
+
+Handwritten digits, really trained, a process a stage: twelve blocks of eight candidates each, with Adam, dropout and
+LayerNorm, a first and a last layer that all subnets share. CSP is run with `shared` as it says; BSP in bulks of as many
+subnets as there are stages, ASP as PipeDream does, both with the shared layers as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import statistics
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.harness.pictures import Panel, Picture, draw
+from lightning_pipes import PipelineStrategy, ReproducibilityLog
+from lightning_pipes.sim.shown.training_record import TrainingRecord, compared
+from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform, in_bulks
+from lightning_pipes.testing.ranks import run_ranks
+
+WIDTH, BLOCKS, CANDIDATES, ROWS = 16, 12, 8, 16
+PIXELS, DIGITS = 64, 10
+SMOOTHED = 40
+"""Losses that are averaged for the picture."""
+SYSTEMS = {
+    "CSP sequential": "sequential",
+    "CSP delayed by 16": "delayed",
+    "CSP frozen": "frozen",
+    "BSP": "sequential",
+    "ASP": "sequential",
+}
+
+
+class Search(L.LightningModule):
+    def __init__(self, shared: Any, bulk: int) -> None:
+        super().__init__()
+        blocks = (ChoiceBlock([Candidate() for _ in range(CANDIDATES)]) for _ in range(BLOCKS))
+        delay = 16 if shared == "delayed" else None
+        self.net = Supernet(nn.Linear(PIXELS, WIDTH), *blocks, nn.Linear(WIDTH, DIGITS), shared=shared, delay=delay)
+        self.bulk = bulk
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x, y), subnet = batch
+        return F.cross_entropy(self.net((x, subnet)), y)
+
+    def layers_of_batch(self, batch: Any) -> Any:
+        layers = self.net.layers_of(batch[-1])
+        return in_bulks(layers, batch[-1].id, self.bulk) if self.bulk else layers
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Candidate(nn.Module):
+    """A residual layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)  # type: ignore[no-any-return]
+
+
+class Found(NamedTuple):
+    """One training: its losses, a hash of all weights, and what the run has written."""
+
+    losses: list[str]
+    weights: str
+    record: TrainingRecord
+
+
+def trained(system: str, stages: int, subnets: int) -> Found:
+    with tempfile.TemporaryDirectory() as folder:
+        weights = run_ranks(train, stages, system, stages, subnets, folder, timeout=600)[0]
+        record = TrainingRecord.load(Path(folder))
+    return Found([record.losses[n] for n in range(subnets)], weights, record)
+
+
+def train(rank: int, system: str, stages: int, subnets: int, folder: str) -> str:
+    """On one rank: a hash of all weights in the end."""
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    L.seed_everything(0, verbose=False)
+    module = Search(SYSTEMS[system], bulk=stages if system == "BSP" else 0)
+    images, digits = load_digits(return_X_y=True)
+    chosen = torch.randint(len(images), (subnets, ROWS), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(images, dtype=torch.float32)[chosen] / 16, torch.tensor(digits)[chosen]
+    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=None)
+    layers = BLOCKS + 2
+    strategy = PipelineStrategy(
+        "pipedream" if system == "ASP" else "csp", 2, partition=[s * layers // stages for s in range(1, stages)]
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=stages,
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=[ReproducibilityLog(folder, every_n_batches=1)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, SubnetStream(Uniform(module.net.space, 1)).paired(loader))
+    digest = hashlib.blake2b(digest_size=6)
+    for tensor in module.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def smoothed(losses: Sequence[str]) -> list[float]:
+    """The mean of each `SMOOTHED` losses in a row."""
+    return [statistics.fmean(map(float.fromhex, losses[n - SMOOTHED : n])) for n in range(SMOOTHED, len(losses) + 1)]
+
+
+def crowded(record: TrainingRecord) -> tuple[str, int]:
+    """The candidate that three subnets in a row use closest after each other, and where in its accesses they are."""
+
+    def spread(name: str) -> tuple[int, int]:
+        users = sorted({access.batch for access in record.accesses[name]})
+        return min((after - before, 2 * n) for n, (before, after) in enumerate(zip(users, users[2:], strict=False)))
+
+    names = [name for name in record.accesses if "." in name and len(record.accesses[name]) > 6]
+    layer = min(names, key=lambda name: (*spread(name), name))
+    return layer, spread(layer)[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--subnets", type=int, default=400)
+    parser.add_argument("--quick", action="store_true", help="60 subnets, on 2 and 4 stages")
+    parser.add_argument("--picture", type=Path, help="a file for the losses of all trainings, by subnets")
+    asked = parser.parse_args()
+    subnets, counts = (60, (2, 4)) if asked.quick else (asked.subnets, (1, 2, 4, 8))
+    wrong = 0
+    panels = []
+    for system in SYSTEMS:
+        found = {stages: trained(system, stages, subnets) for stages in counts}
+        first = found[counts[0]]
+        equal = all(each.weights == first.weights for each in found.values())
+        wrong += equal != system.startswith("CSP")
+        print(f"{system}: {'equal' if equal else 'different'} on {', '.join(map(str, counts))} stages")
+        layer, start = crowded(first.record)
+        for stages, each in found.items():
+            order = " ".join(each.record.order(layer).split()[start : start + 8])
+            loss = statistics.fmean(map(float.fromhex, each.losses[-SMOOTHED:]))
+            print(f"  {stages} stages: loss {each.losses[-1]}, of the last {SMOOTHED} {loss:.3f}; ", end="")
+            print(f"weights {each.weights}; layer {layer}: ... {order} ...", flush=True)
+        if not equal:
+            print(f"  {compared(first.record, found[counts[1]].record)}")
+        lines = {f"{stages} stage{'s' * (stages > 1)}": smoothed(each.losses) for stages, each in found.items()}
+        title = f"{system}: {'the same on all' if equal else 'different'}"
+        panels.append(Panel(title, "subnets", "loss", list(range(SMOOTHED, subnets + 1)), lines))
+    if asked.picture:
+        draw(Picture(f"Loss of a supernet on digits, the mean of {SMOOTHED} subnets", panels, True), asked.picture)
+    return wrong
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

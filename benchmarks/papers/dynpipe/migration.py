@@ -1,0 +1,302 @@
+"""What a step loses while layers move behind it, on the shaped links of a network laboratory, and how soon they are
+there (DynPipe, S V-C and table III): two emulated stages, on two hosts. Needs root.
+
+    python benchmarks/papers/dynpipe/migration.py [--quick] [--json]
+
+Each round has a step of each kind, with parcels under way all the time: none, chunks that wait for training's messages
+("gate"), chunks on connections that the network's queue puts behind all others ("priority"), and chunks that do
+neither. The second table has a state of Adam's size move once while training goes on: packed as a whole first, as
+torch.save does, while training waits, or on its way; pressing on, or behind training by priority. The third has a layer
+move in a training by the Trainer, in each way that `PipelineStrategy(moves=...)` knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import statistics
+import time
+import warnings
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.engine import Engine, FailureWatch, Item, make_transport
+from lightning_pipes.engine.messages.parcels import Parcels
+from lightning_pipes.ir import Plan, Span
+from lightning_pipes.planning.planner import WAYS as WAYS_OF_MOVING
+from lightning_pipes.strategies.deep import Deep
+from lightning_pipes.testing.emulated import Emulation, sleeping, steady
+from lightning_pipes.testing.netlab import NetLab, why_not
+
+KINDS = ("alone", "gate", "priority", "neither")
+WAYS = {  # name: packed as a whole before, behind training
+    "neither": (True, "neither"),
+    "packed on the way": (False, "neither"),
+    "behind training": (True, "priority"),
+    "both": (False, "priority"),
+    "both, by gate": (False, "gate"),
+}
+MESSAGE = 2**17
+"""Bytes of an activation."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Training's messages keep `busy` of the link; a micro-batch takes 30 ms on each of the two stages.
+
+    Attributes:
+        moved: bytes that move in the second table.
+    """
+
+    busy: float
+    rounds: int
+    moved: int
+    microbatches: int = 10
+    forward: float = 0.01
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second of the link."""
+        return MESSAGE / (self.busy * 3 * self.forward)
+
+
+@dataclass(frozen=True)
+class Found:
+    """One rank's figures: seconds of steps and bytes a second of parcels by kind, and of each way the seconds until
+    everything was there, those until the steps ended in which that was so, and the number of these."""
+
+    steps: dict[str, list[float]]
+    rates: dict[str, list[float]]
+    moves: dict[str, tuple[float, float, int]]
+
+
+class Rank:
+    """One of the two stages, with parcels beside it."""
+
+    def __init__(self, rank: int, trial: Trial) -> None:
+        self.rank, self.trial = rank, trial
+        steady()
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+        self.watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank, 2)
+        plan = self.plan = replace(Plan.even(2, trial.microbatches), layers=(Span(0, 1), Span(1, 2)))
+        layer = sleeping(trial.forward, 2 * trial.forward, message_bytes=MESSAGE)
+        order = Deep(6).program(plan)
+        stages = Emulation(plan, order, (layer, layer), (1.0, 1.0)).stages(rank)
+        transport = make_transport(plan, rank, range(2), torch.device("cpu"), self.watch)
+        self.engine = Engine(plan, order, stages, transport, rank=rank)
+        self.offices = {kind: Parcels(rank, range(2), self.watch, priority=kind == "priority") for kind in KINDS[1:]}
+        self.offices["neither"].gate(lambda: False)
+        self.number = 0
+
+    def step(self) -> float:
+        """Its seconds."""
+        begun = time.monotonic()
+        self.engine.inject(Item(self.number, self.plan.jobs[0].rows))
+        self.engine.drain()
+        self.number += 1
+        return time.monotonic() - begun
+
+    def send(self, kind: str, key: Any, content: Any) -> Any:
+        """The parcel's handle, at either end."""
+        parcels = self.offices[kind]
+        return parcels.send(1, key, content) if self.rank == 0 else parcels.expect(0, key)
+
+    def slowed(self) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        """Seconds of steps, and bytes a second of parcels meanwhile, by kind."""
+        content = torch.zeros(int(self.trial.bandwidth * 3 * self.trial.forward * (self.trial.microbatches + 4)) // 4)
+        steps: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for number in range(self.trial.rounds + 1):
+            for kind in KINDS:
+                dist.barrier()
+                handle, sent = None, 0
+                if kind != "alone":
+                    handle = self.send(kind, number, content)
+                    time.sleep(0.05)  # so that it is under way
+                    sent = self.offices[kind].traffic.sent
+                took = self.step()
+                if number:  # the first round sets channels up
+                    steps[kind].append(took)
+                    rates[kind].append(0.0 if handle is None else (self.offices[kind].traffic.sent - sent) / took)
+                if handle is not None:
+                    handle.wait()
+        return steps, rates
+
+    def moves(self) -> dict[str, tuple[float, float, int]]:
+        """See `Found`."""
+        third = self.trial.moved // 12
+        state = {name: torch.ones(third) for name in ("weight", "exp_avg", "exp_avg_sq")}
+        found = {}
+        for way, (whole, kind) in WAYS.items():
+            dist.barrier()
+            begun, content, steps = time.monotonic(), state, 0
+            if whole and self.rank == 0:
+                file = io.BytesIO()
+                torch.save(state, file)
+                content = {"file": torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
+            packed = time.monotonic() - begun
+            handle = self.send(kind, way, content)
+            all_there = torch.zeros(1)
+            while not all_there.item():
+                self.step()
+                steps += 1
+                all_there.fill_(float(handle.done()))
+                dist.all_reduce(all_there, dist.ReduceOp.MIN)
+            found[way] = packed + handle.seconds, time.monotonic() - begun, steps
+        return found
+
+    def close(self) -> None:
+        """Both ends are through."""
+        self.engine.close()
+        for office in self.offices.values():
+            office.close()
+        self.watch.close()
+
+
+def rank_main(rank: int, trial: Trial) -> Found:
+    """Everything that is measured on one rank."""
+    mine = Rank(rank, trial)
+    steps, rates = mine.slowed()
+    moves = mine.moves() if trial.moved else {}
+    mine.close()
+    return Found(steps, rates, moves)
+
+
+class Slow(nn.Module):
+    """A layer with weights of 256 KiB that takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+class Noise(Dataset[torch.Tensor]):
+    """The same random samples on every rank."""
+
+    def __init__(self, rows: int) -> None:
+        self.x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return self.x[row]
+
+
+class Lit(pl.LightningModule):
+    """Four of these, and Adam, which has two more tensors for each of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Slow() for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+class Moves(pl.Callback):
+    """Has the first layer move, and back."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.moved = trainer.strategy.running.moving.moved
+        self.began = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        if batch_idx == 3:
+            plan = replace(strategy.running.engine.plan, layers=(Span(0, 1), Span(1, 4)))
+            strategy.adopt("1f1b", plan=plan)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.step = (time.monotonic() - self.began) / trainer.global_step
+
+
+def trains(rank: int, way: str, batches: int) -> tuple[float, float, float, int]:
+    """Seconds from the beginning of a move to its end, those of them without any batch, those of a step; and the steps
+    taken twice, or late."""
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_pipes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    pl.seed_everything(1, verbose=False)
+    moves = Moves()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_steps=batches,
+        strategy=PipelineStrategy("1f1b", 4, partition=[2], moves=way, parcels="priority", check_loss=False),
+        callbacks=[moves],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Lit(), DataLoader(Noise(4 * batches), batch_size=4))
+    (move,) = moves.moved
+    return move.seconds, move.waited, moves.step, move.late
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--json", action="store_true", help="the headline figures as the last line")
+    options = parser.parse_args()
+    reason = why_not()
+    if reason:
+        print(f"no network laboratory here: {reason}")
+        return
+    headline: dict[str, float] = {}
+    print("step time over that without parcels (median of rounds, and their quartiles), and the link's use by parcels")
+    for busy, name in ((0.5, "half"), (2 / 3, "two thirds")):
+        trial = Trial(busy, 5 if options.quick else 30, 0 if busy == 0.5 else 3_000_000)
+        with NetLab(2, trial.bandwidth, bands=True) as lab:
+            found = lab.run_ranks(rank_main, trial, timeout=600)
+        slowest = {kind: [max(both) for both in zip(*(f.steps[kind] for f in found), strict=True)] for kind in KINDS}
+        alone = statistics.median(slowest["alone"])
+        print(f"{name} of the link busy with training, {1000 * alone:.0f} ms alone")
+        for kind in KINDS[1:]:
+            ratios = [a / b for a, b in zip(slowest[kind], slowest["alone"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            share = statistics.median(found[0].rates[kind]) / trial.bandwidth
+            key = {"gate": "migration_slowdown", "priority": "priority_slowdown", "neither": "ungated_slowdown"}[kind]
+            headline[key if name != "half" else f"{key}_half"] = round(middle - 1, 4)
+            print(f"  {kind:9} {middle:.3f}  ({low:.3f} to {high:.3f})   {share:4.0%} of the link")
+    print(f"{trial.moved / 1e6:g} MB move: iterations until they are there, and iterations that training lost by then")
+    for way in WAYS:
+        seconds, until, steps = (max(both) for both in zip(*(f.moves[way] for f in found), strict=True))
+        lost = until - steps * alone
+        key = way.replace(", ", " ").replace(" ", "_")
+        headline[f"iterations_{key}"], headline[f"lost_{key}"] = round(seconds / alone, 2), round(lost / alone, 3)
+        print(f"  {way:18} {seconds / alone:5.1f}   {lost / alone:6.2f}   ({steps} steps)")
+    print("A layer of 256 KiB and Adam's states of it move in a training, 1 MB/s: seconds until it is there, those in")
+    print("which no batch could run, and the batches whose steps were late, or taken by both ranks")
+    with NetLab(2, 1e6, bands=True) as lab:
+        for move in WAYS_OF_MOVING:
+            both = lab.run_ranks(trains, move, 12, timeout=120)
+            seconds, waited, step, late = (max(values) for values in zip(*both, strict=True))
+            headline[f"waited_{move}"] = round(waited, 3)
+            print(f"  {move:9} {seconds:6.2f}  {waited:6.2f}  {late:4}   (a step takes {step:.2f})")
+    if options.json:
+        print(json.dumps(headline))
+
+
+if __name__ == "__main__":
+    main()

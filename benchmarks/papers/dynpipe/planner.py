@@ -1,0 +1,354 @@
+"""How much of the time that neighbours take DynPipe's planner regains, and how soon, in virtual time: in simulated
+pipelines single devices are slowed down for a while. And what a re-plan costs, processor time.
+
+    python benchmarks/papers/dynpipe/planner.py [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipes.cost import Cluster, Link
+from lightning_pipes.cost.zoo import named_profile
+from lightning_pipes.ir import Plan, Schedule
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.planner import planner_of
+from lightning_pipes.planning.replanning import KEPT_LOOKS, Seen
+from lightning_pipes.strategies.dynpipe import DynPlanner
+from lightning_pipes.strategies.dynpipe.choosing import choose_stages
+from lightning_pipes.strategies.dynpipe.meshes import Pricing
+from lightning_pipes.strategies.dynpipe.paper import least_seconds, paper_seconds, true_seconds
+from lightning_pipes.strategies.dynpipe.planner import move_seconds
+from lightning_pipes.strategies.dynpipe.repartition import Windows, partitions_of, repartition
+from lightning_pipes.strategies.dynpipe.situation import Situation
+from lightning_pipes.strategies.dynpipe.theory import Iterations
+from lightning_pipes.testing.neighbourhood import Neighbourhood, Slowdown, model, rare, visitors
+
+Array = npt.NDArray[np.float64]
+LOOK = 10
+EPOCH = 400
+"""Batches after which restarts may re-partition."""
+RESTART = 6.7
+"""Seconds of a checkpoint, an end and a start: of GPT-2 with 1.5 billion parameters, as published."""
+ONSET = 207
+
+
+class Trace(NamedTuple):
+    """A slow-down; `steady` where it stays as it is for a while."""
+
+    slowdown: Slowdown
+    steady: bool = True
+
+
+def during(rank: int, factor: float, start: int, stop: int) -> Trace:
+    """One rank takes that many times as long in some batches."""
+
+    def of(of_rank: int, first: int, batches: int) -> Array:
+        now = np.arange(first, first + batches)
+        there = (now >= start) & (now < stop) & (of_rank == rank)
+        return np.where(there, factor, 1.0)[:, None]
+
+    return Trace(of)
+
+
+def spots(ranks: int, mean: float, seed: int) -> Trace:
+    """Some rank, chosen at random, has a neighbour, one after another, each for a random time, with pauses."""
+    rng = np.random.default_rng(seed)
+    ends = np.cumsum(rng.exponential(mean, 200).astype(int) + 40)
+    who, much = rng.integers(0, ranks, 200), rng.uniform(1.5, 3.0, 200)
+    there = rng.random(200) < 0.7
+
+    def of(rank: int, first: int, count: int) -> Array:
+        at = np.searchsorted(ends, np.arange(first, first + count), side="right")
+        return np.where(there[at] & (who[at] == rank), much[at], 1.0)[:, None]
+
+    return Trace(of)
+
+
+def changing(ranks: int, mean: float, seed: int) -> Trace:
+    """Every rank has a neighbour half of the time, each for a random time."""
+    rng = np.random.default_rng(seed)
+    count = 6000 // max(1, int(mean)) + 60
+    until = np.cumsum(rng.exponential(mean, (ranks, count)), axis=1)
+    factors = np.where(rng.random((ranks, count)) < 0.5, rng.uniform(1, 2.5, (ranks, count)), 1.0)
+
+    def of(rank: int, first: int, batches: int) -> Array:
+        at = np.minimum(np.searchsorted(until[rank], np.arange(first, first + batches)), count - 1)
+        return np.asarray(factors[rank, at][:, None])
+
+    return Trace(of, steady=False)
+
+
+def toggling(rank: int, factor: float, period: int) -> Trace:
+    """A neighbour that comes and goes."""
+
+    def of(of_rank: int, first: int, batches: int) -> Array:
+        there = (np.arange(first, first + batches) // period % 2 == 1) & (of_rank == rank)
+        return np.where(there, factor, 1.0)[:, None]
+
+    return Trace(of, steady=False)
+
+
+@dataclass
+class Run:
+    """A training under one trace.
+
+    Attributes:
+        seconds: of each batch, of moves and restarts too.
+        waits: seconds of moves and restarts.
+    """
+
+    seconds: list[float]
+    waits: float = 0.0
+    moves: int = 0
+
+
+Before = tuple[tuple[Plan, Seen], ...]
+Decide = Callable[[int, Plan, tuple[Seen, ...], Before], Plan | None]
+
+
+def train(world: Neighbourhood, batches: int, every: int, decide: Decide, wait: Callable[[Plan, Plan], float]) -> Run:
+    """Batch by batch, with a decision after every few."""
+    plan, run = world.plan(), Run([])
+    seen: tuple[Seen, ...] = ()
+    before: Before = ()
+    for first in range(0, batches, every):
+        run.seconds += world.steps(plan, first, every).tolist()
+        seen = (*seen, world.seen(plan, first, every))[-KEPT_LOOKS:]
+        new = decide(first + every, plan, seen, before)
+        if new is not None:
+            takes = wait(plan, new)
+            run.seconds[-1] += takes
+            run.waits += takes
+            run.moves += 1
+            before, seen, plan = (*before, *((plan, look) for look in seen))[-KEPT_LOOKS:], (), new
+    return run
+
+
+def best_plan(world: Neighbourhood, plan: Plan, first: int, batches: int) -> Plan:
+    """The fastest partition for these batches, known beforehand."""
+    situation = Situation(world.profile, plan, world.seen(plan, first, batches), world.deployment)
+    windows = Windows([situation], world.order(plan))
+    change = repartition(windows, partitions_of(windows, world.deployment))
+    return plan if change is None or change.new[0] >= change.old[0] else replace(plan, layers=change.layers)
+
+
+SYSTEMS = "never", "restart", "dynpipe", "oracle"
+
+
+def trained(
+    world: Neighbourhood, batches: int, steady: bool, systems: Sequence[str] = SYSTEMS, epoch: int = EPOCH
+) -> dict[str, Run]:
+    """These systems under the trace of `world`; restarts come at the end of an epoch. The oracle knows all slow-downs
+    beforehand, but not which operations are rare slow ones; its layers move at once, and for nothing."""
+    planner = DynPlanner()
+    even = world.plan()
+    known: dict[tuple[float, ...], Plan] = {}
+
+    def drained(old: Plan, new: Plan) -> float:
+        takes = move_seconds(world.profile, old, new.layers, world.deployment)
+        return takes + (0.0 if world.schedule.flushes else float(world.steps(old, 0, 4).mean()))
+
+    def dynpipe(batch: int, plan: Plan, seen: tuple[Seen, ...], before: Before) -> Plan | None:
+        left = batches - batch
+        return planner.replan(plan, replace(world.problem(plan.layers), seen=seen, before=before, remaining=left))
+
+    def restarts(batch: int, plan: Plan, seen: tuple[Seen, ...], before: Before) -> Plan | None:
+        if batch % epoch:
+            return None
+        found = best_plan(world, plan, batch - LOOK, LOOK)
+        return None if found.layers == plan.layers else found
+
+    def knows(batch: int, plan: Plan, seen: tuple[Seen, ...], before: Before) -> Plan | None:
+        key: tuple[float, ...] = ()
+        if steady:
+            key = tuple(float(world.slowdown(rank, batch, 1).mean()) for rank in range(world.ranks))
+        if key not in known:
+            known[key] = best_plan(world, even, batch, 1 if steady else 100)
+        return None if known[key].layers == plan.layers else known[key]
+
+    exact = world.schedule.flushes and steady
+    ways: dict[str, tuple[int, Decide, Callable[[Plan, Plan], float]]] = {
+        "never": (LOOK, lambda *_: None, lambda *_: 0.0),
+        "restart": (LOOK, restarts, lambda *_: RESTART),
+        "dynpipe": (LOOK, dynpipe, drained),
+        "oracle": (1 if exact else LOOK, knows, lambda *_: 0.0),
+    }
+    return {system: train(world, batches, *ways[system]) for system in systems}
+
+
+def steps_to_recover(run: Run, oracle: Run, onset: int, until: int) -> int:
+    """Batches from a change until all later ones, up to the next change, are within 10 % of the best possible."""
+    last = onset
+    for n in range(onset, until - LOOK):
+        if run.seconds[n] > 1.1 * oracle.seconds[n]:
+            last = n + 1
+    return last - onset
+
+
+def shown_traces(name: str, ranks: int, layers: int, batches: int) -> dict[str, float]:
+    """A line for each trace, and the figures of them."""
+    schedule = make_schedule(name)
+    assert isinstance(schedule, Schedule)
+    rng = np.random.default_rng(5)
+    profile = model((rng.uniform(0.7, 1.3, layers) * 5e-3).tolist(), edge=2e5, weights=4 * 10**6)
+    end = batches - 200
+    traces = {
+        "1.5x": during(1, 1.5, ONSET, end),
+        "2x": during(ranks - 1, 2.0, ONSET, end),
+        "3x": during(ranks // 2, 3.0, ONSET, end),
+        "spots": spots(ranks, 250, seed=2),
+        "light": Trace(visitors(ranks, 0.2, 200.0, 3)),
+        "heavy": Trace(visitors(ranks, 0.6, 200.0, 3)),
+        "fast": Trace(visitors(ranks, 0.6, 12.0, 3), steady=False),
+        "rare slow ones": Trace(rare(1, 8.0, 0.05, seed=4), steady=False),
+        "comes and goes": toggling(1, 1.5, 7),
+        "all alike": Trace(lambda rank, first, count: np.full((1, 1), 2.0)),
+    }
+    found: dict[str, float] = {}
+    print(f"\n{name}, {ranks} stages, {layers} layers, 8 micro-batches, {batches} batches: seconds")
+    head = " ".join(f"{system:>8}" for system in SYSTEMS)
+    print(f"{'trace':15} {head} {'regained':>9} {'moves':>6} {'batches to recover':>19}")
+    for trace_name, trace in traces.items():
+        world = Neighbourhood(profile, schedule, ranks, 16, 8, trace.slowdown, Link(bandwidth=1.25e9))
+        runs = trained(world, batches, trace.steady)
+        total = {system: sum(run.seconds) for system, run in runs.items()}
+        lost = total["never"] - total["oracle"]
+        share = (total["never"] - total["dynpipe"]) / lost if lost > 0.005 * total["never"] else float("nan")
+        steps = -1
+        if trace_name.endswith("x"):
+            steps = steps_to_recover(runs["dynpipe"], runs["oracle"], ONSET, end)
+            found[f"{name}_{ranks}_{trace_name}_recovered"] = share
+            found[f"{name}_{ranks}_{trace_name}_steps"] = steps
+        found[f"{name}_{ranks}_{trace_name}_vs_never"] = total["never"] / total["dynpipe"]
+        found[f"{name}_{ranks}_{trace_name}_vs_restart"] = total["restart"] / total["dynpipe"]
+        print(
+            f"{trace_name:15} "
+            + " ".join(f"{total[system]:8.1f}" for system in SYSTEMS)
+            + (f" {share:9.0%}" if share == share else f" {'':>9}")
+            + f" {runs['dynpipe'].moves:6} "
+            + (f"{steps:19}" if steps >= 0 else "")
+        )
+    return found
+
+
+def shown_changing(quick: bool) -> dict[str, float]:
+    """What following neighbours of all ranks costs or brings, by how long they stay."""
+    profile = model((np.random.default_rng(5).uniform(0.7, 1.3, 16) * 5e-3).tolist(), edge=2e5, weights=4 * 10**6)
+    found = {}
+    print("\nneighbours of all four ranks at random, 1600 batches: seconds, over those without moves")
+    print(f"{'':8} {'each stays':>12} {'mean':>7} {'worst':>7}  moves")
+    for name in ("1f1b", "dynpipe"):
+        schedule = make_schedule(name)
+        assert isinstance(schedule, Schedule)
+        for mean in (20, 200) if quick else (10, 20, 60, 200):
+            ratios, moves = [], []
+            for seed in range(1 if quick else 3):
+                world = Neighbourhood(
+                    profile, schedule, 4, 16, 8, changing(4, mean, seed).slowdown, Link(bandwidth=1.25e9)
+                )
+                runs = trained(world, 1600, False, ("never", "dynpipe"))
+                never, moved = (sum(run.seconds) for run in runs.values())
+                ratios.append(moved / never - 1)
+                moves.append(runs["dynpipe"].moves)
+            found[f"{name}_stays_{mean}"] = float(np.mean(ratios))
+            print(f"{name:8} {mean:4} batches {np.mean(ratios):+7.1%} {max(ratios):+7.1%}  {moves}", flush=True)
+    return found
+
+
+def replan_seconds(ranks: int = 8, blocks: int = 16, repeats: int = 5) -> float:
+    """Processor seconds of a re-plan that goes through everything, the median."""
+    schedule = make_schedule("dynpipe")
+    assert isinstance(schedule, Schedule)
+    profile = model((np.random.default_rng(1).uniform(0.8, 1.2, blocks) * 5e-3).tolist())
+    world = Neighbourhood(profile, schedule, ranks, 16, 8, during(1, 2.0, 0, 10**6).slowdown)
+    plan = world.plan()
+    problem = replace(world.problem(plan.layers), seen=tuple(world.seen(plan, LOOK * n, LOOK) for n in range(2)))
+    planner, took = planner_of(schedule), []
+    for _ in range(repeats):
+        begun = time.process_time()
+        assert planner.replan(plan, problem) is not None
+        took.append(time.process_time() - begun)
+    return float(np.median(took))
+
+
+def formulas(count: int) -> dict[str, float]:
+    """How far the formulas are from the simulator, on random pipelines of 3 to 8 stages."""
+    rng = np.random.default_rng(0)
+    errors: dict[str, list[float]] = {"E4/E5 as printed": [], "E4/E5 corrected": [], "bound": []}
+    for stages in range(3, 9):
+        every = [(rng.uniform(0.2, 2, stages).tolist(), rng.uniform(0, 2, stages - 1).tolist()) for _ in range(count)]
+        for (p, c), true in zip(every, true_seconds(every), strict=True):
+            errors["E4/E5 as printed"].append(paper_seconds(p, c, printed=True) / true - 1)
+            errors["E4/E5 corrected"].append(paper_seconds(p, c) / true - 1)
+            errors["bound"].append(least_seconds(p, c) / true - 1)
+    print(f"\nseconds of an iteration, {6 * count} random pipelines of 3 to 8 stages, against the simulator")
+    for name, found in errors.items():
+        print(f"{name:18} mean error {np.abs(found).mean():6.1%}  from {min(found):+.0%} to {max(found):+.0%}")
+    return {"printed_error": float(np.abs(errors["E4/E5 as printed"]).mean())}
+
+
+@lru_cache
+def bert(gigabits: float) -> Pricing:
+    """BERT with 48 blocks on two servers of four GPUs, with that between them."""
+    inside, between = Link(bandwidth=2.5e11, latency=5e-6), Link(bandwidth=gigabits * 1e9 / 8, latency=3e-5)
+    cluster = Cluster.homogeneous(2, 4, 40 * 2**30, inside, between)
+    return Pricing(named_profile("BERT-48", "A100-40G", dtype="float32"), cluster, rows=32, shared=True, cached=True)
+
+
+def stages_of_bert(quick: bool) -> dict[str, float]:
+    """W(S), T(S) and their product, by number of stages, on fast and slow networks."""
+    found = {}
+    for gigabits in (10, 100):
+        numbers: Sequence[int] = (1, 2, 4, 8) if quick else ()
+        iterations = Iterations(1000.0, 1 / 1500)
+        choice = choose_stages(bert(gigabits), iterations, numbers, scan_all=True, executable=quick)
+        print(f"\nBERT-48, 2 x 4 A100, batches of 32, {gigabits} Gb/s between servers; T(S) = 1000 / (1 - S^3 / 1500)")
+        print(choice)
+        worse = []
+        for option in choice.options:
+            (paper,) = choose_stages(bert(gigabits), stages=[option.n_stages], mode="paper", executable=quick).options
+            if paper.best is not None and option.best is not None:
+                (true,) = true_seconds([(paper.best.stages, paper.best.transfers)])
+                worse.append(true / option.best.iteration - 1)
+        print(
+            f"iterations of the paper mode's choice take up to {max(worse):.1%} longer, {np.mean(worse):.1%} on average"
+        )
+        found[f"paper_choice_{gigabits}"] = max(worse)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer batches and pipelines: about a minute")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--only", choices=("changing",), help="this table alone")
+    options = parser.parse_args()
+    found: dict[str, float] = {}
+    if options.only:
+        print(json.dumps(shown_changing(options.quick)))
+        return
+    batches = 800 if options.quick else 2000
+    for name, ranks, layers in (("1f1b", 4, 16), ("1f1b", 8, 24), ("dynpipe", 4, 16), ("dynpipe", 8, 24)):
+        if not options.quick or ranks == 4:
+            found |= shown_traces(name, ranks, layers, batches)
+    found |= shown_changing(options.quick)
+    found |= formulas(10 if options.quick else 50)
+    found |= stages_of_bert(options.quick)
+    found["replan_s"] = replan_seconds()
+    print(f"\na re-plan of 16 blocks on 8 stages: {found['replan_s']:.2f} s of processor time")
+    if options.json:
+        print(json.dumps({name: round(value, 4) for name, value in found.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""How well slow-downs by neighbours are predicted, and what that is worth to a planner.
+
+    python benchmarks/papers/dynpipe/predictor.py [--quick] [--json] [--data FILE] [--forest FILE]
+
+Stages of five kinds train on one core of this machine while processes compete with them, of six kinds and several
+intensities, and under quotas. The ratio of a step's time to that alone is predicted from what a monitor sees of the
+machine, and from the stage. Whole kinds are held out, for a predictor is for neighbours and stages that it has not
+seen. The plain formula needs no learning: (run + wait) / run of the computing thread, by Linux's scheduler.
+
+--data keeps what was measured, or takes it from there instead of measuring. --forest keeps a forest that has learned
+from all of it, for `Predictor.load`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.papers.dynpipe.regret import regrets
+from benchmarks.papers.dynpipe.stages import collect
+from lightning_pipes.planning.replanning import Hosting
+from lightning_pipes.strategies.dynpipe.interference import Predictor
+from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, Score, cross_validated
+from lightning_pipes.strategies.dynpipe.interference.models import MODELS, Corrected, Trees
+
+SPLITS = ("random", "neighbour kind", "stage kind")
+LEARNED = 3000
+"""Rows at most that a forest for planners learns from: more take longer, and say the same."""
+
+
+def scored(data: Dataset) -> dict[str, dict[str, Score]]:
+    """Scores of every model, by how data were split."""
+    found: dict[str, dict[str, Score]] = {}
+    for split in SPLITS:
+        found[split] = {}
+        for model in MODELS:
+            parts = {
+                "random": data.random_parts(),
+                "neighbour kind": data.without_each(data.neighbours),
+                "stage kind": data.without_each(data.stages),
+            }[split]
+            found[split][model.name], _ = cross_validated(model, parts)
+    return found
+
+
+def known_share(data: Dataset) -> dict[str, float]:
+    """With kinds of neighbours held out, the share of windows that the forest says it knows, and the mean errors of
+    those and of the others."""
+    errors, known = [], []
+    for _, learned, held in data.without_each(data.neighbours):
+        model = Corrected().fit(learned.rows, learned.ratios)
+        errors.append(np.abs(model.predict(held.rows) - held.ratios))
+        known.append(model.forest.known(held.rows))
+    error, knows = np.concatenate(errors), np.concatenate(known)
+    return {"share": float(knows.mean()), "mae": _mean(error[knows]), "mae of others": _mean(error[~knows])}
+
+
+def planned(data: Dataset, problems: int) -> dict[str, np.ndarray]:
+    """The share of a step that plans lose, beside kinds of neighbours that no predictor has learned from; problem by
+    problem, by predictor."""
+    kinds = sorted({*data.neighbours.tolist()} - {NONE})
+    lost: dict[str, list[np.ndarray]] = {}
+    for part in (kinds[::2], kinds[1::2]):
+        crossed = _thinned(data.of(~np.isin(data.neighbours, part)).crossed())
+        fitted = {m.name: m().fit(crossed.rows, crossed.ratios) for m in (Trees, Corrected)}
+        held = data.of(np.isin(data.neighbours, [*part, NONE]))
+        for name, values in regrets(held, {"measured": None, **fitted}, problems).items():
+            lost.setdefault(name, []).append(values)
+    return {name: np.concatenate(values) for name, values in lost.items()}
+
+
+def replan_seconds(predictor: Predictor) -> float:
+    """Seconds to ask for all partitions of 16 blocks on 8 devices at once."""
+    devices = [{"host.compute_run_share": 0.5, "host.compute_wait_share": n / 16} for n in range(8)]
+    rows = [
+        (devices[place], Hosting(b - a, 8, 0.01 * (b - a), 0.02 * (b - a), 1e6 * (b - a), 3e6, 1e6 * a, 1e4))
+        for cut in combinations(range(1, 16), 7)
+        for place, (a, b) in enumerate(pairwise((0, *cut, 16)))
+    ]
+    began = time.perf_counter()
+    predictor.predict(rows)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer neighbours and stages, about a minute")
+    parser.add_argument("--json", action="store_true", help="the headline figures as the last line")
+    parser.add_argument("--data", type=Path, help="what was measured: read if it is there, else written")
+    parser.add_argument("--forest", type=Path, help="where to keep a forest that has learned from all of it")
+    options = parser.parse_args()
+    if options.data is not None and options.data.exists():
+        data = Dataset.load(options.data)
+    else:
+        seconds = 0.06 if options.quick else 0.2
+        data = collect(options.quick, seconds, lambda line: print(line, file=sys.stderr, flush=True))
+        if options.data is not None:
+            data.save(options.data)
+    headline = report(data, 20 if options.quick else 200)
+    if options.forest is not None:
+        crossed = _thinned(data.crossed())
+        Corrected().fit(crossed.rows, crossed.ratios).forest.save(options.forest)
+    if options.json:
+        print(json.dumps(headline))
+
+
+def report(data: Dataset, problems: int) -> dict[str, object]:
+    """Prints all, and returns the headline."""
+    low, middle, high = np.quantile(data.ratios, (0.05, 0.5, 0.95))
+    kinds = sorted({*data.neighbours.tolist()} - {NONE})
+    print(f"{len(data)} windows of {', '.join(sorted({*data.stages.tolist()}))}, beside {', '.join(kinds)}")
+    print(f"steps took {middle:.2f} times as long as alone (5 to 95 %: {low:.2f} to {high:.2f})\n")
+    scores = scored(data)
+    print("R2 / mean absolute error of the ratio" + "".join(f"{split + ' held out':>28}" for split in SPLITS))
+    for model in MODELS:
+        cells = (scores[split][model.name] for split in SPLITS)
+        print(f"{model.name:37}" + "".join(f"{f'{s.r2:.2f} / {s.mae:.3f}':>28}" for s in cells))
+    held = scores["neighbour kind"]
+    formula, both = held["formula"], held["formula x forest"]
+    plain = [held[name] for name in ("formula", "formula x constant")]
+    adds = all(both.r2 > each.r2 and both.mae < each.mae for each in plain)
+    better = "better" if adds else "no better"
+    print(f"\nbeside kinds of neighbours that it has not seen the forest makes the formula {better}:")
+    print(f"R2 {formula.r2:.2f} (times a constant {plain[1].r2:.2f}) to {both.r2:.2f}, ", end="")
+    print(f"error {formula.mae:.3f} ({plain[1].mae:.3f}) to {both.mae:.3f}")
+    knows = known_share(data)
+    print(
+        f"it says that it knows {knows['share']:.0%} of them, with an error of {knows['mae']:.3f}; of the others "
+        f"{knows['mae of others']:.3f}"
+    )
+    regret = planned(data, problems)
+    print("\na step of the partition chosen is longer than of the best, kinds of neighbours held out:")
+    names = {
+        "never": "never re-planned",
+        "measured": "by measured times alone",
+        "hindsight": "by what all stages took in other seconds",
+    }
+    for name, lost in regret.items():
+        print(f"  {names.get(name, f'by measured times and {name}'):42}{lost.mean():.1%}")
+    saved = regret["measured"] - regret["formula x forest"]
+    error = float(saved.std() / len(saved) ** 0.5)
+    helps = saved.mean() > 2 * error
+    print(f"formula x forest saves {saved.mean():.2%} of a step, give or take {error:.2%}")
+    crossed = _thinned(data.crossed())
+    seconds = replan_seconds(Predictor(Corrected().fit(crossed.rows, crossed.ratios).forest))
+    print(f"\npredictions for all 6435 partitions of 16 blocks on 8 devices: {seconds:.2f} s")
+    print(
+        f"on this machine a forest tells {'more' if adds else 'no more'} than the formula, and planners "
+        f"{'gain by it' if helps else 'gain nothing by it: measured times have in them what it tells'}"
+    )
+    return {
+        "formula_r2": round(formula.r2, 3),
+        "forest_r2": round(scores["neighbour kind"]["forest"].r2, 3),
+        "both_r2": round(both.r2, 3),
+        "regret": round(_mean(regret["formula x forest"]), 4),
+        "regret_measured": round(_mean(regret["measured"]), 4),
+        "replan_seconds": round(seconds, 3),
+        "beats_formula": adds,
+        "helps_planners": bool(helps),
+    }
+
+
+def _thinned(data: Dataset) -> Dataset:
+    chosen = np.random.default_rng(0).permutation(len(data))[:LEARNED]
+    return data.of(np.sort(chosen))
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else float("nan")
+
+
+if __name__ == "__main__":
+    main()

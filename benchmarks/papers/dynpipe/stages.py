@@ -1,0 +1,213 @@
+"""Stages of several kinds, timed beside neighbours that really compete: the data of predictor.py here."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_pipes.engine.compute.footprint import saved_for_backward
+from lightning_pipes.engine.monitor.ladder import sources_for
+from lightning_pipes.engine.monitor.monitor import Monitor
+from lightning_pipes.planning.replanning import Hosting
+from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset
+from lightning_pipes.strategies.dynpipe.interference.features import table
+from lightning_pipes.testing.neighbours import Neighbour, Quota, why_no_quota
+
+LEAST_STEPS = 5
+PASSES = 4
+WEIGHT = 800
+SOLO = 0.1
+"""The quantile of steps without a neighbour that counts as the time alone: others of the machine are there, too."""
+
+
+class Stage:
+    """A stage that trains: its kind, and its steps.
+
+    Args:
+        output: from the module and its input; by default a call.
+    """
+
+    def __init__(
+        self, kind: str, module: nn.Module, x: torch.Tensor, output: Callable[[], torch.Tensor] | None = None
+    ) -> None:
+        self.kind, self._module = kind, module
+        self._output = output or (lambda: module(x))
+        self._rows = len(x)
+        self.steps: list[float] = []
+        self.forwards: list[float] = []
+        self.alone: list[tuple[float, float]] = []
+        """Seconds of forwards, and of whole steps, without a neighbour."""
+        with saved_for_backward() as saved:
+            out = self._output()
+        self._saved = float(sum(size for _, size in saved))
+        self._sent = float(out.nbytes)
+        self._weights = float(sum(p.nbytes for p in module.parameters()))
+        out.sum().backward()
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of a forward, and of it and its backward."""
+        began = time.perf_counter()
+        out = self._output()
+        half = time.perf_counter()
+        out.sum().backward()
+        for p in self._module.parameters():
+            p.grad = None
+        return half - began, time.perf_counter() - began
+
+    @property
+    def solo(self) -> float:
+        """Seconds of a step alone."""
+        return float(np.quantile([whole for _, whole in self.alone], SOLO))
+
+    @property
+    def hosting(self) -> Hosting:
+        """The stage as planners describe it."""
+        forward = float(np.quantile([part for part, _ in self.alone], SOLO))
+        backward = max(0.0, self.solo - forward)
+        return Hosting(1, self._rows, forward, backward, self._weights, self._weights, self._saved, self._sent)
+
+
+def stages(sizes: Sequence[int]) -> list[Stage]:
+    """Stages of five kinds, each in every size; a step takes milliseconds."""
+    torch.manual_seed(0)
+    found = []
+    for size in sizes:
+        width = 192 * size
+        mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        found.append(Stage("mlp", mlp, torch.randn(48, width)))
+        block = nn.TransformerEncoderLayer(64 * size, 4, 128 * size, dropout=0.0, batch_first=True)
+        found.append(Stage("attention", block, torch.randn(4, 64, 64 * size)))
+        conv = nn.Sequential(nn.Conv2d(8 * size, 16 * size, 3, padding=1), nn.ReLU(), nn.Conv2d(16 * size, 8, 3))
+        found.append(Stage("convolution", conv, torch.randn(2, 8 * size, 32, 32)))
+        bag = nn.EmbeddingBag(100_000 * size, 32, mode="sum", sparse=True)
+        found.append(Stage("embedding", bag, torch.randint(0, 100_000 * size, (512, 32))))
+        wide = torch.randn(1, 300_000 * size, requires_grad=True)
+        found.append(Stage("elementwise", nn.Identity(), wide, lambda x=wide: torch.tanh(x * 1.5 + 0.5) * x))  # type: ignore[misc]
+    return found
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Something beside a stage: its kind, and how to have it there."""
+
+    kind: str
+    beside: Callable[[], AbstractContextManager[object]]
+
+
+def settings(quick: bool, core: int, other: int | None) -> list[Setting]:
+    """Neighbours of several kinds and intensities on the stage's core, some on the other one, quotas, and nothing."""
+    wanted: list[tuple[str, dict[str, float]]] = []
+    strengths = (0.4, 1.0) if quick else (0.3, 0.6, 1.0)
+    for kind in ("spin", "matmul", "memory", "cache", "calls"):
+        wanted += [(kind, {"intensity": strength, "core": core}) for strength in strengths]
+        if not quick:
+            wanted.append((kind, {"core": core, "processes": 2}))
+    wanted += [("bursts", {"intensity": share, "core": core}) for share in ((0.5,) if quick else (0.3, 0.6))]
+    if not quick:
+        wanted.append(("spin", {"core": core, "processes": 3}))
+        wanted.append(("spin", {"core": core, "nice": 10}))
+    if other is not None:
+        wanted += [(kind, {"core": other}) for kind in ("memory", "cache")]
+    found = [Setting(kind, lambda k=kind, a=arguments: Neighbour(k, **a)) for kind, arguments in wanted]  # type: ignore[misc]
+    if why_no_quota() is None:
+        shares = (0.5, 0.3) if quick else (0.6, 0.4, 0.25)
+        found += [Setting("quota", lambda s=share: Quota(s, weight=WEIGHT)) for share in shares]  # type: ignore[misc]
+    return found + [Setting(NONE, nullcontext)] * (3 if quick else 6)
+
+
+@dataclass
+class Collected:
+    """Looks at stages: what the monitor has seen, and seconds of a step on average. The odd ones and the even ones of a
+    stage in a setting are put together, so that there are two windows of about the same time."""
+
+    looks: dict[tuple[int, str, Stage, int], list[tuple[dict[str, float], float]]] = field(default_factory=dict)
+
+    def dataset(self) -> Dataset:
+        """Ratios can be told now that all times alone are known."""
+        windows = [
+            (_mean([seen for seen, _ in looks]), stage.hosting) for (_, _, stage, _), looks in self.looks.items()
+        ]
+        return Dataset(
+            table(windows),
+            np.array([np.mean([mean for _, mean in looks]) / key[2].solo for key, looks in self.looks.items()]),
+            np.array([kind for _, kind, _, _ in self.looks]),
+            np.array([stage.kind for _, _, stage, _ in self.looks]),
+            np.array([number for number, _, _, _ in self.looks]),
+        )
+
+
+def _mean(seen: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([each[name] for each in seen])) for name in seen[0]}
+
+
+@contextmanager
+def sampled() -> Iterator[Callable[[], dict[str, float]]]:
+    """Gives a function that returns what the monitor's sources of this machine have seen since it was called last; they
+    are read in a thread of their own, as a monitor reads them."""
+    monitor = Monitor(sources_for(torch.device("cpu")))
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(monitor.open).result()
+
+        def look() -> dict[str, float]:
+            thread.submit(monitor.tick).result()
+            return dict(monitor.since_last()[0])
+
+        yield look
+        thread.submit(monitor.close).result()
+
+
+def collect(quick: bool, seconds: float, told: Callable[[str], None]) -> Dataset:
+    """Each stage beside each neighbour, PASSES times for `seconds`, in an order by chance: once all, then all again.
+
+    Where that is allowed, this process and the neighbours go before the other work of the machine, for which none of
+    them is to blame.
+    """
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    core, other = cores[-1], cores[0] if len(cores) > 1 else None
+    everybody = set(cores)
+    chance, collected, why = random.Random(0), Collected(), why_no_quota()
+    told(
+        "in front of the other work of this machine" if why is None else f"beside the other work of this machine: {why}"
+    )
+    beside = settings(quick, core, other)
+    made = stages((1,) if quick else (1, 2))
+    try:
+        with nullcontext() if why else Quota(None, weight=WEIGHT):
+            for number, setting in enumerate(chance.sample(beside, len(beside))):
+                os.sched_setaffinity(0, everybody)  # neighbours check their core
+                with setting.beside(), sampled() as look:
+                    os.sched_setaffinity(0, {core})
+                    for turn, stage in [(n % 2, s) for n in range(PASSES) for s in chance.sample(made, len(made))]:
+                        found = _window(stage, seconds, look, setting.kind)
+                        collected.looks.setdefault((number, setting.kind, stage, turn), []).append(found)
+                if number % 10 == 9:
+                    told(f"{number + 1} of {len(beside)} settings")
+    finally:
+        os.sched_setaffinity(0, everybody)
+    return collected.dataset()
+
+
+def _window(
+    stage: Stage, seconds: float, look: Callable[[], dict[str, float]], kind: str
+) -> tuple[dict[str, float], float]:
+    """What the monitor has seen, and seconds of a step on average."""
+    stage.step()
+    look()
+    times: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds or len(times) < LEAST_STEPS:
+        times.append(stage.step())
+    seen = look()
+    if kind == NONE:
+        stage.alone += times
+    return seen, float(np.mean([whole for _, whole in times]))

@@ -1,0 +1,166 @@
+"""Batches that training takes on S stages whose weights are stashed, measured, beside T(S) of DynPipe's theory with
+constants that were estimated in a few steps, and beside the curve through some of the measurements.
+
+A network of linear layers on handwritten digits, each layer in a stage as far from the end as there are stages after
+it; the gradient of a batch is taken by weights as old as a pipeline without flushes has them, in one process. Counted
+are batches until the mean squared gradient of the last ones has fallen to a target.
+
+    python benchmarks/papers/dynpipe/staleness.py [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
+
+import lightning.pytorch as pl
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from benchmarks.harness.silence import hush
+from lightning_pipes import GradientProbe
+from lightning_pipes.strategies.dynpipe import Constants, Iterations
+
+LAYERS, WIDTH, ROWS = 8, 64, 64
+RATE = 0.5
+SHARE = 0.01
+"""The target: so much of the squared gradient at the start."""
+MOST = 4000
+"""Batches after which a run has failed to get there."""
+MEAN = 20
+"""Batches whose squared gradients are averaged."""
+FITTED = (1, 4)
+"""Numbers of stages whose runs give the fitted curve; the others are predicted by it."""
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    digits = load_digits()
+    x = torch.tensor(digits.data, dtype=torch.float32) / 16
+    return x - x.mean(0), torch.tensor(digits.target)
+
+
+def batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Without end, shuffled anew each epoch."""
+    x, y = data()
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for rows in torch.randperm(len(x), generator=generator).split(ROWS):  # type: ignore[no-untyped-call]
+            if len(rows) == ROWS:
+                yield x[rows], y[rows]
+
+
+def network(seed: int) -> list[nn.Linear]:
+    torch.manual_seed(seed)
+    widths = [64, *[WIDTH] * (LAYERS - 1), 10]
+    return [nn.Linear(a, b) for a, b in pairwise(widths)]
+
+
+def loss_of(weights: Sequence[torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of weights and biases in turn, layers with a path around them."""
+    for n in range(0, len(weights), 2):
+        out = F.linear(x, weights[n], weights[n + 1])
+        x = out if n in (0, len(weights) - 2) else x + out.relu()
+    return F.cross_entropy(x, y)
+
+
+def lags(stages: int) -> list[int]:
+    """Batches by which the weights of each layer are old: as many as there are stages after its own."""
+    return [stages - 1 - layer * stages // LAYERS for layer in range(LAYERS)]
+
+
+def taken(stages: int, target: float, seed: int) -> float:
+    """Batches until the target; infinite where it is not reached."""
+    now = [p.detach().clone() for layer in network(seed) for p in layer.parameters()]
+    old: deque[list[torch.Tensor]] = deque([now], maxlen=stages)
+    squares: deque[float] = deque(maxlen=MEAN)
+    for number, (x, y) in enumerate(batches(seed), 1):
+        used = [old[max(-1 - lag, -len(old))][2 * n + k] for n, lag in enumerate(lags(stages)) for k in (0, 1)]
+        used = [w.requires_grad_() for w in used]
+        gradients = torch.autograd.grad(loss_of(used, x, y), used)
+        squares.append(sum(float(g.square().sum()) for g in gradients))
+        now = [(w - RATE * g).detach() for w, g in zip(old[-1], gradients, strict=True)]
+        old.append(now)
+        mean = statistics.fmean(squares)
+        if len(squares) == MEAN and mean <= target:
+            return number
+        if number == MOST or not math.isfinite(mean):
+            return math.inf
+    raise AssertionError
+
+
+class Digits(pl.LightningModule):
+    """The network of a seed in a Trainer, for the callback that estimates the constants."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(network(seed))
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return loss_of([*self.parameters()], *batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+def estimated(seed: int, steps: int = 20) -> Constants:
+    """The constants by the first steps."""
+    probe = GradientProbe()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        callbacks=[probe],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Digits(seed), DataLoader([*islice(batches(seed), steps)], batch_size=None))  # type: ignore[arg-type]
+    return Constants.estimated(probe.loss, probe.probes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    hush()
+    seeds = range(2 if options.quick else 6)
+    constants = [estimated(seed) for seed in seeds]
+    noise = statistics.fmean(c.noise for c in constants)
+    target = SHARE * noise
+    mean = Constants(
+        *(statistics.fmean(getattr(c, name) for c in constants) for name in ("loss", "lipschitz", "noise"))
+    )
+    theory = Iterations.of_theory(mean, RATE, target)
+    measured = {s: statistics.median(taken(s, target, seed) for seed in seeds) for s in (1, 2, 4, 6, 8)}
+    reached = {s: t for s, t in measured.items() if math.isfinite(t)}
+    fitted = Iterations.fitted({s: reached[s] for s in FITTED})
+    print(
+        f"f(w0) {mean.loss:.2f}, L {mean.lipschitz:.1f}, xi^2 {mean.noise:.3f}; target {target:.4f}; {len(seeds)} seeds"
+    )
+    print(f"{'stages':>6} {'measured':>9} {'theory':>9} {'fitted':>9}")
+    for stages, took in measured.items():
+        print(f"{stages:6} {took:9.0f} {theory(stages):9.0f} {fitted(stages):9.0f}")
+    others = {s: t for s, t in reached.items() if s not in FITTED}
+    worst = max(abs(e) for e in fitted.errors(others).values())
+    failed = [s for s in measured if s not in reached]
+    print(f"the curve through {FITTED} stages is off by up to {worst:.0%} on others that get there; never: {failed}")
+    print(f"the bound of the theory is finite below {theory.most_stages:.2f} stages at this rate")
+    if options.json:
+        rise = reached[max(reached)] / measured[1]
+        keys = {"fitted_error": worst, "rise": rise, "reached": max(reached), "fitted_most": fitted.most_stages}
+        print(json.dumps(keys | {"theory_most": theory.most_stages}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""How a job runs that has all stages for itself: the baselines of ArrayPipe's paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from benchmarks.papers.jap.bpipe import bpipe, most_held
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import B, Cut, F, Kind, Plan, Schedule, Span, even_spans
+from lightning_pipes.planning.memory import peak_bytes
+from lightning_pipes.planning.planner import even_plan
+from lightning_pipes.sim import makespan
+from lightning_pipes.strategies.gpipe import GPipe
+from lightning_pipes.strategies.hanayo import Hanayo
+from lightning_pipes.strategies.interleaved import Interleaved
+from lightning_pipes.strategies.jap import problem_of
+from lightning_pipes.strategies.jap.problem import Array
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What an epoch takes: `time` from begin to end, the others are sums over all stages.
+
+    Attributes:
+        overhead: recomputation and updates.
+        switching: what stages wait for states.
+        setting: what was chosen, in words.
+    """
+
+    time: float
+    forward: float = 0.0
+    backward: float = 0.0
+    overhead: float = 0.0
+    switching: float = 0.0
+    setting: str = ""
+
+    def utilisation(self, stages: int) -> float:
+        """The share of the time in which a stage computes, on average."""
+        return (self.forward + self.backward + self.overhead) / (self.time * stages)
+
+
+def spent_in(time: float, plan: Plan, costs: CostModel, setting: str = "") -> Spent:
+    """One batch of one job, with what its computations take."""
+    spent = dict.fromkeys((Kind.F, Kind.B, Kind.STEP), 0.0)
+    again = 0.0
+    for s in range(plan.n_stages):
+        for span in plan.spans(Kind.F, s):
+            forward = costs.time(Kind.F, s, span.rows)
+            spent[Kind.F] += forward
+            spent[Kind.B] += costs.time(Kind.B, s, span.rows)
+            again += forward if plan.recompute and plan.recompute[s] else 0.0
+        spent[Kind.STEP] += costs.time(Kind.STEP, s)
+    overhead = spent[Kind.STEP] + again
+    return Spent(time, 1e9 * spent[Kind.F], 1e9 * spent[Kind.B], 1e9 * overhead, setting=setting)
+
+
+class Memory(Protocol):
+    @property
+    def memory(self) -> float:
+        """Bytes of a device."""
+
+
+class Site(Protocol):
+    """Where one job runs: `jap_schemes.Epoch` says what the attributes are."""
+
+    stages: int
+    most_stages: int
+    line: CostModel
+
+    @property
+    def hardware(self) -> Memory:
+        """The devices."""
+
+    @property
+    def costs(self) -> Callable[[tuple[int, ...]], CostModel]:
+        """By the rank of each stage."""
+
+    def to_partner(self, size: Array) -> Array:
+        """Nanoseconds that bytes take to the stage that keeps them."""
+
+
+class OneJob(Protocol):
+    """How one job runs on all stages."""
+
+    def steps(self, epoch: Site, rows: int) -> Iterator[Spent]:
+        """Ways to run a batch that fit into memory."""
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """By schedules, of which the best counts.
+
+    Attributes:
+        recompute: whether all stages but the last recompute; those that may be chosen.
+    """
+
+    schedules: tuple[Schedule, ...]
+    recompute: tuple[bool, ...] = (False, True)
+
+    def steps(self, epoch: Site, rows: int) -> Iterator[Spent]:
+        """See `OneJob`."""
+        for schedule in self.schedules:
+            where = schedule.placement(epoch.stages)
+            if len(where) > epoch.most_stages:
+                continue
+            costs = epoch.costs(where)
+            for m in MICROBATCHES:
+                for recompute in self.recompute if m <= rows else ():
+                    plan = even_plan(schedule, epoch.stages, m, rows, recompute)
+                    program = schedule.program(plan)
+                    if max(peak_bytes(program, plan, costs)) <= epoch.hardware.memory:
+                        yield spent_in(makespan(program, plan, costs), plan, costs, f"m={m}")
+
+
+@dataclass(frozen=True)
+class ByBPipe:
+    """BPipe."""
+
+    def steps(self, epoch: Site, rows: int) -> Iterator[Spent]:
+        """See `OneJob`."""
+        costs, stages = epoch.line, epoch.stages
+        for m in MICROBATCHES:
+            for recompute in (False, True) if m <= rows else ():
+                spans = even_spans(rows, m)
+                again = tuple(recompute and s < stages - 1 for s in range(stages))
+                plan = Plan(
+                    tuple(range(stages)), tuple(Cut.even(span.rows, 1, stages) for span in spans), recompute=again
+                )
+                if self._peak(plan, costs) > epoch.hardware.memory:
+                    continue
+                problem = problem_of(plan, costs)
+                problem.update[:-1] = 0
+                kept = np.array([[self._kept(plan, costs, n, s) for s in range(stages)] for n in range(m)])
+                time = bpipe(problem, epoch.to_partner(kept)).makespan
+                whole = even_plan(OneFOneB(), stages, m, rows, recompute)
+                yield spent_in(time, whole, costs, f"m={m}")
+
+    @staticmethod
+    def _kept(plan: Plan, costs: CostModel, n: int, s: int) -> int:
+        taken, given = costs.held(F(s, Span(0, plan.jobs[n].rows), n), plan)
+        return taken - given
+
+    def _peak(self, plan: Plan, costs: CostModel) -> float:
+        """At most, as each place holds one of the larger activations: its own, or of the stage that lends to it."""
+        stages = plan.n_stages
+        span = Span(0, plan.jobs[0].rows)  # the largest
+        kept = [self._kept(plan, costs, 0, s) for s in range(stages)]
+        most = []
+        for s in range(stages):
+            held = [max(0, min(len(plan.jobs), stages - each) - most_held(stages) + 1) for each in (s, stages - 1 - s)]
+            lent = held[1] if held[1] > 1 else 0
+            own = min(len(plan.jobs), stages - s, most_held(stages))
+            working = max(costs.held(F(s, span), plan)[1], costs.held(B(s, span), plan)[0])
+            state = costs.resident(s, plan) // len(plan.jobs)  # they are one job
+            most.append(state + own * kept[s] + lent * kept[-1 - s] + working)
+        return max(most)
+
+
+SINGLE: dict[str, OneJob] = {
+    "GPipe": Ordered((GPipe(),), recompute=(True,)),
+    "1F1B": Ordered((OneFOneB(),)),
+    "BPipe": ByBPipe(),
+    "interleaved": Ordered((Interleaved(stages_per_rank=2),)),
+    "Hanayo": Ordered((Hanayo(waves=2), Hanayo(waves=1))),
+}
+"""Jobs one after another."""
+RECOMPUTING: dict[str, OneJob] = {
+    "Hanayo, recomputing": Ordered((Hanayo(waves=2), Hanayo(waves=1)), recompute=(True,)),
+    "1F1B, recomputing": Ordered((OneFOneB(),), recompute=(True,)),
+}
+"""As the paper's own scheme does."""

@@ -1,0 +1,166 @@
+"""The experiments of Ada-Grouper's paper (Wang et al. 2023, arXiv:2303.01675), one command each: emulated stages on
+really shaped links, which needs root on Linux; f2 is simulated, gpt has real stages.
+
+    python benchmarks/papers/kfkb/figures.py f2|f6|f7|f8|f9|f10|gpt [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from benchmarks.kfkb import MESSAGE, PHASES, Situation, phases
+from benchmarks.papers.kfkb.changing import Course, run
+from benchmarks.papers.kfkb.gpt import GPT
+from benchmarks.papers.kfkb.links import AUTO, Measured, Trial, measure, ordered
+from lightning_pipes.cost import LayerProfile
+from lightning_pipes.ir import Policy, Schedule
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.candidates import cut_into
+from lightning_pipes.sim import makespan
+from lightning_pipes.testing.generators import uniform
+from lightning_pipes.testing.netlab import NetLab, why_not
+
+Figures = Iterator[tuple[str, float | str]]
+"""Figures by name, and lines of a table by ""."""
+X = 0.5
+"""A message in forwards, as in the paper's analysis."""
+SMALL = 32 * 1024
+"""Bytes of a message, where there are many."""
+
+
+def named(ks: Sequence[int]) -> dict[str, Schedule | Policy]:
+    """kFkB with each k; the first is 1F1B."""
+    return {f"k={k}": make_schedule("kfkb", k=k) for k in ks}
+
+
+def line(head: str, found: Measured) -> str:
+    """Milliseconds of a step and the gain over the first schedule."""
+    first, *others = found.trial.schedules
+    parts = [f"{first} {1e3 * found.median(first):.0f} ms"]
+    parts += [f"{n} {1e3 * found.median(n):.0f} ms ({found.ratio(first, n) - 1:+.1%})" for n in others]
+    return f"{head:22} {', '.join(parts)}"
+
+
+def f2() -> Figures:
+    """Analysis: a backward takes two forwards, a message half of one."""
+    for stages, microbatches in ((2, 4), (4, 16), (8, 32)):
+        plan, costs = uniform(stages=stages, microbatches=microbatches, f=2, b=4, link=1)
+        one, two = (makespan(ordered(make_schedule("kfkb", k=k), plan), plan, costs) / 2 for k in (1, 2))
+        head = f"{stages} stages, {microbatches} micro-batches"
+        yield "", f"{head}: 1F1B {one:.1f} forwards, 2F2B {two:.1f}, {one / two - 1:+.1%}"
+        yield f"f2_gain_{stages}", one / two - 1
+
+
+def f6() -> Figures:
+    """Granularity: k = 1 to 6 with micro-batches of floor(6 / k) samples, on eight stages, free links and slow ones."""
+    per_row, fixed = 0.004, 0.001
+    samples = 96
+    forward, backward = (((1, n * (fixed + per_row)), (6, n * (fixed + 6 * per_row))) for n in (1, 2))
+    layer = LayerProfile("sleeping", forward, backward, gradient_bytes=4, output=((1, SMALL),))
+    trial = Trial(named(range(1, 7)), 8, samples, per_row, SMALL, rounds=5, layer=layer, tuned=False)
+    trial = replace(trial, plans={f"k={k}": cut_into(trial.plan, 6 // k) for k in range(1, 7)})
+    with NetLab(8) as lab:
+        for x in (0.0, X):
+            found = measure(lab, x, trial)
+            yield "", line(f"x = {x}", found)
+            gains = {n: found.ratio("k=1", n) - 1 for n in trial.schedules}
+            yield f"f6_gain_x{x}".replace(".", ""), max(gains.values())
+
+
+def weak(name: str, microbatches: Sequence[int]) -> Figures:
+    """A forward of 10 ms on every worker, 2, 4 and 8 of them."""
+    for stages, m in zip((2, 4, 8), microbatches, strict=True):
+        with NetLab(stages) as lab:
+            trial = Trial(named((1, 2, 3)), stages, m, 0.01, SMALL, rounds=5, tuned=False)
+            found = measure(lab, X, trial)
+            yield "", line(f"{stages} workers, {m} micro-batches", found)
+            yield f"{name}_gain_{stages}", max(found.ratio("k=1", n) for n in trial.schedules) - 1
+
+
+def f7() -> Figures:
+    """Weak scaling as with U-Net: the batch grows with the workers."""
+    yield from weak("f7", (16, 32, 64))
+
+
+def f8() -> Figures:
+    """Weak scaling as with GPT: the model grows with the workers, the batch stays."""
+    yield from weak("f8", (64, 64, 64))
+
+
+def f9() -> Figures:
+    """Strong scaling: a forward of 40 ms and messages of 5 ms, on 2, 4 and 8 workers; micro-batches of one sample."""
+    base = 0.0
+    for stages in (2, 4, 8):
+        forward = 0.04 / stages
+        with NetLab(stages) as lab:
+            trial = Trial(named((1, 2, 3)), stages, 32, forward, SMALL, rounds=4, tuned=False)
+            found = measure(lab, 0.005 / forward, trial)
+        best = min(found.median(n) for n in trial.schedules)
+        base = base or best
+        yield "", line(f"{stages} workers", found) + f"; best {base / best:.2f} times as fast as 2 workers"
+        yield f"f9_gain_{stages}", max(found.ratio("k=1", n) for n in trial.schedules) - 1
+
+
+def f10() -> Figures:
+    """A rate that changes: the run that adapts beside fixed k, and what it changed to."""
+    case = Situation(10)
+    trial = Trial(named((1, 2, 3)), case.stages, case.microbatches, 0.01, MESSAGE)
+    each = 3 * 0.9
+    with NetLab(case.stages) as lab:
+        ran = run(lab, Course(trial, 18, 8.5 * each, limit=12), phases(case, each, 1))
+    yield "", f"messages of {', '.join(map(str, PHASES))} forwards in turn, {each:.1f} s each; 18 steps"
+    for name, seconds in ran.seconds.items():
+        yield "", f"{name}: {1e3 * seconds / 18:.0f} ms a step, {ran.seconds['k=1'] / seconds - 1:+.1%} over 1F1B"
+    yield "", f"adopted {', '.join(ran.adopted)}"
+    best = min(seconds for name, seconds in ran.seconds.items() if name != AUTO)
+    yield "f10_gain", ran.seconds["k=1"] / ran.seconds[AUTO] - 1
+    yield "f10_over_best_fixed", ran.seconds[AUTO] / best - 1
+
+
+def gpt() -> Figures:
+    """A real GPT in two stages, a thread each, 16 micro-batches; a forward takes some 5 ms and a message 0 to 10."""
+    message = 2 * 96 * 128 * 4
+    trial = GPT(named((1, 2)), 2, 16, 0.005, message, rounds=12, limit=16)
+    with NetLab(2) as lab:
+        for x in (0.0, 1.0, 2.0):
+            found = measure(lab, x, trial)
+            chosen = found.decision.chosen.candidate.label
+            yield (
+                "",
+                line(f"messages of {5 * x:.0f} ms", found)
+                + (
+                    f", auto {1e3 * found.median(AUTO):.0f} ms ({found.ratio('k=1', AUTO) - 1:+.1%}), {chosen}; "
+                    f"predicted {max(found.errors().values(), key=abs):+.1%}"
+                ),
+            )
+            yield f"gpt_gain_x{x:.0f}", found.ratio("k=1", AUTO) - 1
+
+
+FIGURES = {"f2": f2, "f6": f6, "f7": f7, "f8": f8, "f9": f9, "f10": f10, "gpt": gpt}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figures", nargs="+", choices=FIGURES)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    options = parser.parse_args()
+    results: dict[str, float] = {}
+    for figure in options.figures:
+        print(f"\n{figure}: {FIGURES[figure].__doc__}")
+        if figure != "f2" and (reason := why_not()):
+            print(f"can't be measured here: {reason}")
+            continue
+        for name, found in FIGURES[figure]():
+            if isinstance(found, str):
+                print(found, flush=True)
+            else:
+                results[name] = found
+    if options.json:
+        print(json.dumps({name: round(value, 4) for name, value in results.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What a backward in two parts gains over whole ones where links are slow: the best plan of each, as predicted, within
+the same memory, in turn over really shaped links. Emulated stages, and a real GPT of two stages."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.papers.kfkb.gpt import WideGPT
+from benchmarks.papers.kfkb.links import Measured, Trial, bandwidth, measure, ordered
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Kind, Plan
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.candidates import Candidate, tuning_planner
+from lightning_pipes.planning.wording import schedule_label
+from lightning_pipes.sim import makespan
+from lightning_pipes.testing.emulated import sleeping
+from lightning_pipes.testing.netlab import NetLab
+
+FIRST = "1f1b"
+
+
+def costs_of(times: dict[Kind, float], links: Sequence[float]) -> CostModel:
+    """Equal stages, and seconds of a message over each link, either way; an activation is one byte. The first stage has
+    no input gradients: its W is a whole backward."""
+    n = len(links) + 1
+    seconds = {(kind, s): ((1, t),) for kind, t in times.items() for s in range(n)}
+    seconds |= {(Kind.I, 0): ((1, 0.0),), (Kind.W, 0): ((1, times[Kind.I] + times[Kind.W]),)}
+    seconds |= {(Kind.SF, s): ((1, t),) for s, t in enumerate(links)}
+    seconds |= {(Kind.SB, s + 1): ((1, t),) for s, t in enumerate(links)}
+    return CostModel(seconds, activation_bytes=(1,) * n)
+
+
+def rivals(plan: Plan, costs: CostModel, held: int) -> tuple[dict[str, Candidate], dict[str, Candidate]]:
+    """The fastest fixed order and the fastest policy, as predicted, of those with whole backwards and of those with
+    split ones, whose stages hold so many samples at most; by name."""
+    rows = plan.spans(Kind.F, 0)[0].rows
+    costs = replace(costs, activation_bytes=(1,) * plan.n_stages)
+    found = tuning_planner(make_schedule("kfkb", k="auto")).candidates(plan, costs, held * rows)
+    best: dict[tuple[bool, bool], tuple[int, Candidate]] = {}
+    for c in found:
+        kind = c.plan.split_backward, c.schedule.name == "ready"
+        takes = makespan(ordered(c.schedule, c.plan), c.plan, costs)
+        if kind not in best or takes < best[kind][0]:
+            best[kind] = takes, c
+    by_side = {side: [c for (split, _), (_, c) in best.items() if split is side] for side in (False, True)}
+    whole, split = ({schedule_label(c.schedule): c for c in by_side[side]} for side in (False, True))
+    return whole, split
+
+
+def in_turn(lab: NetLab, trial: Trial, costs: CostModel, held: int, x: float | None) -> Iterator[tuple[str, Any]]:
+    """Lines of a table by "", and by "gain" the time of the best plan with whole backwards over that of the best with
+    split ones, the median over rounds."""
+    whole, split = rivals(trial.plan, costs, held)
+    every = {**whole, **split}
+    schedules = {FIRST: make_schedule("1f1b"), **{name: c.schedule for name, c in every.items()}}
+    plans = {name: c.plan for name, c in every.items()}
+    found = measure(lab, x, replace(trial, schedules=schedules, plans=plans))
+    best = [min(side, key=found.median) for side in (whole, split)]
+    yield "", f"{FIRST:60} {1e3 * found.median(FIRST):8.1f} ms"
+    for name, c in every.items():
+        predicted = makespan(ordered(c.schedule, c.plan), c.plan, costs) / 1e6
+        yield "", f"{name:60} {1e3 * found.median(name):8.1f} ms, predicted {predicted:.1f}"
+    gains = found.ratios(*best)
+    yield "", f"whole over split: {min(gains):.3f} to {max(gains):.3f}; a message {1e3 * found.transfer:.2f} ms"
+    yield "gain", statistics.median(gains)
+
+
+def emulated(
+    stages: int, microbatches: int, forward: float, message: int, held: int, rounds: int, x: float, slow: int = -1
+) -> Iterator[tuple[str, Any]]:
+    """A whole backward takes two forwards, its parts one each, and a message `x` forwards: on every link, or on the
+    one after stage `slow`, and the others without a limit."""
+    layer = sleeping(forward, 2 * forward, weights=forward, message_bytes=message)
+    trial = Trial({}, stages, microbatches, forward, message, rounds, tuned=False, layer=layer)
+    times = {Kind.F: forward, Kind.B: 2 * forward, Kind.I: forward, Kind.W: forward}
+    links = [x * forward if slow in (-1, s) else 0.0 for s in range(stages - 1)]
+    with NetLab(stages) as lab:
+        if slow >= 0:
+            lab.shape(bandwidth(x * forward, message), [(slow, slow + 1), (slow + 1, slow)])
+        yield from in_turn(lab, trial, costs_of(times, links), held, x if slow < 0 else None)
+
+
+def gpt(rounds: int) -> Iterator[tuple[str, Any]]:
+    """Two stages of blocks that are wide enough for the split to cost little, few micro-batches, and links on which a
+    message takes about a forward. What stages take is measured with whole backwards and with split ones."""
+    trial = WideGPT({}, 2, 4, WideGPT.FORWARD, WideGPT.MESSAGE, rounds, tuned=False)
+    with NetLab(2) as lab:
+        costs = seen(measure(lab, 1.0, replace(trial, rounds=2, **looked_at(trial))))
+        yield from in_turn(lab, trial, costs, 4, 1.0)
+
+
+def looked_at(trial: Trial) -> dict[str, Any]:
+    """An order of each kind."""
+    split = make_schedule("zero_bubble")
+    return {
+        "schedules": {FIRST: make_schedule("1f1b"), "zero_bubble": split},
+        "plans": {"zero_bubble": replace(trial.plan, split_backward=True)},
+    }
+
+
+def seen(found: Measured) -> CostModel:
+    """The costs that steps of both kinds have shown."""
+    both = [found.costs(name) for name in (FIRST, "zero_bubble")]
+    return replace(both[0], seconds={**both[1].seconds, **both[0].seconds})

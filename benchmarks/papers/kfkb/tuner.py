@@ -1,0 +1,208 @@
+"""What tuning costs a training, and what a change of schedule costs the next step: a Trainer over really shaped links
+with emulated stages, which needs root on Linux. And what choosing costs by itself, processor time.
+
+    python benchmarks/papers/kfkb/tuner.py [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+from benchmarks.harness.silence import hush
+from benchmarks.kfkb import MICROBATCHES, QUICK_MESSAGE, SPEEDS, STAGES, Situation, directions, ordered
+from benchmarks.papers.kfkb.links import bandwidth
+from benchmarks.papers.kfkb.replay import Replay, Trace
+from lightning_pipes import PipelineStrategy, ScheduleTuner
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.candidates import Candidate, tuning_planner
+from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
+from lightning_pipes.planning.planner import Problem, planned
+from lightning_pipes.planning.tuning import Chooser
+from lightning_pipes.sim import load_kernel
+from lightning_pipes.sim.loops import machine
+from lightning_pipes.testing.emulated import Emulated, sleeping, steady
+from lightning_pipes.testing.netlab import NetLab, why_not
+from lightning_pipes.trainer.callbacks.schedule_tuner import FIRST
+from lightning_pipes.trainer.loop.adopting import adopt_told
+
+FORWARD, X = 0.005, 0.5
+EACH = 3
+"""Batches from one change to the next."""
+
+
+class Model(L.LightningModule):
+    """A stage is a layer that sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = sleeping(FORWARD, 2 * FORWARD, message_bytes=QUICK_MESSAGE)
+        self.layers = nn.Sequential(*(Emulated(layer) for _ in range(STAGES)))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        found: torch.Tensor = self.layers(batch[0]).mean()
+        return found
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Clock(L.Callback):
+    """When batches end; the last callback of all."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+class Changes(L.Callback):
+    """Changes between two schedules of the same speed every few batches, as if it had been decided."""
+
+    def __init__(self) -> None:
+        self.took: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        number = trainer.fit_loop.total_batch_idx + 1
+        if number % EACH == 0:
+            names = [("deep", {"slack": 3}), ("kfkb", {"k": 2}), ("deep", {"slack": 4}), ("kfkb", {"k": 3})]
+            name, settings = names[number // EACH % len(names)]
+            schedule = make_schedule(name, **settings)
+            change = Candidate(schedule, planned(Problem(schedule, STAGES, MICROBATCHES, MICROBATCHES)), ())
+            since = time.perf_counter()
+            adopt_told(trainer.strategy.running, change)  # type: ignore[attr-defined]
+            self.took.append(time.perf_counter() - since)
+
+
+def fit(batches: int, *callbacks: L.Callback, **settings: Any) -> list[float]:
+    """Seconds from the end of each batch to that of the next."""
+    data = torch.utils.data.TensorDataset(torch.zeros(batches * MICROBATCHES, QUICK_MESSAGE // 4))
+    clock = Clock()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=STAGES,
+        strategy=PipelineStrategy("kfkb", microbatches=MICROBATCHES, partition=[1, 2, 3], schedule_args=settings),
+        max_epochs=1,
+        callbacks=[*callbacks, clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(), torch.utils.data.DataLoader(data, batch_size=MICROBATCHES))
+    return [b - a for a, b in pairwise(clock.ends)]
+
+
+def rank_main(rank: int, batches: int) -> dict[str, Any]:
+    """Of one rank: what changes took and the steps around them; what the tuner took in a whole training."""
+    steady()
+    hush()
+    changes, tuner = Changes(), ScheduleTuner(interval=10)
+    around = fit(batches, changes, k=2)
+    tuned = fit(batches, tuner, k="auto")
+    return {
+        "changes": changes.took,
+        "steps": around,
+        "tuned": tuned,
+        "decisions": [(t.batch, t.seconds, str(t.decision)) for t in tuner.decisions],
+    }
+
+
+def choosing(stages: int, microbatches: int) -> dict[str, float]:
+    """Milliseconds to set up all candidates once, of the first choice, and of choices, the median and the most: among
+    all candidates, without a limit, for messages of 0 to 3 forwards in turn, after a step of 1F1B."""
+    source, first = tuning_planner(make_schedule("kfkb", k="auto")), make_schedule("kfkb", k=1)
+    case = Situation(20, stages, microbatches)
+    plan, base = case.plan, case.costs(0.0)
+    chooser, averages = Chooser(), Averages(window=1)
+    took: list[float] = []
+
+    def timed(work: Callable[[], object]) -> None:
+        began = time.process_time()
+        work()
+        took.append(1e3 * (time.process_time() - began))
+
+    def choose() -> None:
+        candidates = source.candidates(plan, averages.costs(base))
+        chooser.decide(candidates, Candidate(first, plan, ()), averages, base)
+
+    timed(lambda: chooser.prepare(source.candidates(plan, base), base))
+    for n, x in enumerate(SPEEDS * 3):
+        links = dict.fromkeys(directions(stages), Trace.steady(case.message(x) + n))
+        replay = Replay(ordered(first, plan), plan, case.times, links)
+        averages.add(StepSample.of(events, plan) for events in replay.by_rank())
+        timed(choose)
+    set_up, *each = took
+    return {"set_up": set_up, "first": each[0], "median": statistics.median(each), "most": max(each)}
+
+
+def choosing_table() -> Iterator[tuple[str, dict[str, float]]]:
+    """`choosing` by name, without compiled code and with it, where that is installed."""
+    gc.collect()
+    gc.freeze()  # a collection in the middle would go through all modules
+    for patience in (1 << 60, 0):
+        machine.PATIENCE = patience
+        name = load_kernel() if not patience else "python"
+        if patience or name != "python":
+            for stages, microbatches in ((2, 4), (4, 24), (8, 64)) * (1 if patience else 2):
+                yield f"{name}_{stages}x{microbatches}", choosing(stages, microbatches)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="40 batches instead of 120")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    options = parser.parse_args()
+    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    planning = dict(choosing_table())  # compiled code is loaded the first time
+    print("choosing, ms:         " + " ".join(f"{name:>8}" for name in next(iter(planning.values()))))
+    for situation, times in planning.items():
+        print(f"  {situation:20}" + " ".join(f"{ms:8.1f}" for ms in times.values()))
+    found = {f"planning_ms_{situation}": times["most"] for situation, times in planning.items()}
+    if reason := why_not():
+        print(f"nothing can be measured here: {reason}")
+        return
+    with NetLab(STAGES, bandwidth(X * FORWARD, QUICK_MESSAGE)) as lab:
+        ranks = lab.run_ranks(rank_main, 40 if options.quick else 120, timeout=400)
+    steps = ranks[0]["steps"]
+    # steps[n] ends batch n + 1 (from 0); a change comes after batches EACH - 1, 2 EACH - 1, ...
+    first = [s for n, s in enumerate(steps) if (n + 1) % EACH == 0 and n >= EACH]
+    later = [s for n, s in enumerate(steps) if (n + 1) % EACH and n >= EACH]
+    step = statistics.median(later)
+    call = [max(took) for took in zip(*(r["changes"] for r in ranks), strict=True)]
+    loss = statistics.median(first) / step - 1
+    print(
+        f"a step {1e3 * step:.1f} ms; the first one after a change {1e3 * statistics.median(first):.1f} ms, {loss:+.2%}"
+    )
+    print(f"the change itself, slowest rank: {1e3 * statistics.median(call):.2f} ms, at most {1e3 * max(call):.2f} ms")
+    tuned, decisions = ranks[0]["tuned"], ranks[0]["decisions"]
+    print(f"decisions took {', '.join(f'{1e3 * seconds:.1f}' for _, seconds, _ in decisions)} ms")
+    at = {batch - 2 for batch, _, _ in decisions[1:]}  # tuned[n] is from the end of batch n + 1 to that of n + 2
+    usual = statistics.median(s for n, s in enumerate(tuned) if n > FIRST + WINDOW and n not in at and n - 1 not in at)
+    longer = [tuned[n] + tuned[n + 1] - 2 * usual for n in sorted(at) if n + 1 < len(tuned)]
+    share = sum(longer) / sum(tuned)
+    print(
+        f"and the batches around them {statistics.median(longer) * 1e3:.1f} ms more, in all {share:.2%} of the training"
+    )
+    for _, _, said in decisions:
+        print(f"  {said}")
+    if options.json:
+        found |= {"switch_loss": loss, "switch_share": statistics.median(call) / step, "tuning_share": share}
+        print(json.dumps({name: round(value, 5) for name, value in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
