@@ -281,7 +281,7 @@ def evaluate(cell: Cell, by_rank: list[dict[str, Any]], overheads: Overheads) ->
     schedule, plan = make_plan(cell)
     program = schedule.program(plan)
     timelines = [Timeline.gather(w, plan) for w in zip(*(r["windows"] for r in by_rank), strict=True)]
-    measured = CostModel.measured(timelines)
+    measured = CostModel.from_timelines(timelines)
     alone = CostModel({key: table for key, table in measured.seconds.items() if key[0] in COMPUTE})
 
     def takes(costs: CostModel) -> float:
@@ -290,7 +290,7 @@ def evaluate(cell: Cell, by_rank: list[dict[str, Any]], overheads: Overheads) ->
     def beyond(simulated: Sequence[float]) -> float:
         return statistics.median(a - b for a, b in zip(ours, simulated, strict=True)) / each
 
-    own = [measured.recorded(t).each for t in timelines]
+    own = [measured.with_recorded_times(t).each for t in timelines]
     computing = [takes(replace(alone, each={i: s for i, s in e.items() if i.kind in COMPUTE})) for e in own]
     simulated = takes(measured if cell.model == "gpt" else cell.costs({}, None))
     emulated = cell.model == "emulated"

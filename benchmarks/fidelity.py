@@ -85,18 +85,20 @@ class Overheads:
         between, messages, computation = [], [], {}
         for cell, found in trainings:
             timelines = [Timeline.gather(events, cell.plan) for events in zip(*(f.events for f in found), strict=True)]
-            costs, told = CostModel.measured(timelines), cell.costs(links, None)
+            costs, told = CostModel.from_timelines(timelines), cell.costs(links, None)
             between.append(costs.overhead)
             for kind in {kind for kind, _ in costs.seconds} & {Kind.F, Kind.B, Kind.I, Kind.W}:
                 # stage 0 has no use for input gradients: all of its backward is in W
                 stages = range(kind in (Kind.I, Kind.W), cell.plan.n_stages)
-                computation[kind] = statistics.mean(costs.time(kind, s, 1) - told.time(kind, s, 1) for s in stages)
+                computation[kind] = statistics.mean(
+                    costs.seconds_at(kind, s, 1) - told.seconds_at(kind, s, 1) for s in stages
+                )
             for kind, stage in costs.seconds:
                 if kind in SENDS:
                     target = cell.plan.ranks[stage + (1 if kind is Kind.SF else -1)]
-                    link = told.between(cell.plan.ranks[stage], target)
-                    free = max(0.0, link.seconds(MESSAGE) - link.savings)  # the bucket is full again by then
-                    messages.append(costs.time(kind, stage, 1) - free)
+                    link = told.link_between(cell.plan.ranks[stage], target)
+                    free = max(0.0, link.send_seconds(MESSAGE) - link.burst_seconds)  # the bucket is full again by then
+                    messages.append(costs.seconds_at(kind, stage, 1) - free)
         return cls(statistics.mean(between), computation, max(0.0, statistics.mean(messages)))
 
     def __str__(self) -> str:
@@ -141,14 +143,14 @@ class Cell:
     def costs(self, links: Links, overheads: Overheads | None) -> CostModel:
         """What is known before training."""
         links = {(a, b): links[a, b] for a, b, _ in self.plan.links if (a, b) in links}
-        costs = self.profile.costs(self.plan.layers, [self.speeds[rank] for rank in self.plan.ranks])
+        costs = self.profile.stage_costs(self.plan.layers, [self.speeds[rank] for rank in self.plan.ranks])
         if overheads is None:
             return replace(costs, links=links)
         seconds = {
             (kind, stage): tuple((rows, t + overheads.computation.get(kind, 0.0)) for rows, t in table)
             for (kind, stage), table in costs.seconds.items()
         }
-        slower = {pair: replace(link, latency=overheads.message, posted=POSTED) for pair, link in links.items()}
+        slower = {pair: replace(link, latency=overheads.message, max_in_flight=POSTED) for pair, link in links.items()}
         return replace(costs, seconds=seconds, links=slower, overhead=overheads.between)
 
     def predicted(self, links: Links, overheads: Overheads) -> float:

@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
-from lightning_pipes.cost.clusters import make_cluster
+from lightning_pipes.cost.cluster_settings import make_cluster
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import Kind, PlanError, Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
@@ -100,7 +100,9 @@ def bubble(fit: Fit) -> float:
     plan = fit.plan
     kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
     stages = range(plan.n_stages)
-    busy = sum(fit.costs.time(kind, s, span.rows) for s in stages for kind in kinds for span in plan.spans(kind, s))
+    busy = sum(
+        fit.costs.seconds_at(kind, s, span.rows) for s in stages for kind in kinds for span in plan.spans(kind, s)
+    )
     return 1 - busy / (plan.n_ranks * fit.seconds)
 
 
@@ -151,7 +153,7 @@ def by_replicas(case: Case, devices: int = 64) -> Iterator[str]:
     ranks = 1
     while ranks <= devices:
         replicas = devices // ranks
-        place = Deployment.on(case.devices(), ranks, replicas)
+        place = Deployment.from_cluster(case.devices(), ranks, replicas)
         try:
             schedules = list(SCHEDULES.values()) if ranks > 1 else [SCHEDULES["1f1b"]]
             choice = choose(case.profile, ranks, rows // replicas, place, schedules)
@@ -197,7 +199,7 @@ def planning_seconds(stages: int, microbatches: int, replicas: int, between: str
     cluster = make_cluster(
         2 * stages, 8, "74GiB", {"bandwidth": "300GB/s", "latency": "5us"}, {"bandwidth": between, "latency": "10us"}
     )
-    place = Deployment.on(cluster, stages, replicas)
+    place = Deployment.from_cluster(cluster, stages, replicas)
     profile = named_profile("GPT-2-1.3B", "A100-80G")
     began = time.process_time()
     found = choose(profile, stages, microbatches, place)

@@ -83,10 +83,10 @@ def measure(quick: bool) -> dict[str, Times]:
     """Times by key, of Python's kernel and, where numba is installed, of the compiled one."""
     program, plan, costs = problem()
     free = problem(Link())[2]
-    shaped = problem(replace(LINK, burst=1e5, peak=1e9, posted=4))[2]
+    shaped = problem(replace(LINK, burst=1e5, peak=1e9, max_in_flight=4))[2]
     rule = ReadyFirst()
     one = [
-        costs.transfer(i, plan)[0] if i.kind in (Kind.SF, Kind.SB) else costs.duration(i, plan)
+        costs.transfer_ns(i, plan)[0] if i.kind in (Kind.SF, Kind.SB) else costs.duration_ns(i, plan)
         for i in priced(program, plan)
     ]
     vectors = np.random.default_rng(0).normal(1, 0.1, (VECTORS, len(one))) * one

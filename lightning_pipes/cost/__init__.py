@@ -6,9 +6,9 @@ from lightning_pipes.cost.deployment import Deployment
 from lightning_pipes.cost.layer import LayerProfile
 from lightning_pipes.cost.links.link import FREE, Link
 from lightning_pipes.cost.links.regime import Regime
+from lightning_pipes.cost.measurement import RecordedTimeline
 from lightning_pipes.cost.model import CostModel
 from lightning_pipes.cost.profile import ModelProfile
-from lightning_pipes.cost.recorded import Recorded
 from lightning_pipes.cost.table import Table
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "LayerProfile",
     "Link",
     "ModelProfile",
-    "Recorded",
+    "RecordedTimeline",
     "Regime",
     "Table",
 ]

@@ -71,7 +71,7 @@ class Cluster:
                 raise InputError(f"links: {pair} are no two of the ranks 0 to {n - 1}")
 
     @classmethod
-    def homogeneous(
+    def from_counts(
         cls, hosts: int, devices_per_host: int, memory: int | None = None, inside: Link = FREE, between: Link = FREE
     ) -> Cluster:
         """Equal devices, those of one host in a row.
@@ -84,10 +84,10 @@ class Cluster:
         names = [str(host) for host in range(hosts) for _ in range(devices_per_host)]
         return cls(tuple(Device(memory, host=name) for name in names), inside, between)
 
-    def link(self, source: int, target: int) -> Link:
+    def link_between(self, source: int, target: int) -> Link:
         """The link from rank `source` to rank `target`."""
         host, other = self.devices[source].host, self.devices[target].host
         link = self.inside if host == other else self.between
         if self.shared and host != other:
             link = replace(link, wire=f"host {host}")
-        return Regime(self.regime).applied(self.links.get((source, target), link), source, target)
+        return Regime(self.regime).apply_to(self.links.get((source, target), link), source, target)

@@ -17,28 +17,28 @@ class Costs(Protocol):
     def overhead_ns(self) -> int:
         """Nanoseconds that a rank needs before each computation."""
 
-    def duration(self, i: Instruction, plan: Plan) -> int:
+    def duration_ns(self, i: Instruction, plan: Plan) -> int:
         """Nanoseconds of the computation `i`, all of its `ir.passes`; equal kind, stage, job, batch and `ir.alike` mean
         equal cost."""
 
-    def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+    def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Nanoseconds that the send `i` occupies its link at the link's bandwidth, and nanoseconds until it is there
         after that."""
 
-    def between(self, source: int, target: int) -> Link:
+    def link_between(self, source: int, target: int) -> Link:
         """The link from rank `source` to rank `target`: what `transfer` does not say of it."""
 
-    def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+    def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Bytes that the computation `i` takes when it starts, and bytes that it gives back when it ends."""
 
-    def resident(self, rank: int, plan: Plan) -> int:
+    def resident_bytes(self, rank: int, plan: Plan) -> int:
         """Bytes that `rank` holds throughout."""
 
 
 @runtime_checkable
-class Apart(Protocol):
+class PerInstructionCosts(Protocol):
     """Costs that may say that operations of one size cost different times: each is then asked for by itself."""
 
     @property
-    def apart(self) -> bool:
+    def per_instruction(self) -> bool:
         """Whether they do."""

@@ -44,7 +44,7 @@ class Deployment:
             )
 
     @classmethod
-    def on(cls, cluster: Cluster, ranks: int, replicas: int = 1, neighbours: str = "ranks") -> Deployment:
+    def from_cluster(cls, cluster: Cluster, ranks: int, replicas: int = 1, neighbours: str = "ranks") -> Deployment:
         """`replicas` pipelines of `ranks` devices each, on the first devices of `cluster`.
 
         Args:
@@ -68,10 +68,10 @@ class Deployment:
             raise InputError(f"neighbours are 'ranks' or 'replicas', got {neighbours!r}")
         first, next_ = (ranks, 1) if neighbours == "ranks" else (1, replicas)
         pipelines = [[first * replica + next_ * rank for rank in range(ranks)] for replica in range(replicas)]
-        rings = [_ring(cluster, places) for places in zip(*pipelines, strict=True)] if replicas > 1 else []
-        return cls(_worst(cluster, pipelines), replicas, tuple(rings))
+        rings = [_slowest_ring_link(cluster, places) for places in zip(*pipelines, strict=True)] if replicas > 1 else []
+        return cls(_worst_pipeline(cluster, pipelines), replicas, tuple(rings))
 
-    def reduction(self, rank: int, size: Array) -> Array:
+    def all_reduce_seconds(self, rank: int, size: Array) -> Array:
         """Seconds in which a ring averages `size` bytes of gradients of `rank`.
 
         Of n devices each sends (n - 1) / n of the bytes twice, in 2(n - 1) messages for each bucket.
@@ -79,36 +79,36 @@ class Deployment:
         if self.replicas == 1:
             return np.zeros_like(size)
         link, n = self.rings[rank], self.replicas
-        return 2 * (n - 1) * (size / n / link.bandwidth + buckets(size) * link.latency)
+        return 2 * (n - 1) * (size / n / link.bandwidth + count_buckets(size) * link.latency)
 
-    def exposed(self, rank: int, size: Array, backward: Array) -> Array:
+    def exposed_seconds(self, rank: int, size: Array, backward: Array) -> Array:
         """Seconds of that which are left after the backward of so many seconds in which the gradients become complete:
         buckets leave meanwhile, but for the last one."""
-        whole = self.reduction(rank, size)
-        last = whole / np.maximum(buckets(size), 1)
-        return np.maximum(last, whole - np.maximum(backward, 0.0) * (1 - 1 / np.maximum(buckets(size), 1)))
+        whole = self.all_reduce_seconds(rank, size)
+        last = whole / np.maximum(count_buckets(size), 1)
+        return np.maximum(last, whole - np.maximum(backward, 0.0) * (1 - 1 / np.maximum(count_buckets(size), 1)))
 
 
-def buckets(size: Array) -> Array:
+def count_buckets(size: Array) -> Array:
     """In how many pieces gradients of `size` bytes leave."""
     return np.ceil(np.asarray(size, float) / BUCKET_BYTES)
 
 
-def deployed(cluster: Cluster | Deployment) -> Deployment:
+def as_deployment(cluster: Cluster | Deployment) -> Deployment:
     """A cluster as one pipeline, a deployment as it is."""
     return cluster if isinstance(cluster, Deployment) else Deployment(cluster)
 
 
-def _ring(cluster: Cluster, places: Sequence[int]) -> Link:
-    return _slowest(cluster.link(a, b) for a, b in pairwise([*places, places[0]]))
+def _slowest_ring_link(cluster: Cluster, places: Sequence[int]) -> Link:
+    return _slowest_link(cluster.link_between(a, b) for a, b in pairwise([*places, places[0]]))
 
 
-def _slowest(links: Iterable[Link]) -> Link:
+def _slowest_link(links: Iterable[Link]) -> Link:
     found = list(links)
     return replace(min(found, key=lambda link: link.bandwidth), latency=max(link.latency for link in found))
 
 
-def _worst(cluster: Cluster, pipelines: Sequence[Sequence[int]]) -> Cluster:
+def _worst_pipeline(cluster: Cluster, pipelines: Sequence[Sequence[int]]) -> Cluster:
     """The first pipeline; where replicas are not equal, with the least memory, speed and links of all."""
     devices = []
     for places in zip(*pipelines, strict=True):
@@ -121,7 +121,7 @@ def _worst(cluster: Cluster, pipelines: Sequence[Sequence[int]]) -> Cluster:
     for a in ranks:
         for b in ranks:
             if a != b:
-                link = _slowest(cluster.link(places[a], places[b]) for places in pipelines)
-                if link != base.link(a, b):
+                link = _slowest_link(cluster.link_between(places[a], places[b]) for places in pipelines)
+                if link != base.link_between(a, b):
                     links[a, b] = link
     return replace(base, links=links)

@@ -67,7 +67,7 @@ class LayerProfile:
             elif not isinstance(value, str | bool):
                 check_number(f"{where}: {name}", value, "finite and not negative", lambda x: 0 <= x < math.inf)
 
-    def times(self, kind: Kind) -> Table:
+    def seconds_of(self, kind: Kind) -> Table:
         """Seconds of F, B, I or W; without weights I is all of B.
 
         Raises:
@@ -87,7 +87,7 @@ class LayerProfile:
             )
         return table
 
-    def stretched(self, factor: float) -> LayerProfile:
+    def scaled(self, factor: float) -> LayerProfile:
         """The same layer whose forward and backward take that many times as long."""
         times: dict[str, Any] = {
             name: tuple((rows, value * factor) for rows, value in getattr(self, name)) for name in _TIMES
@@ -95,13 +95,13 @@ class LayerProfile:
         return replace(self, **times)
 
     @staticmethod
-    def mean(parts: Sequence[LayerProfile]) -> LayerProfile:
+    def mean_of(parts: Sequence[LayerProfile]) -> LayerProfile:
         """The first of several profiles of one layer with the mean seconds of all."""
         means: dict[str, Any] = {name: _mean_table([getattr(p, name) for p in parts]) for name in _TIMES}
         return replace(parts[0], step=sum(p.step for p in parts) / len(parts), **means)
 
 
-def added(tables: Iterable[Table]) -> Table:
+def sum_tables(tables: Iterable[Table]) -> Table:
     """The sum of tables, at all rows that any of them has; linear between them, as each of them is."""
     given = [table for table in tables if table]
     rows = sorted(set(chain.from_iterable((r for r, _ in table) for table in given)))

@@ -8,7 +8,7 @@ from typing import Protocol
 from lightning_pipes.ir import Instruction, Kind, Plan, passes
 
 
-class StageBytes(Protocol):
+class StageByteCosts(Protocol):
     """Bytes of stages and messages, as `CostModel` explains each."""
 
     @property
@@ -33,7 +33,7 @@ class StageBytes(Protocol):
     def waiting_messages(self) -> int: ...
 
 
-def held_bytes(of: StageBytes, i: Instruction, plan: Plan) -> tuple[int, int]:
+def held_bytes(of: StageByteCosts, i: Instruction, plan: Plan) -> tuple[int, int]:
     """Bytes of activations that `i` takes when it starts, and bytes that it gives back when it ends. A forward in
     several passes takes what it comes to hold at most; a backward starts with all that it has to make again."""
     if i.kind is Kind.STEP or not (of.activation_bytes or of.working_bytes):
@@ -59,16 +59,16 @@ def held_bytes(of: StageBytes, i: Instruction, plan: Plan) -> tuple[int, int]:
             return working, kept + made_again + working
 
 
-def resident_bytes(of: StageBytes, rank: int, plan: Plan) -> int:
+def resident_bytes(of: StageByteCosts, rank: int, plan: Plan) -> int:
     """Bytes that `rank` holds throughout: weights, of every weight version that the plan allows, gradients,
     optimizer states and messages that wait to be taken."""
     stages = plan.stages[rank]
     weights = sum(of.weight_bytes[s] * plan.versions[s] for s in stages) if of.weight_bytes else 0
     states = sum(of.state_bytes[s] for s in stages) if of.state_bytes else 0
-    return len(plan.jobs) * (weights + states + _waiting(of, stages, plan))
+    return len(plan.jobs) * (weights + states + _waiting_bytes(of, stages, plan))
 
 
-def _waiting(of: StageBytes, stages: Sequence[int], plan: Plan) -> int:
+def _waiting_bytes(of: StageByteCosts, stages: Sequence[int], plan: Plan) -> int:
     if not of.waiting_messages:
         return 0
     size = 0.0

@@ -13,10 +13,10 @@ from statistics import fmean
 from lightning_pipes.cost.cluster import Cluster
 from lightning_pipes.cost.links.link import FREE, Link
 from lightning_pipes.cost.links.regime import Regime, regime_named
-from lightning_pipes.cost.links.vain import in_vain
+from lightning_pipes.cost.links.unused import unused_link_warnings
+from lightning_pipes.cost.measurement import Measurement, RecordedTimeline, dispatch_delays, operation_seconds
 from lightning_pipes.cost.memory import held_bytes, resident_bytes
-from lightning_pipes.cost.recorded import Measurement, Recorded, durations, lags
-from lightning_pipes.cost.table import Table, at_rows, check_table, check_tables, nanoseconds
+from lightning_pipes.cost.table import Table, at_rows, check_table, check_tables, to_nanoseconds
 from lightning_pipes.ir import (
     COMPUTE,
     MOST_STAGES,
@@ -152,11 +152,11 @@ class CostModel:
         for name, time in (("forward", forward), ("backward", backward), ("step", step)):
             check_number(name, time, "finite seconds, not negative", lambda x: 0 <= x < math.inf)
 
-        def table(seconds: float) -> Table:
+        def make_table(seconds: float) -> Table:
             return ((1, seconds),) if rows is None else ((0, 0.0), (rows, seconds))
 
         times = {Kind.F: forward, Kind.B: backward, Kind.I: backward / 2, Kind.W: backward / 2}
-        seconds = {(kind, s): table(t) for kind, t in times.items() for s in range(stages)}
+        seconds = {(kind, s): make_table(t) for kind, t in times.items() for s in range(stages)}
         seconds |= {(Kind.STEP, s): ((0, step),) for s in range(stages)}
         edges = (message_bytes,) * (stages - 1)
         return cls(
@@ -171,7 +171,9 @@ class CostModel:
         )
 
     @classmethod
-    def measured(cls, timelines: Recorded | Iterable[Recorded], base: CostModel | None = None) -> CostModel:
+    def from_timelines(
+        cls, timelines: RecordedTimeline | Iterable[RecordedTimeline], base: CostModel | None = None
+    ) -> CostModel:
         """Medians by (kind, stage, rows) of what was recorded, transfers and the overhead of computations included.
 
         A kind seen with one number of rows only is taken as proportional to rows, STEP excepted. What timelines do not
@@ -182,8 +184,8 @@ class CostModel:
             InputError: nothing was recorded.
         """
         base = base or cls({})
-        given = [timelines] if isinstance(timelines, Recorded) else [*timelines]
-        found = Measurement.of(given, base._latency)
+        given = [timelines] if isinstance(timelines, RecordedTimeline) else [*timelines]
+        found = Measurement.from_timelines(given, base._latency_ns)
         if not found.seconds:
             raise InputError("a cost model can't be measured from timelines without events")
         if any(kind in SENDS for kind, _ in found.seconds):
@@ -193,7 +195,7 @@ class CostModel:
         seconds, scatter = {**base.seconds, **found.seconds}, {**base.scatter, **found.scatter}
         return replace(base, seconds=seconds, scatter=scatter, overhead=overhead)
 
-    def recorded(self, timeline: Recorded) -> CostModel:
+    def with_recorded_times(self, timeline: RecordedTimeline) -> CostModel:
         """The same model where each operation of `timeline` takes what it took there, and others what they take here;
         the overhead of computations is their mean there.
 
@@ -201,14 +203,14 @@ class CostModel:
         two batches. So what is simulated with this and the order that ran is what this model explains of the timeline;
         the rest is something else.
         """
-        waited = lags(timeline)
+        waited = dispatch_delays(timeline)
         overhead = fmean(waited) / 1e9 if waited else self.overhead
-        return replace(self, each={**self.each, **durations(timeline, self._latency)}, overhead=overhead)
+        return replace(self, each={**self.each, **operation_seconds(timeline, self._latency_ns)}, overhead=overhead)
 
-    def _latency(self, i: Instruction, plan: Plan) -> int:
-        return nanoseconds(self._link_of(i, plan).latency)
+    def _latency_ns(self, i: Instruction, plan: Plan) -> int:
+        return to_nanoseconds(self._link_of_send(i, plan).latency)
 
-    def on(self, cluster: Cluster, ranks: tuple[int, ...]) -> CostModel:
+    def on_cluster(self, cluster: Cluster, ranks: tuple[int, ...]) -> CostModel:
         """The same model on `cluster`, for stages that sit on `ranks`: its links, and times by its devices' speed."""
         pairs = {(a, b) for a, b in (*pairwise(ranks), *pairwise(ranks[::-1])) if a != b}
         scaled = {
@@ -219,14 +221,14 @@ class CostModel:
         each = {
             i: seconds / cluster.devices[ranks[i.stage]].speed for i, seconds in self.each.items() if i.kind in COMPUTE
         }
-        return replace(self, seconds=scaled, each=each, links={pair: cluster.link(*pair) for pair in pairs})
+        return replace(self, seconds=scaled, each=each, links={pair: cluster.link_between(*pair) for pair in pairs})
 
     @cached_property
     def n_stages(self) -> int:
         """The number of stages that have times."""
         return max((stage + 1 for _, stage in self.seconds), default=0)
 
-    def time(self, kind: Kind, stage: int, rows: int = 0) -> float:
+    def seconds_at(self, kind: Kind, stage: int, rows: int = 0) -> float:
         """Seconds of one computation, or that one send occupies its link where that was given or measured.
 
         Raises:
@@ -243,58 +245,60 @@ class CostModel:
     @property
     def overhead_ns(self) -> int:
         """Nanoseconds that a rank needs before each computation."""
-        return nanoseconds(self.overhead)
+        return to_nanoseconds(self.overhead)
 
-    def duration(self, i: Instruction, plan: Plan) -> int:
+    def duration_ns(self, i: Instruction, plan: Plan) -> int:
         """Nanoseconds of the computation `i`, pass by pass; a backward includes the forward that it runs again."""
         if self.each and i in self.each:
-            return nanoseconds(self.each[i])
+            return to_nanoseconds(self.each[i])
         found = 0
         for rows, again in passes(i, plan):
-            found += self._pass(i.kind, i.stage, rows)
+            found += self._pass_ns(i.kind, i.stage, rows)
             if again and i.kind in RECOMPUTES:
-                found += self._pass(Kind.F, i.stage, rows)
-        return found + self._joins(i, plan) if self.joining else found
+                found += self._pass_ns(Kind.F, i.stage, rows)
+        return found + self._concat_ns(i, plan) if self.joining else found
 
-    def _joins(self, i: Instruction, plan: Plan) -> int:
+    def _concat_ns(self, i: Instruction, plan: Plan) -> int:
         forward = i.kind is Kind.F
         table = self.forward_bytes if forward else self.backward_bytes
         links = (
             (i.stage - 1, i.stage) if forward else (i.stage, i.stage - 1)
         )  # from which it takes, and to which it goes
         size = sum(rows * table[link] for rows, link in zip(joined(i, plan), links, strict=True) if rows and table)
-        return nanoseconds(self.joining * size)
+        return to_nanoseconds(self.joining * size)
 
-    def _pass(self, kind: Kind, stage: int, rows: int) -> int:
+    def _pass_ns(self, kind: Kind, stage: int, rows: int) -> int:
         known = self._durations.get((kind, stage, rows))
         if known is None:
-            known = self._durations[kind, stage, rows] = nanoseconds(self.time(kind, stage, rows))
+            known = self._durations[kind, stage, rows] = to_nanoseconds(self.seconds_at(kind, stage, rows))
         return known
 
     @cached_property
     def _durations(self) -> dict[tuple[Kind, int, int], int]:
         return {}
 
-    def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+    def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Nanoseconds that the send `i` occupies its link at the link's bandwidth, and of latency after that."""
-        link = self._link_of(i, plan)
+        link = self._link_of_send(i, plan)
         if self.each and i in self.each:
-            return nanoseconds(self.each[i]), nanoseconds(link.latency)
+            return to_nanoseconds(self.each[i]), to_nanoseconds(link.latency)
         if (i.kind, i.stage) in self.seconds:
-            return nanoseconds(self.time(i.kind, i.stage, i.span.rows)), nanoseconds(link.latency)
+            return to_nanoseconds(self.seconds_at(i.kind, i.stage, i.span.rows)), to_nanoseconds(link.latency)
         table, edge = (self.forward_bytes, i.stage) if i.kind is Kind.SF else (self.backward_bytes, i.stage - 1)
-        return nanoseconds(link.seconds(table[edge] * i.span.rows if table else 0.0)), nanoseconds(link.latency)
+        return to_nanoseconds(link.send_seconds(table[edge] * i.span.rows if table else 0.0)), to_nanoseconds(
+            link.latency
+        )
 
-    def _link_of(self, i: Instruction, plan: Plan) -> Link:
+    def _link_of_send(self, i: Instruction, plan: Plan) -> Link:
         target = i.stage + 1 if i.kind is Kind.SF else i.stage - 1
         return self.links.get((plan.ranks[i.stage], plan.ranks[target]), self.link)
 
-    def between(self, source: int, target: int) -> Link:
+    def link_between(self, source: int, target: int) -> Link:
         """The link from rank `source` to rank `target`, in the model's regime."""
-        return Regime(self.regime).applied(self.links.get((source, target), self.link), source, target)
+        return Regime(self.regime).apply_to(self.links.get((source, target), self.link), source, target)
 
     @property
-    def apart(self) -> bool:
+    def per_instruction(self) -> bool:
         """Whether operations of one size may cost different times."""
         return bool(self.each)
 
@@ -317,13 +321,13 @@ class CostModel:
             sized = {kind for kind, _ in self.seconds} | {i.kind for i in self.each}
             sized |= {Kind.SF} if any(self.forward_bytes) else set()
             sized |= {Kind.SB} if any(self.backward_bytes) else set()
-            for sentence in in_vain(plan, self.links, self.link, sized):
+            for sentence in unused_link_warnings(plan, self.links, self.link, sized):
                 warnings.warn(sentence, stacklevel=2)
 
-    def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+    def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Bytes that `i` takes when it starts, and bytes that it gives back when it ends; see `memory.held_bytes`."""
         return held_bytes(self, i, plan)
 
-    def resident(self, rank: int, plan: Plan) -> int:
+    def resident_bytes(self, rank: int, plan: Plan) -> int:
         """Bytes that `rank` holds throughout; see `memory.resident_bytes`."""
         return resident_bytes(self, rank, plan)

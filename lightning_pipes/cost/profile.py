@@ -10,17 +10,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightning_pipes.cost.columns import Columns
+from lightning_pipes.cost.json_files import check_json_fields, read_object
 from lightning_pipes.cost.layer import LayerProfile, per_row
+from lightning_pipes.cost.layer_arrays import LayerArrays
 from lightning_pipes.cost.model import CostModel
 from lightning_pipes.cost.table import at_rows
-from lightning_pipes.cost.written import check_written, read_object
 from lightning_pipes.ir import MOST_STAGES, InputError, Kind, Span, check_fields, check_number, shown
 from lightning_pipes.ir.checks import hints
 
 FORMAT = 1
 """Of the file; raised when a reader of an older one would misread it."""
-MOST_LAYERS = MOST_STAGES
+MAX_LAYERS = MOST_STAGES
 """More would never be cut apart."""
 LEAST_ROWS = "least_rows"
 """In a profile's notes: the fewest samples that the model was found to run on, where fewer were tried in vain."""
@@ -57,8 +57,8 @@ class ModelProfile:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 < len(self.layers) <= MOST_LAYERS:
-            raise InputError(f"a profile has 1 to {MOST_LAYERS} layers, got {len(self.layers)}")
+        if not 0 < len(self.layers) <= MAX_LAYERS:
+            raise InputError(f"a profile has 1 to {MAX_LAYERS} layers, got {len(self.layers)}")
         for name in ("overhead", "joining"):
             check_number(name, getattr(self, name), "finite seconds, not negative", lambda x: 0 <= x < math.inf)
         check_number("widened", self.widened, "finite and above 0", lambda x: 0 < x < math.inf)
@@ -83,14 +83,14 @@ class ModelProfile:
         found = self.layers[layer]
         if kind is Kind.STEP:
             return found.step
-        return at_rows(found.times(kind), rows)
+        return at_rows(found.seconds_of(kind), rows)
 
     @cached_property
-    def columns(self) -> Columns:
+    def layer_arrays(self) -> LayerArrays:
         """All numbers as arrays."""
         parts = (self.before, *self.layers, self.after)
-        return Columns(
-            {kind: [part.times(kind) for part in parts] for kind in self.kinds},
+        return LayerArrays(
+            {kind: [part.seconds_of(kind) for part in parts] for kind in self.timed_kinds},
             {
                 "step": [part.step for part in parts],
                 "weights": [part.weight_bytes for part in parts],
@@ -103,31 +103,31 @@ class ModelProfile:
         )
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def timed_kinds(self) -> tuple[Kind, ...]:
         """The computations with rows whose seconds it knows."""
         return (Kind.F, Kind.B, Kind.I, Kind.W) if self.has_split else (Kind.F, Kind.B)
 
-    def costs(self, layers: Sequence[Span], speeds: Sequence[float] = ()) -> CostModel:
+    def stage_costs(self, layers: Sequence[Span], speeds: Sequence[float] = ()) -> CostModel:
         """Seconds and bytes of the stages that `layers` cuts; `speeds` divide the times of each stage, and links are
         free until `CostModel.on` gives some."""
-        columns = self.columns
+        columns = self.layer_arrays
         seconds = {
             (kind, stage): table
-            for kind in self.kinds
-            for stage, table in enumerate(columns.tables(kind, layers, speeds))
+            for kind in self.timed_kinds
+            for stage, table in enumerate(columns.stage_tables(kind, layers, speeds))
         }
-        for stage, step in enumerate(columns.total("step", layers)):
+        for stage, step in enumerate(columns.stage_sums("step", layers)):
             seconds[Kind.STEP, stage] = ((0, step / (speeds[stage] if speeds else 1.0)),)
         edges = tuple(self.edge_bytes(span.stop) for span in layers[:-1])
-        states = zip(columns.total("gradients", layers), columns.total("optimizer", layers), strict=True)
+        states = zip(columns.stage_sums("gradients", layers), columns.stage_sums("optimizer", layers), strict=True)
         return CostModel(
             seconds,
             forward_bytes=edges,
             backward_bytes=edges,
             activation_bytes=tuple(self.activation_bytes(layers, n) for n in range(len(layers))),
-            weight_bytes=tuple(map(int, columns.total("weights", layers))),
+            weight_bytes=tuple(map(int, columns.stage_sums("weights", layers))),
             state_bytes=tuple(int(gradients + optimizer) for gradients, optimizer in states),
-            working_bytes=tuple(columns.most("working", layers)),
+            working_bytes=tuple(columns.stage_maxima("working", layers)),
             overhead=self.overhead,
             joining=self.joining,
         )
@@ -148,40 +148,40 @@ class ModelProfile:
             kept += per_row(self.after.saved)
         return round(kept)
 
-    def stretched(self, factors: Sequence[float], before: float = 1.0, after: float = 1.0) -> ModelProfile:
+    def scaled(self, factors: Sequence[float], before: float = 1.0, after: float = 1.0) -> ModelProfile:
         """The same where each layer's forward and backward take that many times as long, as does what runs `before` and
         `after` the layers."""
-        layers = tuple(layer.stretched(factor) for layer, factor in zip(self.layers, factors, strict=True))
-        return replace(self, layers=layers, before=self.before.stretched(before), after=self.after.stretched(after))
+        layers = tuple(layer.scaled(factor) for layer, factor in zip(self.layers, factors, strict=True))
+        return replace(self, layers=layers, before=self.before.scaled(before), after=self.after.scaled(after))
 
     def without_steps(self) -> ModelProfile:
         """The same where steps of optimizers take no time: up to them."""
         return replace(self, layers=tuple(replace(layer, step=0.0) for layer in self.layers))
 
     @staticmethod
-    def mean(profiles: Sequence[ModelProfile]) -> ModelProfile:
+    def mean_of(profiles: Sequence[ModelProfile]) -> ModelProfile:
         """The first of several profiles of the same layers with the mean seconds of all; an end that one has not
         measured is empty there."""
         return replace(
             profiles[0],
-            layers=tuple(map(LayerProfile.mean, zip(*(p.layers for p in profiles), strict=True))),
-            before=LayerProfile.mean([p.before for p in profiles]),
-            after=LayerProfile.mean([p.after for p in profiles]),
+            layers=tuple(map(LayerProfile.mean_of, zip(*(p.layers for p in profiles), strict=True))),
+            before=LayerProfile.mean_of([p.before for p in profiles]),
+            after=LayerProfile.mean_of([p.after for p in profiles]),
         )
 
-    def data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
-    def of_data(cls, found: dict[str, Any]) -> ModelProfile:
+    def from_dict(cls, found: dict[str, Any]) -> ModelProfile:
         """The profile of `data`, after its way through JSON.
 
         Raises:
             InputError: it is another object, or damaged.
         """
         kinds = {"format": int, **hints(cls), "layers": list[Any], "before": Any, "after": Any}
-        parts = check_written("profile", found, kinds, optional=_defaults(cls) | {"format"})
+        parts = check_json_fields("profile", found, kinds, optional=_defaults(cls) | {"format"})
         parts.pop("format", None)
         parts["layers"] = tuple(_layer(f"profile.layers[{n}]", each) for n, each in enumerate(parts["layers"]))
         parts |= {name: _layer(f"profile.{name}", parts[name]) for name in ("before", "after") if name in parts}
@@ -189,7 +189,7 @@ class ModelProfile:
 
     def save(self, path: str | Path) -> None:
         """Writes JSON."""
-        Path(path).write_text(json.dumps(self.data(), indent=1))
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> ModelProfile:
@@ -201,14 +201,14 @@ class ModelProfile:
         try:
             found = read_object(path)
             if found.get("format", FORMAT) == FORMAT:
-                return cls.of_data(found)
+                return cls.from_dict(found)
         except InputError as error:
             raise InputError(f"{path} is no profile that `lightning-pipes profile` wrote: {error}") from error
         raise InputError(f"{path} has format {shown(found['format'])}, this version reads {FORMAT}; profile again")
 
 
 def _layer(where: str, found: object) -> LayerProfile:
-    return LayerProfile(**check_written(where, found, hints(LayerProfile), optional=_defaults(LayerProfile)))
+    return LayerProfile(**check_json_fields(where, found, hints(LayerProfile), optional=_defaults(LayerProfile)))
 
 
 def _defaults(kind: type) -> frozenset[str]:

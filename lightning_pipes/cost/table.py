@@ -27,7 +27,7 @@ def at_rows(table: Table, rows: int) -> float:
     return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
 
-def nanoseconds(seconds: float) -> int:
+def to_nanoseconds(seconds: float) -> int:
     """The nearest whole number of them.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from lightning_pipes.ir import InputError, shown
 
 _T = TypeVar("_T")
-MOST = 1e30
+MAX_VALUE = 1e30
 """Of any unit: what is larger, or smaller than one in so many, is a slip."""
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
 _BYTES = {f"{prefix}B": Fraction(1000**power) for prefix, power in _POWERS.items()} | {
@@ -24,7 +24,7 @@ _SECONDS = {unit: Fraction(1, 1000**power) for power, unit in enumerate(("s", "m
 _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf)\s*([A-Za-z/]*)\s*")
 
 
-def as_bytes(value: str | float) -> int:
+def parse_bytes(value: str | float) -> int:
     """Whole bytes: `"16GiB"` is 16 * 2**30, `"16GB"` 16e9; a number is bytes.
 
     Raises:
@@ -36,7 +36,7 @@ def as_bytes(value: str | float) -> int:
     return round(found)
 
 
-def as_rate(value: str | float) -> float:
+def parse_rate(value: str | float) -> float:
     """Bytes per second: `"12.5GB/s"` and `"100Gbit/s"` are the same; a number is bytes per second, `"inf"` free.
 
     Raises:
@@ -48,7 +48,7 @@ def as_rate(value: str | float) -> float:
     return found
 
 
-def as_seconds(value: str | float) -> float:
+def parse_seconds(value: str | float) -> float:
     """Seconds: `"10us"` is 1e-5; a number is seconds.
 
     Raises:
@@ -60,7 +60,7 @@ def as_seconds(value: str | float) -> float:
     return found
 
 
-def named(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
+def parse_setting(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
     """`value`, read by a function above; its errors begin with the name of the setting.
 
     Raises:
@@ -93,8 +93,8 @@ def _number(value: str | float, units: Mapping[str, Fraction], what: str, exampl
         )
     if match[1].endswith("inf"):
         return math.inf
-    if not MOST > float(match[1]) > 1 / MOST:  # as a fraction it might have a billion digits
+    if not MAX_VALUE > float(match[1]) > 1 / MAX_VALUE:  # as a fraction it might have a billion digits
         if float(match[1]):
-            raise InputError(f"{shown(value)} is not {what} between {1 / MOST:g} and {MOST:g}")
+            raise InputError(f"{shown(value)} is not {what} between {1 / MAX_VALUE:g} and {MAX_VALUE:g}")
         return 0.0
     return float(Fraction(match[1]) * (units[unit] if unit else 1))  # a fraction, so that 10us is 1e-5 to the last bit

@@ -44,11 +44,11 @@ def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, 
     occupied, latencies, quickest = 0, [], []
     for i, count in sorts(kind, stage, plan):
         if kind in SENDS:
-            takes, latency = costs.transfer(i, plan)
-            link = costs.between(plan.ranks[stage], plan.ranks[stage + 1 if kind is Kind.SF else stage - 1])
-            takes = int(takes * link.hurry) if link.savings else takes
+            takes, latency = costs.transfer_ns(i, plan)
+            link = costs.link_between(plan.ranks[stage], plan.ranks[stage + 1 if kind is Kind.SF else stage - 1])
+            takes = int(takes * link.peak_ratio) if link.burst_seconds else takes
         else:
-            takes, latency = costs.duration(i, plan) + costs.overhead_ns, 0
+            takes, latency = costs.duration_ns(i, plan) + costs.overhead_ns, 0
         occupied += count * takes
         latencies.append(latency)
         quickest.append(takes + latency)
@@ -102,7 +102,7 @@ class _Bound:
             once = self.one_share  # of the messages of one micro-batch, which are on that way too
 
         def busy(pair: tuple[int, int]) -> float:
-            return _least(cluster.link(*pair), size * (both[pair] * self.m * self.work_share - once))
+            return _least(cluster.link_between(*pair), size * (both[pair] * self.m * self.work_share - once))
 
         return max(map(busy, both), default=0.0) + way
 
@@ -149,7 +149,7 @@ class _Bound:
     def _passed(self, kind: Kind, again: bool = True) -> Array:
         """Seconds that a micro-batch takes through the first i layers, in entry i, on the fastest device; with `again`
         of stages that all recompute, if the plan does."""
-        at = self.profile.columns.at
+        at = self.profile.layer_arrays.seconds_at
         seconds = at(Kind.F, self.rows)
         if kind is Kind.B:
             twice = seconds if again and self.plan.recompute and all(self.plan.recompute[:-1]) else 0.0
@@ -165,18 +165,20 @@ class _Bound:
             seconds = self.profile.overhead
             if plan.crosses(s):
                 pair = (plan.ranks[s + 1], plan.ranks[s]) if back else (plan.ranks[s], plan.ranks[s + 1])
-                link = self.deployment.pipeline.link(*pair)
+                link = self.deployment.pipeline.link_between(*pair)
                 seconds += _least(link, self.edge * self.rows * self.one_share) + link.latency
             found.append(found[-1] + seconds)
         return np.array(found)
 
     def _step(self, rank: int) -> Array:
         """Seconds of a STEP of the layers i to j, in row i and column j, with what is left of averaging gradients."""
-        columns = self.profile.columns
+        columns = self.profile.layer_arrays
         kind = Kind.W if self.plan.split_backward else Kind.B
-        backward = between(columns.at(kind, self.rows)[1:-1]) / self.speeds[rank]
-        left = self.deployment.exposed(rank, np.maximum(between(columns.of_layers("averaged")), 0.0), backward)
-        return np.asarray(between(columns.of_layers("step")) / self.speeds[rank] + left)
+        backward = between(columns.seconds_at(kind, self.rows)[1:-1]) / self.speeds[rank]
+        left = self.deployment.exposed_seconds(
+            rank, np.maximum(between(columns.layer_values("averaged")), 0.0), backward
+        )
+        return np.asarray(between(columns.layer_values("step")) / self.speeds[rank] + left)
 
 
 def _least(link: Link, size: float) -> float:

@@ -104,7 +104,7 @@ def nothing_fits(plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[i
     m = len(plan.spans(Kind.F, 0))
     peaks = [stage_peak(plan, costs, s, min(most, m)) for s, most in enumerate(held)]
     stage = max(range(plan.n_stages), key=lambda s: peaks[s] - limits[s])
-    resident = costs.resident(stage, plan)
+    resident = costs.resident_bytes(stage, plan)
     rows = max(span.rows for span in plan.spans(Kind.F, stage))
     return InputError(
         f"stage {stage} needs {bytes_text(peaks[stage])} and may have {bytes_text(limits[stage])}: "

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, Link, ModelProfile
-from lightning_pipes.cost.deployment import deployed
+from lightning_pipes.cost.deployment import as_deployment
 from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Program, Schedule, Span
 from lightning_pipes.planning.memory import held_rows, hopeless, peak_bytes, stage_bytes
 from lightning_pipes.planning.partition import between, light_partitions
@@ -103,7 +103,7 @@ def fit_layers(
     Raises:
         PlanError: fewer layers than stages, or no partition fits; names the stage that lacks most.
     """
-    deployment = deployed(cluster or Cluster((Device(),) * plan.n_ranks))
+    deployment = as_deployment(cluster or Cluster((Device(),) * plan.n_ranks))
     n = len(profile.layers)
     if n < plan.n_stages:
         raise PlanError(f"{n} layers can't fill {plan.n_stages} stages; use fewer ranks, or fewer stages a rank")
@@ -139,7 +139,7 @@ def fit_layers(
 def improved(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, trials: int = 60) -> Fit:
     """The same plan with cuts moved by a layer as long as that makes it faster, in at most `trials` simulations, fewer
     where the plan is large. The heaviest stages give layers away first."""
-    deployment = deployed(cluster)
+    deployment = as_deployment(cluster)
     seen = {fit.plan.layers}
     left = min(trials, _affordable(fit.order, fit.plan))
     moved = True
@@ -174,7 +174,7 @@ def _neighbours(fit: Fit) -> list[tuple[Span, ...]]:
         for giving, cut in ((s, a.stop - 1), (s + 1, a.stop + 1)):
             if a.start < cut < b.stop:
                 rows = fit.plan.spans(Kind.F, giving)[0].rows
-                load = sum(costs.time(kind, giving, rows) for kind in kinds)
+                load = sum(costs.seconds_at(kind, giving, rows) for kind in kinds)
                 found.append((-load, (*layers[:s], Span(a.start, cut), Span(cut, b.stop), *layers[s + 2 :])))
     return [moved for _, moved in sorted(found)]
 
@@ -193,7 +193,7 @@ def ordered(schedule: Schedule | Policy, plan: Plan) -> tuple[Program | Policy, 
 
 def evaluated(profile: ModelProfile, order: Program | Policy, plan: Plan, cluster: Cluster | Deployment) -> Fit:
     """The figures of a plan with its layers."""
-    fit = _evaluated(profile, order, plan, deployed(cluster), limited=False)
+    fit = _evaluated(profile, order, plan, as_deployment(cluster), limited=False)
     assert fit is not None, "there was no limit"
     return fit
 
@@ -221,14 +221,14 @@ def _costs(profile: ModelProfile, plan: Plan, deployment: Deployment) -> CostMod
     """Seconds and bytes of the stages where they sit. A STEP waits for what is left of averaging its gradients: buckets
     leave while the last backward goes on. Stages of one rank take turns on its ring."""
     speeds = [deployment.pipeline.devices[rank].speed for rank in plan.ranks]
-    costs = profile.costs(plan.layers, speeds)
+    costs = profile.stage_costs(plan.layers, speeds)
     seconds = dict(costs.seconds)
     if deployment.replicas > 1:
-        for stage, size in enumerate(profile.columns.total("averaged", plan.layers)):
+        for stage, size in enumerate(profile.layer_arrays.stage_sums("averaged", plan.layers)):
             kind = Kind.W if plan.split_backward else Kind.B
-            backward = costs.time(kind, stage, plan.spans(kind, stage)[-1].rows)
-            left = float(deployment.exposed(plan.ranks[stage], np.array(size), np.array(backward)))
-            seconds[Kind.STEP, stage] = ((0, costs.time(Kind.STEP, stage) + left),)
+            backward = costs.seconds_at(kind, stage, plan.spans(kind, stage)[-1].rows)
+            left = float(deployment.exposed_seconds(plan.ranks[stage], np.array(size), np.array(backward)))
+            seconds[Kind.STEP, stage] = ((0, costs.seconds_at(Kind.STEP, stage) + left),)
     return replace(costs, seconds=seconds, links=_links(plan, deployment.pipeline))
 
 
@@ -255,7 +255,7 @@ def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[A
 
 def both_seconds(profile: ModelProfile, plan: Plan, rows: int, again: bool) -> Array:
     """Seconds of forward and backward of each part of the model; at the ends, of what runs before and after layers."""
-    at = profile.columns.at
+    at = profile.layer_arrays.seconds_at
     forward = at(Kind.F, rows)
     backward = at(Kind.I, rows) + at(Kind.W, rows) if plan.split_backward else at(Kind.B, rows)
     return forward * (2 if again else 1) + backward
@@ -299,7 +299,7 @@ def _lacking(
     limits = [device.memory for device in deployment.pipeline.devices[: plan.n_ranks]]
     short = [size - (limit if limit is not None else size) for size, limit in zip(peak, limits, strict=True)]
     rank = max(range(plan.n_ranks), key=lambda r: short[r])
-    weights = costs.resident(rank, plan)
+    weights = costs.resident_bytes(rank, plan)
     stages = ", ".join(map(str, plan.stages[rank]))
     return (
         f"stage {stages} on rank {rank} needs {_gib(peak[rank])} and has {_gib(limits[rank] or 0)} "
@@ -313,4 +313,4 @@ def _gib(size: float) -> str:
 
 
 def _links(plan: Plan, cluster: Cluster) -> dict[tuple[int, int], Link]:
-    return {(a, b): cluster.link(a, b) for a, b, _ in plan.links}
+    return {(a, b): cluster.link_between(a, b) for a, b, _ in plan.links}

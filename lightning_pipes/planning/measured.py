@@ -10,7 +10,7 @@ from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
 from lightning_pipes.cost import CostModel, ModelProfile, Table
-from lightning_pipes.cost.recorded import lags, times_of_passes
+from lightning_pipes.cost.measurement import dispatch_delays, times_of_passes
 from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Span, passes
 
 Key = tuple[Kind, int, int]
@@ -64,7 +64,7 @@ class StepSample(NamedTuple):
         computed = [(i, end - start, plan) for _, i, start, end in events if i.kind in COMPUTE - {Kind.STEP}]
         for (kind, stage), by in times_of_passes(computed).items():
             durations |= {(kind, stage, rows): times for rows, times in by.items()}
-        waited = lags(_Recorded(plan, events), COMPUTE - {Kind.F} if chosen else COMPUTE)
+        waited = dispatch_delays(_Recorded(plan, events), COMPUTE - {Kind.F} if chosen else COMPUTE)
         means = {key: fmean(found) for key, found in durations.items()}
         return cls(
             means,
@@ -218,11 +218,15 @@ def parts_of(profile: ModelProfile | None, layers: Sequence[Span]) -> dict[int, 
     parts were not. Nothing leads from the first stage's layers to what they got, so all of its backward is W."""
     if profile is None or not profile.has_split:
         return {}
-    costs, rows = profile.costs(layers), profile.layers[0].forward[-1][0]
+    costs, rows = profile.stage_costs(layers), profile.layers[0].forward[-1][0]
     found = {0: (0.0, 1.0)}
     for s in range(1, len(layers)):
-        whole = costs.time(Kind.B, s, rows)
-        found[s] = (costs.time(Kind.I, s, rows) / whole, costs.time(Kind.W, s, rows) / whole) if whole else (0.0, 1.0)
+        whole = costs.seconds_at(Kind.B, s, rows)
+        found[s] = (
+            (costs.seconds_at(Kind.I, s, rows) / whole, costs.seconds_at(Kind.W, s, rows) / whole)
+            if whole
+            else (0.0, 1.0)
+        )
     return found
 
 

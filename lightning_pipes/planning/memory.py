@@ -34,13 +34,13 @@ def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...
         cut.forward is cut.backward for cut in plan.jobs
     )  # rows say it all, and there may be many instructions
     for rank, row in enumerate(program.head):
-        now = most = costs.resident(rank, plan)
+        now = most = costs.resident_bytes(rank, plan)
         known: dict[tuple[Kind, int, Alike], tuple[int, int]] = {}
         for i in row:
             key = i.kind, i.stage, i.span.rows if simple else alike(i, plan)
             held = known.get(key)
             if held is None:
-                held = known[key] = costs.held(i, plan)
+                held = known[key] = costs.memory_change(i, plan)
             now += held[0]
             if now > most:
                 most = now
@@ -53,13 +53,15 @@ def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
     """The most bytes that the rank of `stage` needs, if it has no other, to keep so many micro-batches of the largest
     size between F and the end of B, or of W, and to compute on one of them. What `peak_bytes` finds is never more."""
     kinds = (Kind.I, Kind.W) if plan.split_backward else (Kind.B,)
-    forwards = [costs.held(i, plan) for i, _ in sorts(Kind.F, stage, plan)]
-    backwards = [costs.held(i, plan) for kind in kinds for i, _ in sorts(kind, stage, plan)]
+    forwards = [costs.memory_change(i, plan) for i, _ in sorts(Kind.F, stage, plan)]
+    backwards = [costs.memory_change(i, plan) for kind in kinds for i, _ in sorts(kind, stage, plan)]
     kept = max(taken - working for taken, working in forwards)
     if plan.split_backward:  # I that makes activations again leaves them for W
-        kept += max(taken - freed for taken, freed in (costs.held(i, plan) for i, _ in sorts(Kind.I, stage, plan)))
+        kept += max(
+            taken - freed for taken, freed in (costs.memory_change(i, plan) for i, _ in sorts(Kind.I, stage, plan))
+        )
     needed = max(*(working for _, working in forwards), *(taken for taken, _ in backwards))
-    return costs.resident(plan.ranks[stage], plan) + held * kept + needed
+    return costs.resident_bytes(plan.ranks[stage], plan) + held * kept + needed
 
 
 def hopeless(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int]) -> bool:
@@ -68,7 +70,7 @@ def hopeless(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence
     memory = [device.memory for device in cluster.devices[: plan.n_ranks]]
     if plan.recompute or any(size is None for size in memory):
         return False
-    needed = _fixed(profile, min(plan.versions)) + min(held) * profile.columns.of_layers("saved")
+    needed = _fixed(profile, min(plan.versions)) + min(held) * profile.layer_arrays.layer_values("saved")
     return float(needed.sum()) > sum(size or 0 for size in memory)
 
 
@@ -76,7 +78,7 @@ def stage_bytes(profile: ModelProfile, plan: Plan, stage: int, held: int) -> Arr
     """Bytes that a stage needs which keeps `held` rows, of the layers i to j in row i, column j: at least, for what it
     needs while it runs is not counted."""
     weights = between(_fixed(profile, plan.versions[stage]))
-    activations = between(profile.columns.of_layers("saved"))
+    activations = between(profile.layer_arrays.layer_values("saved"))
     if plan.recompute and plan.recompute[stage]:
         rows = max(span.rows for span in plan.spans(Kind.F, stage))
         inputs = np.array([profile.edge_bytes(cut) if cut else 0.0 for cut in range(len(profile.layers) + 1)])
@@ -85,5 +87,9 @@ def stage_bytes(profile: ModelProfile, plan: Plan, stage: int, held: int) -> Arr
 
 
 def _fixed(profile: ModelProfile, versions: int) -> Array:
-    columns = profile.columns
-    return versions * columns.of_layers("weights") + columns.of_layers("gradients") + columns.of_layers("optimizer")
+    columns = profile.layer_arrays
+    return (
+        versions * columns.layer_values("weights")
+        + columns.layer_values("gradients")
+        + columns.layer_values("optimizer")
+    )

@@ -65,10 +65,10 @@ def effect_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> Effect:
     for s in range(plan.n_stages):
         span = plan.spans(Kind.F, s)[0]
         backward = (I(s, span), W(s, span)) if plan.split_backward else (B(s, span),)
-        pace = max(pace, sum(costs.duration(i, plan) for i in (F(s, span), *backward)))
+        pace = max(pace, sum(costs.duration_ns(i, plan) for i in (F(s, span), *backward)))
         for kind, edge in ((Kind.SF, s), (Kind.SB, s - 1)):
             if 0 <= edge < plan.n_stages - 1 and plan.crosses(edge):
-                takes, latency = costs.transfer(Instruction(kind, s, span=plan.spans(kind, s)[0]), plan)
+                takes, latency = costs.transfer_ns(Instruction(kind, s, span=plan.spans(kind, s)[0]), plan)
                 busy, trips = max(busy, takes), trips + takes + latency
                 sent.append(takes + latency)
     if trips <= 0.03 * plan.n_stages * pace:  # what 1F1B waits for messages while p micro-batches pass

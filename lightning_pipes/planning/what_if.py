@@ -127,7 +127,7 @@ class WhatIf:
         """Seconds of a step if every stage took the mean of all."""
         costs = self.now.fit.costs
         means = {
-            kind: sum(costs.time(kind, s, self._rows) for s in range(self.plan.n_stages)) / self.plan.n_stages
+            kind: sum(costs.seconds_at(kind, s, self._rows) for s in range(self.plan.n_stages)) / self.plan.n_stages
             for kind in {kind for kind, _ in costs.seconds} & {Kind.F, Kind.B, Kind.I, Kind.W}
         }
         even = {(kind, s): _line(self._rows, t) for kind, t in means.items() for s in range(self.plan.n_stages)}
@@ -210,7 +210,7 @@ class WhatIf:
             after=replace(given.after, step=0.0),
             overhead=costs.overhead,
         )
-        expected = profile.costs(plan.layers)
+        expected = profile.stage_costs(plan.layers)
         speeds = []
         for stages in plan.stages:
             work = sum(_work(expected, s, self._rows) for s in stages)
@@ -226,7 +226,9 @@ class WhatIf:
 
     def _step(self, stage: int) -> float:
         """Return the seconds of a stage's optimizer step; 0 where the timeline leaves it out."""
-        return self._record.costs.time(Kind.STEP, stage) if (Kind.STEP, stage) in self._record.costs.seconds else 0.0
+        return (
+            self._record.costs.seconds_at(Kind.STEP, stage) if (Kind.STEP, stage) in self._record.costs.seconds else 0.0
+        )
 
     def _cluster(self, speeds: list[float], profile: ModelProfile, layers: tuple[Span, ...]) -> Cluster:
         """Devices of those speeds, and links that move the bytes of `profile` in the time that was measured."""
@@ -251,18 +253,18 @@ class WhatIf:
             for kind, stage, pair in ((Kind.SF, s, ends), (Kind.SB, s + 1, ends[::-1])):
                 given = costs.links.get(pair, costs.link)
                 if (kind, stage) in costs.seconds:
-                    took = costs.time(kind, stage, self._rows)
+                    took = costs.seconds_at(kind, stage, self._rows)
                     given = Link(size / took, given.latency) if took > 0 and size > 0 else Link(latency=given.latency)
                 yield pair, given
 
 
 def _work(costs: CostModel, stage: int, rows: int) -> float:
     backward = (
-        costs.time(Kind.B, stage, rows)
+        costs.seconds_at(Kind.B, stage, rows)
         if (Kind.B, stage) in costs.seconds
-        else costs.time(Kind.I, stage, rows) + costs.time(Kind.W, stage, rows)
+        else costs.seconds_at(Kind.I, stage, rows) + costs.seconds_at(Kind.W, stage, rows)
     )
-    return costs.time(Kind.F, stage, rows) + backward
+    return costs.seconds_at(Kind.F, stage, rows) + backward
 
 
 def _shares(sizes: Sequence[float]) -> list[float]:
@@ -271,7 +273,7 @@ def _shares(sizes: Sequence[float]) -> list[float]:
 
 
 def _sum(costs: CostModel, stage: int, rows: int) -> Table:
-    return _line(rows, costs.time(Kind.I, stage, rows) + costs.time(Kind.W, stage, rows))
+    return _line(rows, costs.seconds_at(Kind.I, stage, rows) + costs.seconds_at(Kind.W, stage, rows))
 
 
 def _line(rows: int, seconds: float) -> Table:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from lightning_pipes.cost.links.regime import Regime, spoken
+from lightning_pipes.cost.links.regime import Regime, describe_regimes
 from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Program
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.gantt import gantt
@@ -57,7 +57,7 @@ class Timeline:
     @property
     def regime(self) -> str:
         """The world of a prediction, such as "asynchronous links"; empty for what was measured."""
-        return "" if self.regimes is None else spoken(self.regimes)
+        return "" if self.regimes is None else describe_regimes(self.regimes)
 
     @cached_property
     def makespan(self) -> int:

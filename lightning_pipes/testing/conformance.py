@@ -109,7 +109,7 @@ class ScheduleConformance:
         assert timeline.program() == program
         way = [i for i in lower(program, plan).instructions() if (i.job, i.batch) == (0, 0) and i.span.start == 0]
         assert timeline.makespan >= max(timeline.busy)
-        assert timeline.makespan >= sum(costs.duration(i, plan) for i in way if i.kind in (Kind.F, Kind.B, Kind.I))
+        assert timeline.makespan >= sum(costs.duration_ns(i, plan) for i in way if i.kind in (Kind.F, Kind.B, Kind.I))
         assert timeline.makespan <= sum(e.end - e.start for e in timeline.events)
 
     def test_reads_back_its_text_and_csv(self, schedule: AnySchedule, p: int, m: int) -> None:

@@ -75,8 +75,8 @@ class Neighbourhood:
     def problem(self, layers: Sequence[Span] = ()) -> Problem:
         """The problem of a batch; by default layers are cut evenly by their seconds."""
         stages = len(self.schedule.placement(self.ranks))
-        columns = self.profile.columns
-        both = (columns.at(Kind.F, 1) + columns.at(Kind.B, 1))[1:-1].tolist()
+        columns = self.profile.layer_arrays
+        both = (columns.seconds_at(Kind.F, 1) + columns.seconds_at(Kind.B, 1))[1:-1].tolist()
         cut = tuple(layers) or even_partition(both, stages)
         return Problem(
             self.schedule, self.ranks, self.rows, self.microbatches, False, cut, self.profile, self.deployment
@@ -88,7 +88,7 @@ class Neighbourhood:
 
     def durations(self, plan: Plan, first: int, batches: int) -> dict[tuple[Kind, int], Array]:
         """Seconds of all that runs in so many batches, as `Replay` takes them, of one case."""
-        costs = self.profile.costs(plan.layers)
+        costs = self.profile.stage_costs(plan.layers)
         found: dict[tuple[Kind, int], Array] = {}
         for stage, rank in enumerate(plan.ranks):
             operations = _operations(plan, stage)
@@ -97,7 +97,7 @@ class Neighbourhood:
             at = 0
             for kind in kinds_of(plan):
                 spans = plan.spans(kind, stage)
-                alone = np.array([costs.time(kind, stage, span.rows) for span in spans])
+                alone = np.array([costs.seconds_at(kind, stage, span.rows) for span in spans])
                 found[kind, stage] = (alone * factor[:, at : at + len(spans)])[None]
                 at += len(spans)
         return found | self.messages(plan)

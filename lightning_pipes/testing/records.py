@@ -63,14 +63,14 @@ def record_of(
     )
     plan = replace(even_plan(made, ranks, microbatches, rows * microbatches), layers=layers)
     profile = ModelProfile(tuple(layer(f"{n} Block", t, rows) for n, t in enumerate(milliseconds)), source="formula")
-    costs = replace(profile.costs(layers), link=link)
+    costs = replace(profile.stage_costs(layers), link=link)
     order = made.program(plan) if hasattr(made, "program") else made
     slower = replace(
         costs,
         seconds={key: tuple((r, 1.02 * t) for r, t in table) for key, table in costs.seconds.items()},
     )
     measured = replace(simulate(order, plan, slower), name="measured", regimes=None)
-    costs = CostModel.measured(measured, base=costs)
+    costs = CostModel.from_timelines(measured, base=costs)
     return RunRecord(
         replace(simulate(order, plan, costs), name="predicted"),
         costs,

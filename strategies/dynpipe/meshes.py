@@ -72,7 +72,7 @@ class Pricing:
             each = (mesh.tensor - 1) / mesh.tensor * size / inside.bandwidth
             work = work + 2 * (each + self._count * self.microbatches * inside.latency)
         if mesh.data > 1:
-            size = self._between(self.profile.columns.of_layers("averaged")) / mesh.tensor
+            size = self._between(self.profile.layer_arrays.layer_values("averaged")) / mesh.tensor
             work = work + 2 * (mesh.data - 1) * (size / mesh.data / inside.bandwidth + inside.latency)
         return np.where(self._count > 0, work, np.inf)
 
@@ -90,13 +90,15 @@ class Pricing:
 
     def bytes(self, mesh: Mesh, under_way: int) -> Array:
         """Bytes that each device of a stage needs which has so many micro-batches under way, with their weights."""
-        columns = self.profile.columns
+        columns = self.profile.layer_arrays
         versions = 1 - (1 - under_way) // self.microbatches
         versions = min(versions, 2) if self.cached else versions
         fixed = (
-            versions * columns.of_layers("weights") + columns.of_layers("gradients") + columns.of_layers("optimizer")
+            versions * columns.layer_values("weights")
+            + columns.layer_values("gradients")
+            + columns.layer_values("optimizer")
         )
-        saved = columns.of_layers("saved") * self.rows * under_way / self.microbatches / mesh.data
+        saved = columns.layer_values("saved") * self.rows * under_way / self.microbatches / mesh.data
         return self._between(fixed + saved) / mesh.tensor
 
     @cached_property
@@ -118,9 +120,9 @@ class Pricing:
         return tuple(sum(start <= n for start in starts) - 1 for n in range(len(hosts)))
 
     def _work(self, rows: float) -> Array:
-        columns = self.profile.columns
+        columns = self.profile.layer_arrays
         low, high = int(np.floor(rows)), int(np.ceil(rows))
-        ends = [sum(columns.at(kind, n) for kind in (Kind.F, Kind.B)) for n in (low, high)]
+        ends = [sum(columns.seconds_at(kind, n) for kind in (Kind.F, Kind.B)) for n in (low, high)]
         share = rows - low
         return np.asarray((1 - share) * ends[0] + share * ends[1])
 

@@ -188,7 +188,7 @@ def move_seconds(
 ) -> float:
     """Seconds until the layers that have to are elsewhere: the bytes of `what` they have, by default their weights and
     what optimizers remember of them, on the links that they take, which work side by side."""
-    size = np.sum([profile.columns.of_layers(name) for name in what], axis=0)
+    size = np.sum([profile.layer_arrays.layer_values(name) for name in what], axis=0)
     before, after = ([s for s, span in enumerate(each) for _ in range(span.rows)] for each in (plan.layers, layers))
     taken: dict[tuple[int, int], float] = {}
     for layer, (a, b) in enumerate(zip(before, after, strict=True)):
@@ -198,4 +198,7 @@ def move_seconds(
     if deployment is None:
         return 0.0
     cluster = deployment.pipeline
-    return max((cluster.link(*p).seconds(n) + cluster.link(*p).latency for p, n in taken.items()), default=0.0)
+    return max(
+        (cluster.link_between(*p).send_seconds(n) + cluster.link_between(*p).latency for p, n in taken.items()),
+        default=0.0,
+    )

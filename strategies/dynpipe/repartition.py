@@ -180,8 +180,8 @@ def _partitions(now: Situation, deployment: Deployment | None, search: Search) -
     n, at = len(profile.layers), cuts_of(plan.layers)
     k = search.top_k or affordable_blocks(plan.n_stages, n)
     rows = max(span.rows for span in plan.spans(Kind.F, 0))
-    columns = profile.columns
-    seconds = sum((columns.at(kind, rows)[1:-1] for kind in now.kinds), np.zeros(n))
+    columns = profile.layer_arrays
+    seconds = sum((columns.seconds_at(kind, rows)[1:-1] for kind in now.kinds), np.zeros(n))
     output = np.array([profile.edge_bytes(layer + 1) * rows for layer in range(n)])
     may = condensed(layer_weights(seconds, output, _slowest(plan, deployment)), max(k, plan.n_stages))
     near = neighbours(at, may, n)
@@ -194,7 +194,7 @@ def _slowest(plan: Plan, deployment: Deployment | None) -> float:
     pairs = [(a, b) for a, b, _ in plan.links]
     if deployment is None or not pairs:
         return float("inf")
-    return min(deployment.pipeline.link(a, b).bandwidth for a, b in pairs)
+    return min(deployment.pipeline.link_between(a, b).bandwidth for a, b in pairs)
 
 
 def _fitting(cuts: Cuts, now: Situation, order: Program, deployment: Deployment | None) -> npt.NDArray[np.bool_]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
-from lightning_pipes.cost.units import as_bytes, named
+from lightning_pipes.cost.units import parse_bytes, parse_setting
 from lightning_pipes.ir import check_count, check_fields, check_number, check_type
 from lightning_pipes.planning.replanning import Interference
 from lightning_pipes.strategies.dynpipe.guard import MemoryGuard
@@ -59,7 +59,7 @@ class DynPipe(PipeDream):
         if self.top_k is not None:
             check_count(f"{self.name}: top_k", self.top_k)
         if self.low_memory is not None:
-            named(f"{self.name}: low_memory", as_bytes, self.low_memory)
+            parse_setting(f"{self.name}: low_memory", parse_bytes, self.low_memory)
         if self.memory_drop is not None:
             check_number(f"{self.name}: memory_drop", self.memory_drop, "a share, 0 to 1", lambda x: 0 < x < 1)
 
@@ -71,7 +71,7 @@ class DynPipe(PipeDream):
     def planner(self) -> DynPlanner:
         search = Search(self.top_k, self.incremental)
         predictor = _loaded(self.predictor) if isinstance(self.predictor, str) else self.predictor
-        low = None if self.low_memory is None else as_bytes(self.low_memory)
+        low = None if self.low_memory is None else parse_bytes(self.low_memory)
         guard = MemoryGuard(low, self.memory_drop)
         return DynPlanner(self.every, self.windows, self.gain, self.horizon, search, predictor, guard)
 

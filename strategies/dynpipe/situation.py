@@ -106,7 +106,7 @@ class Situation:
         return found
 
     def _sums(self, kind: Kind, rows: int) -> tuple[Array, float, float]:
-        parts = self.profile.columns.at(kind, rows)
+        parts = self.profile.layer_arrays.seconds_at(kind, rows)
         return np.concatenate([[0.0], np.cumsum(parts[1:-1])]), float(parts[0]), float(parts[-1])
 
     def _stage(self, parts: tuple[Array, float, float], cuts: Cuts, stage: int) -> Array:
@@ -121,7 +121,7 @@ class Situation:
         known = self.seen.costs.seconds
         for kind, stage in sends_of(self.plan):
             edge = stage + 1 if kind is Kind.SF else stage
-            times = [self.seen.costs.time(kind, stage, n) if (kind, stage) in known else 0.0 for n in self._rows]
+            times = [self.seen.costs.seconds_at(kind, stage, n) if (kind, stage) in known else 0.0 for n in self._rows]
             now = self._edges[self.now[0, edge]]
             ratio = self._edges[cuts[:, edge]] / now if now else np.ones(len(cuts))
             found[kind, stage] = ratio[:, None, None] * np.array(times)
@@ -129,7 +129,7 @@ class Situation:
 
     def _steps(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
         """Seconds of STEP as measured, in proportion to the bytes of weights."""
-        sums = np.concatenate([[0.0], np.cumsum(self.profile.columns.of_layers("weights"))])
+        sums = np.concatenate([[0.0], np.cumsum(self.profile.layer_arrays.layer_values("weights"))])
         found = {}
         for stage in range(self.plan.n_stages):
             steps = self._operations.get((Kind.STEP, stage))
@@ -166,13 +166,15 @@ class Situation:
         return self.seen.devices[self.plan.ranks[stage]]
 
     def _hosting(self, stage: int, start: int, stop: int) -> Hosting:
-        columns, rows = self.profile.columns, max(self._rows)
+        columns, rows = self.profile.layer_arrays, max(self._rows)
         cuts = np.zeros((1, self.plan.n_stages + 1), np.int64)
         cuts[0, stage], cuts[0, stage + 1] = start, stop
         forward = float(self._stage(self._sums(Kind.F, rows), cuts, stage)[0])
         kinds = self.kinds[1:]
         backward = sum(float(self._stage(self._sums(kind, rows), cuts, stage)[0]) for kind in kinds)
-        of = {name: float(columns.of_layers(name)[start:stop].sum()) for name in ("weights", "gradients", "optimizer")}
+        of = {
+            name: float(columns.layer_values(name)[start:stop].sum()) for name in ("weights", "gradients", "optimizer")
+        }
         return Hosting(
             stop - start,
             rows,
@@ -180,7 +182,7 @@ class Situation:
             backward,
             of["weights"],
             of["gradients"] + of["optimizer"],
-            float(columns.of_layers("saved")[start:stop].sum()) * rows,
+            float(columns.layer_values("saved")[start:stop].sum()) * rows,
             float(self._edges[stop]) * rows if stage < self.plan.n_stages - 1 else 0.0,
         )
 

@@ -49,7 +49,7 @@ def estimate_work(profile: ModelProfile, looks: Sequence[tuple[Plan, Seen]], las
     factors = _Explanation(alone, stages, seconds).find()
     if (factors == 1).all():
         return profile
-    return profile.stretched(factors[1:-1].tolist(), float(factors[0]), float(factors[-1]))
+    return profile.scaled(factors[1:-1].tolist(), float(factors[0]), float(factors[-1]))
 
 
 class _Explanation:
@@ -136,5 +136,5 @@ def _work(profile: ModelProfile, plan: Plan) -> Array:
     """Return the seconds of a micro-batch by the profile: of what runs before the layers, of each, and after them."""
     kinds = [Kind.F, *((Kind.I, Kind.W) if plan.split_backward else (Kind.B,)), *([Kind.F] * any(plan.recompute))]
     sizes = [span.rows for span in plan.spans(Kind.F, 0)]
-    each = [np.sum([profile.columns.at(kind, rows) for kind in kinds], axis=0) for rows in sizes]
+    each = [np.sum([profile.layer_arrays.seconds_at(kind, rows) for kind in kinds], axis=0) for rows in sizes]
     return np.asarray(np.mean(each, axis=0))

@@ -30,7 +30,7 @@ class ArrayCosts:
         if self.problem.early_recompute:
             raise InputError("a simulated backward begins when its gradient is there; leave early_recompute out")
 
-    def duration(self, i: Instruction, plan: Plan) -> int:
+    def duration_ns(self, i: Instruction, plan: Plan) -> int:
         """Nanoseconds of a computation."""
         p, at = self.problem, (i.job, i.stage)
         if i.kind is Kind.F:
@@ -39,20 +39,20 @@ class ArrayCosts:
             return int(p.recompute[at] + p.backward[at])
         return int(p.update[at] + p.switch[at])
 
-    def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+    def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Nothing, and nanoseconds until a message is there; counted from the end of the switch after a forward."""
         p, at = self.problem, (i.job, i.stage)
         return 0, int(p.transfer[at] - p.switch[at]) if i.kind is Kind.SF else int(p.transfer_back[at])
 
-    def between(self, source: int, target: int) -> Link:
+    def link_between(self, source: int, target: int) -> Link:
         """A link without limits of its own."""
         return FREE
 
-    def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+    def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Bytes are not counted."""
         return 0, 0
 
-    def resident(self, rank: int, plan: Plan) -> int:
+    def resident_bytes(self, rank: int, plan: Plan) -> int:
         """Bytes are not counted."""
         return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_pipes.cost import CostModel, Table
-from lightning_pipes.cost.named import known
+from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.ir import Cut, Kind, Plan
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, problem_of
 
@@ -39,7 +39,7 @@ def random_costs(
     Raises:
         InputError: nobody knows the kind.
     """
-    fixed, each, batches = known(KINDS, kind, "kind of array")
+    fixed, each, batches = lookup_name(KINDS, kind, "kind of array")
     fixed = fixed if overhead is None else overhead * each
     rng = np.random.default_rng(seed)
     width = np.exp(rng.uniform(-imbalance, imbalance, stages)) if imbalance else rng.uniform(0.98, 1.02, stages)

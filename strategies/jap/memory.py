@@ -88,8 +88,8 @@ def _alone(plan: Plan, costs: Costs, job: int, stage: int) -> int:
     times = []
     for kind, send, last in ((Kind.F, Kind.SF, plan.n_stages - 1), (Kind.B, Kind.SB, 0)):
         for span in plan.spans(kind, stage, job):
-            time = costs.duration(Instruction(kind, stage, job, 0, span), plan)
+            time = costs.duration_ns(Instruction(kind, stage, job, 0, span), plan)
             if stage != last:
-                time -= sum(costs.transfer(Instruction(send, stage, job, 0, span), plan))
+                time -= sum(costs.transfer_ns(Instruction(send, stage, job, 0, span), plan))
             times.append(time)
     return min(times)

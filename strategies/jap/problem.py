@@ -207,12 +207,12 @@ def problem_of(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayProblem:
         return np.array([[time(j, s) for s in stages] for j in jobs], np.int64)
 
     def transfer(kind: Kind, j: int, s: int) -> int:
-        return sum(costs.transfer(Instruction(kind, s, j, 0, whole[j]), plan))
+        return sum(costs.transfer_ns(Instruction(kind, s, j, 0, whole[j]), plan))
 
     return ArrayProblem(
-        table(lambda j, s: costs.duration(F(s, whole[j], j), plan)),
-        table(lambda j, s: costs.duration(B(s, whole[j], j), plan)),
-        update=table(lambda j, s: costs.duration(STEP(s, j), plan)),
+        table(lambda j, s: costs.duration_ns(F(s, whole[j], j), plan)),
+        table(lambda j, s: costs.duration_ns(B(s, whole[j], j), plan)),
+        update=table(lambda j, s: costs.duration_ns(STEP(s, j), plan)),
         switch=np.full((len(jobs), len(stages)), round(switch * 1e9), np.int64),
         transfer=table(lambda j, s: transfer(Kind.SF, j, s) if s + 1 < len(stages) else 0),
         transfer_back=table(lambda j, s: transfer(Kind.SB, j, s) if s else 0),

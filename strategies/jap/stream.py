@@ -96,7 +96,7 @@ class _Running:
         self.spans = job.cut.forward[0]
 
         def time(i: Instruction) -> int:
-            return costs.duration(i, plan) + extra
+            return costs.duration_ns(i, plan) + extra
 
         self.blocks = [
             [[time(kind(s, span, number)) for span in self.spans] for s in stages] for kind in (F, B)
@@ -104,7 +104,7 @@ class _Running:
         self.update = [time(STEP(s, number)) for s in stages]
         self.messages = [
             [
-                [costs.transfer(Instruction(kind, s, number, 0, span), plan) for span in self.spans]
+                [costs.transfer_ns(Instruction(kind, s, number, 0, span), plan) for span in self.spans]
                 if 0 <= s + way < plan.n_stages
                 else []
                 for s in stages

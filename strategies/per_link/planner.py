@@ -36,11 +36,11 @@ def _transfer(plan: Plan, costs: Costs, kind: Kind, stage: int) -> tuple[int, in
     """Nanoseconds that a message occupies its link, and of latency."""
     edge = stage if kind is Kind.SF else stage - 1
     span = plan.spans(kind, stage)[0]
-    return costs.transfer(Instruction(kind, stage, span=span), plan) if plan.crosses(edge) else (0, 0)
+    return costs.transfer_ns(Instruction(kind, stage, span=span), plan) if plan.crosses(edge) else (0, 0)
 
 
 def _works(plan: Plan, costs: Costs, stage: int) -> int:
     """Nanoseconds that a stage works for a micro-batch until its gradient can be sent on."""
     span = plan.spans(Kind.F, stage)[0]
     back = I(stage, span) if plan.split_backward else B(stage, span)
-    return costs.duration(F(stage, span), plan) + costs.duration(back, plan) + 2 * costs.overhead_ns
+    return costs.duration_ns(F(stage, span), plan) + costs.duration_ns(back, plan) + 2 * costs.overhead_ns

@@ -240,8 +240,8 @@ class UnequalPlanner(Planner):
             if not fits:
                 raise PlanError(
                     f"{problem.schedule.name}: stage {stage} may have {bytes_text(limit)}, which has no room for a "
-                    f"chunk of {sizes[0]} samples besides {bytes_text(costs.resident(rank, plan))} of weights and "
-                    "states; use more stages, recompute, or raise the limit"
+                    f"chunk of {sizes[0]} samples besides {bytes_text(costs.resident_bytes(rank, plan))} of weights "
+                    "and states; use more stages, recompute, or raise the limit"
                 )
             largest = max((n for n in fits if room[n] >= min(2 * n, problem.rows)), default=fits[0])
             found.append((largest, room[largest]))

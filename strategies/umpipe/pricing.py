@@ -44,7 +44,7 @@ def stage_options(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]
     once = costs.overhead_ns
 
     def seconds(kind: Kind, rows: int) -> int:
-        return round(1e9 * costs.time(kind, stage, rows))
+        return round(1e9 * costs.seconds_at(kind, stage, rows))
 
     forward = {rows: seconds(Kind.F, rows) for rows in sizes}
     backward = {rows: seconds(Kind.B, rows) + (forward[rows] if again else 0) for rows in sizes}
@@ -69,7 +69,7 @@ def link_times(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -
     """
 
     def takes(kind: Kind, sender: int, rows: int) -> int:
-        busy, latency = costs.transfer(Instruction(kind, sender, span=Span(0, rows)), plan)
+        busy, latency = costs.transfer_ns(Instruction(kind, sender, span=Span(0, rows)), plan)
         return busy + latency
 
     if not plan.crosses(stage):
@@ -86,7 +86,7 @@ def room_of(costs: CostModel, plan: Plan, stage: int, limit: int, size: int) -> 
     kept, made_again = (received, every) if again else (every, 0)
     working = int(costs.working_bytes[stage]) if costs.working_bytes else 0
     rank = plan.ranks[stage]
-    left = (limit - costs.resident(rank, plan)) // len(plan.stages[rank]) - (made_again + working) * size
+    left = (limit - costs.resident_bytes(rank, plan)) // len(plan.stages[rank]) - (made_again + working) * size
     if not kept:
         return plan.jobs[0].rows if left >= 0 else -1
     return left // kept
@@ -106,17 +106,17 @@ def drifted(usual: CostModel, seen: CostModel, plan: Plan) -> tuple[CostModel, f
         for kind in (Kind.F, Kind.B):
             if (kind, stage) not in seen.seconds:
                 continue
-            then = sum(usual.time(kind, stage, n) for n in sizes)
-            ratio = sum(seen.time(kind, stage, n) for n in sizes) / then if then else 1.0
+            then = sum(usual.seconds_at(kind, stage, n) for n in sizes)
+            ratio = sum(seen.seconds_at(kind, stage, n) for n in sizes) / then if then else 1.0
             most = max(most, abs(ratio - 1))
             seconds[kind, stage] = tuple((n, t * ratio) for n, t in usual.seconds[kind, stage])
         for kind, edge in ((Kind.SF, stage), (Kind.SB, stage - 1)):
             if (kind, stage) not in seen.seconds or not 0 <= edge < plan.n_stages - 1:
                 continue
             rows = max(span.rows for span in plan.spans(kind, stage))
-            busy, latency = usual.transfer(Instruction(kind, stage, span=Span(0, rows)), plan)
-            then, now = busy + latency, 1e9 * seen.time(kind, stage, rows)  # seen from its start to its arrival
-            longest = max(1e9 * usual.time(Kind.F, each, rows) for each in range(plan.n_stages))
+            busy, latency = usual.transfer_ns(Instruction(kind, stage, span=Span(0, rows)), plan)
+            then, now = busy + latency, 1e9 * seen.seconds_at(kind, stage, rows)  # seen from its start to its arrival
+            longest = max(1e9 * usual.seconds_at(Kind.F, each, rows) for each in range(plan.n_stages))
             if max(then, now) < NOTICED * longest:
                 continue
             most = max(most, abs(now - then) / max(then, NOTICED * longest))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipes.cost.units import as_bytes
+from lightning_pipes.cost.units import parse_bytes
 from lightning_pipes.ir import (
     MOST_STAGES,
     STEP,
@@ -142,7 +142,7 @@ class UM1F1B(Unequal, RulePolicy):
         super().__post_init__()
         check_count(f"{self.name}: stages_per_rank", self.stages_per_rank, most=MOST_STAGES)
         if self.memory_limit is not None:
-            as_bytes(self.memory_limit)
+            parse_bytes(self.memory_limit)
 
     def placement(self, n_ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
@@ -150,7 +150,7 @@ class UM1F1B(Unequal, RulePolicy):
         return tuple(range(n_ranks)) * self.stages_per_rank
 
     def planner(self) -> UnequalPlanner:
-        limit = None if self.memory_limit is None else as_bytes(self.memory_limit)
+        limit = None if self.memory_limit is None else parse_bytes(self.memory_limit)
         return UnequalPlanner(self.given, True, self.counts, limit)
 
     # Drawn by `unequal("um1f1b")`:

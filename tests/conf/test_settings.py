@@ -89,7 +89,7 @@ def test_a_cluster_is_made_from_its_settings(name: str) -> None:
     cfg = compose(f"cluster/{name}", overrides=["cluster.hosts=3", "cluster.between.latency=7us"]).cluster
     made = instantiate(cfg)
     assert len(made.devices) == 3 * cfg.devices_per_host
-    assert made.link(0, len(made.devices) - 1).latency == 7e-6
+    assert made.link_between(0, len(made.devices) - 1).latency == 7e-6
     written = yaml.safe_load((ROOT / "conf" / "cluster" / f"{name}.yaml").read_text())
     assert set(written) - {"defaults"} == {f.name for f in fields(schema.ClusterSettings)} - {"_target_"}
 

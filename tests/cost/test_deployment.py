@@ -14,48 +14,53 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.fit import evaluated
 
 INSIDE, BETWEEN = Link(100e9, 1e-6), Link(10e9, 1e-5)
-EIGHT = Cluster.homogeneous(2, 4, 2**30, inside=INSIDE, between=BETWEEN)
+EIGHT = Cluster.from_counts(2, 4, 2**30, inside=INSIDE, between=BETWEEN)
 
 
 def test_consecutive_devices_form_a_pipeline():
-    place = Deployment.on(EIGHT, ranks=4, replicas=2)
-    assert [place.pipeline.link(a, a + 1) for a in range(3)] == [INSIDE] * 3
+    place = Deployment.from_cluster(EIGHT, ranks=4, replicas=2)
+    assert [place.pipeline.link_between(a, a + 1) for a in range(3)] == [INSIDE] * 3
     assert place.rings == (BETWEEN,) * 4
 
 
 def test_consecutive_devices_form_a_ring():
-    place = Deployment.on(EIGHT, ranks=4, replicas=2, neighbours="replicas")
-    assert [place.pipeline.link(a, a + 1) for a in range(3)] == [INSIDE, BETWEEN, INSIDE]
+    place = Deployment.from_cluster(EIGHT, ranks=4, replicas=2, neighbours="replicas")
+    assert [place.pipeline.link_between(a, a + 1) for a in range(3)] == [INSIDE, BETWEEN, INSIDE]
     assert place.rings == (INSIDE,) * 4
 
 
 def test_replicas_that_differ_are_as_bad_as_the_worst_at_each_place():
     devices = [replace(device, speed=1 / (n + 1), memory=100 - n) for n, device in enumerate(EIGHT.devices[:6])]
     cluster = replace(EIGHT, devices=tuple(devices))  # four on the first host, two on the second
-    place = Deployment.on(cluster, ranks=3, replicas=2)
+    place = Deployment.from_cluster(cluster, ranks=3, replicas=2)
     assert [(d.speed, d.memory) for d in place.pipeline.devices] == [(1 / 4, 97), (1 / 5, 96), (1 / 6, 95)]
-    assert (place.pipeline.link(0, 1), place.pipeline.link(1, 2)) == (BETWEEN, INSIDE)  # 3 -> 4 leaves the host
+    assert (place.pipeline.link_between(0, 1), place.pipeline.link_between(1, 2)) == (
+        BETWEEN,
+        INSIDE,
+    )  # 3 -> 4 leaves the host
     assert place.rings == (INSIDE, BETWEEN, BETWEEN)
     odd = replace(cluster, links={(4, 5): Link(1e9, 1e-3)})
-    assert Deployment.on(odd, ranks=3, replicas=2).pipeline.link(1, 2) == Link(1e9, 1e-3)
+    assert Deployment.from_cluster(odd, ranks=3, replicas=2).pipeline.link_between(1, 2) == Link(1e9, 1e-3)
 
 
 def test_one_pipeline_averages_nothing():
-    place = Deployment.on(EIGHT, ranks=8)
+    place = Deployment.from_cluster(EIGHT, ranks=8)
     assert place.pipeline.devices == EIGHT.devices
-    assert place.exposed(3, np.array(1e12), np.array(0.0)) == 0
+    assert place.exposed_seconds(3, np.array(1e12), np.array(0.0)) == 0
 
 
 def test_a_ring_by_hand():
-    place = Deployment.on(EIGHT, ranks=2, replicas=4)
+    place = Deployment.from_cluster(EIGHT, ranks=2, replicas=4)
     size = 2.0 * BUCKET_BYTES
     whole = 2 * 3 * (size / 4 / 10e9 + 2 * 1e-5)  # each of four sends half as much again, in two buckets
-    assert float(place.reduction(0, np.array(size))) == pytest.approx(whole)
-    assert float(place.exposed(0, np.array(size), np.array(0.0))) == pytest.approx(whole)
+    assert float(place.all_reduce_seconds(0, np.array(size))) == pytest.approx(whole)
+    assert float(place.exposed_seconds(0, np.array(size), np.array(0.0))) == pytest.approx(whole)
     backward = whole / 10
-    assert float(place.exposed(0, np.array(size), np.array(backward))) == pytest.approx(whole - backward / 2)
-    assert float(place.exposed(0, np.array(size), np.array(1.0))) == pytest.approx(whole / 2)  # the second bucket
-    assert place.exposed(0, np.array(0.0), np.array(1.0)) == 0
+    assert float(place.exposed_seconds(0, np.array(size), np.array(backward))) == pytest.approx(whole - backward / 2)
+    assert float(place.exposed_seconds(0, np.array(size), np.array(1.0))) == pytest.approx(
+        whole / 2
+    )  # the second bucket
+    assert place.exposed_seconds(0, np.array(0.0), np.array(1.0)) == 0
 
 
 def by_bucket(buckets: int, whole: float, backward: float) -> float:
@@ -69,10 +74,12 @@ def by_bucket(buckets: int, whole: float, backward: float) -> float:
 @pytest.mark.parametrize("buckets", [1, 2, 7])
 @pytest.mark.parametrize("backward", [0.0, 0.01, 0.05, 0.3, 2.0])
 def test_buckets_leave_while_backward_goes_on(buckets, backward):
-    place = Deployment.on(EIGHT, ranks=2, replicas=4)
+    place = Deployment.from_cluster(EIGHT, ranks=2, replicas=4)
     size = np.array(float(buckets * BUCKET_BYTES))
-    whole = float(place.reduction(0, size))
-    assert float(place.exposed(0, size, np.array(backward))) == pytest.approx(by_bucket(buckets, whole, backward))
+    whole = float(place.all_reduce_seconds(0, size))
+    assert float(place.exposed_seconds(0, size, np.array(backward))) == pytest.approx(
+        by_bucket(buckets, whole, backward)
+    )
 
 
 def test_a_step_waits_for_what_the_drain_does_not_hide():
@@ -105,6 +112,6 @@ def test_a_step_waits_for_what_the_drain_does_not_hide():
 )
 def test_mistakes(arguments, message):
     with pytest.raises(PlanError, match=message):
-        Deployment.on(EIGHT, **arguments)
+        Deployment.from_cluster(EIGHT, **arguments)
     with pytest.raises(PlanError, match="2 replicas need a ring for each of 8 ranks"):
         Deployment(EIGHT, 2)

@@ -20,35 +20,35 @@ def model(*table, **more):
     ("rows", "seconds"), [(2, 1.0), (4, 3.0), (3, 2.0), (6, 3.5), (8, 4.0), (12, 5.0), (1, 0.0), (0, 0.0)]
 )
 def test_times_are_linear_between_and_beyond_the_rows_measured(rows, seconds):
-    assert model((2, 1.0), (4, 3.0), (8, 4.0)).time(Kind.F, 0, rows) == pytest.approx(seconds)
+    assert model((2, 1.0), (4, 3.0), (8, 4.0)).seconds_at(Kind.F, 0, rows) == pytest.approx(seconds)
 
 
 def test_one_entry_holds_for_any_rows():
-    assert model((3, 1.5)).time(Kind.F, 0, 100) == 1.5
+    assert model((3, 1.5)).seconds_at(Kind.F, 0, 100) == 1.5
 
 
 def test_known_rows_are_exact():
     times = [(rows, rows**0.5 / 7) for rows in range(1, 50, 3)]
     for rows, seconds in times:
-        assert model(*times).time(Kind.F, 0, rows) == seconds
+        assert model(*times).seconds_at(Kind.F, 0, rows) == seconds
 
 
 def test_seconds_outside_nanoseconds_inside():
     costs = CostModel.uniform(2, forward=1.5e-3, backward=3e-9)
-    assert costs.duration(F(0, Span(0, 1)), PLAN) == 1_500_000
-    assert costs.duration(B(1, Span(0, 1)), PLAN) == 3
-    assert costs.duration(STEP(0), PLAN) == 0
+    assert costs.duration_ns(F(0, Span(0, 1)), PLAN) == 1_500_000
+    assert costs.duration_ns(B(1, Span(0, 1)), PLAN) == 3
+    assert costs.duration_ns(STEP(0), PLAN) == 0
 
 
 @pytest.mark.parametrize("n", [1, 3, 1_000_003, 86_400_000_000_007])
 def test_integer_nanoseconds_survive_seconds(n):
     plan, costs = uniform(1, 1, f=n, b=2)
-    assert costs.duration(F(0, Span(0, 1)), plan) == n
+    assert costs.duration_ns(F(0, Span(0, 1)), plan) == n
 
 
 def test_an_unknown_stage_is_named():
     with pytest.raises(PlanError, match="no time of F on stage 1; it knows F0"):
-        model((1, 1.0)).time(Kind.F, 1, 1)
+        model((1, 1.0)).seconds_at(Kind.F, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_an_unknown_stage_is_named():
         lambda: Link(math.nan),
         lambda: Link(1.0, burst=-1.0),
         lambda: Link(2.0, peak=1.0),
-        lambda: Link(1.0, posted=-1),
+        lambda: Link(1.0, max_in_flight=-1),
         lambda: Device(speed=0),
     ],
 )
@@ -79,13 +79,13 @@ def test_refuses_nonsense(build):
 
 def test_a_transfer_takes_bytes_over_bandwidth_and_then_latency():
     costs = CostModel.uniform(2, 1, 1, message_bytes=1000, link=Link(bandwidth=1e6, latency=5e-4))
-    assert costs.transfer(Instruction(Kind.SF, 0, span=Span(0, 3)), PLAN) == (3_000_000, 500_000)
-    assert costs.transfer(Instruction(Kind.SB, 1, span=Span(0, 2)), PLAN) == (2_000_000, 500_000)
+    assert costs.transfer_ns(Instruction(Kind.SF, 0, span=Span(0, 3)), PLAN) == (3_000_000, 500_000)
+    assert costs.transfer_ns(Instruction(Kind.SB, 1, span=Span(0, 2)), PLAN) == (2_000_000, 500_000)
 
 
 def test_free_links_take_no_time():
     costs = CostModel.uniform(2, 1, 1, message_bytes=1e12)
-    assert costs.transfer(Instruction(Kind.SF, 0, span=Span(0, 3)), PLAN) == (0, 0)
+    assert costs.transfer_ns(Instruction(Kind.SF, 0, span=Span(0, 3)), PLAN) == (0, 0)
 
 
 def test_links_by_direction_and_edges_by_stage():
@@ -98,27 +98,27 @@ def test_links_by_direction_and_edges_by_stage():
     )
     plan = tiny_plan(3, 1)
     one = Span(0, 1)
-    assert costs.transfer(Instruction(Kind.SF, 1, span=one), plan)[0] == 20e9
-    assert costs.transfer(Instruction(Kind.SB, 1, span=one), plan)[0] == 30 / 10 * 1e9
-    assert costs.transfer(Instruction(Kind.SB, 2, span=one), plan)[0] == 40 / 20 * 1e9
+    assert costs.transfer_ns(Instruction(Kind.SF, 1, span=one), plan)[0] == 20e9
+    assert costs.transfer_ns(Instruction(Kind.SB, 1, span=one), plan)[0] == 30 / 10 * 1e9
+    assert costs.transfer_ns(Instruction(Kind.SB, 2, span=one), plan)[0] == 40 / 20 * 1e9
 
 
 def test_activations_from_forward_to_backward():
     costs = CostModel.uniform(2, 1, 1, activation_bytes=7)
-    assert costs.held(F(1, Span(0, 3)), PLAN) == (21, 0)
-    assert costs.held(B(1, Span(0, 3)), PLAN) == (0, 21)
+    assert costs.memory_change(F(1, Span(0, 3)), PLAN) == (21, 0)
+    assert costs.memory_change(B(1, Span(0, 3)), PLAN) == (0, 21)
     split = replace(PLAN, split_backward=True)
-    assert [costs.held(make(1, Span(0, 3)), split) for make in (I, W)] == [(0, 0), (0, 21)]
-    assert costs.held(STEP(1), PLAN) == (0, 0)
+    assert [costs.memory_change(make(1, Span(0, 3)), split) for make in (I, W)] == [(0, 0), (0, 21)]
+    assert costs.memory_change(STEP(1), PLAN) == (0, 0)
 
 
 def test_recompute_holds_the_input_and_runs_forward_again():
     plan = replace(PLAN, recompute=(False, True))
     costs = CostModel.uniform(2, 3e-9, 5e-9, activation_bytes=7, message_bytes=2)
-    assert costs.held(F(1, Span(0, 3)), plan) == (6, 0)
-    assert costs.held(B(1, Span(0, 3)), plan) == (21, 27)
-    assert costs.duration(B(1, Span(0, 3)), plan) == 8
-    assert costs.duration(B(0, Span(0, 3)), plan) == 5
+    assert costs.memory_change(F(1, Span(0, 3)), plan) == (6, 0)
+    assert costs.memory_change(B(1, Span(0, 3)), plan) == (21, 27)
+    assert costs.duration_ns(B(1, Span(0, 3)), plan) == 8
+    assert costs.duration_ns(B(0, Span(0, 3)), plan) == 5
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -127,37 +127,42 @@ def test_what_is_taken_is_given_back(split, recompute):
     plan = replace(PLAN, split_backward=split, recompute=(recompute,) * 2)
     costs = CostModel.uniform(2, 1, 1, activation_bytes=7, message_bytes=2)
     kinds = (F, I, W) if split else (F, B)
-    held = [costs.held(make(1, Span(0, 3)), plan) for make in kinds]
+    held = [costs.memory_change(make(1, Span(0, 3)), plan) for make in kinds]
     assert sum(taken for taken, _ in held) == sum(freed for _, freed in held)
 
 
 def test_weights_for_every_stage_job_and_version():
     costs = replace(CostModel.uniform(4, 1, 1), weight_bytes=(1, 10, 100, 1000))
     plan = Plan.even(4, 1, ranks=(0, 1, 0, 1))
-    assert [costs.resident(rank, plan) for rank in (0, 1)] == [101, 1010]
+    assert [costs.resident_bytes(rank, plan) for rank in (0, 1)] == [101, 1010]
     several = replace(plan, jobs=plan.jobs * 2, versions=(2, 1, 1, 1))
-    assert costs.resident(0, several) == 2 * (2 * 1 + 100)
+    assert costs.resident_bytes(0, several) == 2 * (2 * 1 + 100)
 
 
 def test_cluster():
-    cluster = Cluster.homogeneous(2, 2, memory=80, inside=FREE, between=Link(1e9))
-    assert [cluster.link(0, n) for n in (1, 2, 3)] == [FREE, Link(1e9), Link(1e9)]
+    cluster = Cluster.from_counts(2, 2, memory=80, inside=FREE, between=Link(1e9))
+    assert [cluster.link_between(0, n) for n in (1, 2, 3)] == [FREE, Link(1e9), Link(1e9)]
     slow = replace(cluster, links={(1, 2): Link(1.0)})
-    assert (slow.link(1, 2), slow.link(2, 1)) == (Link(1.0), Link(1e9))
+    assert (slow.link_between(1, 2), slow.link_between(2, 1)) == (Link(1.0), Link(1e9))
 
 
 def test_hosts_with_one_network_card():
-    cluster = replace(Cluster.homogeneous(2, 2, between=Link(1e9)), shared=True, links={(1, 2): Link(5.0)})
-    assert cluster.link(0, 1) == FREE
-    assert cluster.link(0, 2) == cluster.link(0, 3) == cluster.link(1, 3) == Link(1e9, wire="host 0")
-    assert cluster.link(2, 0).wire == "host 1"
-    assert cluster.link(1, 2) == Link(5.0)
+    cluster = replace(Cluster.from_counts(2, 2, between=Link(1e9)), shared=True, links={(1, 2): Link(5.0)})
+    assert cluster.link_between(0, 1) == FREE
+    assert (
+        cluster.link_between(0, 2)
+        == cluster.link_between(0, 3)
+        == cluster.link_between(1, 3)
+        == Link(1e9, wire="host 0")
+    )
+    assert cluster.link_between(2, 0).wire == "host 1"
+    assert cluster.link_between(1, 2) == Link(5.0)
 
 
 def test_on_a_cluster():
     cluster = Cluster((Device(speed=2), Device(host="b")), between=Link(1.0))
-    costs = CostModel.uniform(2, 1.0, 2.0).on(cluster, (0, 1))
-    assert [costs.time(Kind.F, s) for s in (0, 1)] == [0.5, 1.0]
+    costs = CostModel.uniform(2, 1.0, 2.0).on_cluster(cluster, (0, 1))
+    assert [costs.seconds_at(Kind.F, s) for s in (0, 1)] == [0.5, 1.0]
     assert costs.links == {(0, 1): Link(1.0), (1, 0): Link(1.0)}
 
 
@@ -166,11 +171,11 @@ def test_measured_from_what_the_true_costs_gave_predicts_the_same(seed):
     plan = random_plan(seed, unequal=False)
     true = random_costs(plan, seed)
     timeline = simulate(OneFOneB().program(plan), plan, true)
-    measured = CostModel.measured(timeline)
+    measured = CostModel.from_timelines(timeline)
     again = simulate(OneFOneB().program(plan), plan, measured)
-    slack = true.transfer(Instruction(Kind.SF, 0, span=Span(0, 1)), plan)[1] if plan.n_stages > 1 else 0
+    slack = true.transfer_ns(Instruction(Kind.SF, 0, span=Span(0, 1)), plan)[1] if plan.n_stages > 1 else 0
     assert abs(again.makespan - timeline.makespan) <= slack * 4 * len(plan.spans(Kind.F, 0)) * plan.n_stages
-    exact = simulate(OneFOneB().program(plan), plan, CostModel.measured(timeline, base=true))
+    exact = simulate(OneFOneB().program(plan), plan, CostModel.from_timelines(timeline, base=true))
     assert exact.makespan == timeline.makespan
 
 
@@ -183,44 +188,44 @@ def test_measured_transfers_show_what_a_bucket_did():
     plan = tiny_plan(2, 1)
     true = CostModel.uniform(2, 1e-9, 1e-9, message_bytes=10, link=Link(1e9, burst=20))
     timeline = simulate(OneFOneB().program(plan), plan, true)
-    measured = CostModel.measured(timeline, base=replace(true, links={(0, 1): true.link}))
-    assert measured.transfer(Instruction(Kind.SF, 0, span=Span(0, 1)), plan) == (0, 0)
-    assert measured.between(0, 1) == measured.between(1, 0) == Link(1e9)
+    measured = CostModel.from_timelines(timeline, base=replace(true, links={(0, 1): true.link}))
+    assert measured.transfer_ns(Instruction(Kind.SF, 0, span=Span(0, 1)), plan) == (0, 0)
+    assert measured.link_between(0, 1) == measured.link_between(1, 0) == Link(1e9)
 
 
 def test_measured_takes_medians_over_several_timelines():
     plan = tiny_plan(1, 1)
     timelines = [Timeline.of(events(*times), plan) for times in ((10, 11), (12, 1000), (9,))]
-    assert CostModel.measured(timelines).time(Kind.F, 0, 1) == 11e-9
+    assert CostModel.from_timelines(timelines).seconds_at(Kind.F, 0, 1) == 11e-9
 
 
 def test_measured_one_size_is_proportional_several_are_not():
     plan = tiny_plan(1, 8)
-    one = CostModel.measured(Timeline.of(events(10, rows=2), plan))
-    assert one.time(Kind.F, 0, 4) == pytest.approx(20e-9)
-    two = CostModel.measured(Timeline.of([*events(10, rows=2), *events(14, rows=4)], plan))
-    assert two.time(Kind.F, 0, 3) == pytest.approx(12e-9)
-    assert two.time(Kind.F, 0, 8) == pytest.approx(22e-9)
+    one = CostModel.from_timelines(Timeline.of(events(10, rows=2), plan))
+    assert one.seconds_at(Kind.F, 0, 4) == pytest.approx(20e-9)
+    two = CostModel.from_timelines(Timeline.of([*events(10, rows=2), *events(14, rows=4)], plan))
+    assert two.seconds_at(Kind.F, 0, 3) == pytest.approx(12e-9)
+    assert two.seconds_at(Kind.F, 0, 8) == pytest.approx(22e-9)
 
 
 def test_measured_keeps_the_rest_from_its_base():
     base = CostModel.uniform(1, 1.0, 2.0, activation_bytes=5, weight_bytes=6)
-    got = CostModel.measured(Timeline.of(events(10), tiny_plan(1, 1)), base)
-    assert got.time(Kind.F, 0, 1) == pytest.approx(1e-8)
-    assert got.time(Kind.B, 0, 1) == 2.0
+    got = CostModel.from_timelines(Timeline.of(events(10), tiny_plan(1, 1)), base)
+    assert got.seconds_at(Kind.F, 0, 1) == pytest.approx(1e-8)
+    assert got.seconds_at(Kind.B, 0, 1) == 2.0
     assert (got.activation_bytes, got.weight_bytes) == ((5,), (6,))
 
 
 def test_measured_backward_without_the_forward_that_it_ran_again():
     plan = replace(tiny_plan(1, 1), recompute=(True,))
-    got = CostModel.measured(Timeline.of([*events(10), *events(30, kind=Kind.B)], plan))
-    assert got.time(Kind.B, 0, 1) == pytest.approx(20e-9)
-    assert got.duration(B(0, Span(0, 1)), plan) == 30
+    got = CostModel.from_timelines(Timeline.of([*events(10), *events(30, kind=Kind.B)], plan))
+    assert got.seconds_at(Kind.B, 0, 1) == pytest.approx(20e-9)
+    assert got.duration_ns(B(0, Span(0, 1)), plan) == 30
 
 
 def test_nothing_measured():
     with pytest.raises(PlanError, match="without events"):
-        CostModel.measured(Timeline((), PLAN))
+        CostModel.from_timelines(Timeline((), PLAN))
 
 
 def test_overhead_is_measured() -> None:
@@ -229,6 +234,6 @@ def test_overhead_is_measured() -> None:
     link = Link(bandwidth=1e9, latency=2e-6)
     costs = CostModel.uniform(3, 1e-3, 2e-3, overhead=1e-4, message_bytes=1000, link=link)
     timeline = simulate(OneFOneB().program(plan), plan, costs)
-    measured = CostModel.measured(timeline)
+    measured = CostModel.from_timelines(timeline)
     assert measured.overhead == pytest.approx(1e-4)
     assert simulate(OneFOneB().program(plan), plan, measured).makespan == timeline.makespan

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds
+from lightning_pipes.cost.units import parse_bytes, parse_rate, parse_seconds
 from lightning_pipes.ir import PlanError
 
 
@@ -26,7 +26,7 @@ from lightning_pipes.ir import PlanError
     ],
 )
 def test_bytes(text, size):
-    assert as_bytes(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize(
@@ -34,28 +34,28 @@ def test_bytes(text, size):
     [("12.5GB/s", 1.25e10), ("100Gbit/s", 1.25e10), ("1MiB/s", 2.0**20), (1e9, 1e9), ("inf", math.inf)],
 )
 def test_rates(text, rate):
-    assert as_rate(text) == rate
+    assert parse_rate(text) == rate
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("10us", 1e-5), ("0", 0.0), ("1.5 ms", 1.5e-3), (2, 2.0), ("3ns", 3e-9)])
 def test_seconds(text, seconds):
-    assert as_seconds(text) == seconds
+    assert parse_seconds(text) == seconds
 
 
 @pytest.mark.parametrize(
     ("parse", "text", "message"),
     [
-        (as_bytes, "16gib", r"'16gib' is not a size; write it as 16GiB, or as a plain number. Units: B, kB, MB"),
-        (as_bytes, "16GB/s", "is not a size"),
-        (as_bytes, "-1GB", "is not a size"),
-        (as_bytes, "inf", "a size has to be finite"),
-        (as_bytes, math.nan, "is not a size"),
-        (as_rate, "12.5GB", "is not a rate; write it as 12.5GB/s"),
-        (as_rate, "10Gb/s", "is not a rate"),  # bits or bytes? nobody knows
-        (as_rate, "0GB/s", "a rate has to be positive"),
-        (as_seconds, "10 minutes", "is not a time"),
-        (as_seconds, "inf", "a time has to be finite"),
-        (as_seconds, "", "is not a time"),
+        (parse_bytes, "16gib", r"'16gib' is not a size; write it as 16GiB, or as a plain number. Units: B, kB, MB"),
+        (parse_bytes, "16GB/s", "is not a size"),
+        (parse_bytes, "-1GB", "is not a size"),
+        (parse_bytes, "inf", "a size has to be finite"),
+        (parse_bytes, math.nan, "is not a size"),
+        (parse_rate, "12.5GB", "is not a rate; write it as 12.5GB/s"),
+        (parse_rate, "10Gb/s", "is not a rate"),  # bits or bytes? nobody knows
+        (parse_rate, "0GB/s", "a rate has to be positive"),
+        (parse_seconds, "10 minutes", "is not a time"),
+        (parse_seconds, "inf", "a time has to be finite"),
+        (parse_seconds, "", "is not a time"),
     ],
 )
 def test_everything_else_is_refused(parse, text, message):

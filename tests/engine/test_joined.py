@@ -84,7 +84,7 @@ def test_who_joins_takes_longer_by_what_is_joined(seed: int) -> None:
     for kind, size in ((Kind.F, 8000), (Kind.B, 16000)):
         for stage in range(n):
             for i, count in sorts(kind, stage, plan):
-                longer = priced.duration(i, plan) - free.duration(i, plan)
+                longer = priced.duration_ns(i, plan) - free.duration_ns(i, plan)
                 assert longer == sum(joined(i, plan)) * size
                 more += count * longer
     one_rank = Plan((0,) * n, plan.jobs, whole_forward=plan.whole_forward, recompute=plan.recompute)

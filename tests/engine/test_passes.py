@@ -167,8 +167,8 @@ def test_the_peak_of_memory_follows(whole: bool, peak: int) -> None:
     assert simulate(program(plan), plan, costs).peak_bytes[1] == peak
     assert peak_bytes(program(plan), plan, costs)[1] == peak
     for i in (F(1, Span(0, 4)), *(B(1, span) for span in cut(1, 1, 2))):
-        assert min(costs.held(i, plan)) >= 0
-    held = [costs.held(i, plan) for i in program(plan).head[1][:-1]]
+        assert min(costs.memory_change(i, plan)) >= 0
+    held = [costs.memory_change(i, plan) for i in program(plan).head[1][:-1]]
     assert sum(taken for taken, _ in held) == sum(freed for _, freed in held)
 
 
@@ -298,9 +298,9 @@ def test_costs_are_measured_by_pass(spans: Cut, setting: str, split_backward: bo
     timeline = simulate(program(plan), plan, true)
     averages = Averages()
     averages.add([StepSample.of([e for e in timeline.events if e.rank == rank], plan) for rank in (0, 1)])
-    for measured in (CostModel.measured(timeline), averages.costs(overhead=False)):
+    for measured in (CostModel.from_timelines(timeline), averages.costs(overhead=False)):
         for kind in (Kind.F, Kind.I, Kind.W) if split_backward else (Kind.F, Kind.B):
-            assert measured.time(kind, 0, 1) == pytest.approx(times[kind] * 1e-9)
+            assert measured.seconds_at(kind, 0, 1) == pytest.approx(times[kind] * 1e-9)
         assert simulate(program(plan), plan, measured).makespan == timeline.makespan
     assert averages.knows(plan)
 

@@ -27,8 +27,8 @@ from lightning_pipes import (
     consolidate,
 )
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, LayerProfile, Link, ModelProfile
-from lightning_pipes.cost.clusters import make_cluster
-from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds
+from lightning_pipes.cost.cluster_settings import make_cluster
+from lightning_pipes.cost.units import parse_bytes, parse_rate, parse_seconds
 from lightning_pipes.cost.zoo import OPTIMIZERS, named_profile
 from lightning_pipes.ir import Cut, Kind, PipelineError, Plan, Policy, Schedule, Span
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
@@ -125,7 +125,7 @@ LINK = {
     "latency": lambda v: number(v) and 0 <= v < FINITE,
     "burst": least_zero,
     "peak": lambda v: number(v) and v == math.inf,
-    "posted": whole,
+    "max_in_flight": whole,
     "wire": text,
     "blocking": flag,
 }
@@ -145,11 +145,11 @@ def written(*texts: str) -> Callable[[Any], bool]:
 
 
 DOORS = [
-    Door("as_bytes", as_bytes, {"value": written("4", "16GiB")}, {}, {"value": "size"}),
-    Door("as_seconds", as_seconds, {"value": written("4", "10us")}, {}, {"value": "time"}),
+    Door("parse_bytes", parse_bytes, {"value": written("4", "16GiB")}, {}, {"value": "size"}),
+    Door("parse_seconds", parse_seconds, {"value": written("4", "10us")}, {}, {"value": "time"}),
     Door(
-        "as_rate",
-        as_rate,
+        "parse_rate",
+        parse_rate,
         {
             "value": lambda v: (
                 v in ("4", "12.5GB/s", "inf") if isinstance(v, str) else positive(v) and (v < 1e30 or v == math.inf)
@@ -217,7 +217,7 @@ DOORS = [
         ScheduleTuner,
         {
             "interval": lambda v: count(v) or (isinstance(v, timedelta) and v > timedelta(0)),
-            "memory_limit": optional(unit(as_bytes)),
+            "memory_limit": optional(unit(parse_bytes)),
             "sizes": lambda v: several(count)(v) or (isinstance(v, range) and 0 not in v),
             "hysteresis": lambda v: number(v) and 0 <= v < 1,
             "window": count,
@@ -260,8 +260,8 @@ DOORS = [
         {"devices": "device"},
     ),
     Door(
-        "Cluster.homogeneous",
-        Cluster.homogeneous,
+        "Cluster.from_counts",
+        Cluster.from_counts,
         {
             "hosts": partial(count, most=2**12),
             "devices_per_host": partial(count, most=2**12),
@@ -277,7 +277,7 @@ DOORS = [
         {
             "hosts": partial(count, most=2**12),
             "devices_per_host": partial(count, most=2**12),
-            "memory": optional(unit(as_bytes)),
+            "memory": optional(unit(parse_bytes)),
             "inside": lambda v: v is None or (isinstance(v, dict) and not v),
             "between": lambda v: v is None or (isinstance(v, dict) and not v),
         },
@@ -285,8 +285,8 @@ DOORS = [
         {},
     ),
     Door(
-        "Deployment.on",
-        Deployment.on,
+        "Deployment.from_cluster",
+        Deployment.from_cluster,
         {"cluster": never, "ranks": lambda v: count(v, 4), "replicas": lambda v: count(v, 4), "neighbours": never},
         {"cluster": Cluster((Device(),) * 4), "ranks": 1},
         {},

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import lightning_pipes
-from lightning_pipes.cost.units import as_bytes
+from lightning_pipes.cost.units import parse_bytes
 from lightning_pipes.ir import InputError, PlanError, check_count
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.generators import tiny_plan
@@ -15,7 +15,7 @@ HOME = Path(lightning_pipes.__file__).parent
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda: check_count("k", 0), lambda: as_bytes("7 quarts"), lambda: make_schedule("deep", slack=-1)]
+    "wrong", [lambda: check_count("k", 0), lambda: parse_bytes("7 quarts"), lambda: make_schedule("deep", slack=-1)]
 )
 def test_what_was_given(wrong):
     with pytest.raises(InputError) as error:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
-from lightning_pipes.cost.clusters import make_cluster
+from lightning_pipes.cost.cluster_settings import make_cluster
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import PlanError
 from lightning_pipes.ir.registry import make_schedule
@@ -51,7 +51,7 @@ def test_the_table_says_why():
 
 def test_nothing_fits():
     model, ranks, rows, _ = random_problem(3)
-    poor = Cluster.homogeneous(1, ranks, 1000)
+    poor = Cluster.from_counts(1, ranks, 1000)
     with pytest.raises(PlanError, match=r"no schedule fits: stage .* needs .* MiB and has 0.0 MiB"):
         choose(model, ranks, rows, poor)
 
@@ -63,7 +63,7 @@ def test_64_stages_512_microbatches_16_replicas(between):
     cluster = make_cluster(
         128, 8, "74GiB", {"bandwidth": "300GB/s", "latency": "5us"}, {"bandwidth": between, "latency": "10us"}
     )
-    place = Deployment.on(cluster, 64, 16)
+    place = Deployment.from_cluster(cluster, 64, 16)
     choice = choose(profile, 64, 512, place)
     assert len(choice.options) > 100
     assert sum(option.fit is not None for option in choice.options) < 30
@@ -71,8 +71,8 @@ def test_64_stages_512_microbatches_16_replicas(between):
     order = choice.fit.order
     alone = evaluated(profile, order, choice.fit.plan, place.pipeline).seconds
     whole = max(
-        float(place.reduction(rank, np.array(2.0 * size)))  # halves travel as float32
-        for rank, size in enumerate(profile.columns.total("gradients", choice.fit.plan.layers))
+        float(place.all_reduce_seconds(rank, np.array(2.0 * size)))  # halves travel as float32
+        for rank, size in enumerate(profile.layer_arrays.stage_sums("gradients", choice.fit.plan.layers))
     )
     assert alone < choice.fit.seconds <= alone + whole
 
@@ -86,7 +86,7 @@ def test_progress_goes_forward():
         ModelProfile(layers),
         8,
         64,
-        Cluster.homogeneous(2, 4, inside=Link(1e9), between=Link(1e8)),
+        Cluster.from_counts(2, 4, inside=Link(1e9), between=Link(1e8)),
         progress=lambda what, done: told.append(done),
     )
     assert told == sorted(told)

@@ -76,7 +76,7 @@ def problem(seed: int) -> tuple[ModelProfile, Deployment, int, int]:
     links = [Link(1e9, 1e-4), Link(5e7, 5e-3), Link(5e7, 1e-4, burst=3e6, peak=1e9)]
     cluster = Cluster(devices, between=links[rng.integers(3)])
     profile = ModelProfile(tuple(layers), overhead=float(rng.choice([0.0, 1e-3])))
-    return profile, Deployment.on(cluster, ranks, int(rng.integers(1, 3))), ranks, int(rng.integers(2, 12))
+    return profile, Deployment.from_cluster(cluster, ranks, int(rng.integers(1, 3))), ranks, int(rng.integers(2, 12))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.name}-{getattr(s, 'stages_per_rank', '')}")

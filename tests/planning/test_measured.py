@@ -20,8 +20,8 @@ def test_costs_of_a_run_predict_its_steps():
         averages.add(samples)
     found = averages.costs()
     assert averages.knows(plan)
-    assert found.time(Kind.F, 1, 1) == pytest.approx(0.020)
-    assert found.time(Kind.SB, 2, 1) == pytest.approx(0.010)
+    assert found.seconds_at(Kind.F, 1, 1) == pytest.approx(0.020)
+    assert found.seconds_at(Kind.SB, 2, 1) == pytest.approx(0.010)
     for k in (1, 2, 3):
         program = KFKB(k).program(plan)
         assert makespan(program, plan, found) == makespan(program, plan, costs)
@@ -31,22 +31,22 @@ def test_transfers_are_averaged_over_the_last_steps():
     averages = Averages(window=3)
     for link in (10, 10, 10, 40, 40):
         averages.add(step(link=link * MS)[0])
-    assert averages.costs().time(Kind.SF, 0, 1) == pytest.approx((10 + 40 + 40) / 3e3)
+    assert averages.costs().seconds_at(Kind.SF, 0, 1) == pytest.approx((10 + 40 + 40) / 3e3)
 
 
 def test_computations_are_reused_until_they_drift():
     averages = Averages(window=2)
     for f in (90, 20, 20, 20):  # the first one includes what is done once
         averages.add(step(f=f * MS)[0])
-    assert averages.costs().time(Kind.F, 0, 1) == pytest.approx(0.020)
+    assert averages.costs().seconds_at(Kind.F, 0, 1) == pytest.approx(0.020)
     averages.add(step(f=int(20.9 * MS))[0])
     assert averages.drifted == ()
-    assert averages.costs().time(Kind.F, 0, 1) == pytest.approx(0.020)
+    assert averages.costs().seconds_at(Kind.F, 0, 1) == pytest.approx(0.020)
     averages.add(step(f=30 * MS)[0])
     assert {(kind, s) for kind, s, _ in averages.drifted} == {(Kind.F, s) for s in range(3)}
     for _ in range(2):
         averages.add(step(f=30 * MS)[0])
-    assert averages.costs().time(Kind.F, 0, 1) == pytest.approx(0.030)
+    assert averages.costs().seconds_at(Kind.F, 0, 1) == pytest.approx(0.030)
 
 
 @pytest.mark.parametrize("jump", [3600 * 1000 * MS, -3600 * 1000 * MS, 30 * MS, -10_000 * MS])
@@ -80,8 +80,8 @@ def test_where_a_clock_has_jumped_the_other_direction_is_wrong_too():
     averages.add(step(0, 500, 20))
     assert averages.impossible == 1
     found = averages.costs()
-    assert [found.time(kind, s, 1) for kind, s in ((Kind.SF, 0), (Kind.SB, 1))] == pytest.approx([0.010, 0.010])
-    assert found.time(Kind.SF, 1, 1) == pytest.approx(0.020)  # another link
+    assert [found.seconds_at(kind, s, 1) for kind, s in ((Kind.SF, 0), (Kind.SB, 1))] == pytest.approx([0.010, 0.010])
+    assert found.seconds_at(Kind.SF, 1, 1) == pytest.approx(0.020)  # another link
 
 
 def test_sizes_that_were_not_seen_are_extrapolated():
@@ -94,13 +94,13 @@ def test_sizes_that_were_not_seen_are_extrapolated():
     ]
     averages.add([StepSample.of(events, plan)])
     found = averages.costs()
-    assert found.time(Kind.F, 0, 4) == pytest.approx(0.040)  # in proportion
-    assert found.time(Kind.SF, 0, 4) == pytest.approx(0.024)  # 4 ms whatever the size
-    assert found.time(Kind.SF, 0, 1) == pytest.approx(0.009)
-    assert found.time(Kind.SB, 1, 4) == pytest.approx(0.020)
+    assert found.seconds_at(Kind.F, 0, 4) == pytest.approx(0.040)  # in proportion
+    assert found.seconds_at(Kind.SF, 0, 4) == pytest.approx(0.024)  # 4 ms whatever the size
+    assert found.seconds_at(Kind.SF, 0, 1) == pytest.approx(0.009)
+    assert found.seconds_at(Kind.SB, 1, 4) == pytest.approx(0.020)
     assert not averages.knows(plan)
     averages.add([StepSample.of([(0, F(0, Span(0, 4)), 0, 30 * MS)], plan)])
-    assert averages.costs().time(Kind.F, 0, 3) == pytest.approx(0.025)  # between two that were seen
+    assert averages.costs().seconds_at(Kind.F, 0, 3) == pytest.approx(0.025)  # between two that were seen
 
 
 def test_what_is_known():
@@ -181,22 +181,22 @@ def test_what_did_not_run_is_priced_by_what_did():
     for _ in range(3):
         averages.add(step(b=40 * MS)[0])
     costs = averages.costs()
-    assert [costs.time(Kind.I, s, 1) for s in range(3)] == pytest.approx([0.0, 0.024, 0.020])
-    assert [costs.time(Kind.W, s, 1) for s in range(3)] == pytest.approx([0.040, 0.020, 0.020])
+    assert [costs.seconds_at(Kind.I, s, 1) for s in range(3)] == pytest.approx([0.0, 0.024, 0.020])
+    assert [costs.seconds_at(Kind.W, s, 1) for s in range(3)] == pytest.approx([0.040, 0.020, 0.020])
     assert not averages.knows(replace(Plan.even(3, 6), split_backward=True))
     averages = Averages(window=2, parts=parts)
     for _ in range(3):
         averages.add(step(ZeroBubble(), b=44 * MS)[0])
-    assert [averages.costs().time(Kind.B, s, 1) for s in range(3)] == pytest.approx([0.044, 0.040, 0.044])
+    assert [averages.costs().seconds_at(Kind.B, s, 1) for s in range(3)] == pytest.approx([0.044, 0.040, 0.044])
 
 
 def test_what_was_measured_counts_more_and_drifts_with_what_runs():
     averages = Averages(window=2, parts=dict.fromkeys(range(3), (0.9, 0.9)))
     costs = both_ways(averages, b=50 * MS)
-    assert costs.time(Kind.I, 1, 1) + costs.time(Kind.W, 1, 1) == pytest.approx(0.050)
-    assert costs.time(Kind.B, 1, 1) == pytest.approx(0.040)
+    assert costs.seconds_at(Kind.I, 1, 1) + costs.seconds_at(Kind.W, 1, 1) == pytest.approx(0.050)
+    assert costs.seconds_at(Kind.B, 1, 1) == pytest.approx(0.040)
     for _ in range(6):
         averages.add(step(ZeroBubble(), b=75 * MS)[0])
     costs = averages.costs()
-    assert costs.time(Kind.I, 1, 1) + costs.time(Kind.W, 1, 1) == pytest.approx(0.075)
-    assert costs.time(Kind.B, 1, 1) == pytest.approx(0.060)
+    assert costs.seconds_at(Kind.I, 1, 1) + costs.seconds_at(Kind.W, 1, 1) == pytest.approx(0.075)
+    assert costs.seconds_at(Kind.B, 1, 1) == pytest.approx(0.060)

@@ -23,7 +23,7 @@ class ByEvents:
         self.links = Links(plan, costs)
         self.events = []
         self.memory = memory
-        self.held = [costs.resident(rank, plan) for rank in range(plan.n_ranks)]
+        self.held = [costs.resident_bytes(rank, plan) for rank in range(plan.n_ranks)]
         self.peak = list(self.held)
         self._ready = [[] for _ in range(plan.n_ranks)]
         self._busy = [False] * plan.n_ranks
@@ -66,17 +66,17 @@ class ByEvents:
         self._ready[rank].remove((ready_key(i), i))
         self._busy[rank] = True
         self._last[rank] = i
-        self.held[rank] += self.costs.held(i, self.plan)[0]
+        self.held[rank] += self.costs.memory_change(i, self.plan)[0]
         self.peak[rank] = max(self.peak[rank], self.held[rank])
         if i.kind is Kind.F:
             self._in_flight[rank][i.stage] += i.span.rows
         start = now + self.costs.overhead_ns
-        end = start + self.costs.duration(i, self.plan)
+        end = start + self.costs.duration_ns(i, self.plan)
         self.events.append(Event(rank, i, start, end))
         self._at(end, rank, i)
 
     def _fits(self, rank, i):
-        taken = self.costs.held(i, self.plan)[0]
+        taken = self.costs.memory_change(i, self.plan)[0]
         if self.memory is not None and taken > 0 and self.held[rank] + taken > self.memory:
             return False
         limits = self.plan.limits
@@ -89,7 +89,7 @@ class ByEvents:
         self._admit(now, self.tracker.complete(ended))
         if ended.kind not in COMPUTE:
             return
-        self.held[rank] -= self.costs.held(ended, self.plan)[1]
+        self.held[rank] -= self.costs.memory_change(ended, self.plan)[1]
         if ended.kind is Kind.B or ended.kind is Kind.W:
             self._in_flight[rank][ended.stage] -= ended.span.rows
         if self._sending[rank] > now:

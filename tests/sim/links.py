@@ -27,7 +27,7 @@ class Wire:
         """When a message starts and is out that is complete at `t` and takes `busy` at the link's bandwidth."""
         start = max(t, self.free)
         depth = round(link.burst / link.bandwidth * 1e9)
-        quick = 0 if link.hurry == 0 else round(busy * link.hurry)
+        quick = 0 if link.peak_ratio == 0 else round(busy * link.peak_ratio)
         tokens = Fraction(depth if self.tokens is None else min(depth, self.tokens + start - self.free))
         if quick == 0:  # as much at once as there are tokens for
             out = start + max(0, busy - tokens)
@@ -59,11 +59,11 @@ class Links:
     def send(self, t, i):
         """Start, last byte out, and arrival of the send `i`, complete at `t`; in the order of calls."""
         pair = self.plan.ranks[i.stage], target(i, self.plan)
-        link = self.costs.between(*pair)
-        busy, latency = self.costs.transfer(i, self.plan)
+        link = self.costs.link_between(*pair)
+        busy, latency = self.costs.transfer_ns(i, self.plan)
         arrivals = self.arrivals.setdefault(pair, [])
-        if link.posted and len(arrivals) >= link.posted:
-            t = max(t, arrivals[-link.posted] + latency)  # posted again, and known to the sender
+        if link.max_in_flight and len(arrivals) >= link.max_in_flight:
+            t = max(t, arrivals[-link.max_in_flight] + latency)  # posted again, and known to the sender
         start, out = self.wires.setdefault(link.wire or pair, Wire()).move(t, busy, link)
         arrivals.append(out + latency)
         return start, out, out + latency
@@ -80,7 +80,7 @@ def shaped(costs, plan, seed, *, crowded=False):
             latency=rng.choice([0, 1, 7, 20]) * 1e-9,
             burst=rng.choice([0, 5, 30]),
             peak=bandwidth * rng.choice([1, 1.5, 2, 4, math.inf]),
-            posted=rng.randrange(4),
+            max_in_flight=rng.randrange(4),
             wire=rng.choice(["", "a", "b"]) if crowded else rng.choice(["", f"card {source}"]),
         )
 

@@ -71,6 +71,6 @@ def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[In
     def there(i):
         if i.kind in SENDS:
             return moved(i)[2]
-        return begin(i) + (costs.duration(i, plan) if i.kind in COMPUTE else 0)
+        return begin(i) + (costs.duration_ns(i, plan) if i.kind in COMPUTE else 0)
 
     return {i: begin(i) for i in where if i.kind not in RECEIVES}

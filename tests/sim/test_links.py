@@ -64,20 +64,20 @@ class TestTokenBucket:
 class TestPostedReceives:
     def test_a_receive_is_posted_again_when_a_message_has_come_and_the_sender_hears_of_it(self, order, kernel):
         """A byte, 10 ns on its way; one receive: 10 ns until it is posted again, 10 until the sender knows."""
-        link = Link(RATE, latency=10e-9, posted=1)
+        link = Link(RATE, latency=10e-9, max_in_flight=1)
         assert forwards(order, link, size=1) == [(1, 12), (22, 33), (43, 54)]
 
     def test_a_second_one_hides_half_of_it(self, order, kernel):
-        link = Link(RATE, latency=10e-9, posted=2)
+        link = Link(RATE, latency=10e-9, max_in_flight=2)
         assert forwards(order, link, size=1, microbatches=4) == [(1, 12), (2, 13), (22, 33), (23, 34)]
 
-    @pytest.mark.parametrize("posted", [1, 2, 4])
-    def test_without_latency_one_is_enough(self, posted, order):
-        assert forwards(order, Link(RATE, posted=posted)) == forwards(order, Link(RATE))
+    @pytest.mark.parametrize("in_flight", [1, 2, 4])
+    def test_without_latency_one_is_enough(self, in_flight, order):
+        assert forwards(order, Link(RATE, max_in_flight=in_flight)) == forwards(order, Link(RATE))
 
     def test_enough_of_them_never_wait(self, order):
         link = Link(RATE, latency=10e-9)
-        assert forwards(order, replace(link, posted=4), size=8) == forwards(order, link, size=8)
+        assert forwards(order, replace(link, max_in_flight=4), size=8) == forwards(order, link, size=8)
 
 
 class TestSharedWires:
@@ -87,7 +87,7 @@ class TestSharedWires:
         first micro-batch at 29, three of 3 ns and two messages of 10 after the start."""
         plan = Plan.even(4, 4, ranks=(0, 2, 1, 2))
         cluster = Cluster(tuple(Device(host=name) for name in "aab"), between=Link(RATE), shared=shared)
-        costs = CostModel.uniform(4, 3e-9, 9e-9, message_bytes=10).on(cluster, plan.ranks)
+        costs = CostModel.uniform(4, 3e-9, 9e-9, message_bytes=10).on_cluster(cluster, plan.ranks)
         timeline = simulate(order.program(plan) if hasattr(order, "program") else order, plan, costs)
         sent = {str(e.instruction): e.start for e in timeline.transfers}
         assert [sent[f"SF0[{n}:{n + 1}]"] for n in range(4)] == [3, 13, 23, 33]

@@ -162,9 +162,9 @@ def test_the_regime_of_the_prediction_and_its_meaning():
         plan, costs = record.plan, replace(record.costs, regime=regime)
         predicted = replace(simulate(record.predicted.program(), plan, costs), name="predicted")
         text = page(replace(record, predicted=predicted), NOTHING)
-        assert f"Predicted with {Regime(regime).words}: {Regime(regime).meaning}." in text
+        assert f"Predicted with {Regime(regime).label}: {Regime(regime).description}." in text
         headings = [panel["heading"] for panel in data_of(text)["panels"]]
-        assert [Regime(regime).words in heading for heading in headings] == [False, True]
+        assert [Regime(regime).label in heading for heading in headings] == [False, True]
 
 
 def test_steps_that_scatter():

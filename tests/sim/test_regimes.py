@@ -45,7 +45,7 @@ def test_nanosecond_by_nanosecond(regime, order, kernel):
     for seed in range(25):
         program, costs, takes, latency = random_case(schedule, plan, seed)
         costs = replace(costs, regime=regime)
-        ticking = Ticking(program, plan, takes, latency, blocks=regime.blocks, shares=regime.shares)
+        ticking = Ticking(program, plan, takes, latency, blocks=regime.is_blocking, shares=regime.shares_wire)
         timeline = simulate(program, plan, costs)
         assert {e.instruction: e.start for e in timeline.events} == ticking.run()
         assert makespan(program, plan, costs) == timeline.makespan
@@ -115,14 +115,14 @@ class TestByName:
         for regime in Regime:
             cluster = Cluster((Device(),) * 3, inside=Link(1e9), regime=regime)
             costs = CostModel.uniform(3, 3e-9, 5e-9, message_bytes=4)
-            there = costs.on(cluster, plan.ranks)
+            there = costs.on_cluster(cluster, plan.ranks)
             same = replace(costs, link=Link(1e9), regime=regime)
             ended = [simulate(OneFOneB().program(plan), plan, each) for each in (there, same)]
             assert ended[0] == ended[1]
             assert ended[0].regimes == (regime,)
 
     def test_a_link_that_names_its_wire_keeps_it(self):
-        link = Regime.SHARED.applied(Link(1e9, wire="card"), 0, 1)
+        link = Regime.SHARED.apply_to(Link(1e9, wire="card"), 0, 1)
         assert link.wire == "card"
 
 

@@ -76,7 +76,7 @@ def test_measured_ratios_are_those_to_the_median_of_their_size():
     program = OneFOneB().program(plan)
     each = {i: rng.randrange(10, 90) * 1e-9 for i in program.instructions()}
     timeline = simulate(program, plan, replace(CostModel.uniform(2, 0.0, 0.0), each=each))
-    costs = CostModel.measured(timeline)
+    costs = CostModel.from_timelines(timeline)
     took = sorted(seconds for i, seconds in each.items() if i.kind is Kind.F and i.stage == 1)
     assert sorted(costs.scatter[Kind.F, 1]) == pytest.approx([t / took[1] for t in took])
     assert spread(program, plan, costs).nanoseconds[0] > 0

@@ -192,5 +192,5 @@ def test_measured_and_predicted_meet():
     plan = tiny_plan(3, 6)
     true = random_costs(plan, 3)
     recorded = simulate(OneFOneB().program(plan), plan, true)
-    predicted = simulate(OneFOneB().program(plan), plan, CostModel.measured(recorded, base=true))
+    predicted = simulate(OneFOneB().program(plan), plan, CostModel.from_timelines(recorded, base=true))
     assert compare(predicted, recorded).error == 0

@@ -32,7 +32,7 @@ def uneven(rank: int, folder: str) -> tuple[Any, Any, Any]:
     found = train(Case(LitOutside, {}, settings, {"max_epochs": 2, "callbacks": [keep]}, evaluate=True), 2, folder)
     report = keep.trainer.strategy.report
     plan, costs = report.record.plan, report.record.costs
-    again = simulate(make_schedule("uneven").program(plan), plan, costs.recorded(report.measured))
+    again = simulate(make_schedule("uneven").program(plan), plan, costs.with_recorded_times(report.measured))
     report.save(f"{folder}/report{rank}")  # advice and page know such a plan, too
     return found, keep.plans, (plan, report.predicted.makespan, again.makespan)
 

@@ -301,7 +301,7 @@ def formulas(count: int) -> dict[str, float]:
 def bert(gigabits: float) -> Pricing:
     """BERT with 48 blocks on two servers of four GPUs, with that between them."""
     inside, between = Link(bandwidth=2.5e11, latency=5e-6), Link(bandwidth=gigabits * 1e9 / 8, latency=3e-5)
-    cluster = Cluster.homogeneous(2, 4, 40 * 2**30, inside, between)
+    cluster = Cluster.from_counts(2, 4, 40 * 2**30, inside, between)
     return Pricing(named_profile("BERT-48", "A100-40G", dtype="float32"), cluster, rows=32, shared=True, cached=True)
 
 

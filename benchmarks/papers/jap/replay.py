@@ -75,10 +75,10 @@ def replayed(
             device.expect([blocks[s][at[s] + AHEAD].job])
         link.now = now
         device.prefetch()
-        done = now + stall + costs.duration(i, plan) + costs.overhead_ns
+        done = now + stall + costs.duration_ns(i, plan) + costs.overhead_ns
         free[s] = done
         if i.kind is Kind.B and i.span == last[i.job]:
-            free[s] += costs.duration(Instruction(Kind.STEP, s, i.job, i.batch), plan)
+            free[s] += costs.duration_ns(Instruction(Kind.STEP, s, i.job, i.batch), plan)
             if s == 0:
                 updated[i.job, i.batch] = free[s]
         device.release(i.job)
@@ -86,7 +86,7 @@ def replayed(
         step = 1 if i.kind is Kind.F else -1
         if 0 <= s + step < len(rows):
             send = i._replace(kind=Kind.SF if step > 0 else Kind.SB)
-            arrived[i._replace(stage=s + step)] = done + sum(costs.transfer(send, plan))
+            arrived[i._replace(stage=s + step)] = done + sum(costs.transfer_ns(send, plan))
         elif step > 0:
             arrived[i._replace(kind=Kind.B)] = done
         at[s] += 1

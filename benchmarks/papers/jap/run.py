@@ -95,7 +95,7 @@ class Case:
     def costs(self, stages: int, split: bool = False) -> CostModel | None:
         """Of so many stages."""
         layers = self.layers(stages)
-        return None if layers is None else (self.profile if split else whole(self.profile)).costs(layers)
+        return None if layers is None else (self.profile if split else whole(self.profile)).stage_costs(layers)
 
     def singles(self, rows: int) -> list[Single]:
         """The contenders for one job's batch, and the fastest that torch has, too, as the last one."""
@@ -387,7 +387,7 @@ def start_and_end(case: Case) -> float:
     costs = case.costs(case.ranks)
     assert costs is not None
     batches = sum(
-        costs.duration(kind(s, Span(0, few.rows(n))), plan[n])
+        costs.duration_ns(kind(s, Span(0, few.rows(n))), plan[n])
         for n in plan
         for kind in (F, B)
         for s in range(case.ranks)

@@ -18,7 +18,7 @@ from benchmarks.papers.jap.bpipe import bpipe
 from benchmarks.papers.jap.replay import replayed
 from benchmarks.papers.jap.single import OneJob, Spent, spent_in
 from lightning_pipes.cost import Cluster, CostModel, Link
-from lightning_pipes.cost.layer import added
+from lightning_pipes.cost.layer import sum_tables
 from lightning_pipes.cost.table import Table, at_rows
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, Program, Schedule, Span, even_spans
@@ -72,7 +72,7 @@ class Hardware:
     def cluster(self) -> Cluster:
         """Its devices and links."""
         each = self.stages // self.servers
-        return Cluster.homogeneous(self.servers, each, inside=Link(self.inside), between=Link(self.between))
+        return Cluster.from_counts(self.servers, each, inside=Link(self.inside), between=Link(self.between))
 
 
 UNLIMITED = Hardware(memory=inf)
@@ -174,7 +174,7 @@ class Epoch:
         for s, rank in enumerate(where):
             forward, backward = costs.seconds[Kind.F, s], costs.seconds[Kind.B, s]
             if mode.recompute:
-                backward = added((forward, backward))
+                backward = sum_tables((forward, backward))
             for kind, table in ((Kind.F, forward), (Kind.B, backward)):
                 tables[kind, s] = _in_parts(table, mode.parts, self.kinds) if mode.parts > 1 else table
                 if extra:
@@ -434,6 +434,6 @@ def of_model(name: str, hardware: Hardware, **options: int) -> Epoch:
 
     @cache
     def costs(where: tuple[int, ...]) -> CostModel:
-        return profile.costs(even_partition(seconds, len(where))).on(hardware.cluster, where)
+        return profile.stage_costs(even_partition(seconds, len(where))).on_cluster(hardware.cluster, where)
 
     return Epoch(costs, kind, hardware, len(layers), **{"orders": 500, **options})

@@ -52,11 +52,11 @@ def spent_in(time: float, plan: Plan, costs: CostModel, setting: str = "") -> Sp
     again = 0.0
     for s in range(plan.n_stages):
         for span in plan.spans(Kind.F, s):
-            forward = costs.time(Kind.F, s, span.rows)
+            forward = costs.seconds_at(Kind.F, s, span.rows)
             spent[Kind.F] += forward
-            spent[Kind.B] += costs.time(Kind.B, s, span.rows)
+            spent[Kind.B] += costs.seconds_at(Kind.B, s, span.rows)
             again += forward if plan.recompute and plan.recompute[s] else 0.0
-        spent[Kind.STEP] += costs.time(Kind.STEP, s)
+        spent[Kind.STEP] += costs.seconds_at(Kind.STEP, s)
     overhead = spent[Kind.STEP] + again
     return Spent(time, 1e9 * spent[Kind.F], 1e9 * spent[Kind.B], 1e9 * overhead, setting=setting)
 
@@ -144,7 +144,7 @@ class ByBPipe:
 
     @staticmethod
     def _kept(plan: Plan, costs: CostModel, n: int, s: int) -> int:
-        taken, given = costs.held(F(s, Span(0, plan.jobs[n].rows), n), plan)
+        taken, given = costs.memory_change(F(s, Span(0, plan.jobs[n].rows), n), plan)
         return taken - given
 
     def _peak(self, plan: Plan, costs: CostModel) -> float:
@@ -157,8 +157,8 @@ class ByBPipe:
             held = [max(0, min(len(plan.jobs), stages - each) - most_held(stages) + 1) for each in (s, stages - 1 - s)]
             lent = held[1] if held[1] > 1 else 0
             own = min(len(plan.jobs), stages - s, most_held(stages))
-            working = max(costs.held(F(s, span), plan)[1], costs.held(B(s, span), plan)[0])
-            state = costs.resident(s, plan) // len(plan.jobs)  # they are one job
+            working = max(costs.memory_change(F(s, span), plan)[1], costs.memory_change(B(s, span), plan)[0])
+            state = costs.resident_bytes(s, plan) // len(plan.jobs)  # they are one job
             most.append(state + own * kept[s] + lent * kept[-1 - s] + working)
         return max(most)
 

@@ -128,8 +128,8 @@ class Measured:
         schedule: averages over the last ones."""
         costs = self.costs(name)
         edges = [(s, s + 1) for s in range(self.trial.stages - 1)]
-        there = {(a, b): costs.time(Kind.SF, a, 1) for a, b in edges}
-        return there | {(b, a): costs.time(Kind.SB, b, 1) for a, b in edges}
+        there = {(a, b): costs.seconds_at(Kind.SF, a, 1) for a, b in edges}
+        return there | {(b, a): costs.seconds_at(Kind.SB, b, 1) for a, b in edges}
 
     def costs(self, name: str) -> CostModel:
         """Averages over the last steps of a schedule."""

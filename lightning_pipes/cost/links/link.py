@@ -38,7 +38,7 @@ class Link:
     latency: float = 0.0
     burst: float = 0.0
     peak: float = math.inf
-    posted: int = 0
+    max_in_flight: int = 0
     wire: str = ""
     blocking: bool = False
 
@@ -46,22 +46,22 @@ class Link:
         check_fields(self)
         if not self.bandwidth > 0 or not 0 <= self.latency < math.inf:
             raise InputError(f"a link needs bandwidth > 0 and a finite latency >= 0, got {self}")
-        if not 0 <= self.burst < math.inf or self.peak < self.bandwidth or self.posted < 0:
+        if not 0 <= self.burst < math.inf or self.peak < self.bandwidth or self.max_in_flight < 0:
             raise InputError(f"a link needs a finite burst >= 0, a peak >= its bandwidth and posted >= 0, got {self}")
-        if self.latency >= LONGEST or self.savings >= LONGEST:
+        if self.latency >= LONGEST or self.burst_seconds >= LONGEST:
             raise InputError(f"a link's latency, and burst / bandwidth, are below {LONGEST:g} s; got {self}")
 
-    def seconds(self, size: float) -> float:
+    def send_seconds(self, size: float) -> float:
         """Seconds that a message of `size` bytes occupies the link at its bandwidth, latency not counted."""
         return size / self.bandwidth
 
     @property
-    def savings(self) -> float:
+    def burst_seconds(self) -> float:
         """Seconds of its bandwidth that the link can save."""
         return self.burst / self.bandwidth
 
     @property
-    def hurry(self) -> float:
+    def peak_ratio(self) -> float:
         """The time of a message at full speed, as a share of what it takes at the bandwidth: 0 to 1."""
         return 0.0 if self.peak == math.inf else self.bandwidth / self.peak
 

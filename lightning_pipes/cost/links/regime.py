@@ -7,7 +7,7 @@ from dataclasses import replace
 from enum import StrEnum
 
 from lightning_pipes.cost.links.link import Link
-from lightning_pipes.cost.named import known
+from lightning_pipes.cost.lookup import lookup_name
 
 
 class Regime(StrEnum):
@@ -26,41 +26,41 @@ class Regime(StrEnum):
     """Both of it: a rank waits for its sends, and these for what comes from there."""
 
     @property
-    def blocks(self) -> bool:
+    def is_blocking(self) -> bool:
         """Whether ranks wait for what they send."""
         return self in (Regime.BLOCKING, Regime.BLOCKING_SHARED)
 
     @property
-    def shares(self) -> bool:
+    def shares_wire(self) -> bool:
         """Whether two directions share a wire."""
         return self in (Regime.SHARED, Regime.BLOCKING_SHARED)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """The regime as people call it."""
-        return _WORDS[self]
+        return _LABELS[self]
 
     @property
-    def meaning(self) -> str:
+    def description(self) -> str:
         """One sentence on it, without its full stop."""
-        return _MEANING[self]
+        return _DESCRIPTIONS[self]
 
-    def applied(self, link: Link, source: int, target: int) -> Link:
+    def apply_to(self, link: Link, source: int, target: int) -> Link:
         """The link from one rank to another in this regime. What it says of itself stays: a link that blocks does so in
         each of them, and one that names its wire keeps that."""
         if self is Regime.ASYNCHRONOUS:
             return link
-        wire = f"between ranks {min(source, target)} and {max(source, target)}" if self.shares else ""
-        return replace(link, blocking=link.blocking or self.blocks, wire=link.wire or wire)
+        wire = f"between ranks {min(source, target)} and {max(source, target)}" if self.shares_wire else ""
+        return replace(link, blocking=link.blocking or self.is_blocking, wire=link.wire or wire)
 
 
-_WORDS = {
+_LABELS = {
     Regime.ASYNCHRONOUS: "asynchronous links",
     Regime.BLOCKING: "sends that block",
     Regime.SHARED: "a shared wire in both directions",
     Regime.BLOCKING_SHARED: "sends that block on a shared wire",
 }
-_MEANING = {
+_DESCRIPTIONS = {
     Regime.ASYNCHRONOUS: "ranks compute while they send, and each direction has a wire of its own",
     Regime.BLOCKING: "a rank computes on when the last byte that it sends has left it",
     Regime.SHARED: "ranks compute while they send, and the two directions between two ranks take turns on one wire",
@@ -76,7 +76,7 @@ def regime_named(name: str) -> Regime:
     Raises:
         InputError: there is none; says which there are.
     """
-    return name if isinstance(name, Regime) else known({each.value: each for each in Regime}, name, "regime")
+    return name if isinstance(name, Regime) else lookup_name({each.value: each for each in Regime}, name, "regime")
 
 
 def regime_of(there: Link, back: Link) -> Regime:
@@ -91,6 +91,6 @@ def regime_of(there: Link, back: Link) -> Regime:
     }[there.blocking, shares]
 
 
-def spoken(regimes: Iterable[Regime]) -> str:
+def describe_regimes(regimes: Iterable[Regime]) -> str:
     """Regimes in words: one, several where links differ, none where no message takes time."""
-    return " and ".join(each.words for each in regimes) or FREE_LINKS
+    return " and ".join(each.label for each in regimes) or FREE_LINKS

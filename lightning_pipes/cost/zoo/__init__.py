@@ -1,7 +1,7 @@
 """Models and devices by name, and what the layers of the ones cost on the others, by formula."""
 
 from lightning_pipes.cost.zoo.chips import CHIPS, Chip
-from lightning_pipes.cost.zoo.models import MODELS, Model, named_model
+from lightning_pipes.cost.zoo.models import MODELS, ZooModel, named_model
 from lightning_pipes.cost.zoo.profiles import OPTIMIZERS, named_profile
 
-__all__ = ["CHIPS", "MODELS", "OPTIMIZERS", "Chip", "Model", "named_model", "named_profile"]
+__all__ = ["CHIPS", "MODELS", "OPTIMIZERS", "Chip", "ZooModel", "named_model", "named_profile"]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from lightning_pipes.cost.zoo.shapes import Layer, Tape, Tensor, Tensors
+from lightning_pipes.cost.zoo.shapes import Layer, ShapeTape, SymbolicTensor, SymbolicTensors
 from lightning_pipes.ir import InputError
 
 
-def tokens(vocabulary: int, width: int, *, kinds: int = 0, norm: bool = False, dropout: float = 0.0) -> Layer:
+def token_embedding(vocabulary: int, width: int, *, kinds: int = 0, norm: bool = False, dropout: float = 0.0) -> Layer:
     """Embeddings of tokens and of their positions, and of `kinds` of tokens, such as BERT's two sentences."""
 
-    def run(tape: Tape, x: Tensors) -> Tensors:
-        indices = _one(x)
+    def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
+        indices = _single_tensor(x)
         y = tape.added_weights(tape.embedding(indices, vocabulary, width))
         if kinds:
-            y = tape.add(y, tape.embedding(Tensor(indices.shape, indices.itemsize, trained=False), kinds, width))
+            y = tape.add(
+                y, tape.embedding(SymbolicTensor(indices.shape, indices.itemsize, trained=False), kinds, width)
+            )
         return tape.dropout(tape.layer_norm(y) if norm else y, dropout)
 
     return run
@@ -37,15 +39,15 @@ def transformer_block(
         fused: queries, keys and values come from one matrix product, or from three.
     """
 
-    def attend(tape: Tape, x: Tensor) -> Tensor:
+    def attend(tape: ShapeTape, x: SymbolicTensor) -> SymbolicTensor:
         qkv = (tape.linear(x, 3 * width),) if fused else tuple(tape.linear(x, width) for _ in range(3))
         return tape.dropout(tape.linear(tape.attention(*qkv, heads=heads, causal=causal), width), dropout)
 
-    def feed(tape: Tape, x: Tensor) -> Tensor:
+    def feed(tape: ShapeTape, x: SymbolicTensor) -> SymbolicTensor:
         return tape.dropout(tape.linear(tape.gelu(tape.linear(x, feed_forward * width)), width), dropout)
 
-    def run(tape: Tape, x: Tensors) -> Tensors:
-        y = _one(x)
+    def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
+        y = _single_tensor(x)
         for part in (attend, feed):
             if norm_first:
                 y = tape.add(y, part(tape, tape.layer_norm(y)))
@@ -59,8 +61,8 @@ def transformer_block(
 def vocabulary_head(vocabulary: int, *, copied: bool, norm: bool = True) -> Layer:
     """A norm, and the score of every token of the vocabulary; `copied` where the matrix is that of the embedding."""
 
-    def run(tape: Tape, x: Tensors) -> Tensors:
-        y = _one(x)
+    def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
+        y = _single_tensor(x)
         return tape.linear(tape.layer_norm(y) if norm else y, vocabulary, bias=False, copied=copied)
 
     return run
@@ -69,8 +71,8 @@ def vocabulary_head(vocabulary: int, *, copied: bool, norm: bool = True) -> Laye
 def bert_heads(vocabulary: int, *, copied: bool) -> Layer:
     """Scores of the masked tokens, and of whether the second sentence follows the first."""
 
-    def run(tape: Tape, x: Tensors) -> Tensors:
-        y = _one(x)
+    def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
+        y = _single_tensor(x)
         width = y.shape[-1]
         pooled = tape.tanh(tape.linear(y.view(width), width))
         follows = tape.linear(pooled, 2)
@@ -83,20 +85,20 @@ def bert_heads(vocabulary: int, *, copied: bool) -> Layer:
 def conv_block(channels: int, kernel: int = 3, *, norm: bool = False, pool: bool = False) -> Layer:
     """A convolution that keeps height and width, a batch norm if asked for, ReLU, and pooling to half the size."""
 
-    def run(tape: Tape, x: Tensors) -> Tensors:
-        y = tape.conv2d(_one(x), channels, kernel, padding=kernel // 2, bias=not norm)
+    def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
+        y = tape.conv2d(_single_tensor(x), channels, kernel, padding=kernel // 2, bias=not norm)
         y = tape.relu(tape.batch_norm(y) if norm else y)
         return tape.max_pool2d(y, 2, 2) if pool else y
 
     return run
 
 
-def classifier(*widths: int, pooled: int, dropout: float = 0.0) -> Layer:
+def classifier_head(*widths: int, pooled: int, dropout: float = 0.0) -> Layer:
     """Average pooling to `pooled` by `pooled`, and matrix products with ReLU and dropout between."""
 
-    def run(tape: Tape, x: Tensors) -> Tensors:
-        y = tape.average_pool2d(_one(x), pooled)
-        y = y.view(y.elements)
+    def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
+        y = tape.average_pool2d(_single_tensor(x), pooled)
+        y = y.view(y.n_elements)
         for width in widths[:-1]:
             y = tape.dropout(tape.relu(tape.linear(y, width)), dropout)
         return tape.linear(y, widths[-1])
@@ -107,19 +109,19 @@ def classifier(*widths: int, pooled: int, dropout: float = 0.0) -> Layer:
 def resnet_stem(channels: int = 64) -> Layer:
     """A convolution of 7 by 7 and pooling, to a quarter of height and width."""
 
-    def run(tape: Tape, x: Tensors) -> Tensors:
-        y = tape.relu(tape.batch_norm(tape.conv2d(_one(x), channels, 7, stride=2, padding=3, bias=False)))
+    def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
+        y = tape.relu(tape.batch_norm(tape.conv2d(_single_tensor(x), channels, 7, stride=2, padding=3, bias=False)))
         return tape.max_pool2d(y, 3, 2, padding=1)
 
     return run
 
 
-def bottleneck(channels: int, *, stride: int = 1, expansion: int = 4) -> Layer:
+def bottleneck_block(channels: int, *, stride: int = 1, expansion: int = 4) -> Layer:
     """A residual block of three convolutions, the middle one of 3 by 3 and with the stride; what it is added to goes
     through a convolution too where the shape changes."""
 
-    def run(tape: Tape, x: Tensors) -> Tensors:
-        y = start = _one(x)
+    def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
+        y = start = _single_tensor(x)
         y = tape.relu(tape.batch_norm(tape.conv2d(y, channels, 1, bias=False)))
         y = tape.relu(tape.batch_norm(tape.conv2d(y, channels, 3, stride, padding=1, bias=False)))
         y = tape.batch_norm(tape.conv2d(y, expansion * channels, 1, bias=False))
@@ -130,27 +132,27 @@ def bottleneck(channels: int, *, stride: int = 1, expansion: int = 4) -> Layer:
     return run
 
 
-def down(channels: int, *, pool: bool = True) -> Layer:
+def unet_down(channels: int, *, pool: bool = True) -> Layer:
     """One step down of a U-Net: hands on what came, and with it everything that a later step up will join to its own,
     so that skip connections travel along the edges between stages."""
 
-    def run(tape: Tape, x: Tensors) -> Tensors:
+    def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         if not pool:
-            return _two_convolutions(tape, _one(x), channels)
-        came = (x,) if isinstance(x, Tensor) else x
+            return _two_convolutions(tape, _single_tensor(x), channels)
+        came = (x,) if isinstance(x, SymbolicTensor) else x
         return (*came, _two_convolutions(tape, tape.max_pool2d(came[-1], 2, 2), channels))
 
     return run
 
 
-def up(channels: int) -> Layer:
+def unet_up(channels: int) -> Layer:
     """One step up of a U-Net: takes the last skip connection off what came."""
 
-    def run(tape: Tape, x: Tensors) -> Tensors:
-        if isinstance(x, Tensor):
+    def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
+        if isinstance(x, SymbolicTensor):
             raise InputError("a step up of a U-Net needs what a step down handed on; one tensor came")
         *skips, skip, y = x
-        z = _two_convolutions(tape, tape.joined(skip, tape.up_conv2d(y, channels)), channels)
+        z = _two_convolutions(tape, tape.concat(skip, tape.up_conv2d(y, channels)), channels)
         return (*skips, z) if skips else z
 
     return run
@@ -159,25 +161,25 @@ def up(channels: int) -> Layer:
 def pixel_scores(classes: int) -> Layer:
     """A score of every class for each pixel."""
 
-    def run(tape: Tape, x: Tensors) -> Tensors:
-        return tape.conv2d(_one(x), classes, 1)
+    def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
+        return tape.conv2d(_single_tensor(x), classes, 1)
 
     return run
 
 
-def cross_entropy(tape: Tape, x: Tensors) -> Tensors:
+def cross_entropy(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
     """The loss of all scores that come in."""
-    scores = (x,) if isinstance(x, Tensor) else x
+    scores = (x,) if isinstance(x, SymbolicTensor) else x
     return tuple(tape.cross_entropy(each) for each in scores)
 
 
-def _two_convolutions(tape: Tape, x: Tensor, channels: int) -> Tensor:
+def _two_convolutions(tape: ShapeTape, x: SymbolicTensor, channels: int) -> SymbolicTensor:
     for _ in range(2):
         x = tape.relu(tape.batch_norm(tape.conv2d(x, channels, 3, padding=1, bias=False)))
     return x
 
 
-def _one(x: Tensors) -> Tensor:
-    if not isinstance(x, Tensor):
+def _single_tensor(x: SymbolicTensors) -> SymbolicTensor:
+    if not isinstance(x, SymbolicTensor):
         raise InputError(f"this layer takes one tensor, and {len(x)} came")
     return x

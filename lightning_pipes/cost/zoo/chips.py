@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_pipes.cost.named import known
+from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.cost.zoo.shapes import Operation
 from lightning_pipes.ir import InputError, check_type, shown
 
@@ -46,7 +46,7 @@ class Chip:
     launch: float = _LAUNCH
     byte_masks: bool = True
 
-    def seconds(self, operation: Operation, part: int, rows: int, dtype: str) -> float:
+    def operation_seconds(self, operation: Operation, part: int, rows: int, dtype: str) -> float:
         """Seconds of an operation for `rows` samples: part 0 is its forward, 1 the gradients of its inputs, 2 those of
         its weights."""
         if not operation.kernels[part]:
@@ -58,9 +58,9 @@ class Chip:
             whole = 4 * operation.weights  # a gradient is written, and read and added to the sum of earlier ones
         moved = operation.moved[part] * rows + whole
         computing = (flops + self.half_flops) / (self.flops[dtype] * self.share) if flops else 0.0
-        return self.launch * operation.kernels[part] + max(computing, self.moving(moved))
+        return self.launch * operation.kernels[part] + max(computing, self.transfer_seconds(moved))
 
-    def moving(self, size: float) -> float:
+    def transfer_seconds(self, size: float) -> float:
         """Seconds that memory takes for `size` bytes, read or written."""
         return size / (self.bandwidth * self.bandwidth_share)
 
@@ -107,4 +107,4 @@ def chip_named(name: str) -> Chip:
     Raises:
         InputError: there is none; lists those that there are.
     """
-    return known(CHIPS, name, "device")
+    return lookup_name(CHIPS, name, "device")

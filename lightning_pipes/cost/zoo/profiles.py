@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_pipes.cost.layer import LayerProfile, added
-from lightning_pipes.cost.named import known
+from lightning_pipes.cost.layer import LayerProfile, sum_tables
+from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.cost.profile import ModelProfile
 from lightning_pipes.cost.table import Table
 from lightning_pipes.cost.zoo.chips import ITEMSIZE, Chip, chip_named, dtype_named
@@ -45,12 +45,12 @@ def named_profile(
     model = named_model(name)
     chip = device if isinstance(device, Chip) else chip_named(device)
     dtype = dtype_named(dtype, chip)
-    kept = FLOAT32 * (known(OPTIMIZERS, optimizer, "optimizer") + (ITEMSIZE[dtype] < FLOAT32))
+    kept = FLOAT32 * (lookup_name(OPTIMIZERS, optimizer, "optimizer") + (ITEMSIZE[dtype] < FLOAT32))
     check_type("recompute", recompute, bool)
     check_type("rows", rows, Sequence[int])
     if not rows or sorted(set(rows)) != list(rows) or rows[0] < 1:
         raise InputError(f"rows ascend from 1 or more, got {shown(rows)}")
-    given = model.shapes(ITEMSIZE[dtype], 1 if chip.byte_masks else ITEMSIZE[dtype])
+    given = model.layer_shapes(ITEMSIZE[dtype], 1 if chip.byte_masks else ITEMSIZE[dtype])
     *layers, loss = (_profile(shape, chip, rows, dtype, kept) for shape in given)
     if recompute:
         layers = [_recomputed(layer, shape) for layer, shape in zip(layers, given, strict=False)]
@@ -66,7 +66,9 @@ def named_profile(
 
 def _profile(shape: LayerShape, chip: Chip, rows: Sequence[int], dtype: str, kept: int) -> LayerProfile:
     def seconds(*parts: int) -> Table:
-        return tuple((r, sum(chip.seconds(o, p, r, dtype) for o in shape.operations for p in parts)) for r in rows)
+        return tuple(
+            (r, sum(chip.operation_seconds(o, p, r, dtype) for o in shape.operations for p in parts)) for r in rows
+        )
 
     def bytes_of(by_sample: float) -> Table:
         return tuple((r, r * by_sample) for r in rows)
@@ -79,14 +81,16 @@ def _profile(shape: LayerShape, chip: Chip, rows: Sequence[int], dtype: str, kep
         backward=seconds(1, 2),
         input_backward=seconds(1),
         weight_backward=seconds(2),
-        step=chip.moving(3 * weights + 2 * state),  # a gradient is read, a weight and the state are read and written
+        step=chip.transfer_seconds(
+            3 * weights + 2 * state
+        ),  # a gradient is read, a weight and the state are read and written
         weight_bytes=weights + shape.buffer_bytes,
         gradient_bytes=weights,
         optimizer_bytes=state,
         saved=bytes_of(shape.saved),
         keeps_input=shape.keeps_input,
         output=bytes_of(shape.output),
-        working=tuple((r, shape.working(r)) for r in rows),
+        working=tuple((r, shape.working_bytes(r)) for r in rows),
     )
 
 
@@ -94,9 +98,9 @@ def _recomputed(layer: LayerProfile, shape: LayerShape) -> LayerProfile:
     """The same layer where it keeps its input only, and has the rest for the time of its backward."""
     return replace(
         layer,
-        backward=added((layer.forward, layer.backward)),
-        input_backward=added((layer.forward, layer.input_backward)),
+        backward=sum_tables((layer.forward, layer.backward)),
+        input_backward=sum_tables((layer.forward, layer.input_backward)),
         saved=tuple((r, r * shape.input) for r, _ in layer.saved),
         keeps_input=False,  # what came in is nobody else's
-        working=added((layer.working, layer.saved)),
+        working=sum_tables((layer.working, layer.saved)),
     )

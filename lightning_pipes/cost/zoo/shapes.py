@@ -26,7 +26,7 @@ INT64 = 8
 
 
 @dataclass(frozen=True)
-class Tensor:
+class SymbolicTensor:
     """A tensor without values, for one sample.
 
     Attributes:
@@ -44,28 +44,28 @@ class Tensor:
     whole: float = 0.0
 
     @property
-    def elements(self) -> int:
+    def n_elements(self) -> int:
         """Elements of a sample."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> float:
         """Bytes of a sample."""
-        return self.elements * self.itemsize
+        return self.n_elements * self.itemsize
 
     @property
-    def memory(self) -> float:
+    def storage_bytes(self) -> float:
         """Bytes of a sample that live as long as this tensor does."""
         return self.whole or self.bytes
 
-    def view(self, *shape: int) -> Tensor:
+    def view(self, *shape: int) -> SymbolicTensor:
         """The same memory in another shape, or a part of it."""
-        return replace(self, shape=shape, whole=self.memory)
+        return replace(self, shape=shape, whole=self.storage_bytes)
 
 
-Tensors = Tensor | tuple[Tensor, ...]
+SymbolicTensors = SymbolicTensor | tuple[SymbolicTensor, ...]
 """The values that pass between layers."""
-Layer = Callable[["Tape", Tensors], Tensors]
+Layer = Callable[["ShapeTape", SymbolicTensors], SymbolicTensors]
 """Runs in symbols: calls the tape's operations."""
 
 
@@ -129,31 +129,31 @@ class LayerShape:
         return sum(o.flops[2] for o in self.operations)
 
     @property
-    def moved(self) -> float:
+    def bytes_moved(self) -> float:
         """Bytes that forward and backward read and write, weights not counted."""
         return sum(sum(o.moved) for o in self.operations)
 
-    def working(self, rows: int) -> float:
+    def working_bytes(self, rows: int) -> float:
         """Bytes that it needs besides while it runs, for `rows` samples."""
         return max((rows * by_sample + fixed for by_sample, fixed in self.transients), default=0.0)
 
 
 @dataclass(frozen=True)
-class _Step:
+class _TapeEntry:
     """An operation and the tensors around it, for those who ask what lives when."""
 
     operation: Operation
-    inputs: tuple[Tensor, ...]
-    output: Tensor
-    saved: tuple[Tensor, ...]
+    inputs: tuple[SymbolicTensor, ...]
+    output: SymbolicTensor
+    saved: tuple[SymbolicTensor, ...]
 
     @property
-    def passes(self) -> bool:
+    def passes_gradient(self) -> bool:
         """Whether the inputs get the gradient of the output, or parts of it, as it is."""
         return self.operation.name in ("add", "joined")
 
 
-class Tape:
+class ShapeTape:
     """Operations on tensors without values. Each returns its output, and is noted.
 
     Args:
@@ -166,191 +166,193 @@ class Tape:
         self._held: dict[object, float] = {}
         self._start()
 
-    def layer(self, name: str, run: Layer, x: Tensors) -> tuple[LayerShape, Tensors]:
+    def record_layer(self, name: str, run: Layer, x: SymbolicTensors) -> tuple[LayerShape, SymbolicTensors]:
         """The cost of `run` with the input `x`, and its output. The layers of a model share a tape, in order."""
         before = dict(self._held)
         self._start()
         y = run(self, x)
-        entered = {t.storage for t in _several(x)}
-        saved = {t.storage: t for step in self._steps for t in step.saved}
+        entered = {t.storage for t in _as_tuple(x)}
+        saved = {t.storage: t for step in self._entries for t in step.saved}
         shape = LayerShape(
             name,
-            tuple(step.operation for step in self._steps),
+            tuple(step.operation for step in self._entries),
             self._parameters,
             self._copied,
             self._buffer_bytes,
             saved=sum(size for storage, size in self._held.items() if storage not in before),
             keeps_input=any(storage in entered and storage in before for storage in saved),
-            input=sum(t.bytes for t in _several(x)),
-            output=sum(t.bytes for t in _several(y)),
-            transients=_transients(self._steps, _several(y), before),
+            input=sum(t.bytes for t in _as_tuple(x)),
+            output=sum(t.bytes for t in _as_tuple(y)),
+            transients=_transients(self._entries, _as_tuple(y), before),
         )
         return shape, y
 
     def _start(self) -> None:
-        self._steps: list[_Step] = []
+        self._entries: list[_TapeEntry] = []
         self._parameters = self._copied = self._buffer_bytes = 0
 
     # Matrix products ------------------------------------------------------------------------------------------------
 
-    def linear(self, x: Tensor, width: int, bias: bool = True, copied: bool = False) -> Tensor:
+    def linear(self, x: SymbolicTensor, width: int, bias: bool = True, copied: bool = False) -> SymbolicTensor:
         """`x` times a matrix; `copied` says that an earlier layer has the same matrix."""
         y = self._new(*x.shape[:-1], width)
         parameters = x.shape[-1] * width
         self._copied += copied * parameters
-        flops = 2.0 * x.elements * width
+        flops = 2.0 * x.n_elements * width
         return self._product("linear", x, y, flops, parameters, width if bias else 0)
 
     def conv2d(
-        self, x: Tensor, channels: int, kernel: int, stride: int = 1, padding: int = 0, bias: bool = True
-    ) -> Tensor:
+        self, x: SymbolicTensor, channels: int, kernel: int, stride: int = 1, padding: int = 0, bias: bool = True
+    ) -> SymbolicTensor:
         """A convolution with square kernels; `x` is (channels, height, width)."""
         before, *size = x.shape
         y = self._new(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
         parameters = before * channels * kernel**2
-        flops = 2.0 * y.elements * before * kernel**2
+        flops = 2.0 * y.n_elements * before * kernel**2
         return self._product("conv2d", x, y, flops, parameters, channels if bias else 0)
 
-    def up_conv2d(self, x: Tensor, channels: int, kernel: int = 2) -> Tensor:
+    def up_conv2d(self, x: SymbolicTensor, channels: int, kernel: int = 2) -> SymbolicTensor:
         """A transposed convolution whose stride is its kernel: height and width grow by that."""
         before, *size = x.shape
         y = self._new(channels, *(n * kernel for n in size))
-        flops = 2.0 * x.elements * channels * kernel**2
+        flops = 2.0 * x.n_elements * channels * kernel**2
         return self._product("up_conv2d", x, y, flops, before * channels * kernel**2, channels)
 
-    def attention(self, *qkv: Tensor, heads: int, causal: bool) -> Tensor:
+    def attention(self, *qkv: SymbolicTensor, heads: int, causal: bool) -> SymbolicTensor:
         """Fused attention of each token to all, or if `causal` to those up to itself. `qkv` is one tensor (tokens, 3 *
         width), or three (tokens, width)."""
         tokens, width = qkv[0].shape
         y = self._new(tokens, width // (3 if len(qkv) == 1 else 1))
         seen = (tokens + 1) / 2 if causal else tokens
-        flops = 4.0 * y.elements * seen
-        logarithms = Tensor((heads, tokens), FLOAT32)
+        flops = 4.0 * y.n_elements * seen
+        logarithms = SymbolicTensor((heads, tokens), FLOAT32)
         read = sum(t.bytes for t in qkv)
         moved = (read + y.bytes, 2 * read + 3 * y.bytes, 0.0)
         saved = (*qkv, y, logarithms)
-        return self._note("attention", qkv, y, saved, (flops, 2.5 * flops, 0.0), moved, kernels=(1, 2, 0))
+        return self._record("attention", qkv, y, saved, (flops, 2.5 * flops, 0.0), moved, kernels=(1, 2, 0))
 
-    def _product(self, name: str, x: Tensor, y: Tensor, flops: float, weights: int, bias: int) -> Tensor:
+    def _product(
+        self, name: str, x: SymbolicTensor, y: SymbolicTensor, flops: float, weights: int, bias: int
+    ) -> SymbolicTensor:
         moved = (x.bytes + y.bytes,) * 2 + (x.bytes + y.bytes * (2 if bias else 1),)
         back = flops if x.trained else 0.0
         kernels = (1, int(x.trained), 2 if bias else 1)
-        return self._note(name, (x,), y, (x,), (flops, back, flops), moved, weights + bias, kernels)
+        return self._record(name, (x,), y, (x,), (flops, back, flops), moved, weights + bias, kernels)
 
     # Everything else ------------------------------------------------------------------------------------------------
 
-    def embedding(self, indices: Tensor, vocabulary: int, width: int) -> Tensor:
+    def embedding(self, indices: SymbolicTensor, vocabulary: int, width: int) -> SymbolicTensor:
         """A row of a table for each index."""
         y = self._new(*indices.shape, width)
         moved = (2 * y.bytes, 0.0, 3 * y.bytes)
-        return self._note("embedding", (indices,), y, (indices,), moved=moved, weights=vocabulary * width)
+        return self._record("embedding", (indices,), y, (indices,), moved=moved, weights=vocabulary * width)
 
-    def added_weights(self, x: Tensor) -> Tensor:
+    def added_weights(self, x: SymbolicTensor) -> SymbolicTensor:
         """`x` and trained numbers of the same shape, such as embeddings of positions."""
         y = self._new(*x.shape)
-        return self._note("add", (x,), y, (), moved=(2 * x.bytes, 0.0, x.bytes), weights=x.elements)
+        return self._record("add", (x,), y, (), moved=(2 * x.bytes, 0.0, x.bytes), weights=x.n_elements)
 
-    def layer_norm(self, x: Tensor) -> Tensor:
+    def layer_norm(self, x: SymbolicTensor) -> SymbolicTensor:
         """Normalisation over the last axis."""
         y = self._new(*x.shape)
-        statistics = Tensor((2, *x.shape[:-1]), FLOAT32)
+        statistics = SymbolicTensor((2, *x.shape[:-1]), FLOAT32)
         moved = (2 * x.bytes, 3 * x.bytes, 2 * x.bytes)
-        return self._note("layer_norm", (x,), y, (x, statistics), moved=moved, weights=2 * x.shape[-1])
+        return self._record("layer_norm", (x,), y, (x, statistics), moved=moved, weights=2 * x.shape[-1])
 
-    def batch_norm(self, x: Tensor) -> Tensor:
+    def batch_norm(self, x: SymbolicTensor) -> SymbolicTensor:
         """Normalisation of each channel over samples, height and width; keeps a running mean and variance."""
         y = self._new(*x.shape)
         self._buffer_bytes += 2 * FLOAT32 * x.shape[0] + INT64
         moved = (3 * x.bytes, 5 * x.bytes, 0.0)
-        return self._note("batch_norm", (x,), y, (x,), moved=moved, weights=2 * x.shape[0], kernels=(2, 2, 0))
+        return self._record("batch_norm", (x,), y, (x,), moved=moved, weights=2 * x.shape[0], kernels=(2, 2, 0))
 
-    def relu(self, x: Tensor) -> Tensor:
+    def relu(self, x: SymbolicTensor) -> SymbolicTensor:
         """Saves its output."""
         y = self._new(*x.shape)
-        return self._note("relu", (x,), y, (y,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
+        return self._record("relu", (x,), y, (y,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
 
-    def tanh(self, x: Tensor) -> Tensor:
+    def tanh(self, x: SymbolicTensor) -> SymbolicTensor:
         """Saves its output."""
         y = self._new(*x.shape)
-        return self._note("tanh", (x,), y, (y,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
+        return self._record("tanh", (x,), y, (y,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
 
-    def gelu(self, x: Tensor) -> Tensor:
+    def gelu(self, x: SymbolicTensor) -> SymbolicTensor:
         """Saves its input."""
         y = self._new(*x.shape)
-        return self._note("gelu", (x,), y, (x,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
+        return self._record("gelu", (x,), y, (x,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
 
-    def dropout(self, x: Tensor, p: float) -> Tensor:
+    def dropout(self, x: SymbolicTensor, p: float) -> SymbolicTensor:
         """Saves a mask; nothing happens where `p` is 0."""
         if not p:
             return x
-        y, mask = self._new(*x.shape), Tensor(x.shape, self.mask_itemsize)
+        y, mask = self._new(*x.shape), SymbolicTensor(x.shape, self.mask_itemsize)
         moved = 2 * x.bytes + mask.bytes
-        return self._note("dropout", (x,), y, (mask,), moved=(moved, moved, 0.0))
+        return self._record("dropout", (x,), y, (mask,), moved=(moved, moved, 0.0))
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
+    def add(self, x: SymbolicTensor, y: SymbolicTensor) -> SymbolicTensor:
         """A sum, as at the end of a residual block; backward adds up the gradients of what was used twice."""
         z = self._new(*x.shape)
-        return self._note("add", (x, y), z, (), moved=(3 * x.bytes, 3 * x.bytes, 0.0))
+        return self._record("add", (x, y), z, (), moved=(3 * x.bytes, 3 * x.bytes, 0.0))
 
-    def joined(self, *parts: Tensor) -> Tensor:
+    def concat(self, *parts: SymbolicTensor) -> SymbolicTensor:
         """Parts one after the other along the channels."""
         y = self._new(sum(t.shape[0] for t in parts), *parts[0].shape[1:])
-        return self._note("joined", parts, y, (), moved=(2 * y.bytes, 2 * y.bytes, 0.0))
+        return self._record("joined", parts, y, (), moved=(2 * y.bytes, 2 * y.bytes, 0.0))
 
-    def max_pool2d(self, x: Tensor, kernel: int, stride: int, padding: int = 0) -> Tensor:
+    def max_pool2d(self, x: SymbolicTensor, kernel: int, stride: int, padding: int = 0) -> SymbolicTensor:
         """Saves its input, and where each output came from."""
         channels, *size = x.shape
         y = self._new(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
-        where = Tensor(y.shape, INT64)
+        where = SymbolicTensor(y.shape, INT64)
         moved = x.bytes + y.bytes + where.bytes
-        return self._note("max_pool2d", (x,), y, (x, where), moved=(moved, moved, 0.0))
+        return self._record("max_pool2d", (x,), y, (x, where), moved=(moved, moved, 0.0))
 
-    def average_pool2d(self, x: Tensor, size: int) -> Tensor:
+    def average_pool2d(self, x: SymbolicTensor, size: int) -> SymbolicTensor:
         """To `size` by `size`; a mean over all saves nothing."""
         y = self._new(x.shape[0], size, size)
         saved = () if size == 1 else (x,)
-        return self._note("average_pool2d", (x,), y, saved, moved=(x.bytes + y.bytes, x.bytes + y.bytes, 0.0))
+        return self._record("average_pool2d", (x,), y, saved, moved=(x.bytes + y.bytes, x.bytes + y.bytes, 0.0))
 
-    def cross_entropy(self, scores: Tensor) -> Tensor:
+    def cross_entropy(self, scores: SymbolicTensor) -> SymbolicTensor:
         """The mean loss of scores; the softmax is taken and saved in float32."""
         softmax = replace(scores, itemsize=FLOAT32, storage=object())
         moved = (scores.bytes + 2 * softmax.bytes, scores.bytes + softmax.bytes, 0.0)
-        return self._note("cross_entropy", (scores,), self._new(1), (softmax,), moved=moved, kernels=(2, 2, 0))
+        return self._record("cross_entropy", (scores,), self._new(1), (softmax,), moved=moved, kernels=(2, 2, 0))
 
     # Notes ----------------------------------------------------------------------------------------------------------
 
-    def _new(self, *shape: int) -> Tensor:
+    def _new(self, *shape: int) -> SymbolicTensor:
         if min(shape) < 1:
             raise InputError(f"an operation would give a tensor of shape {shape}; its input is too small")
-        return Tensor(shape, self.itemsize)
+        return SymbolicTensor(shape, self.itemsize)
 
-    def _note(
+    def _record(
         self,
         name: str,
-        inputs: Sequence[Tensor],
-        output: Tensor,
-        saved: Sequence[Tensor],
+        inputs: Sequence[SymbolicTensor],
+        output: SymbolicTensor,
+        saved: Sequence[SymbolicTensor],
         flops: tuple[float, float, float] = (0.0, 0.0, 0.0),
         moved: tuple[float, float, float] = (0.0, 0.0, 0.0),
         weights: int = 0,
         kernels: tuple[int, int, int] | None = None,
-    ) -> Tensor:
+    ) -> SymbolicTensor:
         self._parameters += weights
         if kernels is None:
             kernels = (1, int(moved[1] > 0), int(moved[2] > 0))
         operation = Operation(name, flops, moved, weights * self.itemsize, kernels)
-        self._steps.append(_Step(operation, tuple(inputs), output, tuple(saved)))
+        self._entries.append(_TapeEntry(operation, tuple(inputs), output, tuple(saved)))
         for t in saved:
-            self._held[t.storage] = t.memory
+            self._held[t.storage] = t.storage_bytes
         return output
 
 
-def _several(x: Tensors) -> tuple[Tensor, ...]:
-    return (x,) if isinstance(x, Tensor) else x
+def _as_tuple(x: SymbolicTensors) -> tuple[SymbolicTensor, ...]:
+    return (x,) if isinstance(x, SymbolicTensor) else x
 
 
 def _transients(
-    steps: Sequence[_Step], outputs: Collection[Tensor], before: Container[object]
+    steps: Sequence[_TapeEntry], outputs: Collection[SymbolicTensor], before: Container[object]
 ) -> tuple[tuple[float, float], ...]:
     """Bytes by sample, and in any case, that live at moments of the forward beyond what it saves and hands on, and at
     moments of the backward beyond those and the gradients of the outputs; without those that others exceed."""
@@ -358,13 +360,15 @@ def _transients(
     return tuple(sorted(x for x in found if not any(x != y and x[0] <= y[0] and x[1] <= y[1] for y in found)))
 
 
-def _forward_moments(steps: Sequence[_Step], outputs: Iterable[Tensor]) -> Iterator[tuple[float, float]]:
+def _forward_moments(steps: Sequence[_TapeEntry], outputs: Iterable[SymbolicTensor]) -> Iterator[tuple[float, float]]:
     last = {t.storage: number for number, step in enumerate(steps) for t in step.inputs}
-    later = {t.storage: t.memory for step in steps for t in step.saved} | {t.storage: t.memory for t in outputs}
+    later = {t.storage: t.storage_bytes for step in steps for t in step.saved} | {
+        t.storage: t.storage_bytes for t in outputs
+    }
     passing: dict[object, float] = {}
     for number, step in enumerate(steps):
         if step.output.storage not in later:
-            passing[step.output.storage] = step.output.memory
+            passing[step.output.storage] = step.output.storage_bytes
         for t in (step.output, *step.saved):
             later.pop(t.storage, None)
         yield sum(passing.values()) - sum(later.values()), 0.0
@@ -372,7 +376,7 @@ def _forward_moments(steps: Sequence[_Step], outputs: Iterable[Tensor]) -> Itera
 
 
 def _backward_moments(
-    steps: Sequence[_Step], outputs: Iterable[Tensor], before: Container[object]
+    steps: Sequence[_TapeEntry], outputs: Iterable[SymbolicTensor], before: Container[object]
 ) -> Iterator[tuple[float, float]]:
     """Saved tensors go as soon as nothing needs it any more, but for what others hold: outputs, and what `before`
     has, which earlier layers saved."""
@@ -385,26 +389,26 @@ def _backward_moments(
         for t in step.inputs:
             if not t.trained:
                 continue
-            made = given if step.passes else _Gradient(t.memory)
-            now += 0.0 if step.passes else made.bytes
+            made = given if step.passes_gradient else _Gradient(t.storage_bytes)
+            now += 0.0 if step.passes_gradient else made.bytes
             earlier = gradients.get(t.storage)
             if earlier is None:
-                made.users += step.passes
+                made.users += step.passes_gradient
                 gradients[t.storage] = made
                 continue
             if earlier.users > 1:  # another tensor has the same gradient: the sum needs a place of its own
                 earlier.users -= 1
-                gradients[t.storage] = _Gradient(t.memory)
-                now += t.memory
+                gradients[t.storage] = _Gradient(t.storage_bytes)
+                now += t.storage_bytes
             yield now, step.operation.weights
-            now -= 0.0 if step.passes else made.bytes
+            now -= 0.0 if step.passes_gradient else made.bytes
         yield now, step.operation.weights
         given.users -= 1
         now -= given.bytes if not given.users else 0.0
         for t in step.saved:
             users[t.storage] -= 1
             if not users[t.storage] and t.storage not in before and t.storage not in kept:
-                now -= t.memory
+                now -= t.storage_bytes
 
 
 @dataclass
@@ -415,10 +419,10 @@ class _Gradient:
     users: int = 1
 
 
-def shapes(layers: Sequence[tuple[str, Layer]], x: Tensors, tape: Tape) -> list[LayerShape]:
+def record_layers(layers: Sequence[tuple[str, Layer]], x: SymbolicTensors, tape: ShapeTape) -> list[LayerShape]:
     """The cost of each of the named `layers`, the first of which reads `x`."""
     found = []
     for name, run in layers:
-        shape, x = tape.layer(name, run, x)
+        shape, x = tape.record_layer(name, run, x)
         found.append(shape)
     return found

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from lightning_pipes.cost import Cluster, Deployment, Device, ModelProfile
-from lightning_pipes.cost.deployment import deployed
+from lightning_pipes.cost.deployment import as_deployment
 from lightning_pipes.ir import DeadlockError, PlanError, Policy, ProgramError, Schedule
 from lightning_pipes.planning.auto.choice import Choice, Option
 from lightning_pipes.planning.auto.options import numbers_to_try, options
@@ -55,7 +55,7 @@ def choose(
     Raises:
         PlanError: nothing fits; says what the closest one lacks.
     """
-    deployment = deployed(cluster or Cluster((Device(),) * ranks))
+    deployment = as_deployment(cluster or Cluster((Device(),) * ranks))
     numbers = [m for m in dict.fromkeys(microbatches or numbers_to_try(ranks, rows)) if m <= rows]
     given = list(schedules) if schedules is not None else None
     with _without_garbage_collection():

@@ -48,12 +48,12 @@ class Bytes:
         Raises:
             PlanError: the weights alone do not fit.
         """
-        held = [costs.resident(rank, plan) for rank in range(plan.n_ranks)]
+        held = [costs.resident_bytes(rank, plan) for rank in range(plan.n_ranks)]
         may = limits_of(limit, len(held))
         for rank, (needed, there) in enumerate(zip(held, may, strict=True)):
             if needed > there:
                 raise PlanError(f"rank {rank} has {there} bytes and needs {needed} for weights alone; use more ranks")
-        both = [costs.held(i, plan) if i.kind in COMPUTE else (0, 0) for i in operations.like]
+        both = [costs.memory_change(i, plan) if i.kind in COMPUTE else (0, 0) for i in operations.like]
         return cls(held, may, [taken for taken, _ in both], [freed for _, freed in both])
 
     @classmethod

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from lightning_pipes.cost import CostModel, Costs, Regime
-from lightning_pipes.cost.costs import Apart
+from lightning_pipes.cost.costs import PerInstructionCosts
 from lightning_pipes.cost.links.regime import regime_of
 from lightning_pipes.ir import SENDS, Alike, Instruction, Kind, Plan, PlanError, alike
 from lightning_pipes.sim.loops.kernel import LONG_AGO, PLENTY
@@ -178,7 +178,9 @@ _Some = TypeVar("_Some", bound=Operations)
 
 def priced_by(costs: Costs, operations: _Some) -> tuple[_Some, Prices]:
     """The operations with what they cost: those of one size together, unless `costs` may tell them apart."""
-    if isinstance(costs, CostModel | Apart) and costs.apart:  # the first is told at once, a protocol takes 7 us
+    if (
+        isinstance(costs, CostModel | PerInstructionCosts) and costs.per_instruction
+    ):  # the first is told at once, a protocol takes 7 us
         operations = operations.apart
     return operations, operations.prices(costs)
 
@@ -196,13 +198,13 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
         takes, latency, share = 0, 0, 0.0
         if i.kind in SENDS:
             pair = (plan.ranks[i.stage], plan.ranks[i.stage + 1 if i.kind is Kind.SF else i.stage - 1])
-            takes, latency = costs.transfer(i, plan)
-            share = costs.between(*pair).hurry
+            takes, latency = costs.transfer_ns(i, plan)
+            share = costs.link_between(*pair).peak_ratio
             slowest[pair] = max(slowest[pair], latency)
             if takes or latency:
                 timed.add(pair)
         else:
-            takes = costs.duration(i, plan)
+            takes = costs.duration_ns(i, plan)
         busy.append(takes)
         late.append(latency)
         hurry.append(share)
@@ -212,14 +214,14 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
             f"{len(operations.groups)} operations of up to {longest:g} s each are more than can be simulated"
         )
     quick = [round(takes * share) for takes, share in zip(busy, hurry, strict=True)]
-    links = [costs.between(*pair) for pair in pairs]
-    depth = [round(link.savings * 1e9) for link in links]
-    posted = [link.posted if slowest[pair] else 0 for link, pair in zip(links, pairs, strict=True)]
+    links = [costs.link_between(*pair) for pair in pairs]
+    depth = [round(link.burst_seconds * 1e9) for link in links]
+    posted = [link.max_in_flight if slowest[pair] else 0 for link, pair in zip(links, pairs, strict=True)]
     named: dict[str, int] = {}  # the first link of each name
     wire = [named.setdefault(link.wire, x) if link.wire else x for x, link in enumerate(links)]
     crowded = any(pairs[w][0] != source for w, (source, _) in zip(wire, pairs, strict=True))
     blocks = [int(link.blocking) for link in links]
-    slow = [(link, costs.between(*pair[::-1])) for link, pair in zip(links, pairs, strict=True) if pair in timed]
+    slow = [(link, costs.link_between(*pair[::-1])) for link, pair in zip(links, pairs, strict=True) if pair in timed]
     regimes = {regime_of(there, back) for there, back in slow}
     table = Table(PriceList(costs.overhead_ns, busy, quick, late, depth, posted, wire, blocks, operations.base[:-1]))
     return Prices(table, tuple(hurry), crowded, tuple(each for each in Regime if each in regimes))

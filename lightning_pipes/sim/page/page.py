@@ -101,7 +101,7 @@ def _bubble(record: RunRecord) -> str:
 def _world(record: RunRecord) -> str:
     """The regimes of the prediction, and what they mean."""
     regimes = record.predicted.regimes or ()
-    meaning = "; ".join(f"{each.words}: {each.meaning}" for each in regimes)
+    meaning = "; ".join(f"{each.label}: {each.description}" for each in regimes)
     return f"Predicted with {meaning or record.predicted.regime}." if record.predicted.regime else ""
 
 

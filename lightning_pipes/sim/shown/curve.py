@@ -15,12 +15,12 @@ def memory_curves(timeline: Timeline, costs: Costs) -> tuple[Curve, ...]:
     back when it ends, as `costs` has it. What cannot be known is not counted."""
     found = []
     for rank in range(timeline.plan.n_ranks):
-        held = costs.resident(rank, timeline.plan)
+        held = costs.resident_bytes(rank, timeline.plan)
         curve = [(0, held)]
         for e in timeline.computations:  # one after the other on a rank
             if e.rank != rank:
                 continue
-            taken, freed = costs.held(e.instruction, timeline.plan)
+            taken, freed = costs.memory_change(e.instruction, timeline.plan)
             for time, change in ((e.start, taken), (e.end, -freed)):
                 held += change
                 if change and time == curve[-1][0]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_pipes.cost.written import check_written
+from lightning_pipes.cost.json_files import check_json_fields
 from lightning_pipes.ir import InputError
 
 
@@ -45,5 +45,5 @@ def curves_of(data: object, what: str) -> Curves:
         InputError: it is something else, or damaged.
     """
     return Curves(
-        **check_written(what, data, {"times": tuple[float, ...], "values": dict[str, tuple[float | None, ...]]})
+        **check_json_fields(what, data, {"times": tuple[float, ...], "values": dict[str, tuple[float | None, ...]]})
     )

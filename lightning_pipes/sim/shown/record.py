@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipes.cost import CostModel, ModelProfile
+from lightning_pipes.cost.json_files import check_json_fields
 from lightning_pipes.cost.links.link import LONGEST
-from lightning_pipes.cost.written import check_written
 from lightning_pipes.ir import InputError, Plan, PlanError, check_count, check_fields, check_number, shown
 from lightning_pipes.ir.checks import hints
 from lightning_pipes.sim.shown.monitored import Curves, curves_of
@@ -104,7 +104,7 @@ class RunRecord:
             "predicted": timeline_data(self.predicted),
             "measured": None if self.measured is None else timeline_data(self.measured),
             "costs": costs_data(self.costs),
-            "profile": None if self.profile is None else self.profile.data(),
+            "profile": None if self.profile is None else self.profile.to_dict(),
         }
         data |= {name: getattr(self, name) for name in ("schedule", "memory", "between", "facts", "choice", "siblings")}
         if self.monitored:
@@ -137,13 +137,13 @@ class RunRecord:
     @classmethod
     def _of_data(cls, data: Mapping[str, Any]) -> RunRecord:
         kinds = {**hints(cls), **dict.fromkeys(_WRITTEN, Any), "monitored": list[Any]}
-        found = check_written("run", data, kinds, optional=hints(cls).keys() - set(_WRITTEN))
+        found = check_json_fields("run", data, kinds, optional=hints(cls).keys() - set(_WRITTEN))
         found["predicted"] = timeline_of(found["predicted"], "predicted")
         if found["measured"] is not None:
             found["measured"] = timeline_of(found["measured"], "measured")
         found["costs"] = costs_of(found["costs"])
         if found["profile"] is not None:
-            found["profile"] = ModelProfile.of_data(found["profile"])
+            found["profile"] = ModelProfile.from_dict(found["profile"])
         if "settings" in found:
             found["settings"] = {name: _tuples(value) for name, value in found["settings"].items()}
         rows = found.get("monitored", ())

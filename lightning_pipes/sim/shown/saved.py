@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipes.cost import CostModel, Link, Table
+from lightning_pipes.cost.json_files import check_json_fields, read_object
 from lightning_pipes.cost.links.link import LONGEST
 from lightning_pipes.cost.links.regime import regime_named
-from lightning_pipes.cost.written import check_written, read_object
 from lightning_pipes.ir import RECEIVES, Cut, InputError, Instruction, Kind, Plan, Span, check_number, check_type, shown
 from lightning_pipes.ir.checks import hints
 from lightning_pipes.sim.event import Event
@@ -75,7 +75,7 @@ def timeline_of(data: object, what: str = "timeline") -> Timeline:
     """
     kinds = {"name": str, "attributes": dict[str, str], "peak_bytes": tuple[int, ...], "plan": Any, "events": list[Any]}
     kinds |= {"regimes": Any}
-    found = check_written(what, data, kinds, optional=["regimes"])  # older versions wrote none
+    found = check_json_fields(what, data, kinds, optional=["regimes"])  # older versions wrote none
     regimes = check_type(f"{what}.regimes", found.get("regimes"), tuple[str, ...] | None)
     found["regimes"] = None if regimes is None else tuple(map(regime_named, regimes))
     plan = plan_of(found["plan"], f"{what}.plan")
@@ -111,7 +111,7 @@ def plan_of(data: object, what: str = "plan") -> Plan:
     """
     pairs = tuple[tuple[int, int], ...]
     kinds = {**hints(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}
-    found = check_written(what, data, kinds, optional=["whole_forward"])  # older versions wrote none
+    found = check_json_fields(what, data, kinds, optional=["whole_forward"])  # older versions wrote none
     tables = [tuple(Span(*span) for span in spans) for spans in found.pop("spans")]
     found["jobs"] = tuple(_cut(f"{what}.jobs[{n}]", job, tables) for n, job in enumerate(found["jobs"]))
     found["layers"] = tuple(Span(*span) for span in found["layers"])
@@ -139,7 +139,7 @@ def costs_of(data: object, what: str = "costs") -> CostModel:
     rows = list[list[Any]]
     kinds = {**hints(CostModel), "seconds": list[tuple[str, int, Table]], "links": rows, "link": list[Any]}
     kinds |= {"each": rows, "scatter": list[tuple[str, int, tuple[float, ...]]]}
-    found = check_written(what, data, kinds, optional=["regime", "each", "scatter"])  # older versions wrote none
+    found = check_json_fields(what, data, kinds, optional=["regime", "each", "scatter"])  # older versions wrote none
     found["seconds"] = {(_kind(f"{what}.seconds", kind), stage): table for kind, stage, table in found["seconds"]}
     found["links"] = dict(_between(f"{what}.links[{n}]", row) for n, row in enumerate(found["links"]))
     found["link"] = _link(f"{what}.link", found["link"])
@@ -191,7 +191,7 @@ def _event(where: str, row: object, plan: Plan) -> Event:
 
 
 def _cut(where: str, job: object, tables: Sequence[tuple[Span, ...]]) -> Cut:
-    found = check_written(where, job, {"rows": int, **dict.fromkeys(_TABLES, tuple[int, ...])})
+    found = check_json_fields(where, job, {"rows": int, **dict.fromkeys(_TABLES, tuple[int, ...])})
     for name in _TABLES:
         if not all(0 <= number < len(tables) for number in found[name]):
             raise InputError(f"{where}.{name} names one of {len(tables)} tables of spans, got {shown(found[name])}")

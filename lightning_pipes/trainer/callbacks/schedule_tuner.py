@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 
 from lightning_pipes.cost import CostModel, Link
-from lightning_pipes.cost.units import as_bytes, named
+from lightning_pipes.cost.units import parse_bytes, parse_setting
 from lightning_pipes.ir import (
     SENDS,
     Kind,
@@ -148,7 +148,7 @@ class ScheduleTuner(pl.Callback):
             raise PlanError(f"ScheduleTuner: interval must be longer than nothing, got {interval!r}")
         self.interval = interval
         self.memory_limit = (
-            None if memory_limit is None else named("ScheduleTuner: memory_limit", as_bytes, memory_limit)
+            None if memory_limit is None else parse_setting("ScheduleTuner: memory_limit", parse_bytes, memory_limit)
         )
         self.sizes = tuple(check_type("ScheduleTuner: sizes", sizes, Sequence[int]))
         for size in self.sizes:
@@ -279,7 +279,7 @@ def _probed(
         if kind in SENDS:
             edge, target = (stage, stage + 1) if kind is Kind.SF else (stage - 1, stage - 1)
             link = links[plan.ranks[stage], plan.ranks[target]]
-            means[kind, stage, rows] = 1e9 * (link.latency + link.seconds(stages[edge].output * rows))
+            means[kind, stage, rows] = 1e9 * (link.latency + link.send_seconds(stages[edge].output * rows))
     return sample._replace(means=means)
 
 

@@ -166,7 +166,7 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
 def _share(profile: ModelProfile) -> float:
     """The share of a step's time that layers take."""
     rows = profile.layers[0].forward[-1][0]
-    times = [profile.columns.at(kind, rows) for kind in (Kind.F, Kind.B)]
+    times = [profile.layer_arrays.seconds_at(kind, rows) for kind in (Kind.F, Kind.B)]
     inside = sum(float(column[1:-1].sum()) for column in times)
     whole = sum(float(column.sum()) for column in times)
     return inside / whole if whole else 1.0

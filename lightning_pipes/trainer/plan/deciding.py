@@ -149,7 +149,7 @@ class Deciding:
         try:
             with Measuring(self._trainer, self._path, batch, sizes, self._device, self._together) as measuring:
                 own = measuring.profile(pieces, request.splits)
-                profile, speeds = self._merged(own, undisturbed if request.replans else ModelProfile.mean)
+                profile, speeds = self._merged(own, undisturbed if request.replans else ModelProfile.mean_of)
                 deployment = self._deployment(plain, speeds)
                 if not plain.schedule.flushes:  # which is tried batch by batch only
                     made = self._planned(request, plain, profile, rows, deployment)
@@ -204,7 +204,7 @@ class Deciding:
             mine = seconds[self._control.ranks.index(self._who)]
             speeds = [mine / each for each in seconds]
             speeds = [1.0 if 1 - SAME_SPEED < speed < 1 + SAME_SPEED else speed for speed in speeds]
-        alike = [p.stretched([speed] * len(p.layers), speed, speed) for p, speed in zip(profiles, speeds, strict=True)]
+        alike = [p.scaled([speed] * len(p.layers), speed, speed) for p, speed in zip(profiles, speeds, strict=True)]
         return merge(alike), speeds
 
     def _planned(
@@ -258,7 +258,7 @@ class Deciding:
             tried.append((trial.measured / (m * size), made))
             if trial.contradicts:
                 said.append(_contradiction(made, trial))
-            profile = profile.stretched(trial.factors(made.layers))
+            profile = profile.scaled(trial.factors(made.layers))
         if tried:
             best = min(tried, key=lambda each: each[0])[1]
             if _what_runs(best) != _what_runs(made):
@@ -331,8 +331,8 @@ def undisturbed(profiles: Sequence[ModelProfile]) -> ModelProfile:
     seconds = [_seconds(profile) for profile in profiles]
     shares = [min(seconds) / each for each in seconds]
     shares = [share if share < 1 - SAME_SPEED else 1.0 for share in shares]
-    return ModelProfile.mean(
-        [p.stretched([share] * len(p.layers), share, share) for p, share in zip(profiles, shares, strict=True)]
+    return ModelProfile.mean_of(
+        [p.scaled([share] * len(p.layers), share, share) for p, share in zip(profiles, shares, strict=True)]
     )
 
 

@@ -96,10 +96,10 @@ class Prediction:
         if not trial.contradicts:
             return None
         first, *_, last = trial.ratios if len(trial.ratios) > 1 else trial.ratios * 2
-        profile = made.profile.stretched(trial.factors(made.layers), first, last)
+        profile = made.profile.scaled(trial.factors(made.layers), first, last)
         between, _ = simulated(profile, window.plan, window.order, made.deployment)
         rest = trial.measured / between  # messages that take other times, and whatever nobody has priced
-        profile = profile.stretched([rest] * len(profile.layers), rest, rest)
+        profile = profile.scaled([rest] * len(profile.layers), rest, rest)
         found = made.predicted(profile)
         if made.movable:
             with suppress(PlanError):  # nothing fits by these times either: what runs, runs

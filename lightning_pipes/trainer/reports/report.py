@@ -116,9 +116,11 @@ class PipelineReport:
             if id(round_[0].plan) == common
         ]
         ran.sort(key=lambda each: each[0].makespan)
-        costs = with_bytes(CostModel.measured([timeline for timeline, _ in ran]), about.stages)
+        costs = with_bytes(CostModel.from_timelines([timeline for timeline, _ in ran]), about.stages)
         measured, window = ran[len(ran) // 2]
-        own = costs.recorded(measured)  # one thing is predicted and measured: this batch, operation by operation
+        own = costs.with_recorded_times(
+            measured
+        )  # one thing is predicted and measured: this batch, operation by operation
         predicted = replace(simulate(window.order, window.plan, own, batches=window.uses), name="predicted")
         record = RunRecord(
             predicted,

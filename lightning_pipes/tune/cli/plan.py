@@ -42,7 +42,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     if cfg.ranks > len(profile.layers):
         raise InputError(f"ranks={cfg.ranks}: the model has {len(profile.layers)} layers, and each rank needs one")
     check_count("batch", cfg.batch, "; samples")
-    deployment = Deployment.on(cluster_of(cfg, cfg.ranks * cfg.replicas), cfg.ranks, cfg.replicas)
+    deployment = Deployment.from_cluster(cluster_of(cfg, cfg.ranks * cfg.replicas), cfg.ranks, cfg.replicas)
     schedule = schedule_of(cfg)
     with progress_bar("plan") as told:
         choice = choose(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from omegaconf import DictConfig
 
 from lightning_pipes.cost import Cluster, CostModel, ModelProfile, Table
-from lightning_pipes.cost.units import as_bytes
+from lightning_pipes.cost.units import parse_bytes
 from lightning_pipes.ir import InputError, Kind, Plan, Policy, Program, Schedule, verify
 from lightning_pipes.planning.fit import evaluated, fit_layers, ordered, step_bubble, step_seconds
 from lightning_pipes.planning.partition import partition_at
@@ -39,7 +39,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         raise InputError("simulate shows one schedule, as in schedule=1f1b; lightning-pipes plan chooses one")
     cluster, profile = cluster_of(cfg, cfg.ranks), profile_of(cfg)
     order, plan, costs = _given(cfg, schedule) if profile is None else _profiled(cfg, schedule, profile, cluster)
-    costs = replace(costs, links={(a, b): cluster.link(a, b) for a, b, _ in plan.links})
+    costs = replace(costs, links={(a, b): cluster.link_between(a, b) for a, b, _ in plan.links})
     timeline = replace(simulate(order, plan, costs), name="predicted")
     record = RunRecord(
         timeline,
@@ -97,9 +97,9 @@ def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Poli
         for kind, each in times.items()
         for s, rank in enumerate(plan.ranks)
     }
-    message, n = float(measure(cfg, "message", as_bytes)), plan.n_stages
-    held = [measure(cfg, "activations", as_bytes) // len(plan.stages[rank]) for rank in plan.ranks]
-    weights = [measure(cfg, "weights", as_bytes) // len(plan.stages[rank]) for rank in plan.ranks]
+    message, n = float(measure(cfg, "message", parse_bytes)), plan.n_stages
+    held = [measure(cfg, "activations", parse_bytes) // len(plan.stages[rank]) for rank in plan.ranks]
+    weights = [measure(cfg, "weights", parse_bytes) // len(plan.stages[rank]) for rank in plan.ranks]
     costs = CostModel(
         seconds,
         forward_bytes=(message,) * (n - 1),

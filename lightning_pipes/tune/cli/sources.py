@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_pipes.cost import Cluster, Device, Link, ModelProfile
-from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds, named
+from lightning_pipes.cost.units import parse_bytes, parse_rate, parse_seconds, parse_setting
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import MOST_STAGES, InputError, Policy, Schedule, check_count, shown
 
@@ -61,8 +61,8 @@ def cluster_of(cfg: DictConfig, devices: int) -> Cluster:
         InputError: it has too few devices, or links are given twice.
     """
     check_count("devices", devices, "; change the number of ranks, or of replicas", most=MOST_STAGES)
-    memory = None if cfg.memory is None else measure(cfg, "memory", as_bytes)
-    link = Link(measure(cfg, "bandwidth", as_rate), measure(cfg, "latency", as_seconds))
+    memory = None if cfg.memory is None else measure(cfg, "memory", parse_bytes)
+    link = Link(measure(cfg, "bandwidth", parse_rate), measure(cfg, "latency", parse_seconds))
     if cfg.cluster is None:
         return Cluster((Device(memory),) * devices, inside=link, regime=cfg.regime)
     if link != Link():
@@ -111,7 +111,7 @@ def durations(value: Any, name: str, count: int) -> list[float]:
     found: Sequence[Any] = list(value) if isinstance(value, ListConfig) else [value] * count
     if len(found) != count:
         raise InputError(f"{name} lists {len(found)} times for {count} ranks; give one time, or one for each rank")
-    return [named(name, as_seconds, each) for each in found]
+    return [parse_setting(name, parse_seconds, each) for each in found]
 
 
 def measure(cfg: DictConfig, name: str, parse: Callable[[Any], _T]) -> _T:
@@ -120,4 +120,4 @@ def measure(cfg: DictConfig, name: str, parse: Callable[[Any], _T]) -> _T:
     Raises:
         InputError: it can't be read; names the setting.
     """
-    return named(name, parse, cfg[name])
+    return parse_setting(name, parse, cfg[name])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_pipes.cost.named import known
+from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.sim.loops.machine import Kernel
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
@@ -48,7 +48,7 @@ def by_rule(problem: ArrayProblem, rule: str) -> Solution:
     Raises:
         InputError: nobody knows the rule.
     """
-    place, style = known(RULES, rule, "rule")
+    place, style = lookup_name(RULES, rule, "rule")
     there = place(problem)
     starts = listed(problem, there, there, style, 0, kernel_for(problem.blocks))
     return Solution(problem, starts, problem.makespan(starts), lower_bound(problem), rule)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from lightning_pipes.cost.named import known
+from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 from lightning_pipes.strategies.jap.solvers.branch import CHUNK, branched
 from lightning_pipes.strategies.jap.solvers.genetic import evolved
@@ -51,7 +51,7 @@ def solved(
         effort = Effort() if effort is None else Effort.within(effort)
     rules: dict[str, Solver] = {rule: partial(_by_rule, rule=rule) for rule in RULES}
     if method != "auto":
-        return known({**METHODS, **rules}, method, "solver")(problem, effort, seed)
+        return lookup_name({**METHODS, **rules}, method, "solver")(problem, effort, seed)
     found = None
     if problem.blocks * problem.jobs <= min(effort.orders // 4, LOOKS):
         found = as_printed(problem)

@@ -40,7 +40,7 @@ def test_published_parameters(name):
 
 
 def test_bert_without_its_heads():
-    layers = named_model("BERT-large").shapes()
+    layers = named_model("BERT-large").layer_shapes()
     pooler = 1024 * 1024 + 1024
     assert sum(layer.parameters for layer in layers[:-2]) + pooler == 335_141_888
 
@@ -72,7 +72,7 @@ def test_another_librarys_models(name):
             out = [t for t in model(**sample).values() if t.requires_grad]
         with FlopCounterMode(display=False) as backward:
             torch.autograd.backward(out, [torch.ones_like(t) for t in out])
-    found = ours.shapes()
+    found = ours.layer_shapes()
     attention = sum(o.flops[0] for layer in found for o in layer.operations if o.name == "attention")
     pairs = attention if name == "BERT-large" else attention * 2 * 1024 / 1025
     assert forward.get_total_flops() == sum(layer.forward_flops for layer in found) + pairs - attention
@@ -138,7 +138,7 @@ def test_recomputed_layers_keep_their_input():
 
 def test_a_model_that_does_not_fit_here_is_planned():
     profile = named_profile("GPT-2-1.7B", "V100-16G", dtype="float16")
-    cluster = Cluster.homogeneous(2, 4, 14 * 2**30)
+    cluster = Cluster.from_counts(2, 4, 14 * 2**30)
     fit = fit_layers(profile, make_schedule("1f1b"), Plan.even(8, 16), cluster, trials=8)
     assert max(fit.peak_bytes) < 14 * 2**30
     assert sum(fit.peak_bytes) > 16 * 1_650_057_984

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_pipes.cost.zoo import blocks, named_model
-from lightning_pipes.cost.zoo.shapes import INT64, LayerShape, Tape, Tensor, shapes
+from lightning_pipes.cost.zoo.shapes import INT64, LayerShape, ShapeTape, SymbolicTensor, record_layers
 from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import PlanError
 from tests.cost.zoo import torch_zoo as ours
@@ -52,18 +52,18 @@ def check_flops(layers: list[nn.Module], found: list[LayerShape], *x: torch.Tens
 def test_models_of_images(name, make):
     model = named_model(name)
     with torch.device("meta"):
-        check_flops(make(), model.shapes()[:-1], torch.zeros(2, *model.sample))
+        check_flops(make(), model.layer_shapes()[:-1], torch.zeros(2, *model.sample))
 
 
 WIDTH, HEADS, TOKENS, VOCABULARY = 64, 4, 24, 97
-TEXT = Tensor((TOKENS,), INT64, trained=False)
-IMAGE = Tensor((3, 32, 32), 4, trained=False)
+TEXT = SymbolicTensor((TOKENS,), INT64, trained=False)
+IMAGE = SymbolicTensor((3, 32, 32), 4, trained=False)
 
 SMALL = {
     "GPT-2": (
         TEXT,
         [
-            ("tokens", blocks.tokens(VOCABULARY, WIDTH)),
+            ("tokens", blocks.token_embedding(VOCABULARY, WIDTH)),
             ("block", blocks.transformer_block(WIDTH, HEADS, causal=True)),
             ("block", blocks.transformer_block(WIDTH, HEADS, causal=True, feed_forward=2)),
             ("head", blocks.vocabulary_head(VOCABULARY, copied=False)),
@@ -78,7 +78,7 @@ SMALL = {
     "GPT-1 with dropout": (
         TEXT,
         [
-            ("tokens", blocks.tokens(VOCABULARY, WIDTH, dropout=0.1)),
+            ("tokens", blocks.token_embedding(VOCABULARY, WIDTH, dropout=0.1)),
             *[("block", blocks.transformer_block(WIDTH, HEADS, causal=True, norm_first=False, dropout=0.1))] * 2,
             ("head", blocks.vocabulary_head(VOCABULARY, copied=False, norm=False)),
         ],
@@ -91,7 +91,7 @@ SMALL = {
     "BERT": (
         TEXT,
         [
-            ("tokens", blocks.tokens(VOCABULARY, WIDTH, kinds=2, norm=True)),
+            ("tokens", blocks.token_embedding(VOCABULARY, WIDTH, kinds=2, norm=True)),
             *[("block", blocks.transformer_block(WIDTH, HEADS, causal=False, norm_first=False, fused=False))] * 2,
             ("heads", blocks.bert_heads(VOCABULARY, copied=False)),
         ],
@@ -106,7 +106,7 @@ SMALL = {
         [
             ("convolution", blocks.conv_block(16)),
             ("convolution", blocks.conv_block(24, norm=True, pool=True)),
-            ("classifier", blocks.classifier(40, 10, pooled=2, dropout=0.5)),
+            ("classifier", blocks.classifier_head(40, 10, pooled=2, dropout=0.5)),
         ],
         lambda: [
             ours.conv_block(3, 16),
@@ -118,10 +118,10 @@ SMALL = {
         IMAGE,
         [
             ("stem", blocks.resnet_stem()),
-            ("block", blocks.bottleneck(16)),
-            ("block", blocks.bottleneck(32, stride=2)),
-            ("block", blocks.bottleneck(32)),
-            ("classifier", blocks.classifier(10, pooled=1)),
+            ("block", blocks.bottleneck_block(16)),
+            ("block", blocks.bottleneck_block(32, stride=2)),
+            ("block", blocks.bottleneck_block(32)),
+            ("classifier", blocks.classifier_head(10, pooled=1)),
         ],
         lambda: [
             ours.resnet_stem(),
@@ -134,11 +134,11 @@ SMALL = {
     "U-Net": (
         IMAGE,
         [
-            ("down", blocks.down(8, pool=False)),
-            ("down", blocks.down(16)),
-            ("down", blocks.down(32)),
-            ("up", blocks.up(16)),
-            ("up", blocks.up(8)),
+            ("down", blocks.unet_down(8, pool=False)),
+            ("down", blocks.unet_down(16)),
+            ("down", blocks.unet_down(32)),
+            ("up", blocks.unet_up(16)),
+            ("up", blocks.unet_up(8)),
             ("scores", blocks.pixel_scores(2)),
         ],
         lambda: ours.unet((8, 16)),
@@ -146,7 +146,7 @@ SMALL = {
 }
 
 
-def real(x: Tensor, rows: int) -> torch.Tensor:
+def real(x: SymbolicTensor, rows: int) -> torch.Tensor:
     return torch.randn(rows, *x.shape) if x.itemsize == 4 else torch.randint(VOCABULARY, (rows, *x.shape))
 
 
@@ -164,7 +164,7 @@ def as_products(shape: LayerShape, causal: bool) -> LayerShape:
 @pytest.mark.parametrize(("name", "causal"), [("GPT-2", True), ("BERT", False)])
 def test_small_transformers(name, causal):
     x, layers, make = SMALL[name]
-    found = [as_products(shape, causal) for shape in shapes(layers, x, Tape(4))]
+    found = [as_products(shape, causal) for shape in record_layers(layers, x, ShapeTape(4))]
     with torch.device("meta"):
         check_flops(make(), found, torch.zeros(3, *x.shape, dtype=torch.long))
 
@@ -173,7 +173,7 @@ def test_fused_attention():
     def run(tape, x):
         return tape.attention(x, heads=HEADS, causal=False)
 
-    (attention,) = shapes([("attention", run)], Tensor((TOKENS, 3 * WIDTH), 4), Tape(4))
+    (attention,) = record_layers([("attention", run)], SymbolicTensor((TOKENS, 3 * WIDTH), 4), ShapeTape(4))
     each = (1, HEADS, TOKENS, WIDTH // HEADS)
     assert attention.forward_flops == sdpa_flop_count(each, each, each)
     assert attention.input_flops == sdpa_backward_flop_count(each, each, each, each)
@@ -185,7 +185,7 @@ def test_bytes_are_those_that_the_profiler_measures(name):
     not grow with the samples, are left out by the formulas."""
     torch.manual_seed(0)
     x, layers, make = SMALL[name]
-    found = shapes(layers, x, Tape(4, mask_itemsize=4))
+    found = record_layers(layers, x, ShapeTape(4, mask_itemsize=4))
     rows = 4
     profile = profile_layers(make(), {rows: real(x, rows)}, repeats=1)
     for shape, layer in zip(found, profile.layers, strict=True):
@@ -195,12 +195,12 @@ def test_bytes_are_those_that_the_profiler_measures(name):
         assert shape.parameters * 4 == layer.gradient_bytes, shape.name
         assert shape.parameters * 4 + shape.buffer_bytes == layer.weight_bytes, shape.name
         if name != "U-Net":  # gradients of what is joined are copied where they end a layer
-            assert shape.working(rows) == pytest.approx(layer.working[0][1], rel=0.02), shape.name
+            assert shape.working_bytes(rows) == pytest.approx(layer.working[0][1], rel=0.02), shape.name
 
 
 def test_half_the_bytes_where_numbers_are_half_as_wide():
     x, layers, _ = SMALL["VGG"]
-    wide, narrow = (shapes(layers, replace(x, itemsize=size), Tape(size)) for size in (4, 2))
+    wide, narrow = (record_layers(layers, replace(x, itemsize=size), ShapeTape(size)) for size in (4, 2))
     assert [n.output for n in narrow] == [w.output / 2 for w in wide]
     assert narrow[0].saved == wide[0].saved / 2
     where = 24 * 16 * 16 * INT64  # max pooling's indices stay as they are
@@ -209,8 +209,8 @@ def test_half_the_bytes_where_numbers_are_half_as_wide():
 
 def test_layers_that_do_not_fit():
     with pytest.raises(PlanError, match="its input is too small"):
-        shapes([("convolution", blocks.conv_block(4, pool=True))] * 6, IMAGE, Tape(4))
+        record_layers([("convolution", blocks.conv_block(4, pool=True))] * 6, IMAGE, ShapeTape(4))
     with pytest.raises(PlanError, match="this layer takes one tensor, and 2 came"):
-        shapes([("down", blocks.down(4)), ("convolution", blocks.conv_block(4))], IMAGE, Tape(4))
+        record_layers([("down", blocks.unet_down(4)), ("convolution", blocks.conv_block(4))], IMAGE, ShapeTape(4))
     with pytest.raises(PlanError, match="needs what a step down handed on"):
-        shapes([("up", blocks.up(4))], IMAGE, Tape(4))
+        record_layers([("up", blocks.unet_up(4))], IMAGE, ShapeTape(4))

@@ -66,17 +66,17 @@ def test_times_are_not_proportional_to_rows(monkeypatch):
     for rows in (1, 2, 4, 8):
         assert found.seconds(Kind.F, 1, rows) == pytest.approx(0.010 + 0.001 * rows)
         assert found.seconds(Kind.B, 1, rows) == pytest.approx(0.020 + 0.002 * rows)
-    costs = found.costs([Span(0, 2), Span(2, 3)])
-    assert costs.time(Kind.B, 0, 8) == pytest.approx(0.036)
-    assert costs.time(Kind.F, 1, 8) == pytest.approx(0.004)
+    costs = found.stage_costs([Span(0, 2), Span(2, 3)])
+    assert costs.seconds_at(Kind.B, 0, 8) == pytest.approx(0.036)
+    assert costs.seconds_at(Kind.F, 1, 8) == pytest.approx(0.004)
 
 
 def test_joining_is_measured_and_priced():
     x = torch.randn(8, 4)
     profile = profile_layers([nn.Linear(4, 4), nn.Linear(4, 4)], {8: x}, repeats=1)
     assert 1e-12 < profile.joining < 1e-7  # between ten megabytes and a terabyte a second
-    assert ModelProfile.of_data(json.loads(json.dumps(profile.data()))).joining == profile.joining
-    assert profile.costs([Span(0, 1), Span(1, 2)]).joining == profile.joining
+    assert ModelProfile.from_dict(json.loads(json.dumps(profile.to_dict()))).joining == profile.joining
+    assert profile.stage_costs([Span(0, 1), Span(1, 2)]).joining == profile.joining
 
 
 def test_bytes_by_hand():
@@ -206,7 +206,7 @@ def measured_peak(rank: int, model: str, schedule: str, recompute: bool) -> list
         peak = found.peak
     engine.close()
     watch.close()
-    return [peak, fit.peak_bytes[rank] - fit.costs.resident(rank, plan)]
+    return [peak, fit.peak_bytes[rank] - fit.costs.resident_bytes(rank, plan)]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

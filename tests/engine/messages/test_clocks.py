@@ -158,5 +158,5 @@ def test_hosts_whose_clocks_differ_and_jump():
         averages.add(step)
         assert (averages.impossible > 0) == (number == 2)
         for kind, stage in ((Kind.SF, 0), (Kind.SB, 1)):
-            takes = averages.costs().time(kind, stage, 1)
+            takes = averages.costs().seconds_at(kind, stage, 1)
             assert takes == pytest.approx(MESSAGE / BANDWIDTH, rel=0.2)  # more than what others' noise adds

@@ -16,7 +16,7 @@ from tests.engine.pipes import connect
 
 def test_the_link_that_fits():
     link = Link(bandwidth=2e8, latency=3e-4)
-    times = {size: link.latency + link.seconds(size - 64) for size in (64, 4096, 2**20)}
+    times = {size: link.latency + link.send_seconds(size - 64) for size in (64, 4096, 2**20)}
     found = fitted(times)
     assert found.bandwidth == pytest.approx(2e8)
     assert found.latency == pytest.approx(3e-4)
@@ -31,7 +31,9 @@ class Answering:
 
     def send(self, rank, key, tree, flags=()):
         window, i = key
-        self.now += self.there.latency + self.there.seconds(tree.nbytes) + self.back.latency + self.back.seconds(64)
+        self.now += (
+            self.there.latency + self.there.send_seconds(tree.nbytes) + self.back.latency + self.back.send_seconds(64)
+        )
         reply = (window, i._replace(kind={"RF": "RB", "RB": "RF"}[i.kind], stage={0: 1, 1: 0}[i.stage]))
         wire, tensors = Encoder().encode(reply, torch.zeros(64, dtype=torch.uint8), (), 0)
         wire.fill(tensors)

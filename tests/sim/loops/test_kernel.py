@@ -174,7 +174,7 @@ class TestManyCosts:
         many = [replace(base, seconds=random_costs(plan, n).seconds) for n in range(7)]
 
         def time(i, costs):
-            return costs.transfer(i, plan)[0] if i.kind in (Kind.SF, Kind.SB) else costs.duration(i, plan)
+            return costs.transfer_ns(i, plan)[0] if i.kind in (Kind.SF, Kind.SB) else costs.duration_ns(i, plan)
 
         times = np.array([[time(i, costs) for i in priced(program, plan)] for costs in many])
         for blocking in (False, True):

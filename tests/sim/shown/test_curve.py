@@ -31,7 +31,7 @@ def test_its_peaks_are_the_simulators(name, recompute):
     run = simulate(schedule.program(plan), plan, costs)
     curves = memory_curves(run, costs)
     assert tuple(max(size for _, size in curve) for curve in curves) == run.peak_bytes
-    assert [curve[-1][1] for curve in curves] == [costs.resident(rank, plan) for rank in range(4)]
+    assert [curve[-1][1] for curve in curves] == [costs.resident_bytes(rank, plan) for rank in range(4)]
     for curve in curves:
         assert [t for t, _ in curve] == sorted({t for t, _ in curve})
 

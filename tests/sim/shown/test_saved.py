@@ -64,7 +64,7 @@ def test_costs_come_back():
     plan, costs = uniform(3, 4, f=2, b=3, link=1, latency=7, activation_bytes=11)
     costs = replace(
         costs,
-        links={(0, 1): Link(1e9, 1e-6, burst=1e6, peak=2e9, posted=4, wire="card"), (1, 0): Link(math.inf)},
+        links={(0, 1): Link(1e9, 1e-6, burst=1e6, peak=2e9, max_in_flight=4, wire="card"), (1, 0): Link(math.inf)},
         forward_bytes=(1.5, 2.5),
     )
     again = costs_of(through_json(costs_data(costs)))

@@ -21,7 +21,7 @@ SECONDS = (1.0, 2.0, 0.5, 1.5, 3.0, 1.0)
 
 
 def pricing(hosts: int = 2, each: int = 2, slow: float = 1e5, memory: int | None = None) -> Pricing:
-    cluster = Cluster.homogeneous(hosts, each, memory, Link(bandwidth=1e7), Link(bandwidth=slow))
+    cluster = Cluster.from_counts(hosts, each, memory, Link(bandwidth=1e7), Link(bandwidth=slow))
     return Pricing(model([1e-3 * t for t in SECONDS]), cluster, rows=4)
 
 
@@ -125,7 +125,7 @@ def test_the_number_of_stages_weighs_staleness_against_speed() -> None:
 
 
 def test_it_stops_after_two_rises() -> None:
-    of = Pricing(model([1e-3] * 8), Cluster.homogeneous(1, 8, None, Link(bandwidth=1e9)), rows=8)
+    of = Pricing(model([1e-3] * 8), Cluster.from_counts(1, 8, None, Link(bandwidth=1e9)), rows=8)
 
     def rising(stages: int) -> float:
         return 10.0**stages

@@ -113,7 +113,7 @@ def test_a_neighbour_that_was_there_when_layers_were_measured(name: str) -> None
 
     world = place(slowdown, name, seconds=[10.0] * 16)
     even = world.plan()
-    believed = world.profile.stretched([3.0 if 4 <= layer < 8 else 1.0 for layer in range(16)])
+    believed = world.profile.scaled([3.0 if 4 <= layer < 8 else 1.0 for layer in range(16)])
     plans, took, stays = lived(world, 20, believed)
     assert seconds(world, plans[-1]) <= 1.01 * seconds(world, even)
     assert took < stays

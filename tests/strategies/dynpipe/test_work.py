@@ -39,7 +39,7 @@ def work(profile: ModelProfile) -> Sequence[float]:
 
 
 def inflated(first: int, stop: int, factor: float = 3.0) -> ModelProfile:
-    return TRUE.stretched([factor if first <= n < stop else 1.0 for n in range(12)])
+    return TRUE.scaled([factor if first <= n < stop else 1.0 for n in range(12)])
 
 
 EVEN, OTHER = spans(3, 3, 3, 3), spans(4, 1, 4, 3)
@@ -64,7 +64,7 @@ def test_a_correction_that_went_too_far_is_taken_back() -> None:
     for _ in range(12):
         ends = [0, *sorted(chance.choice(np.arange(1, 24), 3, replace=False).tolist()), 24]
         seen += looks(QUIET, tuple(Span(a, b) for a, b in pairwise(ends)), true=true)
-    profile = true.stretched([3.0 if 6 <= n < 12 else 1.0 for n in range(24)])
+    profile = true.scaled([3.0 if 6 <= n < 12 else 1.0 for n in range(24)])
     assert work(estimate_work(profile, seen, 2)) == pytest.approx(work(true))
 
 
@@ -84,7 +84,7 @@ def test_one_look_is_no_evidence() -> None:
 def test_what_runs_around_the_layers_is_with_the_ends() -> None:
     around = LayerProfile("after", ((1, 0.01),), ((1, 0.02),))
     true = replace(TRUE, after=around)
-    profile = replace(inflated(9, 12), after=around.stretched(3.0))
+    profile = replace(inflated(9, 12), after=around.scaled(3.0))
     found = estimate_work(profile, looks(QUIET, EVEN, true=true), 2)
     assert work(found) == pytest.approx(work(TRUE))
     assert found.after.forward[-1][1] == pytest.approx(0.01)

@@ -103,7 +103,7 @@ def test_generator():
     wide = random_array(4, 8, imbalance=0.4)
     assert wide.forward[0].max() > 1.2 * wide.forward[0].min()
     free = random_costs(2, overhead=0)
-    assert free.time(Kind.F, 0, 32) == pytest.approx(2 * free.time(Kind.F, 0, 16))
+    assert free.seconds_at(Kind.F, 0, 32) == pytest.approx(2 * free.seconds_at(Kind.F, 0, 16))
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_two_stages_a_rank_share_its_memory() -> None:
     asked = two_a_rank(schedule, *kinds)
     plan = planned(asked)
     assert asked.profile is not None
-    timeline = simulate(schedule, replace(plan, layers=()), asked.profile.costs(asked.layers))
+    timeline = simulate(schedule, replace(plan, layers=()), asked.profile.stage_costs(asked.layers))
     assert max(timeline.peak_bytes) <= 16 * 2**20
     assert seconds(asked, plan) > seconds(asked, planned(two_a_rank(UM1F1B(stages_per_rank=2), *kinds)))
 
@@ -218,7 +218,7 @@ def test_memory_limits_what_stages_hold() -> None:
     plan = planned(tight)
     assert max(plan.limits) <= 12
     assert planned(free).limits == ()
-    timeline = simulate(UM1F1B(), replace(plan, layers=()), tight.profile.costs(tight.layers))  # type: ignore[union-attr]
+    timeline = simulate(UM1F1B(), replace(plan, layers=()), tight.profile.stage_costs(tight.layers))  # type: ignore[union-attr]
     assert max(timeline.peak_bytes) <= 12 * 2**20
     assert seconds(tight, plan) > seconds(free, planned(free))
 
@@ -245,10 +245,10 @@ def test_mistakes() -> None:
 def seen_costs(asked: Problem, plan: Plan, factors: tuple[float, ...]) -> object:
     """What is seen of the sizes that ran, where each stage takes that many times as long."""
     assert asked.profile is not None
-    costs = asked.profile.costs(asked.layers)
+    costs = asked.profile.stage_costs(asked.layers)
     seconds = {
         (kind, s): tuple(
-            (n, factors[s] * costs.time(kind, s, n)) for n in sorted({x.rows for x in plan.spans(kind, s)})
+            (n, factors[s] * costs.seconds_at(kind, s, n)) for n in sorted({x.rows for x in plan.spans(kind, s)})
         )
         for kind in (Kind.F, Kind.B)
         for s in range(plan.n_stages)

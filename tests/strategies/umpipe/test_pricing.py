@@ -40,9 +40,9 @@ def test_options_cost_what_the_same_plan_costs(recompute: tuple[bool, ...]) -> N
             cut = Cut(ROWS, tuple(spans[0]), tuple(spans[1]))
             plan = Plan((0, 1), (cut,), recompute=recompute, whole_forward=whole)
             for span in plan.spans(Kind.F, stage):
-                assert COSTS.duration(F(stage, span), plan) + 1 == option.forward_time, option
+                assert COSTS.duration_ns(F(stage, span), plan) + 1 == option.forward_time, option
             for span in plan.spans(Kind.B, stage):
-                assert COSTS.duration(B(stage, span), plan) + 1 == option.backward_time, option
+                assert COSTS.duration_ns(B(stage, span), plan) + 1 == option.backward_time, option
 
 
 def test_sizes_that_do_not_divide_each_other_are_no_option() -> None:
@@ -71,5 +71,5 @@ def test_what_was_seen_of_a_link_is_what_its_messages_take(arrives: float) -> No
     plan = Plan.even(2, 2, 16)
     rows = plan.spans(Kind.SF, 0)[0].rows
     found, change = drifted(usual, CostModel({(Kind.SF, 0): ((rows, arrives),)}), plan)
-    assert sum(found.transfer(Instruction(Kind.SF, 0, span=Span(0, rows)), plan)) == pytest.approx(1e9 * arrives)
+    assert sum(found.transfer_ns(Instruction(Kind.SF, 0, span=Span(0, rows)), plan)) == pytest.approx(1e9 * arrives)
     assert change == pytest.approx(arrives / 0.012 - 1)  # 8 rows of 1000 bytes at 1 MB/s, and 4 ms

@@ -77,7 +77,7 @@ def test_of_replicas_the_slowest_counts() -> None:
     assert alone.fits(plan)
     assert both.operations[Kind.F, 1].tolist() == alone.operations[Kind.F, 1].tolist()
     assert both.operations[Kind.F, 1][1].tolist() == [3.0] * 4
-    assert both.costs.time(Kind.F, 1, 2) == alone.costs.time(Kind.F, 1, 2)
+    assert both.costs.seconds_at(Kind.F, 1, 2) == alone.costs.seconds_at(Kind.F, 1, 2)
     assert [d["wait"] for d in alone.devices] == [0.25, 0.5]
     assert [d["wait"] for d in both.devices] == [0.375, 0.625]
     assert all(math.isnan(d["silent"]) for d in both.devices)

@@ -285,7 +285,7 @@ def test_devices_with_neighbours_while_layers_are_measured_do_not_count() -> Non
     one = ModelProfile(tuple(LayerProfile(str(n), ((1, 1.0 + n),), ((1, 2.0 + n),)) for n in range(3)))
 
     def slowed(factor: float) -> ModelProfile:
-        return one.stretched([factor] * 3)
+        return one.scaled([factor] * 3)
 
     found = deciding.undisturbed([slowed(2.5), slowed(2.5), slowed(2.5), one, slowed(1.05)])
     for layer, wanted in zip(found.layers, one.layers, strict=True):

@@ -47,7 +47,7 @@ class BySubnet:
     rules: Rules
     overhead_ns: int = 0
 
-    def duration(self, i: Instruction, plan: Plan) -> int:
+    def duration_ns(self, i: Instruction, plan: Plan) -> int:
         if i.kind is Kind.STEP:
             return 0
         times = self.placed.forward if i.kind is Kind.F else self.placed.backward
@@ -55,16 +55,16 @@ class BySubnet:
         parts = {Kind.I: whole - whole // 2, Kind.W: whole // 2}
         return parts.get(i.kind, whole) + self.rules.overhead
 
-    def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+    def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         return self.rules.message // self.rules.microbatches, self.rules.latency
 
-    def between(self, source: int, target: int) -> Link:
+    def link_between(self, source: int, target: int) -> Link:
         return FREE
 
-    def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+    def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         return 0, 0
 
-    def resident(self, rank: int, plan: Plan) -> int:
+    def resident_bytes(self, rank: int, plan: Plan) -> int:
         return 0
 
 

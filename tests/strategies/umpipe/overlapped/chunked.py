@@ -20,22 +20,22 @@ class Chunked:
     def busy(self, direction: str, process: int) -> int:
         return int(getattr(self.network, direction)[process, getattr(self.scheme, direction)[process]])
 
-    def duration(self, i: Instruction, plan: Plan) -> int:
+    def duration_ns(self, i: Instruction, plan: Plan) -> int:
         if i.kind is Kind.STEP:
             return 0
         last = self.network.stages - 1
         return self.busy("forward", 2 * i.stage) if i.kind is Kind.F else self.busy("backward", 2 * (last - i.stage))
 
-    def transfer(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+    def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         if i.kind is Kind.SF:
             return self.busy("forward", 2 * i.stage + 1), 0
         return self.busy("backward", 2 * (self.network.stages - 1 - i.stage) + 1), 0
 
-    def between(self, source: int, target: int) -> Link:
+    def link_between(self, source: int, target: int) -> Link:
         return FREE
 
-    def held(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+    def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         return 0, 0
 
-    def resident(self, rank: int, plan: Plan) -> int:
+    def resident_bytes(self, rank: int, plan: Plan) -> int:
         return 0

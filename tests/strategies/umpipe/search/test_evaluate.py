@@ -26,8 +26,8 @@ from tests.strategies.umpipe.search.examples import (
 class Flat(CostModel):
     """A chunk takes what the network says, whatever the executor would have to run again for it."""
 
-    def duration(self, i: Instruction, plan: Plan) -> int:
-        return round(self.time(i.kind, i.stage, i.span.rows) * 1e9)
+    def duration_ns(self, i: Instruction, plan: Plan) -> int:
+        return round(self.seconds_at(i.kind, i.stage, i.span.rows) * 1e9)
 
 
 def simulated(network: Network, scheme: Scheme) -> int:

@@ -13,7 +13,7 @@ from lightning_pipes.ir import Kind, Span
 Array = npt.NDArray[np.float64]
 
 
-class Columns:
+class LayerArrays:
     """Seconds and bytes of the parts of a model: what runs before the layers, the layers, what runs after them.
 
     Args:
@@ -32,25 +32,25 @@ class Columns:
         }
         self._at: dict[tuple[Kind, int], Array] = {}
 
-    def tables(self, kind: Kind, layers: Sequence[Span], speeds: Sequence[float]) -> list[Table]:
+    def stage_tables(self, kind: Kind, layers: Sequence[Span], speeds: Sequence[float]) -> list[Table]:
         """Seconds of the stages that `layers` cuts: the sums of their parts at all rows that any part has; linear
         between them, as each part is."""
-        sums = _by_stage(self._seconds[kind], layers, np.add) / np.array(speeds or [1.0] * len(layers))[:, None]
+        sums = _reduce_by_stage(self._seconds[kind], layers, np.add) / np.array(speeds or [1.0] * len(layers))[:, None]
         return [tuple(zip(self._rows, row, strict=True)) for row in sums.tolist()]
 
-    def total(self, name: str, layers: Sequence[Span]) -> list[float]:
+    def stage_sums(self, name: str, layers: Sequence[Span]) -> list[float]:
         """The sum of a number over each stage."""
-        return list(_by_stage(self._numbers[name], layers, np.add).tolist())
+        return list(_reduce_by_stage(self._numbers[name], layers, np.add).tolist())
 
-    def most(self, name: str, layers: Sequence[Span]) -> list[float]:
+    def stage_maxima(self, name: str, layers: Sequence[Span]) -> list[float]:
         """The largest number of each stage."""
-        return list(_by_stage(self._numbers[name], layers, np.maximum).tolist())
+        return list(_reduce_by_stage(self._numbers[name], layers, np.maximum).tolist())
 
-    def of_layers(self, name: str) -> Array:
+    def layer_values(self, name: str) -> Array:
         """A number of each layer; not of what runs before and after."""
         return self._numbers[name][1:-1]
 
-    def at(self, kind: Kind, rows: int) -> Array:
+    def seconds_at(self, kind: Kind, rows: int) -> Array:
         """Seconds of each part for one number of rows."""
         known = self._at.get((kind, rows))
         if known is None:
@@ -58,7 +58,7 @@ class Columns:
         return known
 
 
-def _by_stage(values: Array, layers: Sequence[Span], join: np.ufunc) -> Array:
+def _reduce_by_stage(values: Array, layers: Sequence[Span], join: np.ufunc) -> Array:
     """Of each stage, all its parts joined; the first stage has what runs before the layers, the last what runs after.
     Where a stage is empty, zeros."""
     starts = np.array([span.start + 1 for span in layers])

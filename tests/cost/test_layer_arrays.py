@@ -39,14 +39,14 @@ def test_stages_are_the_sums_of_their_layers(seed):
     profile = ModelProfile(tuple(layers), before, after)
     cuts = [Span(0, 2), Span(2, 2), Span(2, 7), Span(7, 7)]  # the second stage is empty, the last but for the loss
     speeds = (1.0, 2.0, 0.5, 3.0)
-    costs = profile.costs(cuts, speeds)
+    costs = profile.stage_costs(cuts, speeds)
     parts = [(before, *layers[0:2]), (), layers[2:7], (after,)]
     for stage, own in enumerate(parts):
         for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
             for rows in (1, 3, 16, 32):
                 wanted = sum(ModelProfile((part,)).seconds(kind, 0, rows) for part in own) / speeds[stage]
-                assert costs.time(kind, stage, rows) == pytest.approx(wanted, rel=1e-12, abs=1e-15)
-        assert costs.time(Kind.STEP, stage) == pytest.approx(sum(part.step for part in own) / speeds[stage])
+                assert costs.seconds_at(kind, stage, rows) == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+        assert costs.seconds_at(Kind.STEP, stage) == pytest.approx(sum(part.step for part in own) / speeds[stage])
         assert costs.weight_bytes[stage] == sum(part.weight_bytes for part in own)
         assert costs.state_bytes[stage] == sum(part.gradient_bytes + part.optimizer_bytes for part in own)
         assert costs.working_bytes[stage] == max((part.working[0][1] / 8 for part in own), default=0)

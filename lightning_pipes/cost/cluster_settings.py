@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lightning_pipes.cost.cluster import Cluster
 from lightning_pipes.cost.links.link import FREE, Link
-from lightning_pipes.cost.units import as_bytes, as_rate, as_seconds, named
+from lightning_pipes.cost.units import parse_bytes, parse_rate, parse_seconds, parse_setting
 from lightning_pipes.ir import InputError, shown
 
 LinkSettings = Mapping[str, str | float]
@@ -30,8 +30,8 @@ def make_cluster(
     Raises:
         InputError: no hosts or devices, or a unit that nobody knows; names the setting.
     """
-    size = None if memory is None else named("memory", as_bytes, memory)
-    return Cluster.homogeneous(hosts, devices_per_host, size, _link("inside", inside), _link("between", between))
+    size = None if memory is None else parse_setting("memory", parse_bytes, memory)
+    return Cluster.from_counts(hosts, devices_per_host, size, _link("inside", inside), _link("between", between))
 
 
 def _link(name: str, settings: LinkSettings | None) -> Link:
@@ -42,5 +42,5 @@ def _link(name: str, settings: LinkSettings | None) -> Link:
     unknown = sorted(map(str, set(settings) - {"bandwidth", "latency"}))
     if unknown:
         raise InputError(f"{name}.{unknown[0]}: a link has bandwidth and latency")
-    bandwidth = named(f"{name}.bandwidth", as_rate, settings.get("bandwidth", "inf"))
-    return Link(bandwidth, named(f"{name}.latency", as_seconds, settings.get("latency", 0.0)))
+    bandwidth = parse_setting(f"{name}.bandwidth", parse_rate, settings.get("bandwidth", "inf"))
+    return Link(bandwidth, parse_setting(f"{name}.latency", parse_seconds, settings.get("latency", 0.0)))

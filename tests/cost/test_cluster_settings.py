@@ -7,15 +7,15 @@ import math
 import pytest
 
 from lightning_pipes.cost import FREE, Link
-from lightning_pipes.cost.clusters import make_cluster
+from lightning_pipes.cost.cluster_settings import make_cluster
 from lightning_pipes.ir import PlanError
 
 
 def test_a_cluster_with_units():
     cluster = make_cluster(2, 3, "16GiB", {"bandwidth": "300GB/s"}, {"bandwidth": "100Gbit/s", "latency": "10us"})
     assert [(device.host, device.memory) for device in cluster.devices] == [(h, 2**34) for h in "000111"]
-    assert cluster.link(0, 2) == Link(3e11)
-    assert cluster.link(2, 3) == cluster.link(3, 2) == Link(1.25e10, 1e-5)
+    assert cluster.link_between(0, 2) == Link(3e11)
+    assert cluster.link_between(2, 3) == cluster.link_between(3, 2) == Link(1.25e10, 1e-5)
 
 
 def test_everything_is_free_by_default():

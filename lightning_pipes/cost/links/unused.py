@@ -9,7 +9,9 @@ from lightning_pipes.cost.links.link import Link
 from lightning_pipes.ir import Kind, Plan
 
 
-def in_vain(plan: Plan, links: Mapping[tuple[int, int], Link], link: Link, sized: Collection[Kind]) -> Iterator[str]:
+def unused_link_warnings(
+    plan: Plan, links: Mapping[tuple[int, int], Link], link: Link, sized: Collection[Kind]
+) -> Iterator[str]:
     """A sentence on links that join no neighbours, and one on a bandwidth where messages have no bytes.
 
     Args:
@@ -19,10 +21,10 @@ def in_vain(plan: Plan, links: Mapping[tuple[int, int], Link], link: Link, sized
     joined = {(a, b) for a, b, _ in plan.links}
     unused = sorted(pair for pair in links if pair not in joined)
     if unused:
-        there = _some(sorted(joined)) or "none, as all stages are on one rank"
+        there = _short_list(sorted(joined)) or "none, as all stages are on one rank"
         yield (
-            f"links has {_some(unused)}, over which no message of this plan goes: neighbouring stages are on the ranks "
-            f"{there}. Such a link changes nothing; name the ranks of neighbours, or leave it out"
+            f"links has {_short_list(unused)}, over which no message of this plan goes: neighbouring stages are on the "
+            f"ranks {there}. Such a link changes nothing; name the ranks of neighbours, or leave it out"
         )
     for a, b, kind in plan.links:
         bandwidth = links.get((a, b), link).bandwidth
@@ -36,5 +38,5 @@ def in_vain(plan: Plan, links: Mapping[tuple[int, int], Link], link: Link, sized
             return  # all others are told by this
 
 
-def _some(pairs: list[tuple[int, int]]) -> str:
+def _short_list(pairs: list[tuple[int, int]]) -> str:
     return ", ".join(map(str, pairs[:6])) + (", ..." if pairs[6:] else "")

@@ -25,7 +25,9 @@ def read_object(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def check_written(what: str, found: object, kinds: Mapping[str, Any], optional: Collection[str] = ()) -> dict[str, Any]:
+def check_json_fields(
+    what: str, found: object, kinds: Mapping[str, Any], optional: Collection[str] = ()
+) -> dict[str, Any]:
     """The entries of what was read, each as its type says; lists as tuples where that is a tuple.
 
     Args:

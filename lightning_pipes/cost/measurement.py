@@ -27,7 +27,7 @@ Latency = Callable[[Instruction, Plan], int]
 
 
 @runtime_checkable
-class Recorded(Protocol):
+class RecordedTimeline(Protocol):
     """The measurements that a model is made from; a `Timeline` is one."""
 
     @property
@@ -53,15 +53,15 @@ class Measurement(NamedTuple):
     overhead: float | None
 
     @classmethod
-    def of(cls, timelines: Iterable[Recorded], latency: Latency) -> Measurement:
+    def from_timelines(cls, timelines: Iterable[RecordedTimeline], latency: Latency) -> Measurement:
         """The numbers of `timelines`."""
         computed: list[tuple[Instruction, int, Plan]] = []
         sent: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         alike: dict[tuple[Kind, int], dict[tuple[Pass, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
         waited: list[int] = []
         for timeline in timelines:
-            waited += lags(timeline)
-            for i, took in _occupied(timeline, latency):
+            waited += dispatch_delays(timeline)
+            for i, took in _occupancy_ns(timeline, latency):
                 if i.kind in COMPUTE:
                     computed.append((i, took, timeline.plan))
                     alike[i.kind, i.stage][tuple(passes(i, timeline.plan))].append(took)
@@ -75,17 +75,20 @@ class Measurement(NamedTuple):
                 points[0] = 0.0
         return cls(
             {key: tuple(sorted(points.items())) for key, points in tables.items()},
-            {key: tuple(ratio for times in by.values() for ratio in _ratios(times)) for key, by in alike.items()},
+            {
+                key: tuple(ratio for times in by.values() for ratio in _ratios_to_median(times))
+                for key, by in alike.items()
+            },
             median(waited) / 1e9 if waited else None,
         )
 
 
-def durations(timeline: Recorded, latency: Latency) -> dict[Instruction, float]:
+def operation_seconds(timeline: RecordedTimeline, latency: Latency) -> dict[Instruction, float]:
     """Seconds of each operation of a timeline."""
-    return {i: took / 1e9 for i, took in _occupied(timeline, latency)}
+    return {i: took / 1e9 for i, took in _occupancy_ns(timeline, latency)}
 
 
-def _occupied(timeline: Recorded, latency: Latency) -> Iterable[tuple[Instruction, int]]:
+def _occupancy_ns(timeline: RecordedTimeline, latency: Latency) -> Iterable[tuple[Instruction, int]]:
     """Nanoseconds that each computation occupies its rank, and each message its link."""
     for _, i, start, end in timeline.events:
         if i.kind in COMPUTE:
@@ -94,7 +97,7 @@ def _occupied(timeline: Recorded, latency: Latency) -> Iterable[tuple[Instructio
             yield i, max(0, end - start - latency(i, timeline.plan))
 
 
-def _ratios(times: Sequence[float]) -> list[float]:
+def _ratios_to_median(times: Sequence[float]) -> list[float]:
     usual = median(times)
     return [took / usual for took in times] if usual else [1.0] * len(times)
 
@@ -110,7 +113,7 @@ def times_of_passes(
     found: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     later: list[tuple[Instruction, float, tuple[Pass, ...]]] = []
 
-    def share(i: Instruction, took: float, each: Sequence[Pass]) -> None:
+    def add_passes(i: Instruction, took: float, each: Sequence[Pass]) -> None:
         for rows, _ in each:
             found[i.kind, i.stage][rows].append(took if len(each) == 1 else took * rows / i.span.rows)
 
@@ -119,18 +122,18 @@ def times_of_passes(
         if i.kind in RECOMPUTES and any(again for _, again in each):
             later.append((i, took, each))
         else:
-            share(i, took, each)
+            add_passes(i, took, each)
     forward: dict[int, Table] = {}
     for i, took, each in later:
         if i.stage not in forward:
             points = {rows: median(times) for rows, times in found[Kind.F, i.stage].items()}
             forward[i.stage] = tuple(sorted(({0: 0.0} | points if len(points) == 1 else points).items()))
         again = sum(at_rows(forward[i.stage], rows) for rows, runs_again in each if runs_again)
-        share(i, max(0.0, took - again), each)
+        add_passes(i, max(0.0, took - again), each)
     return {key: by for key, by in found.items() if by}
 
 
-def lags(timeline: Recorded, of: Set[Kind] = COMPUTE) -> list[int]:
+def dispatch_delays(timeline: RecordedTimeline, of: Set[Kind] = COMPUTE) -> list[int]:
     """Nanoseconds from the moment when a computation had its inputs and its rank was free until it started, for those
     kinds of computations."""
     arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SENDS}

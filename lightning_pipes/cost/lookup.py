@@ -11,7 +11,7 @@ from lightning_pipes.ir import InputError, check_type, shown
 _T = TypeVar("_T")
 
 
-def known(things: Mapping[str, _T], name: str, what: str) -> _T:
+def lookup_name(things: Mapping[str, _T], name: str, what: str) -> _T:
     """The entry `name`, however it is capitalised.
 
     Raises:
