@@ -109,7 +109,7 @@ class ModelProfile:
 
     def stage_costs(self, layers: Sequence[Span], speeds: Sequence[float] = ()) -> CostModel:
         """Seconds and bytes of the stages that `layers` cuts; `speeds` divide the times of each stage, and links are
-        free until `CostModel.on` gives some."""
+        free until `CostModel.on_cluster` gives some."""
         columns = self.layer_arrays
         seconds = {
             (kind, stage): table
