@@ -68,7 +68,8 @@ def spread(order: Program | Policy, plan: Plan, costs: CostModel, *, draws: int 
     check_count("draws", draws)
     if not costs.scatter:
         raise InputError(
-            "the cost model has no scatter to draw from; CostModel.from_timelines(timelines) takes it from what ran, or give "
+            "the cost model has no scatter to draw from; CostModel.from_timelines(timelines) takes it from what ran, "
+            "or give "
             "scatter={(Kind.F, 0): (1.0, 1.0, 1.4), ...}, multiples of seconds"
         )
     if isinstance(order, Program):

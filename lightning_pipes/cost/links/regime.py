@@ -80,8 +80,8 @@ def regime_named(name: str) -> Regime:
 
 
 def regime_of(there: Link, back: Link) -> Regime:
-    """The regime of two ranks, by the links in both directions as `Costs.link_between` has them; of the first one, where
-    only one of them blocks."""
+    """The regime of two ranks, by the links in both directions as `Costs.link_between` has them; of the first one,
+    where only one of them blocks."""
     shares = bool(there.wire) and there.wire == back.wire
     return {
         (False, False): Regime.ASYNCHRONOUS,
