@@ -60,8 +60,6 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "registration",
     ],
 }
-MOST_FILES = 16
-"""Of a folder that can still be overlooked; with `__init__`."""
 TORCHLESS = {"ir", "cost", "sim", "planning", "strategies"}
 FORBIDDEN = {
     **{part: {"torch", "lightning", "torchmetrics", "hydra", "omegaconf", "optuna"} for part in TORCHLESS},
@@ -147,12 +145,6 @@ def dotted(path: Path) -> str:
 def test_no_file_imports_itself_by_way_of_others() -> None:
     of = {dotted(path): path for part in LAYERS for path in files(part) if path.name != "__init__.py"}
     TopologicalSorter({name: {*imports(path)} & {*of} - {name} for name, path in of.items()}).prepare()
-
-
-def test_a_folder_can_be_overlooked() -> None:
-    folders = {path.parent for part in LAYERS for path in files(part)}
-    sizes = {str(folder.relative_to(ROOT)): len([*folder.glob("*.py")]) for folder in folders}
-    assert {folder: n for folder, n in sizes.items() if n > MOST_FILES} == {}
 
 
 def test_strategies_import_from_below_the_line_only() -> None:
