@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from benchmarks.papers.csp.decision import decision_us
 from benchmarks.papers.csp.emulated import Report, bounds, costs, scaling, spaces, split, swaps
+from benchmarks.papers.csp.emulation.machine import load_loops
 from benchmarks.papers.csp.reproducibility import trained
-from lightning_pipes.strategies.csp.emulated.machine import load_loops
 from lightning_pipes.strategies.csp.planner import MICROBATCHES
 
 

@@ -20,6 +20,7 @@ from functools import cache, partial
 import numpy as np
 
 from benchmarks.papers.jap import run as jap_run
+from benchmarks.papers.jap.generator import random_array, random_costs
 from benchmarks.papers.jap.schemes import Costs, Epoch
 from benchmarks.papers.jap.single import Ordered, Spent
 from lightning_pipes.arrays.array_size import pieces
@@ -30,7 +31,6 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.jap import ArrayProblem, Effort, Solution, solved
-from lightning_pipes.strategies.jap.generator import random_array, random_costs
 from lightning_pipes.strategies.jap.solvers.machine import numba_kernel
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 

@@ -17,8 +17,8 @@ class SubnetPlanner(Planner):
     """The same even cut on every stage, into as many micro-batches on any number of stages: gradients are then summed
     in the same order, and weights are the same to the bit.
 
-    For the same reason it does not go by measured times, which differ from run to run. Who wants the fastest number
-    for a space asks `emulated.choosing.choose` once, and passes it as `microbatches`.
+    For the same reason it does not go by measured times, which differ from run to run. The fastest number for a
+    space comes from simulations, as in benchmarks/papers/csp/emulation/choosing.py; pass it as `microbatches`.
     """
 
     def plan(self, problem: Problem) -> Plan:

@@ -5,7 +5,6 @@ from lightning_pipes.strategies.dynpipe.choosing import choose_stages
 from lightning_pipes.strategies.dynpipe.meshes import Pricing
 from lightning_pipes.strategies.dynpipe.planner import DynPlanner
 from lightning_pipes.strategies.dynpipe.schedule import DynPipe
-from lightning_pipes.strategies.dynpipe.shares import row_shares
 from lightning_pipes.strategies.dynpipe.theory import Constants, Iterations
 
 __all__ = [
@@ -16,5 +15,4 @@ __all__ = [
     "Pricing",
     "Probe",
     "choose_stages",
-    "row_shares",
 ]

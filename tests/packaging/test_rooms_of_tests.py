@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ACROSS = {"compat", "examples", "faults", "fuzz", "gpu", "launch", "packaging", "toys"}
+ACROSS = {"benchmarks", "compat", "examples", "faults", "fuzz", "gpu", "launch", "packaging", "toys"}
 """Folders of tests that look at the whole, not at one layer."""
 OF_A_TEST = re.compile(r"\btests\.(?:\w+\.)*test_\w+|^\s*from \.[\w.]*(?: import )?\btest_\w+", re.MULTILINE)
 """A test file as a module, also in the text of a script."""

@@ -13,12 +13,12 @@ import argparse
 from time import process_time_ns
 from typing import NamedTuple
 
+from benchmarks.papers.csp.emulation.placed import fixed
+from benchmarks.papers.csp.emulation.spaces import space_of
 from lightning_pipes.engine.compute.order import ReadyOrder
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, Plan, Span, Use, prepared, window
 from lightning_pipes.strategies.csp import CSP
-from lightning_pipes.strategies.csp.emulated.placed import fixed
-from lightning_pipes.strategies.csp.emulated.spaces import space_of
 
 STAGES, RANK = 8, 3
 

@@ -1,6 +1,6 @@
 """CSP on the paper's spaces, emulated: layers of its times (Table 5) on 8 stages, against the systems that it names.
 
-Nothing is computed; `strategies/csp/emulated` says when each task would run. A micro-batch takes its share of the
+Nothing is computed; `emulation/` says when each task would run. A micro-batch takes its share of the
 batch's time and 0.2 ms; messages are free, and an update comes to another stage in twice the layer's swap time, except
 where a line says otherwise. Bubbles are those between the first tenth of the subnets and the last that still fill the
 queue; `lost` counts the fixed 0.2 ms as if idle. Micro-batches are chosen on one sample, and measured on others.
@@ -13,20 +13,13 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import NamedTuple
 
-from lightning_pipes.strategies.csp.emulated.bounds import least_bubble
-from lightning_pipes.strategies.csp.emulated.choosing import choose
-from lightning_pipes.strategies.csp.emulated.placed import Placed, balanced, fixed
-from lightning_pipes.strategies.csp.emulated.spaces import SPACES, Subnets
-from lightning_pipes.strategies.csp.emulated.stream import Rules, run
-from lightning_pipes.strategies.csp.emulated.swapped import Swaps, ahead, in_turn, nothing, one_step, swapped
-from lightning_pipes.strategies.csp.emulated.systems import (
-    SYSTEMS,
-    System,
-    bsp,
-    by_finished_list,
-    one_by_one,
-    stale_reads,
-)
+from benchmarks.papers.csp.emulation.bounds import least_bubble
+from benchmarks.papers.csp.emulation.choosing import choose
+from benchmarks.papers.csp.emulation.placed import Placed, balanced, fixed
+from benchmarks.papers.csp.emulation.spaces import SPACES, Subnets
+from benchmarks.papers.csp.emulation.stream import Rules, run
+from benchmarks.papers.csp.emulation.swapped import Swaps, ahead, in_turn, nothing, one_step, swapped
+from benchmarks.papers.csp.emulation.systems import SYSTEMS, System, bsp, by_finished_list, one_by_one, stale_reads
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
 

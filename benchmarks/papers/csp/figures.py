@@ -22,15 +22,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_pipes.strategies.csp.emulated.accesses import accesses
-from lightning_pipes.strategies.csp.emulated.bounds import least_bubble
-from lightning_pipes.strategies.csp.emulated.choosing import choose
-from lightning_pipes.strategies.csp.emulated.placed import balanced
-from lightning_pipes.strategies.csp.emulated.spaces import CV, NLP, SPACES, Space
-from lightning_pipes.strategies.csp.emulated.stream import Rules, run
-from lightning_pipes.strategies.csp.emulated.swapped import ahead, nothing, one_step, swapped
-from lightning_pipes.strategies.csp.emulated.systems import SYSTEMS, System, bsp
-from lightning_pipes.strategies.csp.emulated.theory import collisions, forced_bubble
+from benchmarks.papers.csp.emulation.accesses import accesses
+from benchmarks.papers.csp.emulation.bounds import least_bubble
+from benchmarks.papers.csp.emulation.choosing import choose
+from benchmarks.papers.csp.emulation.placed import balanced
+from benchmarks.papers.csp.emulation.spaces import CV, NLP, SPACES, Space
+from benchmarks.papers.csp.emulation.stream import Rules, run
+from benchmarks.papers.csp.emulation.swapped import ahead, nothing, one_step, swapped
+from benchmarks.papers.csp.emulation.systems import SYSTEMS, System, bsp
+from benchmarks.papers.csp.emulation.theory import collisions, forced_bubble
 
 STAGES = 8
 NAMES = [name for name in SPACES if name != "NLP.c0"]

@@ -4,7 +4,7 @@
     python benchmarks/papers/csp/mirroring.py --simulate        the paper's spaces: gains by stages and micro-batches
 
 Layers sleep as long as those of a GPU would compute, and candidates of a block differ by a factor of 12, so that few
-cores are enough for many ranks. Beside them is what the simulator of `strategies/csp/emulated` says. Weights of both
+cores are enough for many ranks. Beside them is what the simulator of `emulation/` says. Weights of both
 are compared, bit by bit.
 """
 
@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from benchmarks.papers.csp.emulation.placed import balanced, fixed
+from benchmarks.papers.csp.emulation.spaces import Kind, Space, space_of
+from benchmarks.papers.csp.emulation.stream import Rules, run
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.strategies.csp import CSP
-from lightning_pipes.strategies.csp.emulated.placed import balanced, fixed
-from lightning_pipes.strategies.csp.emulated.spaces import Kind, Space, space_of
-from lightning_pipes.strategies.csp.emulated.stream import Rules, run
 from lightning_pipes.supernets import ChoiceBlock, Explores, SubnetStream, Supernet, Uniform
 from lightning_pipes.testing.ranks import run_ranks
 

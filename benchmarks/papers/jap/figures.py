@@ -18,11 +18,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.papers.jap.generator import random_array
 from benchmarks.papers.jap.schemes import ARRAYED, MODELS, Epoch, Hardware, of_model
 from benchmarks.papers.jap.single import RECOMPUTING, SINGLE, Spent
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.strategies.jap import Effort
-from lightning_pipes.strategies.jap.generator import random_array
 from lightning_pipes.strategies.jap.solvers.genetic import Genetic, evolved
 
 Scheme = Callable[[Epoch], Spent | None]

@@ -15,6 +15,8 @@ from math import inf
 import numpy as np
 
 from benchmarks.papers.jap.bpipe import bpipe
+from benchmarks.papers.jap.generator import KINDS, batch_sizes
+from benchmarks.papers.jap.memory import Footprint, array_size, switching
 from benchmarks.papers.jap.replay import replayed
 from benchmarks.papers.jap.single import OneJob, Spent, spent_in
 from lightning_pipes.cost import Cluster, CostModel, Link
@@ -28,8 +30,6 @@ from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
 from lightning_pipes.strategies.jap import ArrayProblem, Effort, Job, problem_of, solved, streamed
-from lightning_pipes.strategies.jap.generator import KINDS, batch_sizes
-from lightning_pipes.strategies.jap.memory import Footprint, array_size, switching
 from lightning_pipes.strategies.jap.problem import Array
 
 JOBS = 64

@@ -11,14 +11,17 @@ from itertools import combinations
 import numpy as np
 
 from benchmarks.harness.pictures import Panel, Picture
+from benchmarks.papers.umpipe.networks import powers_of_two, realistic, simulated
+from benchmarks.papers.umpipe.overlap.lockstep import lockstep
+from benchmarks.papers.umpipe.overlap.memory import front
+from benchmarks.papers.umpipe.overlap.partition import Layers, joint
+from benchmarks.papers.umpipe.overlap.proof import best_merge
+from benchmarks.papers.umpipe.overlap.search import EAGER, Descent, Found, search
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
-from lightning_pipes.strategies.umpipe.networks import powers_of_two, realistic, simulated
-from lightning_pipes.strategies.umpipe.overlapped import Found, Layers, front, joint, lockstep, overlapped, search
+from lightning_pipes.strategies.umpipe.overlapped import overlapped
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
 from lightning_pipes.strategies.umpipe.overlapped.machine import FREE, fastest
-from lightning_pipes.strategies.umpipe.overlapped.proof import best_merge
 from lightning_pipes.strategies.umpipe.overlapped.run import Run, chunks_of
-from lightning_pipes.strategies.umpipe.overlapped.search import EAGER, Descent
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Memory
 from lightning_pipes.strategies.umpipe.search import gpipe, optimal
 

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.harness.pictures import Panel, Picture
 from benchmarks.papers.umpipe.chains import best_by_trying
+from benchmarks.papers.umpipe.networks import Tables, powers_of_two, realistic, simulated
 from lightning_pipes.strategies.umpipe.network import Network
-from lightning_pipes.strategies.umpipe.networks import Tables, powers_of_two, realistic, simulated
 from lightning_pipes.strategies.umpipe.search import (
     Evolved,
     Genetic,

@@ -8,11 +8,11 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from benchmarks.papers.csp.emulation.placed import balanced
+from benchmarks.papers.csp.emulation.spaces import space_of
 from lightning_pipes.ir import Delayed, Plan, Span, Use
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.strategies.csp.cutting import balanced_cut
-from lightning_pipes.strategies.csp.emulated.placed import balanced
-from lightning_pipes.strategies.csp.emulated.spaces import space_of
 
 LAYERS = (Span(0, 2), Span(2, 4), Span(4, 6))
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from benchmarks.papers.jap.generator import batch_sizes, random_array, random_costs
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, DeadlockError, Kind, Plan, PlanError, verify
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.jap.costs import ArrayCosts, plan_of, program_of
-from lightning_pipes.strategies.jap.generator import batch_sizes, random_array, random_costs
 from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
 from lightning_pipes.strategies.jap.solvers import rules
 from lightning_pipes.strategies.jap.solvers.machine import PYTHON

@@ -5,9 +5,9 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from benchmarks.papers.jap.generator import random_array
 from lightning_pipes.ir import PlanError
 from lightning_pipes.strategies.jap import Effort, solved
-from lightning_pipes.strategies.jap.generator import random_array
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 from lightning_pipes.strategies.jap.solvers.bounds import interrupted, lower_bound, two_stages
 from lightning_pipes.strategies.jap.solvers.branch import branched

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
+from benchmarks.papers.jap.generator import batch_sizes, random_costs
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import Cut, Kind, PlanError, verify
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.jap import Job, streamed
-from lightning_pipes.strategies.jap.generator import batch_sizes, random_costs
 
 SAMPLES = 384
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.papers.umpipe.networks import powers_of_two, realistic, simulated
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.umpipe.network import Network
-from lightning_pipes.strategies.umpipe.networks import powers_of_two, realistic, simulated
 from lightning_pipes.strategies.umpipe.search import exact
 from lightning_pipes.strategies.umpipe.search.chain import chains
 from lightning_pipes.strategies.umpipe.search.evaluate import ended, evaluated

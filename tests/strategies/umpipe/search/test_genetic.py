@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.papers.umpipe.networks import realistic, simulated
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.umpipe.networks import realistic, simulated
 from lightning_pipes.strategies.umpipe.search.evaluate import ended, evaluated
 from lightning_pipes.strategies.umpipe.search.exact import optimal
 from lightning_pipes.strategies.umpipe.search.genetic import METHODS, Genetic, evolved

@@ -1,0 +1,274 @@
+"""The event loop of a stream whose layers take turns on devices; see `swapped`."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+
+from benchmarks.papers.csp.emulation.placed import Placed
+from benchmarks.papers.csp.emulation.predictor import Pending, Predictor, Task, Waiting
+from benchmarks.papers.csp.emulation.residents import Layer, Needs, Residents
+from benchmarks.papers.csp.emulation.stream import Rules
+
+Make = Callable[[int], Predictor]
+"""The predictor of each stage."""
+
+
+class Stage:
+    """Where a stage is."""
+
+    def __init__(self, residents: Residents, predictor: Predictor) -> None:
+        self.residents = residents
+        self.predictor = predictor
+        self.oldest = 0
+        self.forwards = 0  # that have begun
+        self.held = 0  # micro-batches between forward and backward
+        self.task: Task | None = None  # that runs
+        self.due: Task | None = None  # the first that is ready where none runs
+        self.since = -1  # when the stage began to wait for layers
+        self.counted: set[Task] = set()  # those that have not begun
+        self.last: tuple[int, bool] | None = None
+        self.wanted: tuple[int, ...] = ()
+        self.load = 0  # number of the load on its way
+        self.saving: deque[Layer] = deque()
+        self.told: dict[int, tuple[Pending, ...]] = {}
+        self.telling: tuple[Pending, ...] = ()
+
+
+class Swapping:
+    """The whole stream; `run` it once."""
+
+    def __init__(self, placed: Placed, rules: Rules, contexts: float, make: Make, jitter: float, seed: int) -> None:
+        self.placed, self.rules = placed, rules
+        subnets = placed.subnets
+        self.n, self.stages, self.m = len(subnets), placed.stages, rules.microbatches
+        choices = int(subnets.choices.max()) + 1
+        layers = subnets.choices + choices * np.arange(subnets.blocks)[None, :]
+        self.sizes: dict[Layer, int] = dict(zip(layers.ravel().tolist(), subnets.swap.ravel().tolist(), strict=True))
+        last = subnets.last_user if rules.checks else np.full_like(subnets.choices, -1)  # else any version will do
+        self.needs: list[list[Needs]] = [
+            [
+                dict(zip(layers[y, a:b].tolist(), last[y, a:b].tolist(), strict=True))
+                for a, b in zip(placed.cuts[y, :-1], placed.cuts[y, 1:], strict=True)
+            ]
+            for y in range(self.n)
+        ]
+        self.next_user = [
+            dict(zip(layers[y].tolist(), subnets.next_user[y].tolist(), strict=True)) for y in range(self.n)
+        ]
+        self.where = [dict(zip(layers[y].tolist(), placed.stage_of[y].tolist(), strict=True)) for y in range(self.n)]
+        self.hosts: list[dict[Layer, int]] = [{} for _ in range(self.stages)]  # versions
+        self.owed = [[Counter(x for x in needs.values() if x >= 0) for needs in each] for each in self.needs]
+        self.waits = [[frozenset(owed) for owed in each] for each in self.owed]
+        mean = subnets.swap.sum() / self.n / self.stages
+        self.at: list[Stage] = []
+        for stage in range(self.stages):
+            largest = max(sum(self.sizes[layer] for layer in needs[stage]) for needs in self.needs)
+            room = max(int(contexts * mean), largest)
+            self.at.append(Stage(Residents(room, self.sizes), make(stage)))
+        rng = np.random.default_rng(seed)
+        shape = 2, self.n, self.stages, self.m
+        noise = 1 + jitter * rng.uniform(-1, 1, shape) if jitter else np.ones(shape)
+        times = np.stack([placed.forward, placed.backward])[..., None] // self.m + rules.overhead
+        self.times = np.rint(times * noise).astype(np.int64)
+        self.here = [([0] * self.n, [0] * self.n) for _ in range(self.stages)]  # inputs and gradients that have come
+        self.here[0] = [self.m] * self.n, [0] * self.n
+        self.begun = [([0] * self.n, [0] * self.n) for _ in range(self.stages)]
+        self.over = [[0] * self.n for _ in range(self.stages)]  # backwards
+        self.starts = np.full(shape, -1, np.int64)
+        self.free = {(backward, stage): 0 for backward in (False, True) for stage in range(self.stages)}
+        self.agenda: list[tuple[int, int, str, int, tuple[int, ...]]] = []
+        self.events = 0
+        self.now = self.end = self.late = self.stalled = 0
+        self.tasks, self.contexts = [0, 0], [0, 0]
+
+    def run(self) -> None:
+        """From the first event to the last."""
+        touched = {*range(self.stages)}
+        while True:
+            for stage in sorted(touched):
+                self.decide(stage)
+            touched.clear()
+            if not self.agenda:
+                return
+            self.now = self.agenda[0][0]
+            while self.agenda and self.agenda[0][0] == self.now:
+                _, _, what, stage, numbers = heappop(self.agenda)
+                touched.add(stage)
+                getattr(self, what)(stage, *numbers)
+
+    def after(self, delay: int, what: str, stage: int, *numbers: int) -> None:
+        self.events += 1
+        heappush(self.agenda, (self.now + delay, self.events, what, stage, numbers))
+
+    def decide(self, stage: int) -> None:
+        """Starts the first task that is ready and has its layers, if the stage is free; the layers of the first one
+        that is ready are demanded meanwhile. So a stage waits only where no task that it could run has its layers."""
+        at = self.at[stage]
+        if at.task is None:
+            at.due = None
+            for task in self.ready(stage):
+                here = not at.residents.missing(self.needs[task.subnet][stage])
+                if at.due is None:
+                    at.due = task
+                    self.count(stage, task)
+                if here:
+                    self.start(stage, task)
+                    break
+            if at.due is not None and at.task is None:
+                at.since = self.now if at.since < 0 else at.since
+            elif at.task is None:
+                at.wanted = at.predictor.idle(self.queue(stage)).wanted
+        self.move(stage)
+
+    def ready(self, stage: int) -> Iterator[Task]:
+        """In the order of `CSP`."""
+        at, rules = self.at[stage], self.rules
+        until = (at.oldest // rules.bulk + 1) * rules.bulk if rules.bulk else at.oldest + rules.depth
+        until = min(until, self.n)
+        for backward in (1, 0):
+            here, begun = self.here[stage][backward], self.begun[stage][backward]
+            if backward and rules.forwards_first and at.forwards < until * self.m:
+                continue
+            if not backward and rules.held and at.held >= rules.held[stage]:
+                continue
+            for y in range(at.oldest, until):
+                k = begun[y]
+                if here[y] > k and (backward or k or not rules.checks or not self.waits[y][stage]):
+                    yield Task(y, bool(backward), k)
+
+    def count(self, stage: int, task: Task) -> None:
+        """Counts what is there when a task is due, once for each."""
+        at = self.at[stage]
+        if task in at.counted:
+            return
+        at.counted.add(task)
+        needs = self.needs[task.subnet][stage]
+        missing = at.residents.missing(needs)
+        for count in [self.tasks] if at.last == task[:2] else [self.tasks, self.contexts]:
+            count[0] += len(needs) - len(missing)
+            count[1] += len(needs)
+        loading = at.residents.loading
+        self.late += loading is not None and loading.layer in missing
+
+    def start(self, stage: int, task: Task) -> None:
+        """Runs it, and asks what comes after it."""
+        at = self.at[stage]
+        self.count(stage, task)
+        at.counted.remove(task)
+        if at.since >= 0:
+            self.stalled += self.now - at.since
+            at.since = -1
+        y, backward, k = task
+        at.task, at.last = task, (y, backward)
+        at.residents.use(self.needs[y][stage])
+        self.begun[stage][backward][y] += 1
+        at.forwards += not backward
+        at.held += not backward
+        self.starts[int(backward), y, stage, k] = self.now
+        self.after(int(self.times[int(backward), y, stage, k]), "ended", stage)
+        told = at.told.pop(y, ()) if backward else ()
+        said = at.predictor.before(task, self.queue(stage), told)
+        at.wanted = tuple(z for z in said.wanted if z != y)
+        at.telling = said.pending
+
+    def queue(self, stage: int) -> list[Waiting]:
+        """Subnets that have not begun on the stage: those whose input has come, and then those that will."""
+        at = self.at[stage]
+        until = min(at.oldest + self.rules.depth, self.n)
+        unbegun = [y for y in range(at.oldest, until) if not self.begun[stage][0][y]]
+        unbegun.sort(key=lambda y: not self.here[stage][0][y])
+        return [Waiting(y, self.waits[y][stage]) for y in unbegun]
+
+    def move(self, stage: int) -> None:
+        """Begins the next load, if something is to be loaded."""
+        at = self.at[stage]
+        residents, host = at.residents, self.hosts[stage]
+        first = at.task or at.due
+        demanded: Needs = {} if first is None else self.needs[first.subnet][stage]
+
+        def loadable(layer: Layer, version: int) -> bool:
+            return version < 0 or host.get(layer, -1) >= version
+
+        if residents.loading is not None:
+            waits = at.task is None and at.due is not None
+            if not waits or not any(loadable(each, demanded[each]) for each in residents.missing(demanded)):
+                return
+            if residents.loading.layer in demanded:
+                return
+            residents.abort()
+        wanted: Sequence[Needs] = [self.needs[y][stage] for y in at.wanted]
+        load = residents.next_load(demanded, wanted, loadable)
+        if load is not None:
+            residents.begin(load)
+            at.load += 1
+            self.after(self.sizes[load.layer], "loaded", stage, at.load)
+
+    def loaded(self, stage: int, number: int) -> None:
+        if number == self.at[stage].load and self.at[stage].residents.loading is not None:
+            self.at[stage].residents.end()
+
+    def save(self, stage: int) -> None:
+        self.after(self.sizes[self.at[stage].saving[0]], "saved", stage)
+
+    def saved(self, stage: int) -> None:
+        at = self.at[stage]
+        at.residents.saved(at.saving.popleft())
+        if at.saving:
+            self.save(stage)
+
+    def come(self, stage: int, backward: int, y: int) -> None:
+        self.here[stage][backward][y] += 1
+
+    def updated(self, stage: int, layer: Layer, version: int) -> None:
+        """The update that the next user of a layer waits for has come to its stage."""
+        self.hosts[stage][layer] = version
+        self.at[stage].residents.renewed(layer, version)
+        later = self.next_user[version][layer]
+        owed = self.owed[later][stage]
+        owed[version] -= 1
+        if not owed[version]:
+            del owed[version]
+            self.waits[later][stage] = frozenset(owed)
+
+    def ended(self, stage: int) -> None:
+        at, rules = self.at[stage], self.rules
+        assert at.task is not None
+        y, backward, _ = at.task
+        at.task = None
+        self.end = max(self.end, self.now)
+        to = stage - 1 if backward else stage + 1
+        if 0 <= to < self.stages:
+            link = backward, stage
+            self.free[link] = max(self.now, self.free[link]) + rules.message // self.m
+            self.after(self.free[link] + rules.latency - self.now, "come", to, int(backward), y)
+            if backward and at.telling:
+                self.at[to].told[y] = at.telling
+                at.telling = ()
+        elif not backward:
+            self.here[stage][1][y] += 1
+        if backward:
+            at.held -= 1
+            self.over[stage][y] += 1
+            if self.over[stage][y] == self.m:
+                self.step(stage, y)
+
+    def step(self, stage: int, y: int) -> None:
+        """The subnet steps its layers: they are saved, and sent to where they are used next."""
+        at = self.at[stage]
+        idle = not at.saving
+        for layer in self.needs[y][stage]:
+            at.residents.stepped(layer, y if self.rules.checks else -1)
+            at.saving.append(layer)
+            self.hosts[stage][layer] = y
+            later = self.next_user[y][layer]
+            if later >= 0 and self.rules.checks:
+                there = self.where[later][layer]
+                self.after(self.rules.moving * self.sizes[layer] * (there != stage), "updated", there, layer, y)
+        if idle and at.saving:
+            self.save(stage)
+        while at.oldest < self.n and self.over[stage][at.oldest] == self.m:
+            at.oldest += 1

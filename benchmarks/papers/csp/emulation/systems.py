@@ -1,0 +1,106 @@
+"""CSP and the systems that it is compared with, on the same subnets (NASPipe, S5.1): in the order of computations;
+what they train differs, for only CSP and one subnet after another keep the order of reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.papers.csp.emulation.placed import Placed, balanced, fixed
+from benchmarks.papers.csp.emulation.spaces import Subnets
+from benchmarks.papers.csp.emulation.stream import Ran, Rules, Waits, run
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Kind, Plan, prepared
+from lightning_pipes.sim import makespans, priced
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.strategies.zero_bubble import ZeroBubble
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to run a stream.
+
+    Attributes:
+        cut: from subnets and a number of stages to who computes which blocks.
+        rules: what it makes of the rules of CSP, given the number of stages.
+    """
+
+    cut: Callable[[Subnets, int], Placed]
+    rules: Callable[[Rules, int], Rules] = lambda rules, stages: rules
+
+    def run(self, subnets: Subnets, stages: int, rules: Rules) -> Ran:
+        """The stream, with the micro-batches and costs of `rules`."""
+        return run(self.cut(subnets, stages), self.rules(rules, stages))
+
+
+def bsp(bulk: int | None = None, forwards_first: bool = True) -> System:
+    """Bulks of so many subnets, one for each stage by default, all with the weights at the bulk's start, and a flush
+    after each (the paper's GPipe, which runs all forwards first); blocks stay on their stages."""
+
+    def rules(rules: Rules, stages: int) -> Rules:
+        return replace(rules, checks=False, bulk=bulk or stages, forwards_first=forwards_first)
+
+    return System(fixed, rules)
+
+
+def one_f_one_b(rules: Rules, stages: int) -> Rules:
+    """1F1B across subnets, on whatever weights are there (the paper's PipeDream)."""
+    return replace(rules, checks=False, depth=2 * stages, held=tuple(range(stages, 0, -1)))
+
+
+SYSTEMS = {
+    "CSP": System(balanced),
+    "BSP": bsp(),
+    "ASP": System(fixed, one_f_one_b),
+    "without scheduler": System(balanced, lambda rules, stages: replace(rules, depth=1)),
+    "without mirroring": System(fixed),
+}
+"""By name; without scheduler the next subnet enters when the one before has left."""
+
+
+def one_by_one(placed: Placed, rules: Rules, schedule: OneFOneB | ZeroBubble) -> float:
+    """Subnets a second, one after another, by a schedule that flushes. A backward in two parts takes half its time in
+    each; messages take no time."""
+    subnets, stages, m = placed.subnets, placed.stages, rules.microbatches
+    plan = prepared(Plan.even(stages, m), schedule)
+    program = schedule.program(plan)
+    parts = 2 if plan.split_backward else 1
+    columns = []
+    for i in priced(program, plan):
+        if i.kind is Kind.F:
+            columns.append(placed.forward[:, i.stage] // m + rules.overhead)
+        elif i.kind in (Kind.B, Kind.I, Kind.W):
+            columns.append(placed.backward[:, i.stage] // m // parts + rules.overhead)
+        else:
+            columns.append(np.zeros(len(subnets), np.int64))
+    times = np.stack(columns, axis=1).astype(np.int64)
+    took = makespans(program, plan, CostModel.uniform(stages, 1e-9, 1e-9), times)
+    return float(len(subnets) / took.sum() * 1e9)
+
+
+def by_finished_list(placed: Placed, depth: int) -> Waits:
+    """A forward waits until its stage has finished all earlier subnets that use any of its layers there, on whatever
+    stage these had it: Algorithm 2 as printed."""
+    n, stages = len(placed.subnets), placed.stages
+    sources, targets = [], []
+    for y in range(n):
+        for x in range(max(0, y - depth + 1), y):
+            shared = placed.subnets.choices[x] == placed.subnets.choices[y]
+            for stage in np.unique(placed.stage_of[y, shared]):
+                sources.append(x * stages + stage)
+                targets.append(y * stages + stage)
+    numbers = np.array(sources, np.int64), np.array(targets, np.int64)
+    return Waits.of(*numbers, np.zeros(len(sources), np.int64), n * stages)
+
+
+def stale_reads(ran: Ran) -> int:
+    """How many layers a forward has read before they had the update of the last subnet before that uses them."""
+    placed = ran.placed
+    users, blocks = np.nonzero(placed.subnets.last_user >= 0)
+    last = placed.subnets.last_user[users, blocks]
+    here, there = placed.stage_of[last, blocks], placed.stage_of[users, blocks]
+    moving = np.where(here == there, 0, ran.rules.moving * placed.subnets.swap[users, blocks])
+    updated = ran.stepped[last, here] + moving
+    return int((ran.forwards[0].min(axis=2)[users, there] < updated).sum())

@@ -1,0 +1,49 @@
+"""Orders of accesses to a layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.papers.csp.emulation.accesses import accesses
+from benchmarks.papers.csp.emulation.spaces import NLP, Kind, Space, Subnets
+from benchmarks.papers.csp.emulation.stream import Rules
+from benchmarks.papers.csp.emulation.systems import SYSTEMS, bsp
+
+
+def shared_by(*users: int) -> Subnets:
+    """Nine subnets, of which these share the first layer, and nobody anything else."""
+    choices = np.tile(np.arange(1, 10)[:, None], (1, 16))
+    choices[list(users), 0] = 0
+    return Space("apart", 16, 10, NLP).subnets(choices)
+
+
+def test_a_layer_that_2_5_and_7_use() -> None:
+    """Table 4: CSP reads and writes as one after another on any number of stages, and the others do not."""
+    subnets = shared_by(2, 5, 7)
+    in_order = "2F-2B-5F-5B-7F-7B"
+    found = {s: accesses(SYSTEMS["CSP"].run(subnets, s, Rules()), 0, 0) for s in (1, 2, 4, 8, 16)}
+    assert set(found.values()) == {in_order}
+    assert accesses(bsp(8).run(subnets, 8, Rules()), 0, 0) == "2F-5F-7F-2B-5B-7B"
+    assert accesses(bsp(4).run(subnets, 4, Rules()), 0, 0) == "2F-2B-5F-7F-5B-7B"
+    stale = {s: accesses(SYSTEMS["ASP"].run(subnets, s, Rules()), 0, 0) for s in (4, 8)}
+    assert stale[4] != stale[8]
+    assert in_order not in stale.values()
+
+
+@pytest.mark.parametrize("stages", [1, 4, 8])
+@pytest.mark.parametrize("m", [1, 3])
+def test_every_layer_is_accessed_as_one_after_another(stages: int, m: int) -> None:
+    subnets = Space("small", 16, 5, NLP).draw(25, 0)
+    ran = SYSTEMS["CSP"].run(subnets, stages, Rules(m))
+    for block in range(16):
+        for choice in range(5):
+            users = np.flatnonzero(subnets.choices[:, block] == choice)
+            assert accesses(ran, block, choice) == "-".join(f"{y}F-{y}B" for y in users)
+
+
+def test_a_subnet_reads_from_its_first_forward_on_and_writes_after_its_last_backward() -> None:
+    """Stage 0: F0.0 F0.1 B0.0 F1.0 B0.1 F1.1 B1.0 B1.1."""
+    subnets = Space("same", 2, 1, (Kind("equal", 1.0, 1.0, 0.0),)).draw(2, 0)
+    ran = SYSTEMS["ASP"].run(subnets, 2, Rules(2, overhead=0))
+    assert accesses(ran, 0, 0) == "0F-1F-0B-1B"

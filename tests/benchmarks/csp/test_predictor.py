@@ -1,0 +1,128 @@
+"""Predictions, by hand."""
+
+from __future__ import annotations
+
+from benchmarks.papers.csp.emulation.predictor import (
+    Ahead,
+    InTurn,
+    Nothing,
+    OneStep,
+    Pending,
+    Prediction,
+    Task,
+    Waiting,
+    admissible,
+    looks_ahead,
+)
+
+
+def queue(**waits: set[int]) -> list[Waiting]:
+    """q0={1} waits for 1, and so on."""
+    return [Waiting(int(name[1:]), frozenset(each)) for name, each in waits.items()]
+
+
+def forward(subnet: int, k: int = 0) -> Task:
+    return Task(subnet, False, k)
+
+
+def backward(subnet: int, k: int = 0) -> Task:
+    return Task(subnet, True, k)
+
+
+def test_the_first_that_may_run() -> None:
+    waiting = queue(q3={1}, q4={1, 2}, q5=set(), q6=set())
+    assert admissible(waiting) == 5
+    assert admissible(waiting, frozenset([1])) == 3
+    assert admissible(queue(q3={1})) is None
+    assert admissible(queue(q0=set())) == 0
+
+
+class TestInTurn:
+    def test_the_first_forward_and_the_first_to_come_back_take_turns(self) -> None:
+        predictor = InTurn(microbatches=2)
+        waiting = queue(q0=set(), q1=set(), q2={0}, q3=set())
+        assert predictor.idle(waiting) == Prediction((0, 1, 3, 2))
+        assert predictor.before(forward(0), waiting[1:]) == Prediction((0, 1, 3, 2))
+        assert predictor.before(forward(0, 1), waiting[1:]) == Prediction((1, 0, 3, 2))
+        assert predictor.before(forward(1), waiting[2:]) == Prediction((1, 3, 0, 2))
+
+    def test_one_that_is_back_is_over(self) -> None:
+        predictor = InTurn(microbatches=2)
+        for task in (forward(5), forward(5, 1), forward(7), forward(7, 1)):
+            predictor.before(task, [])
+        assert predictor.before(backward(5), queue(q8=set())) == Prediction((5, 8, 7))
+        assert predictor.before(backward(5, 1), queue(q8=set())) == Prediction((8, 7))
+
+
+class TestOneStep:
+    def test_before_a_backward_pretends_that_it_has_stepped(self) -> None:
+        waiting = queue(q0={7}, q8=set())
+        predictor = OneStep(last=False)
+        assert predictor.before(backward(7), waiting) == Prediction((0,))
+        assert waiting == queue(q0={7}, q8=set())
+        assert predictor.before(backward(6), waiting) == Prediction((8,))
+
+    def test_before_a_forward_takes_the_next_one(self) -> None:
+        assert OneStep(False).before(forward(0), queue(q0=set(), q1={0}, q2=set())) == Prediction((2,))
+        assert OneStep(False).before(forward(0), queue(q0=set(), q1={0})) == Prediction()
+
+    def test_the_last_stage_tells_of_the_backward_of_its_next_forward(self) -> None:
+        assert OneStep(last=True).before(backward(1), queue(q2={1})) == Prediction((2,), (Pending(2, 2),))
+        assert OneStep(last=True).before(backward(1), queue(q2={0})) == Prediction()
+
+    def test_a_pending_backward_is_fetched_before_the_forward_that_it_comes_after_and_told_on(self) -> None:
+        predictor = OneStep(last=False)
+        told = (Pending(0, 9),)
+        assert predictor.before(backward(1), queue(q2={1}, q3=set()), told) == Prediction((2,), (Pending(0, 2),))
+        assert predictor.before(forward(3), queue(q2={1}, q3=set())) == Prediction()  # not yet, and not forgotten
+        assert predictor.before(forward(2), queue(q2=set(), q4=set())) == Prediction((0, 4))
+        assert predictor.before(forward(4), queue(q4=set(), q5=set())) == Prediction((5,))
+        assert predictor.before(forward(2, 1), queue(q5=set())) == Prediction((5,))  # once
+
+    def test_what_has_come_is_not_fetched_again(self) -> None:
+        predictor = OneStep(last=False)
+        predictor.before(backward(1), queue(q2={1}), (Pending(0, 9),))
+        predictor.before(backward(0), queue(q2={1}))
+        assert predictor.before(forward(2), queue(q2=set())) == Prediction()
+
+    def test_a_pending_backward_without_a_forward_before_it_is_next(self) -> None:
+        assert OneStep(False).before(backward(1), [], (Pending(0, 9), Pending(3, 9))) == Prediction((0, 3))
+
+    def test_says_the_same_within_a_context(self) -> None:
+        predictor = OneStep(False)
+        said = predictor.before(backward(1), queue(q2={1}), (Pending(0, 9),))
+        assert predictor.before(backward(1, 1), queue(q2={1})) == said
+
+    def test_idle_wants_what_is_pending_and_the_next_forward(self) -> None:
+        predictor = OneStep(False)
+        assert predictor.idle(queue(q0=set())) == Prediction((0,))
+        predictor.before(backward(1), queue(q2={1}), (Pending(0, 9),))
+        assert predictor.idle(queue(q2=set())) == Prediction((0, 2))
+
+
+class TestAhead:
+    ORDER = [forward(0), forward(1), forward(1, 1), backward(0), forward(2), backward(1)]
+
+    def test_wants_what_comes_next(self) -> None:
+        predictor = Ahead(self.ORDER, 2)
+        assert predictor.idle([]) == Prediction((0, 1))
+        assert predictor.before(forward(0), []) == Prediction((1, 0))
+        assert predictor.before(forward(1), []) == Prediction((1, 0))
+        assert predictor.before(forward(1, 1), []) == Prediction((0, 2))
+
+    def test_what_ran_out_of_order_is_over_once(self) -> None:
+        predictor = Ahead(self.ORDER, 3)
+        assert predictor.before(forward(2), []) == Prediction((0, 1))
+        assert predictor.before(forward(0), []) == Prediction((1, 0))
+        for task in (forward(1), forward(1, 1), backward(0)):
+            said = predictor.before(task, [])
+        assert said == Prediction((1,))
+        assert predictor.before(backward(1), []) == Prediction()
+
+
+def test_nothing_predicts_nothing() -> None:
+    assert Nothing().before(forward(0), queue(q1=set())) == Nothing().idle([]) == Prediction()
+
+
+def test_looks_as_far_as_there_is_room() -> None:
+    assert [looks_ahead(room, 2.0) for room in (1, 2, 6, 7)] == [1, 1, 3, 3]
