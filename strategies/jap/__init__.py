@@ -5,7 +5,7 @@
 """
 
 from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
-from lightning_pipes.strategies.jap.rounds import round_order
+from lightning_pipes.strategies.jap.rounds import RoundOrder, round_order
 from lightning_pipes.strategies.jap.schedule import JAP
 from lightning_pipes.strategies.jap.solvers.proof import proven
 from lightning_pipes.strategies.jap.solvers.search import Effort
@@ -18,6 +18,7 @@ __all__ = [
     "ArrayProblem",
     "Effort",
     "Job",
+    "RoundOrder",
     "Solution",
     "Streamed",
     "problem_of",

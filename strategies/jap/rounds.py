@@ -2,30 +2,81 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Cut, Plan, Program
+from lightning_pipes.cost.named import known
+from lightning_pipes.ir import Cut, Plan, Program, check_count, check_fields
 from lightning_pipes.strategies.jap.costs import program_of
-from lightning_pipes.strategies.jap.problem import problem_of
+from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
+from lightning_pipes.strategies.jap.solvers.proof import proven, require_ortools
+from lightning_pipes.strategies.jap.solvers.rules import RULES
 from lightning_pipes.strategies.jap.solvers.search import Effort
-from lightning_pipes.strategies.jap.solvers.solve import solved
+from lightning_pipes.strategies.jap.solvers.solution import Solution
+from lightning_pipes.strategies.jap.solvers.solve import METHODS, solved
 
 EFFORT = 40_000
 """Blocks that are placed in all orders that are tried: what Python does in 50 ms, whenever siblings change."""
+EXACT = "exact"
+PROOF_SECONDS = 0.5
+"""Deterministic seconds of CP-SAT, which are the same work on every rank."""
+
+
+@dataclass(frozen=True)
+class RoundOrder:
+    """Orders the rounds of a job array: `JobArray(4, rounds=RoundOrder("genetic"))`.
+
+    Blocks are taken to last as long as they have rows, backwards twice as long. Every rank finds the same order, for
+    the effort is counted and no clock is read.
+
+    Attributes:
+        method: a solver of ArrayPipe's paper (S IV-B): "algorithm 1" as printed, "genetic" its genetic algorithm,
+            "branch and bound"; "search" anneals; "exact" proves the order by CP-SAT (pip install
+            lightning-pipes[proof]); "auto" chooses; or a rule of `solvers.rules`.
+        effort: blocks that are placed in all orders that are tried, whenever siblings change.
+
+    Raises:
+        InputError: there is no such method; OR-Tools is missing.
+    """
+
+    method: str = "auto"
+    effort: int = EFFORT
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_count("effort", self.effort)
+        every = {name: name for name in ("auto", EXACT, *METHODS, *RULES)}
+        object.__setattr__(self, "method", known(every, self.method, "solver"))
+        if self.method == EXACT:
+            require_ortools()
+
+    def __call__(self, rows: tuple[int, ...], stages: int) -> Program:
+        """Return the order of a round.
+
+        Args:
+            rows: the samples of each sibling's batch.
+            stages: of the pipeline.
+
+        Raises:
+            InputError: no jobs, no stages, or a batch without rows.
+        """
+        return _order(self, tuple(rows), stages)
+
+    def solve(self, problem: ArrayProblem) -> Solution:
+        """Return the order of one iteration, with a bound on how good it is."""
+        effort = Effort(max(1, self.effort // problem.blocks))
+        if self.method != EXACT:
+            return solved(problem, self.method, effort)
+        return proven(problem, PROOF_SECONDS, solved(problem, effort=effort), deterministic=True)
 
 
 @lru_cache(maxsize=256)
-def round_order(rows: tuple[int, ...], stages: int) -> Program:
-    """The order of a round, for `JobArray(size, rounds=round_order)`: the jobs count as `rows` does, which has the
-    samples of each batch.
-
-    Blocks are taken to last as long as they have rows, backwards twice as long. The same everywhere, so that all ranks
-    find the same order.
-
-    Raises:
-        InputError: no jobs, no stages, or a batch without rows.
-    """
+def _order(order: RoundOrder, rows: tuple[int, ...], stages: int) -> Program:
     plan = Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows))
     problem = problem_of(plan, CostModel.uniform(stages, 1e-3, 2e-3, rows=1))
-    return program_of(solved(problem, effort=Effort(EFFORT // problem.blocks)).order, plan)
+    return program_of(order.solve(problem).order, plan)
+
+
+round_order = RoundOrder()
+"""The order of a round by the method "auto", for `JobArray(size, rounds=round_order)`."""

@@ -18,7 +18,7 @@ PUBLIC = {
 }
 """Doors besides the entry points of pyproject.toml."""
 DOCUMENTED = {
-    "lightning_pipes.strategies.jap:round_order": "docs/arrays.md",
+    "lightning_pipes.strategies.jap:RoundOrder": "docs/arrays.md",
 }
 """Further names that users import from a schedule's package, and the page that tells them to."""
 EXCEPTIONS = {
@@ -29,7 +29,6 @@ EXCEPTIONS = {
     "lightning_pipes.strategies.dynpipe.meshes": "of choosing",
     "lightning_pipes.strategies.dynpipe.paper": "of choosing",
     "lightning_pipes.strategies.dynpipe.theory": "of choosing",
-    "lightning_pipes.strategies.jap.solvers.proof": "for proofs of orders by hand",
     "lightning_pipes.strategies.umpipe.search.genetic": "beside the exact search",
     "lightning_pipes.strategies.umpipe.search.vectorised": "of genetic",
 }

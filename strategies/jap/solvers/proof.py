@@ -14,16 +14,36 @@ from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 from lightning_pipes.strategies.jap.solvers.solution import Solution
 
 
-def proven(problem: ArrayProblem, seconds: float, incumbent: Solution, workers: int = 1, seed: int = 0) -> Solution:
+def require_ortools() -> None:
+    """Check that OR-Tools can be imported.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    if find_spec("ortools") is None:
+        raise InputError("CP-SAT needs OR-Tools, which is not installed; pip install lightning-pipes[proof]")
+
+
+def proven(
+    problem: ArrayProblem,
+    seconds: float,
+    incumbent: Solution,
+    workers: int = 1,
+    seed: int = 0,
+    deterministic: bool = False,
+) -> Solution:
     """The best that CP-SAT finds in `seconds` from `incumbent` on, and its bound: equal if it is proven best.
 
     Equal jobs go in the order of their numbers, which costs nothing.
 
+    Args:
+        deterministic: count work and not time, about as much as fits into `seconds`; with one worker the result is the
+            same everywhere.
+
     Raises:
         InputError: OR-Tools is not installed.
     """
-    if find_spec("ortools") is None:
-        raise InputError("CP-SAT needs OR-Tools, which is not installed; pip install lightning-pipes[proof]")
+    require_ortools()
     from ortools.sat.python import cp_model
 
     unit = int(np.gcd.reduce([*problem.busy, *problem.lag]))
@@ -49,7 +69,10 @@ def proven(problem: ArrayProblem, seconds: float, incumbent: Solution, workers: 
         model.add(end >= start[o] + int(problem.busy[o] // unit))
     model.minimize(end)
     solver: Any = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
+    if deterministic:
+        solver.parameters.max_deterministic_time = seconds
+    else:
+        solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
     solver.parameters.random_seed = seed
     status = solver.solve(model)
