@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_pipes.strategies.umpipe.fitting import Choices
-from lightning_pipes.strategies.umpipe.network import Network, Times
+from lightning_pipes.strategies.umpipe.network import Network, Scheme, Times
 from lightning_pipes.strategies.umpipe.pricing import Option
 from lightning_pipes.strategies.umpipe.search.exact import BEAMS, optimal
+from lightning_pipes.strategies.umpipe.search.genetic import evolved
 
 NODES = 24
 """Parts of all choices that are looked at."""
@@ -47,7 +48,7 @@ class Bounded(NamedTuple):
 
 def bounded(choices: Choices, nodes: int = NODES) -> Bounded:
     """The bound after so many parts at most; equal input, equal answer, for there is no clock."""
-    sizes = sorted({o.forward for every in _every(choices) for o in every} | _backward_sizes(choices), reverse=True)
+    sizes = _sizes(choices)
     every: Allowed = tuple(tuple(range(len(options))) for options in choices.stages)
     number = count()
     starts: dict[tuple[int, ...], None] = {}
@@ -87,10 +88,42 @@ def _prices(option: Option) -> tuple[int, int, int, int]:
     return option.forward, option.backward, option.forward_time, option.backward_time
 
 
+def evolve_choices(choices: Choices) -> list[tuple[int, ...]]:
+    """Return the choices that the paper's TiDGAP finds (A2 with E7): its best individual, and its best directions.
+
+    A stage that would take from two choices at once takes the one that is closest. Seeded, and without a clock.
+    """
+    sizes = _sizes(choices)
+    every: Allowed = tuple(tuple(range(len(options))) for options in choices.stages)
+    network = _network(choices, every, sizes)
+    offered = np.concatenate([network.forward, network.backward])
+    dearest = int(np.where(offered < DEAR, offered * network.counts, 0).max(axis=1).sum()) + 1
+    priced = Network(
+        network.rows, network.sizes, *(np.minimum(each, dearest) for each in (network.forward, network.backward))
+    )
+    end = evolved(priced, "TiDGAP")
+    found = []
+    for solved in (end.best, end.recombined):
+        taken, links = _taken(choices, network, solved.scheme)
+        found.append((*(_close(choices.stages[s], every[s], each) for s, each in enumerate(taken)), *links))
+    return list(dict.fromkeys(found))
+
+
+def _sizes(choices: Choices) -> list[int]:
+    return sorted({o.forward for every in _every(choices) for o in every} | _backward_sizes(choices), reverse=True)
+
+
 def _relaxed(
     choices: Choices, allowed: Allowed, sizes: Sequence[int]
 ) -> tuple[int, tuple[tuple[int, int, int, int], ...], tuple[int, ...]]:
     """A bound for all choices that take allowed options, what it takes from each stage, and the options of links."""
+    network = _network(choices, allowed, sizes)
+    found = optimal(network, beams=FEW_BEAMS)
+    return found.lower_bound, *_taken(choices, network, found.scheme)
+
+
+def _network(choices: Choices, allowed: Allowed, sizes: Sequence[int]) -> Network:
+    """The paper's problem, in which each direction of a stage takes the best price that any allowed choice has."""
     n, column = len(choices.stages), {size: q for q, size in enumerate(sizes)}
     forward: Times = np.full((2 * n - 1, len(sizes)), DEAR, np.int64)
     backward: Times = np.full((2 * n - 1, len(sizes)), DEAR, np.int64)
@@ -106,14 +139,20 @@ def _relaxed(
             forward[2 * s + 1, column[o.forward]] = o.forward_time
         for o in back:
             backward[2 * (n - 2 - s) + 1, column[o.forward]] = o.forward_time
-    found = optimal(Network(choices.rows, tuple(sizes), forward, backward), beams=FEW_BEAMS)
-    (p, q) = found.scheme
+    return Network(choices.rows, tuple(sizes), forward, backward)
+
+
+def _taken(
+    choices: Choices, network: Network, scheme: Scheme
+) -> tuple[tuple[tuple[int, int, int, int], ...], tuple[int, ...]]:
+    """What a scheme takes from each stage, and the options of links."""
+    n, sizes, (p, q) = len(choices.stages), network.sizes, scheme
     taken = tuple(
         (
             sizes[p[2 * s]],
             sizes[q[2 * (n - 1 - s)]],
-            int(forward[2 * s, p[2 * s]]),
-            int(backward[2 * (n - 1 - s), q[2 * (n - 1 - s)]]),
+            int(network.forward[2 * s, p[2 * s]]),
+            int(network.backward[2 * (n - 1 - s), q[2 * (n - 1 - s)]]),
         )
         for s in range(n)
     )
@@ -122,7 +161,7 @@ def _relaxed(
         for s, both in enumerate(choices.links)
         for side, size in zip(both, (sizes[p[2 * s + 1]], sizes[q[2 * (n - 2 - s) + 1]]), strict=True)
     ]
-    return found.lower_bound, taken, tuple(links)
+    return taken, tuple(links)
 
 
 def _close(options: Sequence[Option], allowed: Sequence[int], taken: tuple[int, int, int, int]) -> int:

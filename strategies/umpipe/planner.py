@@ -16,7 +16,7 @@ from lightning_pipes.sim import makespan
 from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.umpipe.fitting import Choices, fitted, valued
-from lightning_pipes.strategies.umpipe.flushed import bounded
+from lightning_pipes.strategies.umpipe.flushed import bounded, evolve_choices
 from lightning_pipes.strategies.umpipe.network import aligned, sized
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
 from lightning_pipes.strategies.umpipe.pricing import Option, drifted, link_times, room_of, stage_options
@@ -24,6 +24,8 @@ from lightning_pipes.strategies.umpipe.pricing import Option, drifted, link_time
 AMONG = ("few", "powers", "all")
 """Numbers of micro-batches to choose from: 1, 2, 3, 4, 6, 8, 12, ...; powers of two; all. More of them take longer to
 search, and the best of few is mostly as good."""
+SEARCHES = ("exact", "genetic")
+"""How a cut with all forwards first is searched: by bounds that prove it, or by the paper's TiDGAP."""
 CHECKED = 3
 """How many of the best unequal cuts are simulated, besides all equal ones."""
 WORTH_IT = 0.01
@@ -105,6 +107,7 @@ class UnequalPlanner(Planner):
         among: the numbers of micro-batches to choose from; see `AMONG`.
         memory_limit: bytes that a rank may hold, besides what its device has; None means no limit.
         every: training batches after which measured times are looked at.
+        search: of a cut with all forwards first; see `SEARCHES`.
     """
 
     given: Counts | None = None
@@ -112,6 +115,7 @@ class UnequalPlanner(Planner):
     among: str = AMONG[0]
     memory_limit: int | None = None
     every: int = 100
+    search: str = SEARCHES[0]
 
     @property
     def by_hand(self) -> bool:
@@ -203,8 +207,12 @@ class UnequalPlanner(Planner):
 
     def _fastest(self, base: Plan, problem: Problem, costs: CostModel) -> Plan:
         search = self._choices(base, problem, costs)
-        starts = () if self.overlapped else bounded(search.choices).starts
-        found = fitted(search.choices, search.merge, search.base.limits, starts, base.ranks)
+        if self.search == "genetic" and not self.overlapped:
+            evolved = evolve_choices(search.choices)
+            found = sorted((valued(search.choices, search.merge, choice), choice) for choice in evolved)
+        else:
+            starts = () if self.overlapped else bounded(search.choices).starts
+            found = fitted(search.choices, search.merge, search.base.limits, starts, base.ranks)
         if not found:
             return base
         unequal = min((search.plan(choice) for _, choice in found[:CHECKED]), key=search.took)

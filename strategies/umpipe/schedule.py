@@ -24,7 +24,7 @@ from lightning_pipes.ir import (
     check_one_batch,
     shown,
 )
-from lightning_pipes.strategies.umpipe.planner import AMONG, Counts, UnequalPlanner
+from lightning_pipes.strategies.umpipe.planner import AMONG, SEARCHES, Counts, UnequalPlanner
 
 WIDEST = 16
 """Micro-batches for each rank from which on more are hardly ever of use."""
@@ -82,11 +82,21 @@ class UMPipe(Unequal, Schedule):
 
     Every stage holds the whole batch before its first backward, however it is cut.
 
+    Attributes:
+        search: how the planner finds a cut: "exact" proves it, "genetic" is the paper's TiDGAP (section IV).
+
     Raises:
+        InputError: there is no such search.
         PlanError: there is more than one batch of one job to order.
     """
 
+    search: str = SEARCHES[0]
     name: ClassVar[str] = "umpipe"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.search not in SEARCHES:
+            raise InputError(f"{self.name}: search must be one of {', '.join(SEARCHES)}, got {shown(self.search)}")
 
     @classmethod
     def variants(cls, n_ranks: int, microbatches: int) -> list[UMPipe]:
@@ -94,7 +104,7 @@ class UMPipe(Unequal, Schedule):
         return []
 
     def planner(self) -> UnequalPlanner:
-        return UnequalPlanner(self.given, False, self.counts)
+        return UnequalPlanner(self.given, False, self.counts, search=self.search)
 
     # Drawn by `unequal("umpipe")`:
     # rank 0 |0---1---..............0===1===2===3===| bubble 36.8%

@@ -29,8 +29,6 @@ EXCEPTIONS = {
     "lightning_pipes.strategies.dynpipe.meshes": "of choosing",
     "lightning_pipes.strategies.dynpipe.paper": "of choosing",
     "lightning_pipes.strategies.dynpipe.theory": "of choosing",
-    "lightning_pipes.strategies.umpipe.search.genetic": "beside the exact search",
-    "lightning_pipes.strategies.umpipe.search.vectorised": "of genetic",
 }
 """Modules that may be unreachable, and why."""
 

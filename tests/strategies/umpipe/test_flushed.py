@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from lightning_pipes.strategies.umpipe.fitting import Choices, fitted, valued
-from lightning_pipes.strategies.umpipe.flushed import bounded
+from lightning_pipes.strategies.umpipe.flushed import bounded, evolve_choices
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
 from lightning_pipes.strategies.umpipe.pricing import Option
 
@@ -56,3 +56,21 @@ def test_what_bounds_come_from_is_a_good_start() -> None:
         assert found.lower_bound <= value
         met += found.lower_bound == value
     assert met >= 4
+
+
+def test_the_genetic_search_beside_the_bound() -> None:
+    """Never below what no choice goes below, and mostly as good where a stage's directions have prices of their own."""
+    met = 0
+    for seed in range(8):
+        draw = Random(seed)
+        stages = []
+        for _ in range(3):
+            forward, backward = ({n: draw.randint(1, 30) + n for n in (1, 2, 4, 8)} for _ in range(2))
+            stages.append(tuple(Option(f, b, x, y) for f, x in forward.items() for b, y in backward.items()))
+        links = tuple((tuple(Option(n, n, 1, 1) for n in (1, 2, 4, 8)),) * 2 for _ in range(2))
+        choices = Choices(16, tuple(stages), links)  # type: ignore[arg-type]  # two sides each
+        least = bounded(choices, nodes=200).lower_bound
+        best = min(valued(choices, FLUSHED, each) for each in evolve_choices(choices))
+        assert best >= least
+        met += best == least
+    assert met >= 6
