@@ -145,7 +145,7 @@ def _network(choices: Choices, allowed: Allowed, sizes: Sequence[int]) -> Networ
 def _taken(
     choices: Choices, network: Network, scheme: Scheme
 ) -> tuple[tuple[tuple[int, int, int, int], ...], tuple[int, ...]]:
-    """What a scheme takes from each stage, and the options of links."""
+    """Return the prices that a scheme takes from each stage, and the options of links."""
     n, sizes, (p, q) = len(choices.stages), network.sizes, scheme
     taken = tuple(
         (

@@ -23,15 +23,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.papers.dynpipe.regret import regrets
-from benchmarks.papers.dynpipe.stages import collect
+from benchmarks.papers.dynpipe.stages import collect_windows
 from lightning_pipes.planning.replanning import Hosting
 from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, Score, cross_validated
 from lightning_pipes.strategies.dynpipe.interference.models import MODELS, Corrected, Trees
 
 SPLITS = ("random", "neighbour kind", "stage kind")
-LEARNED = 3000
-"""Rows at most that a forest for planners learns from: more take longer, and say the same."""
 
 
 def scored(data: Dataset) -> dict[str, dict[str, Score]]:
@@ -67,7 +65,7 @@ def planned(data: Dataset, problems: int) -> dict[str, np.ndarray]:
     kinds = sorted({*data.neighbours.tolist()} - {NONE})
     lost: dict[str, list[np.ndarray]] = {}
     for part in (kinds[::2], kinds[1::2]):
-        crossed = _thinned(data.of(~np.isin(data.neighbours, part)).crossed())
+        crossed = data.of(~np.isin(data.neighbours, part)).crossed().sampled()
         fitted = {m.name: m().fit(crossed.rows, crossed.ratios) for m in (Trees, Corrected)}
         held = data.of(np.isin(data.neighbours, [*part, NONE]))
         for name, values in regrets(held, {"measured": None, **fitted}, problems).items():
@@ -88,6 +86,11 @@ def replan_seconds(predictor: Predictor) -> float:
     return time.perf_counter() - began
 
 
+def say(text: str, done: float) -> None:
+    """Print how far the measurement is."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer neighbours and stages, about a minute")
@@ -99,12 +102,12 @@ def main() -> None:
         data = Dataset.load(options.data)
     else:
         seconds = 0.06 if options.quick else 0.2
-        data = collect(options.quick, seconds, lambda line: print(line, file=sys.stderr, flush=True))
+        data = Dataset.from_windows(collect_windows(options.quick, seconds, say))
         if options.data is not None:
             data.save(options.data)
     headline = report(data, 20 if options.quick else 200)
     if options.forest is not None:
-        crossed = _thinned(data.crossed())
+        crossed = data.crossed().sampled()
         Corrected().fit(crossed.rows, crossed.ratios).forest.save(options.forest)
     if options.json:
         print(json.dumps(headline))
@@ -147,7 +150,7 @@ def report(data: Dataset, problems: int) -> dict[str, object]:
     error = float(saved.std() / len(saved) ** 0.5)
     helps = saved.mean() > 2 * error
     print(f"formula x forest saves {saved.mean():.2%} of a step, give or take {error:.2%}")
-    crossed = _thinned(data.crossed())
+    crossed = data.crossed().sampled()
     seconds = replan_seconds(Predictor(Corrected().fit(crossed.rows, crossed.ratios).forest))
     print(f"\npredictions for all 6435 partitions of 16 blocks on 8 devices: {seconds:.2f} s")
     print(
@@ -164,11 +167,6 @@ def report(data: Dataset, problems: int) -> dict[str, object]:
         "beats_formula": adds,
         "helps_planners": bool(helps),
     }
-
-
-def _thinned(data: Dataset) -> Dataset:
-    chosen = np.random.default_rng(0).permutation(len(data))[:LEARNED]
-    return data.of(np.sort(chosen))
 
 
 def _mean(values: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""Stages of several kinds, timed beside neighbours that really compete: the data of predictor.py here."""
+"""Stages of several kinds, timed beside processes that compete for their core: what a predictor learns from."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,18 +19,18 @@ from lightning_pipes.engine.compute.footprint import saved_for_backward
 from lightning_pipes.engine.monitor.ladder import sources_for
 from lightning_pipes.engine.monitor.monitor import Monitor
 from lightning_pipes.planning.replanning import Hosting
-from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset
-from lightning_pipes.strategies.dynpipe.interference.features import table
 from lightning_pipes.testing.neighbours import Neighbour, Quota, why_no_quota
 
 LEAST_STEPS = 5
 PASSES = 4
 WEIGHT = 800
+NONE = "none"
+"""The kind of no neighbour: others of the machine may be there anyway."""
 SOLO = 0.1
 """The quantile of steps without a neighbour that counts as the time alone: others of the machine are there, too."""
 
 
-class Stage:
+class TimedStage:
     """A stage that trains: its kind, and its steps.
 
     Args:
@@ -76,34 +77,34 @@ class Stage:
         return Hosting(1, self._rows, forward, backward, self._weights, self._weights, self._saved, self._sent)
 
 
-def stages(sizes: Sequence[int]) -> list[Stage]:
+def stages(sizes: Sequence[int]) -> list[TimedStage]:
     """Stages of five kinds, each in every size; a step takes milliseconds."""
     torch.manual_seed(0)
     found = []
     for size in sizes:
         width = 192 * size
         mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        found.append(Stage("mlp", mlp, torch.randn(48, width)))
+        found.append(TimedStage("mlp", mlp, torch.randn(48, width)))
         block = nn.TransformerEncoderLayer(64 * size, 4, 128 * size, dropout=0.0, batch_first=True)
-        found.append(Stage("attention", block, torch.randn(4, 64, 64 * size)))
+        found.append(TimedStage("attention", block, torch.randn(4, 64, 64 * size)))
         conv = nn.Sequential(nn.Conv2d(8 * size, 16 * size, 3, padding=1), nn.ReLU(), nn.Conv2d(16 * size, 8, 3))
-        found.append(Stage("convolution", conv, torch.randn(2, 8 * size, 32, 32)))
+        found.append(TimedStage("convolution", conv, torch.randn(2, 8 * size, 32, 32)))
         bag = nn.EmbeddingBag(100_000 * size, 32, mode="sum", sparse=True)
-        found.append(Stage("embedding", bag, torch.randint(0, 100_000 * size, (512, 32))))
+        found.append(TimedStage("embedding", bag, torch.randint(0, 100_000 * size, (512, 32))))
         wide = torch.randn(1, 300_000 * size, requires_grad=True)
-        found.append(Stage("elementwise", nn.Identity(), wide, lambda x=wide: torch.tanh(x * 1.5 + 0.5) * x))  # type: ignore[misc]
+        found.append(TimedStage("elementwise", nn.Identity(), wide, lambda x=wide: torch.tanh(x * 1.5 + 0.5) * x))  # type: ignore[misc]
     return found
 
 
 @dataclass(frozen=True)
-class Setting:
+class Surroundings:
     """Something beside a stage: its kind, and how to have it there."""
 
     kind: str
     beside: Callable[[], AbstractContextManager[object]]
 
 
-def settings(quick: bool, core: int, other: int | None) -> list[Setting]:
+def settings(quick: bool, core: int, other: int | None) -> list[Surroundings]:
     """Neighbours of several kinds and intensities on the stage's core, some on the other one, quotas, and nothing."""
     wanted: list[tuple[str, dict[str, float]]] = []
     strengths = (0.4, 1.0) if quick else (0.3, 0.6, 1.0)
@@ -117,11 +118,30 @@ def settings(quick: bool, core: int, other: int | None) -> list[Setting]:
         wanted.append(("spin", {"core": core, "nice": 10}))
     if other is not None:
         wanted += [(kind, {"core": other}) for kind in ("memory", "cache")]
-    found = [Setting(kind, lambda k=kind, a=arguments: Neighbour(k, **a)) for kind, arguments in wanted]  # type: ignore[misc]
+    found = [Surroundings(kind, lambda k=kind, a=arguments: Neighbour(k, **a)) for kind, arguments in wanted]  # type: ignore[misc]
     if why_no_quota() is None:
         shares = (0.5, 0.3) if quick else (0.6, 0.4, 0.25)
-        found += [Setting("quota", lambda s=share: Quota(s, weight=WEIGHT)) for share in shares]  # type: ignore[misc]
-    return found + [Setting(NONE, nullcontext)] * (3 if quick else 6)
+        found += [Surroundings("quota", lambda s=share: Quota(s, weight=WEIGHT)) for share in shares]  # type: ignore[misc]
+    return found + [Surroundings(NONE, nullcontext)] * (3 if quick else 6)
+
+
+class Window(NamedTuple):
+    """A stage beside a neighbour for some time.
+
+    Attributes:
+        seen: metrics of the monitor.
+        stage: the stage as planners describe it.
+        ratio: seconds of a step over those of one alone.
+        neighbour, kind: the kinds of the neighbour and of the stage.
+        setting: the number of what was beside it.
+    """
+
+    seen: dict[str, float]
+    stage: Hosting
+    ratio: float
+    neighbour: str
+    kind: str
+    setting: int
 
 
 @dataclass
@@ -129,20 +149,21 @@ class Collected:
     """Looks at stages: what the monitor has seen, and seconds of a step on average. The odd ones and the even ones of a
     stage in a setting are put together, so that there are two windows of about the same time."""
 
-    looks: dict[tuple[int, str, Stage, int], list[tuple[dict[str, float], float]]] = field(default_factory=dict)
+    looks: dict[tuple[int, str, TimedStage, int], list[tuple[dict[str, float], float]]] = field(default_factory=dict)
 
-    def dataset(self) -> Dataset:
-        """Ratios can be told now that all times alone are known."""
-        windows = [
-            (_mean([seen for seen, _ in looks]), stage.hosting) for (_, _, stage, _), looks in self.looks.items()
+    def windows(self) -> list[Window]:
+        """Return all windows; ratios are known once all times alone are."""
+        return [
+            Window(
+                _mean([seen for seen, _ in looks]),
+                stage.hosting,
+                float(np.mean([mean for _, mean in looks]) / stage.solo),
+                kind,
+                stage.kind,
+                number,
+            )
+            for (number, kind, stage, _), looks in self.looks.items()
         ]
-        return Dataset(
-            table(windows),
-            np.array([np.mean([mean for _, mean in looks]) / key[2].solo for key, looks in self.looks.items()]),
-            np.array([kind for _, kind, _, _ in self.looks]),
-            np.array([stage.kind for _, _, stage, _ in self.looks]),
-            np.array([number for number, _, _, _ in self.looks]),
-        )
 
 
 def _mean(seen: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -165,7 +186,7 @@ def sampled() -> Iterator[Callable[[], dict[str, float]]]:
         thread.submit(monitor.close).result()
 
 
-def collect(quick: bool, seconds: float, told: Callable[[str], None]) -> Dataset:
+def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float], None]) -> list[Window]:
     """Each stage beside each neighbour, PASSES times for `seconds`, in an order by chance: once all, then all again.
 
     Where that is allowed, this process and the neighbours go before the other work of the machine, for which none of
@@ -176,9 +197,8 @@ def collect(quick: bool, seconds: float, told: Callable[[str], None]) -> Dataset
     core, other = cores[-1], cores[0] if len(cores) > 1 else None
     everybody = set(cores)
     chance, collected, why = random.Random(0), Collected(), why_no_quota()
-    told(
-        "in front of the other work of this machine" if why is None else f"beside the other work of this machine: {why}"
-    )
+    beside_others = f"beside the other work of this machine: {why}"
+    progress("in front of the other work of this machine" if why is None else beside_others, 0.0)
     beside = settings(quick, core, other)
     made = stages((1,) if quick else (1, 2))
     try:
@@ -191,14 +211,14 @@ def collect(quick: bool, seconds: float, told: Callable[[str], None]) -> Dataset
                         found = _window(stage, seconds, look, setting.kind)
                         collected.looks.setdefault((number, setting.kind, stage, turn), []).append(found)
                 if number % 10 == 9:
-                    told(f"{number + 1} of {len(beside)} settings")
+                    progress(f"{number + 1} of {len(beside)} settings", (number + 1) / len(beside))
     finally:
         os.sched_setaffinity(0, everybody)
-    return collected.dataset()
+    return collected.windows()
 
 
 def _window(
-    stage: Stage, seconds: float, look: Callable[[], dict[str, float]], kind: str
+    stage: TimedStage, seconds: float, look: Callable[[], dict[str, float]], kind: str
 ) -> tuple[dict[str, float], float]:
     """What the monitor has seen, and seconds of a step on average."""
     stage.step()

@@ -7,7 +7,7 @@ a predictor is for those that it has not seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -16,13 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.ir import InputError, shown
-from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array
+from lightning_pipes.planning.replanning import Hosting
+from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array, table
 from lightning_pipes.strategies.dynpipe.interference.forest import arrays_of
 from lightning_pipes.strategies.dynpipe.interference.models import Model
 
 NONE = "none"
 """The kind of no neighbour: others of the machine may be there anyway. It is in every training."""
 FOLDS = 5
+LEARNED = 3000
+"""Rows at most that a forest for planners learns from: more take longer, and say the same."""
 _DEVICE_COLUMNS = len(NAMES) - len(STAGE)
 
 
@@ -61,6 +64,17 @@ class Dataset:
         if not (np.isfinite(self.ratios) & (self.ratios > 0)).all():
             raise InputError("ratios of a dataset must be above 0 and finite")
 
+    @classmethod
+    def from_windows(cls, windows: Iterable[tuple[Mapping[str, float], Hosting, float, str, str, int]]) -> Self:
+        """Return windows as arrays.
+
+        Args:
+            windows: metrics of the monitor, the stage, the ratio, the kinds of neighbour and stage, and the setting.
+        """
+        seen, hostings, ratios, neighbours, stages, settings = zip(*windows, strict=True)
+        rows = table(list(zip(seen, hostings, strict=True)))
+        return cls(rows, np.array(ratios), np.array(neighbours), np.array(stages), np.array(settings))
+
     def __len__(self) -> int:
         return len(self.ratios)
 
@@ -81,6 +95,10 @@ class Dataset:
         rows = np.hstack([self.rows[seen, :_DEVICE_COLUMNS], self.rows[asked, _DEVICE_COLUMNS:]])
         labels = (self.ratios, self.neighbours, self.stages, self.settings)
         return Dataset(rows, *(each[asked] for each in labels))
+
+    def sampled(self, most: int = LEARNED) -> Dataset:
+        """Return so many of its windows, by chance; seeded, in their order."""
+        return self.of(np.sort(np.random.default_rng(0).permutation(len(self))[:most]))
 
     def random_parts(self, seed: int = 0) -> Iterator[tuple[str, Dataset, Dataset]]:
         """Parts by chance: (name, to learn from, to score on), five times."""
