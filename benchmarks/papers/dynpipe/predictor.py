@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.papers.dynpipe.regret import regrets
-from benchmarks.papers.dynpipe.stages import collect_windows
 from lightning_pipes.planning.replanning import Hosting
 from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, Score, cross_validated
 from lightning_pipes.strategies.dynpipe.interference.models import MODELS, Corrected, Trees
+from lightning_pipes.tune.interference import collect_windows
 
 SPLITS = ("random", "neighbour kind", "stage kind")
 
