@@ -220,7 +220,7 @@ def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float]
 def _window(
     stage: TimedStage, seconds: float, look: Callable[[], dict[str, float]], kind: str
 ) -> tuple[dict[str, float], float]:
-    """What the monitor has seen, and seconds of a step on average."""
+    """Return what the monitor has seen, and seconds of a step on average."""
     stage.step()
     look()
     times: list[tuple[float, float]] = []

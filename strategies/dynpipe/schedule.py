@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar
 
+from lightning_pipes.cost import Cluster, ModelProfile
 from lightning_pipes.cost.units import parse_bytes, parse_setting
-from lightning_pipes.ir import check_count, check_fields, check_number, check_type
-from lightning_pipes.planning.replanning import Interference
+from lightning_pipes.ir import InputError, check_count, check_fields, check_number, check_type
+from lightning_pipes.planning.replanning import Hosting, Interference
+from lightning_pipes.strategies.dynpipe.choosing import StageChoice, choose_stages
 from lightning_pipes.strategies.dynpipe.guard import MemoryGuard
+from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset, cross_validated
+from lightning_pipes.strategies.dynpipe.interference.models import Corrected, Formula
 from lightning_pipes.strategies.dynpipe.interference.predictor import Predictor
+from lightning_pipes.strategies.dynpipe.meshes import Pricing
 from lightning_pipes.strategies.dynpipe.planner import DynPlanner
 from lightning_pipes.strategies.dynpipe.repartition import Search
+from lightning_pipes.strategies.dynpipe.theory import Constants, Iterations
 from lightning_pipes.strategies.pipedream import PipeDream
 
 
@@ -74,6 +83,72 @@ class DynPipe(PipeDream):
         low = None if self.low_memory is None else parse_bytes(self.low_memory)
         guard = MemoryGuard(low, self.memory_drop)
         return DynPlanner(self.every, self.windows, self.gain, self.horizon, search, predictor, guard)
+
+    @staticmethod
+    def choose_stages(
+        profile: ModelProfile,
+        cluster: Cluster,
+        rows: int,
+        microbatches: int = 1,
+        *,
+        batches: Mapping[int, float] = MappingProxyType({}),
+        theory: Mapping[str, float] = MappingProxyType({}),
+        executable: bool = True,
+    ) -> StageChoice:
+        """Return the number of stages with the least T(S) W(S), and all that were tried (Algorithm 1).
+
+        Args:
+            rows: of a batch.
+            batches: by number of stages the batches that runs took until the target; T(S) is fitted to them.
+            theory: instead, `loss`, `lipschitz`, `noise`, `lr` and `target` of Theorem 1. Without either T(S) is 1.
+            executable: only equal replicas, without shards.
+
+        Raises:
+            InputError: both `batches` and `theory`; nothing fits.
+        """
+        if batches and theory:
+            raise InputError("batches that were measured and theory both say T(S); give one of them")
+        pricing = Pricing(profile, cluster, rows, microbatches, shared=True, cached=True)
+        if batches:
+            return choose_stages(pricing, Iterations.fitted(batches), executable=executable)
+        if theory:
+            constants = Constants(theory["loss"], theory["lipschitz"], theory["noise"])
+            iterations = Iterations.of_theory(constants, theory["lr"], theory["target"])
+            return choose_stages(pricing, iterations, executable=executable)
+        return choose_stages(pricing, executable=executable)
+
+    @staticmethod
+    def train_predictor(
+        windows: Iterable[tuple[Mapping[str, float], Hosting, float, str, str, int]] | None,
+        data: Path | None,
+        forest: Path,
+    ) -> dict[str, float]:
+        """Train the forest of `predictor`, and return how well it predicts kinds of neighbours that it has not seen.
+
+        Args:
+            windows: stages beside neighbours, see `Dataset.from_windows`; None reads them from `data`.
+            data: a file that keeps them.
+            forest: the file for the forest.
+
+        Raises:
+            InputError: neither windows nor data; `data` can't be read.
+        """
+        if windows is None and data is None:
+            raise InputError("a predictor learns from windows, or from a file of them; give either")
+        if windows is None:
+            assert data is not None
+            dataset = Dataset.load(data)
+        else:
+            dataset = Dataset.from_windows(windows)
+            if data is not None:
+                dataset.save(data)
+        found: dict[str, float] = {"windows": len(dataset)}
+        for name, model in (("formula", Formula), ("forest", Corrected)):
+            score, _ = cross_validated(model, dataset.without_each(dataset.neighbours))
+            found |= {f"{name}_r2": score.r2, f"{name}_mae": score.mae}
+        learned = dataset.crossed().sampled()
+        Corrected().fit(learned.rows, learned.ratios).forest.save(forest)
+        return found
 
 
 @lru_cache

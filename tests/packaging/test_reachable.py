@@ -24,11 +24,6 @@ DOCUMENTED = {
 EXCEPTIONS = {
     "lightning_pipes.__main__": "run by `python -m lightning_pipes`",
     "lightning_pipes.cost.clusters": "docs/scaling.md and conf/cluster name its function",
-    "lightning_pipes.strategies.dynpipe.choosing": "named by strategies/dynpipe/README.md, for planning by hand",
-    "lightning_pipes.strategies.dynpipe.interference.dataset": "what a predictor learns from",
-    "lightning_pipes.strategies.dynpipe.meshes": "of choosing",
-    "lightning_pipes.strategies.dynpipe.paper": "of choosing",
-    "lightning_pipes.strategies.dynpipe.theory": "of choosing",
 }
 """Modules that may be unreachable, and why."""
 

@@ -21,6 +21,8 @@ COMMANDS = {
     "simulate": "step time, bubble, memory and a timeline of a schedule",
     "profile": "measure the layers of a model on this device",
     "plan": "choose schedule, micro-batches and partition for a model on a cluster",
+    "stages": "choose how many stages a training without flushes has, and how many replicas",
+    "interference": "measure what neighbours cost a stage, and train the predictor of dynpipe",
     "report": "one HTML page about a run, with advice",
     "verify": "train the first batches of a script in one plain process, too, and compare",
     "compare": "the first batch and layer in which two trainings differ, to the bit",

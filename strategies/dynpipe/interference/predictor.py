@@ -44,7 +44,7 @@ class Predictor:
             odd = [name for name in (*self.forest.names, *NAMES) if (name in self.forest.names) != (name in NAMES)]
             raise InputError(
                 f"the forest is of other columns than this version has ({', '.join(odd) or 'in another order'}); train "
-                "another, as benchmarks/papers/dynpipe/predictor.py does"
+                "another by `lightning-pipes interference`"
             )
         for name in ("margin", "spread"):
             check_number(f"predictor: {name}", getattr(self, name), "0 or more", lambda x: x >= 0)

@@ -1,0 +1,113 @@
+"""`lightning-pipes stages`"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_pipes.ir import InputError, check_count, shown
+from lightning_pipes.ir.registry import schedule_factory
+from lightning_pipes.planning.wording import overrides, strategy_line
+from lightning_pipes.tune.cli.command import Command, print_json
+from lightning_pipes.tune.cli.sources import by_name, cluster_of, numbers, profile_of
+
+THEORY = ("loss", "lipschitz", "noise", "lr", "target")
+
+
+def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    profile = profile_of(cfg)
+    if profile is None:
+        raise InputError(
+            "stages needs layers: profile=FILE from lightning-pipes profile, or model=NAME by formula, as in "
+            "model=GPT-2-345M device=A100-40G"
+        )
+    check_count("batch", cfg.batch, "; samples")
+    microbatches = numbers(cfg.microbatches, "microbatches") or [1]
+    if len(microbatches) > 1:
+        raise InputError(f"microbatches={microbatches}: stages takes one number; 1 by default, as in the paper")
+    choice = schedule_factory("dynpipe").choose_stages(
+        profile,
+        cluster_of(cfg, cfg.ranks * cfg.replicas),
+        cfg.batch,
+        microbatches[0],
+        batches=_batches(options.batches),
+        theory=_theory(options.theory),
+        executable=not options.all_shapes,
+    )
+    best = choice.best
+    arguments: dict[str, Any] = {"schedule": "dynpipe", "partition": best.best.cuts}
+    arguments |= {"data_parallel": best.best.meshes[0].data} if best.best.meshes[0].data > 1 else {}
+    arguments |= {"microbatches": microbatches[0]} if cfg.microbatches is not None else {}
+    line = strategy_line(arguments) if best.best.runs else ""
+    if options.json:
+        print_json({"stages": best.n_stages, "strategy": line, "options": [_row(each) for each in choice.options]})
+        return
+    print(choice)
+    if line:
+        print(f"\n    {line}\n    {overrides(arguments)}")
+
+
+def _row(option: Any) -> dict[str, Any]:
+    """One number of stages, as JSON has it; a number that is not finite is null."""
+    found = option.best
+    return {
+        "stages": option.n_stages,
+        "batches": option.iterations if math.isfinite(option.iterations) else None,
+        "seconds_a_batch": found and found.iteration,
+        "seconds": option.seconds if math.isfinite(option.seconds) else None,
+        "partition": found and found.cuts,
+        "devices": found and [list(mesh) for mesh in found.meshes],
+        "why_not": option.why_not,
+    }
+
+
+def _batches(text: str | None) -> dict[int, float]:
+    """Read `1:196,4:222`."""
+    if text is None:
+        return {}
+    try:
+        return {int(stages): float(batches) for stages, batches in (each.split(":") for each in text.split(","))}
+    except ValueError as error:
+        raise InputError(f"--batches {shown(text)}: give stages:batches pairs, as in 1:196,4:222") from error
+
+
+def _theory(text: str | None) -> dict[str, float]:
+    """Read `loss=10,lipschitz=5,noise=0.04,lr=0.01,target=0.1`."""
+    if text is None:
+        return {}
+    try:
+        found = {name.strip(): float(value) for name, value in (each.split("=") for each in text.split(","))}
+    except ValueError:
+        found = {}
+    if set(found) != set(THEORY):
+        example = "loss=10,lipschitz=5,noise=0.04,lr=0.01,target=0.1"
+        raise InputError(f"--theory {shown(text)}: give {', '.join(THEORY)}, as in {example}")
+    return found
+
+
+COMMAND = Command(
+    "stages",
+    "Chooses how many stages a training without flushes has, and how many replicas each (DynPipe, Algorithm 1): the\n"
+    "least product of batches until the target, which rise with staler gradients, and seconds from one batch to the\n"
+    "next. Batches are fitted to measured runs (--batches) or come from the theory (--theory, with constants that the\n"
+    "callback GradientProbe measures); without either they count the same. There are ranks x replicas devices, and\n"
+    "batch counts the samples of all replicas together.",
+    [
+        "lightning-pipes stages profile=profile.json ranks=8 batch=64 --batches 1:196,4:222",
+        "lightning-pipes stages model=BERT-48 device=A100-40G ranks=8 batch=32 memory=40GiB "
+        "--theory loss=10,lipschitz=5,noise=0.04,lr=0.01,target=0.1",
+    ],
+    run,
+    config="plan",
+    flags={
+        "--batches": ("S:N,...", "batches until the target that runs took, for two numbers of stages or more"),
+        "--theory": ("NAME=X,...", "loss, lipschitz, noise, lr and target of Theorem 1"),
+        "--all-shapes": ("", "also unequal replicas and shards of layers, which are planned only"),
+    },
+    translate=by_name,
+    defaults=frozenset({"schedule=auto", "schedule=null", "cluster=null"}),
+)

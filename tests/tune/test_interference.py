@@ -1,0 +1,81 @@
+"""Stages are timed beside processes that compete, and the command trains a predictor from these times."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_pipes.planning.replanning import Hosting
+from lightning_pipes.strategies.dynpipe import DynPipe
+from lightning_pipes.strategies.dynpipe.interference import Predictor
+from lightning_pipes.strategies.dynpipe.interference.features import RUN, WAIT
+from lightning_pipes.testing.neighbours import Neighbour
+from lightning_pipes.tune import interference
+from lightning_pipes.tune.cli import main
+from lightning_pipes.tune.interference import NONE, Surroundings, Window
+
+STAGE = Hosting(1, 8, 0.01, 0.02, 1e6, 1e6, 1e5, 1e4)
+
+
+def made_windows() -> list[Window]:
+    """Return windows of three kinds of neighbours; steps take a tenth longer than the formula says."""
+    rng = np.random.default_rng(0)
+    found = []
+    for setting in range(12):
+        kind = ("spin", "memory", NONE)[setting % 3]
+        wait = 0.0 if kind == NONE else float(rng.uniform(0.2, 1.0))
+        found += [Window({RUN: 1.0, WAIT: wait}, STAGE, 1.1 * (1 + wait), kind, "mlp", setting)] * 4
+    return found
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(sys.platform != "linux", reason="neighbours are pinned by Linux")
+def test_windows_are_measured_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that computes all the time on the same core takes about half of it: the slow one is found."""
+    core = max(os.sched_getaffinity(0))
+    beside = [Surroundings("spin", lambda: Neighbour("spin", core=core)), Surroundings(NONE, nullcontext)]
+    monkeypatch.setattr(interference, "settings", lambda *_: beside)
+    monkeypatch.setattr(interference, "PASSES", 2)
+    told: list[float] = []
+    windows = interference.collect_windows(True, 0.05, lambda text, done: told.append(done))
+    assert len(windows) == 2 * 5 * 2  # surroundings, kinds of stages, halves
+    assert {window.kind for window in windows} == {"mlp", "attention", "convolution", "embedding", "elementwise"}
+    slow, fast = (np.median([w.ratio for w in windows if w.neighbour == kind]) for kind in ("spin", NONE))
+    assert slow > fast
+    assert told[0] == 0.0
+
+
+def test_a_predictor_learns_from_windows(tmp_path: Path) -> None:
+    data, forest = tmp_path / "data.npz", tmp_path / "forest.npz"
+    first = DynPipe.train_predictor(made_windows(), data, forest)
+    assert first["windows"] == 48
+    beside = [window.ratio for window in made_windows() if window.neighbour != NONE]
+    assert first["formula_mae"] == pytest.approx(np.mean(beside) * 0.1 / 1.1)
+    assert first["forest_mae"] < first["formula_mae"] / 2
+    ratio = Predictor.load(forest).predict([({RUN: 1.0, WAIT: 0.5}, STAGE)]).ratios[0]
+    assert ratio == pytest.approx(1.1 * 1.5, rel=0.05)
+    assert DynPipe.train_predictor(None, data, tmp_path / "again.npz") == first
+
+
+class TestCommand:
+    def test_measures_and_writes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+        monkeypatch.setattr(interference, "collect_windows", lambda quick, seconds, told: made_windows())
+        data, forest = tmp_path / "data.npz", tmp_path / "forest.npz"
+        assert main(["interference", "--data", str(data), "--forest", str(forest)]) == 0
+        assert "48 windows" in capsys.readouterr().out
+        assert data.exists()
+        monkeypatch.delattr(interference, "collect_windows")  # now they come from the file
+        assert main(["interference", "--data", str(data), "--forest", str(forest), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["file"], found["windows"]) == (str(forest), 48)
+        DynPipe(predictor=str(forest)).planner()
+
+    def test_a_folder_that_is_missing_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(SystemExit, match="there is no folder"):
+            main(["interference", "--forest", str(tmp_path / "no" / "forest.npz")])
