@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.cost.named import known
+from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.ir import Cut, Plan, Program, check_count, check_fields
 from lightning_pipes.strategies.jap.costs import program_of
 from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
@@ -47,7 +47,7 @@ class RoundOrder:
         check_fields(self)
         check_count("effort", self.effort)
         every = {name: name for name in ("auto", EXACT, *METHODS, *RULES)}
-        object.__setattr__(self, "method", known(every, self.method, "solver"))
+        object.__setattr__(self, "method", lookup_name(every, self.method, "solver"))
         if self.method == EXACT:
             require_ortools()
 
