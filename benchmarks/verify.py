@@ -1,23 +1,23 @@
 """What `PipelineStrategy(verify=...)` finds, what it takes for a difference that is none, and what it costs.
 
-    python benchmarks/verify.py [--quick] [--modules 200] [--json]
+    python benchmarks/verify.py [--quick] [--modules 200] [--first-seed 0] [--json]
 
-The faults are those of tests/trainer/verify/faults.py, each trained on two ranks. Alarms are counted on random modules
-of tests/fuzz, verified with a warning only, which end with the weights, logs and metrics of one plain process. The cost
-is that of a fit over two batches of a residual network with 4 million parameters, with and without, on two ranks.
+The faults are those of tests/trainer/verify/faults.py, each trained on two ranks, in quick mode too. Alarms are counted
+on random modules of tests/fuzz, verified with a warning only, which end with the weights, logs and metrics of one plain
+process; a run may be divided by their seeds. The cost is that of a fit over two batches of a residual network with 4
+million parameters, with and without in turns, on two ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,14 +28,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
-from tests.fuzz.module_runs import EQUAL, alone, in_pipeline, verdict
-from tests.fuzz.modules import Made, random_module
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.plan.settings import VERIFY_VARIABLE
+from tests.fuzz.module_runs import EQUAL, WRONG, verdicts
+from tests.fuzz.modules import random_module
 from tests.trainer.lit import quiet
 from tests.trainer.verify.faults import FAULTS, FOUND, found
 
-WIDTH, BLOCKS, ROWS, TOGETHER = 256, 32, 32, 20
-MODULES, QUICK_MODULES, REPEATS = 200, 40, 5
+WIDTH, BLOCKS, ROWS, TOGETHER = 256, 32, 32, 50
+MODULES, QUICK_MODULES = 200, 40
+REPEATS, QUICK_REPEATS = 9, 3
 
 
 class Residual(nn.Module):
@@ -62,84 +64,105 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-def fit_seconds(rank: int, verify: int) -> list[float]:
-    """Seconds of fits over two batches, the first one left out."""
+def seconds_of_fits(rank: int, repeats: int) -> dict[int, list[float]]:
+    """Return the seconds of fits over two batches by `verify`, in turns; the first ones are left out."""
     quiet()
-    seconds = []
-    for _ in range(REPEATS + 1):
-        torch.manual_seed(0)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=PipelineStrategy(partition="parameters", verify=verify),
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        started = time.monotonic()
-        trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(2 * ROWS, WIDTH)), batch_size=ROWS))
-        seconds.append(time.monotonic() - started)
-    return seconds[1:]
+    seconds: dict[int, list[float]] = {2: [], 0: []}
+    for _ in range(repeats + 1):
+        for verify, those in seconds.items():
+            torch.manual_seed(0)
+            trainer = pl.Trainer(
+                accelerator="cpu",
+                devices=2,
+                strategy=PipelineStrategy(partition="parameters", verify=verify),
+                max_epochs=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            started = time.monotonic()
+            trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(2 * ROWS, WIDTH)), batch_size=ROWS))
+            those.append(time.monotonic() - started)
+    return {verify: found[1:] for verify, those in seconds.items()}
 
 
-def verified(rank: int, cases: Sequence[Made], folder: str) -> list[dict[str, Any]]:
-    """The findings on one rank of modules that are verified with a warning."""
-    os.environ["LIGHTNING_PIPES_VERIFY"] = "warn"
-    return [in_pipeline(made, f"{folder}/{number}")[0] for number, made in enumerate(cases)]
+@dataclass
+class Alarms:
+    """What is said of random modules that are verified with a warning.
+
+    Attributes:
+        equal: how many end as one plain process does.
+        told: the differences that were told of these.
+        wrong: what came of modules that neither end so nor are refused or warned of for a reason of theirs.
+        next_seed: that of the first module that was not looked at.
+    """
+
+    equal: int = 0
+    told: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    next_seed: int = 0
 
 
-def false_alarms(wanted: int) -> tuple[int, int, list[str]]:
-    """How many modules are equal, of how many of those a difference was told, and what was told."""
-    equal, told, seed = 0, list[str](), 0
-    while equal < wanted and seed < 4 * wanted:
-        cases = [made for n in range(seed, seed + TOGETHER) if (made := random_module(n)).base.ranks == 2]
-        seed += TOGETHER
-        with TemporaryDirectory() as folder:
-            plain = [alone(made, f"{folder}/alone{n}")[0] for n, made in enumerate(cases)]
-            try:
-                by_rank = run_ranks(verified, 2, cases, folder, timeout=120 + 20 * len(cases))
-            except RanksFailedError as error:
-                print(f"seeds from {seed - TOGETHER}: {error}", file=sys.stderr)
-                continue
-            for made, one, *ranks in zip(cases, plain, *by_rank, strict=True):
-                if equal < wanted and verdict(made, ranks, one).kind == EQUAL:
-                    equal += 1
-                    alarms = [text for rank in ranks for text in rank["warned"] if "verify='warn'" in text]
-                    told += [f"{made.seed} {made.causes}: {alarms[0]}"] if alarms else []
-    return equal, len(told), told
+def count_alarms(wanted: int, first_seed: int) -> Alarms:
+    """Verify random modules until so many of them are equal."""
+    found = Alarms(next_seed=first_seed)
+    while found.equal < wanted and found.next_seed < first_seed + 4 * wanted:
+        count = min(TOGETHER, math.ceil((wanted - found.equal) * 1.25))
+        cases = [random_module(found.next_seed + n) for n in range(count)]
+        for made, came in zip(cases, verdicts(cases, {VERIFY_VARIABLE: "warn"}), strict=True):
+            if found.equal == wanted:
+                break
+            found.next_seed = made.seed + 1
+            if came.kind == WRONG:
+                found.wrong.append(f"{made.seed} {made.causes}: {came.text}")
+            elif came.kind == EQUAL:
+                found.equal += 1
+                found.told += [f"{made.seed} {made.causes}: {text}" for text in came.warned if "verify='warn'" in text]
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_MODULES} modules instead of {MODULES}")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_MODULES} modules instead of {MODULES}, within 120 s"
+    )
     parser.add_argument("--modules", type=int, help="how many equal modules are verified")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first module")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args()
     modules = options.modules if options.modules is not None else QUICK_MODULES if options.quick else MODULES
     said = found(range(len(FAULTS)))
     names = [FOUND in text and fault.finds in text for fault, text in zip(FAULTS, said, strict=True)]
-    equal, alarms, told = false_alarms(modules)
-    seconds = [statistics.median(run_ranks(fit_seconds, 2, verify, timeout=240)[0]) for verify in (2, 0)]
+    alarms = count_alarms(modules, options.first_seed)
+    seconds = run_ranks(seconds_of_fits, 2, QUICK_REPEATS if options.quick else REPEATS, timeout=240)[0]
+    with_verify, without = (statistics.median(seconds[verify]) for verify in (2, 0))
     result = {
         "seeded": len(FAULTS),
         "found": sum(names),
-        "equal_modules": equal,
-        "false_alarms": alarms,
-        "seconds_for_two_batches": round(seconds[0] - seconds[1], 2),
-        "seconds_of_the_fit_without": round(seconds[1], 2),
+        "equal_modules": alarms.equal,
+        "false_alarms": len({text.partition(" ")[0] for text in alarms.told}),
+        "wrong_modules": len(alarms.wrong),
+        "next_seed": alarms.next_seed,
+        "seconds_for_two_batches": round(with_verify - without, 2),
+        "seconds_of_the_fit_without": round(without, 2),
     }
     for fault, right, text in zip(FAULTS, names, said, strict=True):
         if not right:
             print(f"not found: {fault.name}: {text}", file=sys.stderr)
-    for text in told:
+    for text in alarms.told:
         print(f"false alarm: {text}", file=sys.stderr)
+    for text in alarms.wrong:
+        print(f"wrong: {text}", file=sys.stderr)
+    print("| | |\n| --- | --- |")
+    for name, value in result.items():
+        print(f"| {name.replace('_', ' ')} | {value} |")
+    if options.quick:
+        print(
+            f"\nLeft out: {MODULES - alarms.equal} of {MODULES} modules, {REPEATS - QUICK_REPEATS} of {REPEATS} fits."
+        )
     if options.json:
         print(json.dumps(result))
-    else:
-        for name, value in result.items():
-            print(f"{name:28} {value}")
 
 
 if __name__ == "__main__":

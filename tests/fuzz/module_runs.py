@@ -40,10 +40,11 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a module came out in a pipeline, beside one plain process."""
+    """How a module came out in a pipeline, beside one plain process, and what its ranks warned of."""
 
     kind: str
     text: str = ""
+    warned: tuple[str, ...] = ()
 
 
 def loaded(made: Made) -> types.ModuleType:
@@ -203,7 +204,7 @@ def compare(found: Found, plain: Found) -> list[str]:
     return wrong
 
 
-def verdicts(cases: Sequence[Made]) -> list[Verdict]:
+def verdicts(cases: Sequence[Made], env: dict[str, str] | None = None) -> list[Verdict]:
     """How each module came out; those of so many ranks share processes, until one of them does not end."""
     found: dict[int, Verdict] = {}
     with TemporaryDirectory() as folder:
@@ -215,7 +216,7 @@ def verdicts(cases: Sequence[Made]) -> list[Verdict]:
                 here = f"{folder}/{ranks}_{len(left)}"
                 Path(here).mkdir()
                 try:
-                    by_rank = run_ranks(on_a_rank, ranks, chosen, here, timeout=60 + EACH * len(chosen))
+                    by_rank = run_ranks(on_a_rank, ranks, chosen, here, timeout=60 + EACH * len(chosen), env=env)
                 except RanksFailedError as error:
                     at = max(int(each.read_text() or 0) for each in (*Path(here).glob("rank*"), Path(os.devnull)))
                     found[left[at]] = Verdict(WRONG, f"no end: {error}")
@@ -223,7 +224,9 @@ def verdicts(cases: Sequence[Made]) -> list[Verdict]:
                     continue
                 for n, *each in zip(left, *by_rank, strict=True):
                     runs = [verdict(cases[n], one, alone) for *one, alone in zip(*each, plain[n], strict=True)]
-                    found[n] = max(runs, key=lambda came: [EQUAL, ALIKE, REFUSED, WARNED, WRONG].index(came.kind))
+                    worst = max(runs, key=lambda came: [EQUAL, ALIKE, REFUSED, WARNED, WRONG].index(came.kind))
+                    warned = dict.fromkeys(text for runs in each for one in runs for text in one["warned"])
+                    found[n] = replace(worst, warned=tuple(warned))
                 shutil.rmtree(here)
                 left = []
     return [found[n] for n in range(len(cases))]

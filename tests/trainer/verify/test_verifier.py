@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipes import PipelineStrategy
+from lightning_pipes import MemorySwap, PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.ir import InputError
 from lightning_pipes.testing.ranks import run_ranks
@@ -83,6 +83,27 @@ class Again(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False)
 
 
+class TakesTurns(Search):
+    """Layers that are on the device only while something is computed with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = memory_swap(20_000)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [self.memory]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.alone and self.trainer.is_last_batch:
+            assert self.memory.statistics.bytes_in > 0, "no layer has come back"
+
+
+def memory_swap(*args: Any) -> MemorySwap:
+    memory = MemorySwap(*args)
+    memory._poison = True
+    return memory
+
+
 EQUALS: dict[str, Fault] = {
     "1f1b": Fault("", Rich, "", trainer={"limit_train_batches": 4, "max_epochs": 1}),
     "clipping": Fault("", Rich, "", trainer={"gradient_clip_val": 0.1}),
@@ -106,6 +127,7 @@ EQUALS: dict[str, Fault] = {
     "csp": Fault("", Search, "", strategy={"schedule": "csp"}),
     "csp, cut by batch": Fault("", Search, "", strategy={"schedule": "csp", "schedule_args": {"balanced": True}}),
     "subnets with a flush": Fault("", Search, ""),
+    "csp, layers that take turns": Fault("", TakesTurns, "", strategy={"schedule": "csp", "recompute": True}),
 }
 
 
@@ -245,31 +267,40 @@ def trained_alone(kind: Any) -> str:
     return f"{trainer.global_step} steps"
 
 
-def array(rank: int) -> list[str]:
+def arrays(rank: int) -> list[list[str]]:
+    """An array whose siblings stay on the device, and one whose siblings take turns there."""
     quiet()
-    ended = sorted(JobArray[str](2).run([partial(job, n) for n in range(3)]), key=lambda each: each.index)
-    return [str(each.value or each.error) for each in ended]
+    found, memory = [], memory_swap(1 << 30, None, 2)
+    for array in (JobArray[str](2), JobArray[str](3, memory=memory)):
+        ended = sorted(array.run([partial(job, n) for n in range(3)]), key=lambda each: each.index)
+        found.append([str(each.value or each.error) for each in ended])
+    assert memory.statistics.bytes_in > 0
+    return found
 
 
 def test_siblings_of_an_array_are_verified_each():
-    for first, wrong, last in run_ranks(array, 2):
-        assert (first, last) == ("4 steps", "4 steps")
-        assert FOUND in wrong
+    for rank in run_ranks(arrays, 2):
+        for first, wrong, last in rank:
+            assert (first, last) == ("4 steps", "4 steps")
+            assert FOUND in wrong
 
 
 def refused(rank: int) -> list[str]:
     quiet()
     said = []
-    for strategy in ({"schedule": "pipedream"}, {"schedule": "pipedream_2bw"}):
+    for schedule in STALE:
         try:
-            fitted(Net(), verify=2, **strategy)
+            fitted(Net(), verify=2, schedule=schedule)
         except Exception as error:
             said.append(str(error))
     return said
 
 
+STALE = ("pipedream", "pipedream_2bw", "dynpipe")
+
+
 def test_stale_weights_are_refused():
-    for name, said in zip(("pipedream", "pipedream_2bw"), run_ranks(refused, 2)[0], strict=True):
+    for name, said in zip(STALE, run_ranks(refused, 2)[0], strict=True):
         assert f"schedule {name!r} trains by weights that miss updates" in said
 
 
