@@ -165,7 +165,7 @@ class Headed(nn.Module):
     def __init__(self, base: Any, width: int) -> None:
         super().__init__()
         self.model, self.head = base, nn.Linear(width, VOCABULARY, bias=False)
-        self._told_of_time = "t_cond" in inspect.signature(base.forward).parameters
+        self._told_of_time = any("t_cond" in inspect.signature(part.forward).parameters for part in base.modules())
 
     def forward(self, labels: torch.Tensor, **batch: torch.Tensor) -> Any:
         if self._told_of_time:

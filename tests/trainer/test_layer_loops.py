@@ -353,9 +353,15 @@ class TestFindPipelined:
         ]
         module.net.pp_plan["decoder"] = ([], [])
         assert find_pipelined(module, None) == "net.decoder"
-        module.net.third = nn.ModuleList(self.linears(20))  # clearly the largest
-        assert find_pipelined(module, None) == "net.third"
+        module.net.third = nn.ModuleList(self.linears(20))  # clearly the largest, and may not run
+        assert find_pipelined(module, None) == "net.decoder"
+        assert "pp_plan" in said[-1]
+        ran = {"net.decoder": 0.0, "net.third": 0.0}
+        assert find_pipelined(module, None, ran) == "net.third"
         assert "pp_plan" not in said[-1]
+        assert find_pipelined(module, None, {"net.third": 0.0}) == "net.third"
+        module.own = nn.ModuleList(self.linears(40))  # in no model with a plan
+        assert find_pipelined(module, None) == "own"
 
     def test_what_can_not_be_cut(self):
         class Own(nn.ModuleList):

@@ -109,7 +109,8 @@ class Interceptor:
             return found.x
         text = (
             f"{_name(step)} ended without a call of {self._name}, or caught what the call raised; it must make it "
-            "once for every batch, and a bare `except:` around the call must become `except Exception:`"
+            "once for every batch, and a bare `except:` around the call must become `except Exception:`. Where a batch "
+            "goes through other layers, name their container: PipelineStrategy(module=...)"
         )
         raise PipelineError(text) if self._calls else NoCallError(text, out)
 

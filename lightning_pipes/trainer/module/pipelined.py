@@ -38,7 +38,8 @@ _CPU = torch.device("cpu")
 def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mapping[str, float] | None = None) -> str:
     """The path of what to spread over the stages: `path`, or the largest of all nn.Sequential and nn.ModuleList in the
     module that are in no other, wherever they are. Which is largest is said by parameters, those of embeddings aside;
-    by time where another clearly takes longer. Of several that are nearly as large a child of the module is taken.
+    by time where another clearly takes longer. Of several that are nearly as large a child of the module is taken. Where
+    a Hugging Face model's pipeline plan names some of its lists, another one of it is taken only if it is known to run.
 
     Args:
         seconds: what the containers took that a step has run layer by layer, by path; None where nobody knows.
@@ -104,6 +105,9 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
         children = [path for path in close if "." not in path and isinstance(getattr(module, path), nn.Sequential)]
         planned = None if children else _planned(module, sizes)
         by_size = max(children, key=lambda path: sizes[path], default=planned)
+    elif by_size is not None and seconds is None:  # towers for images and sounds run for some batches only
+        planned = _planned(module, sizes, inside=by_size)
+        by_size = planned or by_size
     if seconds:
         slowest = sorted(seconds, key=lambda path: -seconds[path])
         before = by_size or (slowest[1] if len(slowest) > 1 else None)
@@ -124,9 +128,14 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
     return by_size
 
 
-def _planned(module: nn.Module, sizes: Mapping[str, int]) -> str | None:
-    """Return the largest container that a Hugging Face model's pipeline plan names; the last of equal ones."""
-    plans = ((path, getattr(part, "pp_plan", None)) for path, part in module.named_modules())
+def _planned(module: nn.Module, sizes: Mapping[str, int], inside: str | None = None) -> str | None:
+    """Return the largest container that a Hugging Face model's pipeline plan names; the last of equal ones. With
+    `inside` only plans count of models that this container is a part of."""
+    plans = (
+        (path, getattr(part, "pp_plan", None))
+        for path, part in module.named_modules()
+        if inside is None or f"{inside}.".startswith(f"{path}." if path else "")
+    )
     keys = {f"{path}.{key}".lstrip(".") for path, plan in plans if isinstance(plan, Mapping) for key in plan}
     places = {path: place for place, (path, _) in enumerate(module.named_modules())}
     named = [path for path in sizes if path in keys and isinstance(module.get_submodule(path), nn.ModuleList)]
