@@ -84,7 +84,7 @@ def seconds_of_fits(rank: int, repeats: int) -> dict[int, list[float]]:
             started = time.monotonic()
             trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(2 * ROWS, WIDTH)), batch_size=ROWS))
             those.append(time.monotonic() - started)
-    return {verify: found[1:] for verify, those in seconds.items()}
+    return {verify: those[1:] for verify, those in seconds.items()}
 
 
 @dataclass

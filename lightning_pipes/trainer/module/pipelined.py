@@ -39,7 +39,7 @@ def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mappin
     """The path of what to spread over the stages: `path`, or the largest of all nn.Sequential and nn.ModuleList in the
     module that are in no other, wherever they are. Which is largest is said by parameters, those of embeddings aside;
     by time where another clearly takes longer. Of several that are nearly as large a child of the module is taken. Where
-    a Hugging Face model's pipeline plan names some of its lists, another one of it is taken only if it is known to run.
+    a Hugging Face model's pipeline plan names lists of it, another one of it is taken only if it is known to run.
 
     Args:
         seconds: what the containers took that a step has run layer by layer, by path; None where nobody knows.
