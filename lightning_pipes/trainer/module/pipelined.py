@@ -38,8 +38,8 @@ _CPU = torch.device("cpu")
 def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mapping[str, float] | None = None) -> str:
     """The path of what to spread over the stages: `path`, or the largest of all nn.Sequential and nn.ModuleList in the
     module that are in no other, wherever they are. Which is largest is said by parameters, those of embeddings aside;
-    by time where another clearly takes longer. Of several that are nearly as large a child of the module is taken. Where
-    a Hugging Face model's pipeline plan names lists of it, another one of it is taken only if it is known to run.
+    by time where another clearly takes longer. Of several that are nearly as large a child of the module is taken.
+    Where a Hugging Face model's pipeline plan names lists of it, another one is taken only if it is known to run.
 
     Args:
         seconds: what the containers took that a step has run layer by layer, by path; None where nobody knows.
