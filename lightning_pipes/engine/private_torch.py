@@ -5,7 +5,8 @@ Each is pinned by a test, so that a new version that renames or changes one is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -38,6 +39,56 @@ def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequen
     only: elsewhere backward runs in threads, for which it prepares more."""
     backward: Any = Variable._execution_engine.run_backward
     backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+BackwardCheck = Callable[[Sequence[torch.Tensor], Sequence[Any]], None]
+
+
+class _BackwardChecks(threading.local):
+    check: BackwardCheck | None = None
+
+
+_backward_checks = _BackwardChecks()
+_of_autograd: Any = torch.autograd
+_start_backward = _of_autograd._engine_run_backward
+
+
+def check_backward(check: BackwardCheck | None) -> None:
+    """Call `check` before each backward that Python code of this thread starts; None ends that.
+
+    It gets the tensors where the backward starts, and those whose gradients are asked for; none for `backward()`.
+    """
+    _of_autograd._engine_run_backward = _start_checked_backward
+    _backward_checks.check = check
+
+
+def _start_checked_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    if _backward_checks.check is not None:
+        _backward_checks.check(outputs, args[3])
+    return _start_backward(outputs, *args, **kwargs)
+
+
+def graph_nodes(tensors: Iterable[Any]) -> list[Any]:
+    """Return the nodes of the graph that tensors, or edges of the graph, come from."""
+    edges = (t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors if _has_graph(t))
+    return [edge.node for edge in edges]
+
+
+def _has_graph(tensor: Any) -> bool:
+    return isinstance(tensor, GradientEdge) or bool(tensor.requires_grad)
+
+
+def is_reached(starts: Iterable[Any], targets: Iterable[Any]) -> bool:
+    """Return whether a backward from some nodes of the graph comes to one of the `targets`."""
+    wanted, seen, left = set(targets), set[Any](), list(starts)
+    while left and wanted:
+        node = left.pop()
+        if node in wanted:
+            return True
+        if node not in seen:
+            seen.add(node)
+            left += [after for after, _ in node.next_functions if after is not None]
+    return False
 
 
 def like_root(root: torch.Tensor | GradientEdge) -> Any:

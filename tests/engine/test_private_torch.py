@@ -46,6 +46,35 @@ def test_execution_engine_run_backward(rooted):
     assert x.grad.tolist() == [5.0, 43.0]
 
 
+def test_engine_run_backward():
+    """A function of the module's own name space, which grad() and backward() call with the inputs as fourth."""
+    x = torch.ones(2, requires_grad=True)
+    seen = list[Any]()
+    private.check_backward(lambda outputs, inputs: seen.append((outputs, inputs)))
+    try:
+        y = (2 * x).sum()
+        (g,) = torch.autograd.grad(y, x, retain_graph=True)
+        y.backward()
+    finally:
+        private.check_backward(None)
+    (3 * x).sum().backward()
+    assert seen == [((y,), (x,)), ((y,), ())]
+    assert g.tolist() == [2, 2]
+    assert x.grad is not None
+    assert x.grad.tolist() == [5, 5]
+
+
+def test_next_functions():
+    x, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    inner = x * 2
+    nodes = private.graph_nodes
+    assert private.is_reached(nodes([inner.sum() + other.sum()]), nodes([other]))
+    assert private.is_reached(nodes([inner]), nodes([x]))
+    assert private.is_reached(nodes([inner]), nodes([inner]))
+    assert not private.is_reached(nodes([inner]), nodes([other, inner.sum()]))
+    assert not private.is_reached(nodes([inner.detach()]), nodes([x]))
+
+
 def test_input_metadata():
     out = torch.ones(2, 3, dtype=torch.float64, requires_grad=True).exp()
     for like in (private.like_root(out), private.like_root(get_gradient_edge(out))):

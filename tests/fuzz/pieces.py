@@ -29,9 +29,7 @@ OFF: dict[str, str] = {
     r"^others:.*:one sample": "a branch may depend on one sample of a later batch only",
     r"^optimizer_step:(clips|clips groups|norm by hand|two closures)": "sees one stage's gradients",
     r"^odd optimizer:(norm inside|centred|sam|two closures)": "sees one stage's weights",
-    r"^logs:step_(begin|end):(.*:sum|rows:.*)": "counts once for every micro-batch",
     r"^weights:.*:(init|zeros|reset|random)": "ends with an IndexError",
-    r"^returned:dict of more": "numbers come as a list of micro-batches'",
     r"^weights:module.on_(train|validation)_epoch_end:head": "changes the head on one rank only",
     r"^batch norm:(before|after)": "running statistics are on one rank only",
 }

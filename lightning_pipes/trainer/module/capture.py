@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_pipes.engine.compute.footprint import tensors_in
+from lightning_pipes.engine.private_torch import check_backward, graph_nodes, is_reached
 from lightning_pipes.ir import PipelineError
 
 Step = Callable[..., Any]
@@ -129,13 +131,26 @@ class Interceptor:
 
         return self._run(refused, step, args)
 
-    def supply(self, step: Step, answer: Callable[[Any], Any], *args: Any) -> Any:
+    def supply(self, step: Step, answer: Callable[[Any], Any], *args: Any, apart: bool = False) -> Any:
         """The result of `step(*args)` when its call of the pipelined module gives `answer(x)`.
 
+        Args:
+            apart: whether the graph of what `answer` gives does not go on to `x`.
+
         Raises:
-            PipelineError: the step makes no such call.
+            PipelineError: the step makes no such call, or takes a gradient from after it by something before it.
         """
-        out = self._run(answer, step, args)
+
+        def watched(x: Any) -> Any:
+            y = answer(x)
+            check_backward(_GapInGraph(self._step, self._name, x, y).check)
+            return y
+
+        try:
+            out = self._run(watched if apart else answer, step, args)
+        finally:
+            if apart:
+                check_backward(None)
         if not self._calls:
             raise PipelineError(f"{_name(step)} never calls {self._name}; it must make this call once for every batch")
         return out
@@ -147,6 +162,37 @@ class Interceptor:
                 return step(*args)
         finally:
             self._answer = None
+
+
+class _GapInGraph:
+    """The gap in the graph of a step between what enters the layers and what they return.
+
+    Args:
+        step: its name.
+        layers: how the user calls them.
+        x: what enters.
+        y: what they return.
+    """
+
+    def __init__(self, step: str, layers: str, x: Any, y: Any) -> None:
+        self._step, self._layers = step, layers
+        self._entering, self._returned = graph_nodes(tensors_in(x)), graph_nodes(tensors_in(y))
+
+    def check(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Raise PipelineError if a backward is to go from `outputs` over the gap.
+
+        Args:
+            inputs: whose gradients are asked for; none for all leaves.
+        """
+        if self._returned and not is_reached(graph_nodes(outputs), self._returned):
+            return
+        if not inputs or is_reached(self._entering, graph_nodes(inputs)):
+            raise PipelineError(
+                f"{self._step} takes a gradient of what {self._layers} returns by something before the layers, as "
+                "torch.autograd.grad and backward() do: layers are on other ranks, and every stage has its own part of "
+                "the graph. Let layers compute what they add to the loss, and pass it along; Lightning calls "
+                "backward() itself"
+            )
 
 
 def named_step(owner: object, name: str) -> Step:

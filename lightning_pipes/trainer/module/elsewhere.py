@@ -186,6 +186,8 @@ class Elsewhere(torch.Tensor):
             return first.gradient
         if name in _READING:
             first.refuse("takes the value of")
+        if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
+            first.refuse("takes a gradient of, or by,")
         if name == "__deepcopy__":
             return first._copied(args[1])
         if name.startswith("_foreach_") and len(args[0]) > 1:
@@ -222,6 +224,12 @@ class Elsewhere(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._name}, {tuple(self.shape)}, {self.dtype})"
+
+    def derive(self, like: torch.Tensor, what: str) -> Elsewhere:
+        """Return a tensor without values that is `what` of this one, of the shape and type of `like`."""
+        found = Elsewhere.of(like, f"{what} {self._name}", self._scope)
+        found.__dict__["is_whole"] = False
+        return found
 
     def refuse(self, what: str) -> NoReturn:
         """Raises PipelineError, for a hook that does `what` with it."""

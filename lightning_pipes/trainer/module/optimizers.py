@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.elsewhere import Elsewhere, HookScope, no_view
@@ -38,7 +40,6 @@ class OptimizerLayout:
         self._hidden: list[list[torch.Tensor]] = []
         self._shown: list[list[torch.Tensor]] = []
         self._whole: list[list[torch.Tensor]] = []
-        self._states = 0
         self._given_names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
 
     def keep_local(self, foreign: Callable[[torch.Tensor], bool]) -> None:
@@ -65,7 +66,7 @@ class OptimizerLayout:
         self._hidden = [group["params"] for group in self.optimizer.param_groups]
         self._shown = [list(map(Elsewhere.find_stand_in, parameters)) for parameters in self._parameters]
         self._whole = [list(parameters) for parameters in self._shown]
-        self._states = len(self.optimizer.state)
+        self.optimizer.state = WholeStates(self.optimizer.state, self._whole)  # type: ignore[assignment]
         for group, parameters in zip(self.optimizer.param_groups, self._shown, strict=True):
             group["params"] = parameters
 
@@ -78,7 +79,9 @@ class OptimizerLayout:
         )
         for group, parameters in zip(groups, self._hidden, strict=False):
             group["params"] = parameters
-        if len(self.optimizer.state) != self._states:
+        if isinstance(self.optimizer.state, WholeStates):
+            self.optimizer.state = self.optimizer.state.own  # type: ignore[assignment]
+        else:  # code of the user's has put another one there
             for key in [key for key in self.optimizer.state if isinstance(key, Elsewhere)]:
                 del self.optimizer.state[key]
         return same
@@ -144,6 +147,103 @@ class OptimizerLayout:
             groups.append(group)
             at += len(names)
         return {"state": state, "param_groups": groups}
+
+
+class WholeStates(MutableMapping[Any, Any]):
+    """The states that an optimizer has for the parameters of all ranks, in the order of one process.
+
+    States of parameters on other ranks are made when they are asked for. They are like those of a parameter here, and
+    their tensors have no values.
+
+    Args:
+        own: the states of this rank.
+        groups: the parameters of all ranks, by group.
+    """
+
+    def __init__(self, own: MutableMapping[Any, Any], groups: Sequence[Sequence[torch.Tensor]]) -> None:
+        self.own = own
+        self._groups = groups
+        self._made: dict[torch.Tensor, Any] = {}
+        self._deleted: set[torch.Tensor] = set()
+        self._number: dict[Any, int] = {}  # of the group of each parameter on another rank
+        self._likes: dict[Any, torch.Tensor] = {}  # parameters here that have states, by group and shape, by group
+
+    def __getitem__(self, key: Any) -> Any:
+        key = Elsewhere.find_stand_in(key) if isinstance(key, torch.Tensor) else key
+        if not isinstance(key, Elsewhere):
+            return self.own[key]
+        if key not in self._made:
+            like = None if key in self._deleted else self._find_like(key)
+            self._made[key] = {} if like is None else _state_elsewhere(key, self.own[like], like)
+        return self._made[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, Elsewhere):
+            self._made[Elsewhere.find_stand_in(key)] = value
+        else:
+            self.own[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        if isinstance(key, Elsewhere):
+            self._deleted.add(Elsewhere.find_stand_in(key))
+            self._made.pop(Elsewhere.find_stand_in(key), None)
+        else:
+            del self.own[key]
+            self._likes.clear()
+
+    def __contains__(self, key: Any) -> bool:
+        if not isinstance(key, Elsewhere):
+            return key in self.own
+        key = Elsewhere.find_stand_in(key)
+        return key in self._made or (key not in self._deleted and self._find_like(key) is not None)
+
+    def __iter__(self) -> Iterator[Any]:
+        parameters = [p for group in self._groups for p in group]
+        elsewhere = [p for p in parameters if isinstance(p, Elsewhere)]
+        if elsewhere and len(elsewhere) == len(parameters):
+            elsewhere[0].refuse("goes through the states of an optimizer, such as that of")
+        known = set(parameters)
+        return iter([*(p for p in parameters if p in self), *(key for key in self.own if key not in known)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return a state, and make none."""
+        return self[key] if key in self else default  # noqa: SIM401  # this is what it is made of
+
+    def clear(self) -> None:
+        """Forget all states."""
+        self.own.clear()
+        self._made.clear()
+        self._likes.clear()
+
+    def _find_like(self, key: Elsewhere) -> torch.Tensor | None:
+        """A parameter here that has a state; of the same group and shape if there is one."""
+        if not self._likes:
+            for number, group in enumerate(self._groups):
+                for p in group:
+                    if isinstance(p, Elsewhere):
+                        self._number[p] = number
+                    elif p in self.own:
+                        for place in ((number, p.shape), number, None):
+                            self._likes.setdefault(place, p)
+        at = self._number.get(key)
+        found = (self._likes.get(place) for place in ((at, key.shape), at, None))
+        return next((p for p in found if p is not None), None) if key.requires_grad else None
+
+
+def _state_elsewhere(key: Elsewhere, state: Any, of: torch.Tensor) -> Any:
+    """A state of `key` with the entries that the state of the parameter `of` has."""
+
+    def make(name: Any, value: torch.Tensor) -> Elsewhere:
+        shape = key.shape if value.shape == of.shape else value.shape
+        like = torch.empty(shape, dtype=value.dtype, device="meta")
+        return key.derive(like, f"an optimizer's {name!r} of")
+
+    entries = state if isinstance(state, dict) else {"state": state}
+    made = {name: pytree.tree_map_only(torch.Tensor, partial(make, name), value) for name, value in entries.items()}
+    return made if isinstance(state, dict) else made["state"]
 
 
 class OptimizersView:

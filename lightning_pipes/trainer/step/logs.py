@@ -9,9 +9,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
-from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.private_lightning import metric_counts, set_metric_counts, set_metric_sync
 
 _OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
@@ -29,6 +30,18 @@ class LogCall:
     name: str
     value: Any
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reduction(self) -> str:
+        """The name of its `reduce_fx`; empty for what a step has returned."""
+        how = self.options.get("reduce_fx", "mean")
+        how = how if isinstance(how, str) else getattr(how, "__name__", str(how))
+        return "mean" if how == "avg" else how
+
+    @property
+    def shown(self) -> str:
+        """How the user wrote it."""
+        return f"self.log({self.name!r})" if self.reduction else self.name
 
 
 class recorded:  # noqa: N801  # read as a function; a generator takes several times as long, for every micro-batch
@@ -121,13 +134,13 @@ def _merged(calls: Sequence[LogCall], weights: Sequence[float], shares: Sequence
         lasts = [call.value.last for call in calls]
         return LogCall(first.name, _Seen(first.value.metric, _mean(lasts, weights)), options)
     values = [call.value for call in calls]
-    how = options.get("reduce_fx", "mean")
-    how = how if isinstance(how, str) else getattr(how, "__name__", str(how))
+    how = first.reduction
     if len(values) == 1:
         value = values[0]
-    elif how in ("mean", "avg"):
-        counted = [(v, w) for v, w in zip(values, shares or weights, strict=True) if w or shares is None]
-        value = _mean([v for v, _ in counted], [w for _, w in counted], total=None if shares is None else 1.0)
+    elif shares is not None:
+        value = _add_up(values, shares)
+    elif how == "mean":
+        value = _mean(values, weights)
     elif how == "sum":
         value = sum(values[1:], start=values[0])
     elif how in ("min", "max"):
@@ -136,6 +149,59 @@ def _merged(calls: Sequence[LogCall], weights: Sequence[float], shares: Sequence
     else:
         value = values[-1]  # Lightning refuses other reductions when the call is made
     return LogCall(first.name, value, options)
+
+
+def _add_up(values: Sequence[Any], shares: Sequence[float]) -> Any:
+    """The sum of values times their shares; what has none may be no number."""
+    counted = [(v, share) for v, share in zip(values, shares, strict=True) if share]
+    return _mean([v for v, _ in counted], [share for _, share in counted], total=1.0)
+
+
+def returned_calls(extras: Mapping[str, Any]) -> list[LogCall]:
+    """Return what a step returns beside its loss, as log calls without a reduction."""
+    found, _ = pytree.tree_flatten_with_path(dict(extras))
+    return [LogCall(f"outputs{pytree.keystr(path)}", value, {"reduce_fx": ""}) for path, value in found]
+
+
+def merge_returned(
+    extras: Sequence[Mapping[str, Any]], spans: Sequence[Span], shares: Mapping[LogKey, Sequence[float]]
+) -> dict[str, Any]:
+    """Return what a step returned beside its loss for micro-batches as one process has it.
+
+    Tensors over samples are joined, and what has shares adds up by them. Of the rest numbers with a fraction are
+    averaged, equal words and flags are one, and else there is a list with an entry for each micro-batch.
+    """
+    found, specs = zip(*(pytree.tree_flatten_with_path(dict(each)) for each in extras), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        return {name: [each.get(name) for each in extras] for name in extras[0]}
+    merged = [
+        _merged_returned(
+            [value for _, value in leaves], spans, shares.get((f"outputs{pytree.keystr(leaves[0][0])}", 1))
+        )
+        for leaves in zip(*found, strict=True)
+    ]
+    result: dict[str, Any] = pytree.tree_unflatten(merged, specs[0])
+    return result
+
+
+def _merged_returned(parts: Sequence[Any], spans: Sequence[Span], shares: Sequence[float] | None) -> Any:
+    tensors = [p for p in parts if isinstance(p, torch.Tensor)]
+    if len(parts) == 1:
+        return parts[0]
+    if shares is not None:
+        total = _add_up([p.double() if isinstance(p, torch.Tensor) else p for p in parts], shares)
+        if tensors:
+            kind = tensors[0].dtype
+            return (total if kind.is_floating_point or kind.is_complex else total.round()).to(kind)
+        whole = all(isinstance(p, int) for p in parts) and abs(total - round(total)) < 1e-6
+        return type(parts[0])(round(total)) if whole else total
+    if len(tensors) == len(parts) and all(t.ndim and t.size(0) == s.rows for t, s in zip(tensors, spans, strict=True)):
+        return torch.cat(tensors)
+    if all(isinstance(p, (float, torch.Tensor)) and getattr(p, "ndim", 0) == 0 for p in parts):
+        return _mean(parts, [s.rows for s in spans])
+    if all(isinstance(p, (str, bool, type(None))) and p == parts[0] for p in parts):
+        return parts[0]
+    return list(parts)
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float], total: float | None = None) -> Any:

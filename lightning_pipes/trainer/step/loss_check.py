@@ -30,8 +30,8 @@ from lightning_pipes.trainer.module.batches import copied, join, take
 from lightning_pipes.trainer.module.generators import state_of
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.unchanged import generators, unchanged
-from lightning_pipes.trainer.step.logs import LogCall, LogKey, numbered, recorded
-from lightning_pipes.trainer.step.loss_weights import BatchWeights, LossWeights, disagree
+from lightning_pipes.trainer.step.logs import LogCall, LogKey, numbered, recorded, returned_calls
+from lightning_pipes.trainer.step.loss_weights import EXTREME, BatchWeights, LossWeights, disagree, usual_weights
 from lightning_pipes.trainer.step.steps import Kept, Steps, TrainingBatch, loss_of, no_room
 
 _HALF = 1e-4
@@ -84,6 +84,7 @@ class LossCheck:
         self._device = device
         self._needed = needed
         self._waits = True
+        self._warned: set[LogKey] = set()
 
     def begin(self, data: TrainingBatch, spans: Sequence[Span]) -> None:
         """Has the batch kept if it is the first that is cut, into several of `spans`, or candidates disagree on it."""
@@ -117,18 +118,22 @@ class LossCheck:
         self._weights.weigh_logs(weights, self._weights_of_logs(losses, weights))
 
     @staticmethod
-    def _weights_of_logs(losses: _Losses, weights: BatchWeights) -> dict[LogKey, set[str]]:
-        """The candidates by which logged values add up."""
-        whole = {key: _number(call) for key, call in numbered(losses.logged[None])}
-        parts = {span: {k: _number(c) for k, c in numbered(losses.logged[span])} for span in losses.parts}
+    def _weights_of_logs(losses: _Losses, weights: BatchWeights) -> dict[LogKey, tuple[str, set[str]]]:
+        """By what each logged or returned value is usually weighed, and the candidates by which it adds up."""
+        parts = {span: dict(numbered(losses.logged[span])) for span in losses.parts}
         found = {}
-        for key, value in whole.items():
-            known = [(span, numbers.get(key)) for span, numbers in parts.items()]
-            of_parts = {span: number for span, number in known if number is not None}
-            if value is None or len(of_parts) < len(parts):
+        for key, call in numbered(losses.logged[None]):
+            of_parts = {span: calls.get(key) for span, calls in parts.items()}
+            numbers = _numbers(call, of_parts)
+            if numbers is None:
                 continue
-            of_it = losses._replace(whole=value, parts=of_parts)
-            found[key] = {each.name for each in weights.every if not of_it.differ(each.share)}
+            of_it = losses._replace(whole=numbers[0], parts=numbers[1])
+            names = {each.name for each in weights.every if not of_it.differ(each.share)}
+            if call.reduction in ("max", "min"):
+                extreme = (max if call.reduction == "max" else min)(of_it.parts.values())
+                made = of_it._replace(parts={Span(0, 1): extreme})
+                names |= set() if made.differ(lambda _: 1.0) else {EXTREME}
+            found[key] = usual_weights(call), names
         return found
 
     def _distorted(self, stage: Stage, item: Item, kept: Kept | None) -> _Losses:
@@ -160,7 +165,7 @@ class LossCheck:
             return
         first, self._waits = self._waits, False
         try:
-            parts = {span: result.loss.item() for span, result in data.results.items()}
+            parts = {span: (result.loss.item(), result.calls) for span, result in data.results.items()}
             if kept.left_out:
                 raise _NotComparableError(kept.left_out)
             if kept.parts.keys() != parts.keys():
@@ -171,6 +176,8 @@ class LossCheck:
         except Exception as error:  # a step that can't run on a whole batch, or not without gradients
             self._said_why(error, "was not compared with those of")
             return
+        if data.weights is not None:
+            self._tell_logs(data.weights, losses, lambda: self._losses(stage, item, kept, x, kept.parts, parts))
         share = partial(_by_rows, kept.rows) if data.weights is None else data.weights.share
         if losses.differ(share):
             mean = sum(loss * share(span) for span, loss in losses.parts.items() if share(span))
@@ -184,6 +191,26 @@ class LossCheck:
                 "are not -100, or a sum; a mean over something else needs microbatch_weight(batch) in the module, "
                 "which gives the weight of a micro-batch. A comparison of samples with each other is none of these. "
                 "PipelineStrategy(check_loss=False) leaves this comparison out"
+            )
+
+    def _tell_logs(self, weights: BatchWeights, losses: _Losses, again: Callable[[], _Losses]) -> None:
+        """Weigh logged and returned values by what has made them in this batch; warn of those that nothing makes."""
+        found = self._weights_of_logs(losses, weights)
+        self._weights.weigh_logs(weights, found)
+        wrong = {key for key, (_, names) in found.items() if not names} - self._warned
+        if not wrong:
+            return
+        once, twice = (dict(numbered(each.logged[None])) for each in (losses, again()))
+        # What differs between two runs is a time, or what else no two runs have in common.
+        wrong = {key for key in wrong if key in twice and _are_equal(once[key], twice[key])}
+        self._warned |= wrong
+        if wrong:
+            names = ", ".join(once[key].shown for key in sorted(wrong))
+            rank_zero_warn(
+                f"{type(self._module).__name__}.training_step gives values that are no mean, sum or extreme over "
+                f"samples, so that they differ from one process: {names}. They are made of those of "
+                f"{len(losses.parts)} micro-batches. Log a torchmetrics.Metric, or set "
+                "PipelineStrategy(microbatches=1). PipelineStrategy(check_loss=False) leaves this comparison out"
             )
 
     def _later(self, losses: _Losses, weights: BatchWeights | None) -> str:
@@ -207,9 +234,10 @@ class LossCheck:
         kept: Kept,
         x: Any,
         entering: Mapping[Span, Any],
-        parts: Mapping[Span, float],
+        parts: Mapping[Span, tuple[float, list[LogCall]]],
     ) -> _Losses:
-        """The losses of a whole batch and of its parts, by what the layers give for them; those of `parts` are known.
+        """The losses of a whole batch and of its parts, by what the layers give for them; those of `parts` are known,
+        with what they logged.
 
         Raises:
             _NotComparableError: they can't be compared.
@@ -231,15 +259,22 @@ class LossCheck:
                     given, rows = entering[span], span.rows
                 of_part = replace(item, rows=rows, training=False)
                 with recorded(self._module) as logged[span]:
-                    value, drew_too = self._loss(
+                    value, extras, drew_too = self._loss(
                         stage, of_part, copied(batch), kept.given(given), item.data.arguments, kept.inside
                     )
+                logged[span] += returned_calls(extras)
                 drew = drew or drew_too
+                return value
+
+            def loss_of_part(span: Span) -> float:
+                if span not in parts:
+                    return loss(span).item()
+                value, logged[span] = parts[span]
                 return value
 
             if not kept.inside:
                 whole = loss(None)
-                found = {span: parts[span] if span in parts else loss(span).item() for span in sorted(entering)}
+                found = {span: loss_of_part(span) for span in sorted(entering)}
                 if not drew:
                     return _Losses(whole.item(), found, whole.dtype, self._types(whole, x), logged)
             drew = False
@@ -255,8 +290,9 @@ class LossCheck:
 
     def _loss(
         self, stage: Stage, item: Item, batch: Any, x: Any, arguments: tuple[Any, ...], inside: bool
-    ) -> tuple[torch.Tensor, bool]:
-        """The loss of those samples, and whether random numbers were drawn for it outside of the layers."""
+    ) -> tuple[torch.Tensor, dict[str, Any], bool]:
+        """The loss of those samples, what the step returned beside it, and whether random numbers were drawn for it
+        outside of the layers."""
         x, batch = move_data_to_device((copied(x), batch), self._device)
         step = self._module.training_step
 
@@ -268,7 +304,8 @@ class LossCheck:
         with torch.no_grad(), self._steps.context():
             draws = Draws(self._device)
             out = self._steps.around(step, item, batch, arguments, layers, draws)
-            return loss_of(out)[0].detach(), draws.seen or _states(own) != before
+            value, extras = loss_of(out)
+            return value.detach(), extras, draws.seen or _states(own) != before
 
     @contextmanager
     def _evaluating(self, inside: bool) -> Iterator[None]:
@@ -294,14 +331,28 @@ def _by_rows(rows: int, span: Span) -> float:
     return span.rows / rows
 
 
-def _number(call: LogCall) -> float | None:
-    """The value of a log call that is averaged; None of one that is not, or no number."""
-    value, how = call.value, call.options.get("reduce_fx", "mean")
-    if how not in ("mean", "avg") and getattr(how, "__name__", "") != "mean":
-        return None
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    return float(value) if isinstance(value, (int, float)) else None
+def _are_equal(call: LogCall, other: LogCall) -> bool:
+    numbers = _numbers(call, {None: other})
+    return numbers is not None and numbers[0] == numbers[1][None]
+
+
+def _numbers(whole: LogCall, parts: Mapping[Any, LogCall | None]) -> tuple[float, dict[Any, float]] | None:
+    """The values of a log call for a whole batch and its parts; None if they are no numbers, or are joined.
+
+    Of larger tensors it is a sum with random weights, which is linear in them.
+    """
+    calls = [whole, *parts.values()]
+    values = [None if call is None else call.value for call in calls]
+    numbers = [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    if len(numbers) < len(values):
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and not value.is_complex()]
+        if len(tensors) < len(values) or any(t.shape != tensors[0].shape or t.dtype is torch.bool for t in tensors):
+            return None
+        weights = torch.ones(1, dtype=torch.float64)
+        if tensors[0].numel() != 1:
+            weights = torch.rand(tensors[0].numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        numbers = [float((t.detach().cpu().double().reshape(-1) * weights).sum()) for t in tensors]
+    return numbers[0], dict(zip(parts, numbers[1:], strict=True))
 
 
 def _differ(whole: float, mean: float, losses: Iterable[float], kind: torch.dtype, types: set[torch.dtype]) -> bool:

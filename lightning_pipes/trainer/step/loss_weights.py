@@ -14,13 +14,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.module.batches import cutter
-from lightning_pipes.trainer.step.logs import LogKey
+from lightning_pipes.trainer.step.logs import LogCall, LogKey, numbered
 
 SAMPLES, SUMS, OWN = "samples", "1: it is a sum", "microbatch_weight"
+EXTREME = "the largest or smallest"
+"""By what values are merged that are logged with reduce_fx="max" or "min"; no weights."""
 IGNORED = -100
 """The label of what does not count, as of `torch.nn.functional.cross_entropy`."""
 _ALIKE = 1e-12
@@ -120,7 +122,9 @@ class BatchWeights:
         every: all candidates.
         found: those that are possible, the likeliest first.
         spans: of the micro-batches.
-        logs: names of the candidates by which logged values are weighed.
+        logs: names of the candidates by which logged and returned values are weighed.
+        unsure: values for which several of them are possible.
+        look_again: called with log calls of such values that would tell.
         undecided: whether candidates that disagree are to be told apart by this batch.
         sums: adds up numbers over replicas and returns what waits for that; None without replicas.
         replicas: how many there are.
@@ -133,6 +137,8 @@ class BatchWeights:
         spans: Sequence[Span],
         undecided: bool,
         logs: Mapping[LogKey, str],
+        unsure: Collection[LogKey],
+        look_again: Callable[[Iterable[LogCall]], None],
         sums: Sums | None,
         replicas: int,
     ) -> None:
@@ -140,7 +146,7 @@ class BatchWeights:
         self.found = found
         self.chosen = found[0]
         self.undecided = undecided
-        self.logs = logs
+        self.logs, self.unsure, self.look_again = logs, unsure, look_again
         self.spans, self._replicas = spans, replicas
         self._totals: list[float] = []
         self._numbers: torch.Tensor | None = None
@@ -171,15 +177,25 @@ class BatchWeights:
         """Return the weight of a micro-batch's loss in that of this rank's batch."""
         return self.chosen.share(span) if self.chosen.total else span.rows / sum(each.rows for each in self.spans)
 
-    def shares_of_logs(self, spans: Sequence[Span], of_loss: Iterable[LogKey]) -> dict[LogKey, list[float]]:
-        """Return the weights of values that were logged for each micro-batch, where not by samples."""
+    def shares_of_logs(
+        self, spans: Sequence[Span], calls: Sequence[Sequence[LogCall]], of_loss: Iterable[LogKey]
+    ) -> dict[LogKey, list[float]]:
+        """Return the weights of values that micro-batches logged or returned, where not as their reduction says.
+
+        Args:
+            calls: of each micro-batch.
+            of_loss: those that are the loss itself.
+        """
         named = {each.name: each for each in self.every}
         known = {key: named[name] for key, name in self.logs.items() if name in named}
-        keys = {**dict.fromkeys(of_loss, self.chosen), **known}
+        by = {**dict.fromkeys(of_loss, self.chosen), **known}
+        told = [call for each in calls for key, call in numbered(each) if key in self.unsure and _is_told(call)]
+        if told:
+            self.look_again(told)
         return {
-            key: [each.share(span) for span in spans]
-            for key, each in keys.items()
-            if each.total and each.name != SAMPLES
+            key: [by[key].share(span) for span in spans]
+            for key, call in (numbered(calls[0]) if by else ())
+            if key in by and by[key].total and by[key].name != usual_weights(call)
         }
 
     def factor(self, span: Span) -> float:
@@ -202,8 +218,9 @@ class LossWeights:
         name: by what micro-batches are weighed; empty before the first batch.
     """
 
-    MOST_LOOKS, MOST_FOR_LOGS = 5, 3
-    """Batches by which candidates for the loss, and for logged values, are told apart; then the likeliest counts."""
+    MOST_LOOKS, MOST_FOR_LOGS, MOST_AGAIN = 5, 3, 16
+    """Batches by which candidates for the loss, and for logged values, are told apart; then the likeliest counts.
+    Where a logged value has been 0, one more is looked at in each epoch and when that changes, so often at most."""
 
     def __init__(self, module: pl.LightningModule, looks: bool, sums: Sums | None, replicas: int) -> None:
         self.name = ""
@@ -212,8 +229,13 @@ class LossWeights:
         self._sums, self._replicas = sums, replicas
         self._left_out: set[str] = set()
         self._looks_for_logs = self.MOST_FOR_LOGS if looks else 0
+        self._looks_again = self.MOST_AGAIN if looks else 0
         self._logs: dict[LogKey, set[str]] = {}
         """The candidates that have made each logged value so far."""
+        self._usual: dict[LogKey, str] = {}
+        self._unsure: set[LogKey] = set()
+        self._told: dict[str, None] = {}
+        self._epoch = 0
 
     @staticmethod
     def wanted(module: pl.LightningModule, check_loss: bool) -> bool:
@@ -229,8 +251,13 @@ class LossWeights:
         left = left or [each for each in found if each.name == SAMPLES]
         if not self._looks:
             left = left[:1]
+        if self._unsure and self._module.current_epoch != self._epoch:  # its number may be logged, which was 0
+            self._start_looking()
+        self._epoch = self._module.current_epoch
         undecided = disagree(left, spans) or (self._looks_for_logs > 0 and self._logs_disagree(found, spans))
-        made = BatchWeights(found, left, spans, undecided, self._by(found), self._sums, self._replicas)
+        made = BatchWeights(
+            found, left, spans, undecided, self._by(found), self._unsure, self._look_again, self._sums, self._replicas
+        )
         self._name(made.chosen)
         return made
 
@@ -259,17 +286,47 @@ class LossWeights:
         if not self._looks:
             self._left_out |= set(names) - {weights.chosen.name}
 
-    def weigh_logs(self, weights: BatchWeights, by: Mapping[LogKey, Collection[str]]) -> None:
-        """Weigh logged values by candidates that make them of those of micro-batches."""
-        for key, names in by.items():
+    def weigh_logs(self, weights: BatchWeights, by: Mapping[LogKey, tuple[str, Collection[str]]]) -> None:
+        """Weigh logged and returned values by candidates that make them of those of micro-batches.
+
+        Args:
+            by: for each value its usual weights, and the candidates.
+        """
+        for key, (usual, names) in by.items():
+            self._usual[key] = usual
             self._logs[key] = self._logs.get(key, {*names}) & {*names}
+        named = {each.name: each for each in weights.every}
+        self._unsure.clear()
+        for key, names in self._logs.items():
+            left = [named[name] for name in names if name in named]
+            if left and disagree(left, weights.spans):
+                self._unsure.add(key)
         weights.logs = self._by(weights.every)
 
     def _by(self, every: Sequence[Amounts]) -> dict[LogKey, str]:
-        """The likeliest candidates of logged values; the loss's own, if they are not averaged over samples."""
-        order = sorted(every, key=lambda each: (each.name != SAMPLES, each.name != self.name))
-        left = {key: [each.name for each in order if each.name in names] for key, names in self._logs.items()}
-        return {key: names[0] if names else SAMPLES for key, names in left.items()}
+        """The likeliest candidates of logged values: the usual one, samples, the loss's own."""
+        order = [EXTREME, *(e.name for e in sorted(every, key=lambda e: (e.name != SAMPLES, e.name != self.name)))]
+        left = {
+            key: sorted((name for name in order if name in names), key=lambda name: name != self._usual[key])
+            for key, names in self._logs.items()
+        }
+        return {key: names[0] if names else self._usual[key] for key, names in left.items()}
+
+    def _look_again(self, told: Iterable[LogCall]) -> None:
+        names = {call.shown: None for call in told if call.shown not in self._told}
+        self._told.update(names)
+        if names:
+            rank_zero_warn(
+                f"{', '.join(names)} of {type(self._module).__name__}.training_step was 0 in all batches that were "
+                "looked at, so that it is not known whether values of micro-batches are averaged or added up in this "
+                "one: reduce_fx is taken to say it. The next batch is looked at"
+            )
+        self._start_looking()
+
+    def _start_looking(self) -> None:
+        if self._looks_again and self._looks_for_logs <= 0:
+            self._looks_again -= 1
+            self._looks_for_logs = 1
 
     def _logs_disagree(self, every: Sequence[Amounts], spans: Sequence[Span]) -> bool:
         possible = {frozenset(names) for names in self._logs.values()}
@@ -289,6 +346,17 @@ class LossWeights:
         if chosen.name != self.name and (self.name or chosen.name != SAMPLES):
             rank_zero_info(f"The losses of micro-batches are weighed by {chosen.name}, as the loss of a whole batch is")
         self.name = chosen.name
+
+
+def usual_weights(call: LogCall) -> str:
+    """Return by what values of a log call are merged unless a batch shows otherwise; empty if it must show."""
+    return {"mean": SAMPLES, "sum": SUMS, "max": EXTREME, "min": EXTREME}.get(call.reduction, "")
+
+
+def _is_told(call: LogCall) -> bool:
+    """Whether a value is not 0, for which all weights do."""
+    value = call.value
+    return bool(value.any()) if isinstance(value, torch.Tensor) else bool(value)
 
 
 def disagree(found: Sequence[Amounts], spans: Sequence[Span]) -> bool:

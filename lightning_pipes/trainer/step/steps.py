@@ -23,14 +23,12 @@ from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copied, cutter, join, take, tensors_of
 from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, named_step
-from lightning_pipes.trainer.step.logs import LogCall, LogKey, merge, numbered, recorded
+from lightning_pipes.trainer.step.logs import LogCall, LogKey, merge, merge_returned, numbered, recorded, returned_calls
 from lightning_pipes.trainer.step.loss_weights import BatchWeights
 
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
 HOST = torch.device("cpu")
-_NOT_IN_GRAPH = "appears to not have been used in the graph"
-"""In torch's error for a gradient by a tensor that something does not depend on."""
 
 
 @dataclass
@@ -98,6 +96,11 @@ class StepResult:
     extras: dict[str, Any]
     logged: Sequence[LogCall]
 
+    @property
+    def calls(self) -> list[LogCall]:
+        """What it logged, and what it returned beside the loss."""
+        return [*self.logged, *returned_calls(self.extras)] if self.extras else [*self.logged]
+
     def logged_losses(self) -> list[LogKey]:
         """Return which logged values are the loss itself."""
         own = self.loss.untyped_storage().data_ptr()
@@ -161,19 +164,17 @@ class TrainingBatch:
         """The whole batch's loss, in a dict where the user's step gives one, and its log calls."""
         spans = sorted(self.results)
         results = [self.results[s] for s in spans]
-        shares, of_logs = [s.rows / self.rows for s in spans], None
+        shares, of_logs = [s.rows / self.rows for s in spans], dict[LogKey, list[float]]()
         if self.weights is not None:
             shares = [self.weights.share(s) for s in spans]
-            of_logs = self.weights.shares_of_logs(spans, results[0].logged_losses())
+            of_logs = self.weights.shares_of_logs(spans, [o.calls for o in results], results[0].logged_losses())
         # The loss of no token is no number.
         parts = [o.loss * share for share, o in zip(shares, results, strict=True) if share]
         loss = sum(parts[1:], start=parts[0]) if len(spans) > 1 else results[0].loss
         logged = merge([o.logged for o in results], [s.rows for s in spans], of_logs)
-        names = results[0].extras
-        if not names:
+        if not results[0].extras:
             return loss, logged
-        extras = {n: _joined([o.extras.get(n) for o in results], spans) for n in names}
-        return {"loss": loss, **extras}, logged
+        return {"loss": loss, **merge_returned([o.extras for o in results], spans, of_logs)}, logged
 
 
 @dataclass
@@ -330,7 +331,7 @@ class Steps:
 
         with forked_rng(self._device):
             seed(BEFORE_LAYERS)
-            out = self._interceptor.supply(step, answer, batch, *arguments)
+            out = self._interceptor.supply(step, answer, batch, *arguments, apart=True)
             if draws is not None:
                 draws.look()
         return out
@@ -392,14 +393,9 @@ class Steps:
             with recorded(self._module) as logged:
                 try:
                     step = named_step(self._module, "training_step")
-                    out = self._interceptor.supply(step, answer, part, *data.arguments)
+                    apart = stage.number > 0
+                    out = self._interceptor.supply(step, answer, part, *data.arguments, apart=apart)
                 except RuntimeError as error:
-                    if _NOT_IN_GRAPH in str(error):
-                        raise PipelineError(
-                            "training_step takes torch.autograd.grad of what the layers return by something before "
-                            "them, which is on another rank: every stage has its own part of the graph. Let layers "
-                            f"compute what they add to the loss, and pass it along ({error})"
-                        ) from error
                     if "shape" in str(error) or "size" in str(error):
                         error.add_note(
                             f"training_step has got {span.rows} of {item.rows} samples: every tensor and list of the "
@@ -478,15 +474,3 @@ def _samples(data: EvaluationBatch, span: Span, rows: int) -> Any:
             "must count samples, or the batch can't be cut into micro-batches"
         )
     return part
-
-
-def _joined(parts: Sequence[Any], spans: Sequence[Span]) -> Any:
-    """Micro-batches' values of one key as one: tensors over samples joined, scalars averaged, else a list of them."""
-    if len(parts) == 1:
-        return parts[0]
-    if all(isinstance(p, torch.Tensor) and p.ndim and p.size(0) == s.rows for p, s in zip(parts, spans, strict=True)):
-        return torch.cat(list(parts))
-    if all(isinstance(p, (float, torch.Tensor)) and getattr(p, "ndim", 0) == 0 for p in parts):
-        total = sum(s.rows for s in spans)
-        return sum(p * (s.rows / total) for p, s in zip(parts, spans, strict=True))
-    return list(parts)

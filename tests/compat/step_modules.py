@@ -1,0 +1,198 @@
+"""Modules of rows about what steps log, return, differentiate and take from their batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from tests.trainer.lit import Lit, LitOutside
+
+BOTH = {"on_step": True, "on_epoch": True}
+
+
+class LogsReduced(Lit):
+    """Constants, numbers of samples, sums and means, each by every reduction."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        found = {
+            "one": 1.0,
+            "index": float(batch_idx),
+            "epoch": float(self.current_epoch),
+            "rows": float(len(x)),
+            "rows_tensor": torch.tensor(len(x)),
+            "loss": loss,
+            "right": (logits.argmax(1) == y).double().sum(),
+        }
+        for how in ("mean", "sum", "max", "min"):
+            self.log_dict({f"{name}_{how}": value for name, value in found.items()}, reduce_fx=how, **BOTH)
+        return loss
+
+
+class LogsSpread(Lit):
+    """Logs what is no mean, sum or extreme of its micro-batches'."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("spread", batch[0].std(), **BOTH)
+        return {"loss": loss, "most": batch[0].max()}
+
+
+class LogsLater(Lit):
+    """Logs an event by a number that is 0 for a long time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("events", float(self.global_step > 4), reduce_fx="sum", **BOTH)
+        return self.loss(batch)
+
+
+class ReturnsNumbers(Lit):
+    """Ints, flags, counts and words beside the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        return {
+            "loss": loss,
+            "rows": len(x),
+            "index": batch_idx,
+            "half": 0.5,
+            "flag": True,
+            "word": "train",
+            "right": (logits.argmax(1) == y).sum(),
+            "mean": logits.detach().mean(),
+            "classes": torch.bincount(y, minlength=3),
+            "by_class": torch.zeros(3, 3, dtype=torch.long).index_put((y, logits.argmax(1)), torch.tensor(1), True),
+            "nested": {"rows": len(x), "mean": float(logits.detach().mean())},
+        }
+
+
+class PenalisesUnused(Lit):
+    """A gradient penalty that takes None for zero."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        out = self(x)
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True, allow_unused=True)
+        return F.cross_entropy(out, y) + (0 if g is None else g.pow(2).sum(1).mean())
+
+
+class PenalisesAround(Lit):
+    """A gradient penalty with a skip around the layers, through which a part of the gradient flows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        out = self(x) + x[:, :3].pow(3)
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return F.cross_entropy(out, y) + g.pow(2).sum(1).mean()
+
+
+class PenalisesKeptWeights(Lit):
+    """A penalty on the gradients of weights that were put into a list when the module was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = list(self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        found = torch.autograd.grad(loss, self.kept, create_graph=True, allow_unused=True)
+        return loss + 0.1 * sum(g.pow(2).sum() for g in found if g is not None)
+
+
+class PenalisesOutput(LitOutside):
+    """A penalty on the gradient by what the layers return: within one stage."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        inner = self.inlet(x)
+        hidden = self.model(inner)
+        out = self.outlet(torch.cat([hidden, inner], dim=1))
+        loss = F.cross_entropy(out, y)
+        (g,) = torch.autograd.grad(loss * len(x), hidden, create_graph=True, allow_unused=True)
+        return loss + g.pow(2).sum(1).mean()
+
+
+class PenalisesBefore(LitOutside):
+    """A penalty on the gradient of the code before the layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        inner = self.inlet(x).tanh()
+        (g,) = torch.autograd.grad(inner.sum(), x, create_graph=True)
+        out = self.outlet(torch.cat([self.model(inner), inner], dim=1))
+        return F.cross_entropy(out, y) + g.pow(2).sum(1).mean()
+
+
+class BackwardInStep(Lit):
+    """Calls backward to perturb its input."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        out = self(x)
+        loss = F.cross_entropy(out, y)
+        loss.backward(retain_graph=True)
+        return loss if x.grad is None else loss + x.grad.pow(2).sum(1).mean()
+
+
+class GradInValidation(Lit):
+    """Saliency in validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            out = self(x) + x[:, :3].pow(3)
+            (g,) = torch.autograd.grad(out.sum(), x, allow_unused=True)
+            self.log("saliency", g.abs().mean())
+            self.seen.append(out.detach())
+
+
+class Remembered(Lit):
+    """What optimizers remember, in hooks."""
+
+    use = "norm"
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        match self.use:
+            case "norm":
+                self._slow_down(sum(float(state["exp_avg"].norm()) for state in optimizer.state.values()))
+            case "dict":
+                states = optimizer.state_dict()["state"]
+                self._slow_down(sum(float(state["exp_avg"].norm()) for state in states.values()))
+            case "total":
+                norm = torch.nn.utils.get_total_norm([state["exp_avg"] for state in optimizer.state.values()])
+                self._slow_down(float(norm))
+            case "number":
+                self.log("states", float(len(optimizer.state)))
+                self.log("numbered", float(len(optimizer.state_dict()["state"])))
+                self.log("known", float(sum(p in optimizer.state for p in self.parameters())))
+            case "scaled":
+                for state in optimizer.state.values():
+                    state["exp_avg"].mul_(0.5)
+                    state["exp_avg_sq"] = state["exp_avg_sq"] * 0.9
+                for p in self.parameters():
+                    optimizer.state[p]["exp_avg"].add_(0.01 * p.detach())
+                    optimizer.state.get(p)["kept"] = optimizer.state[p].get("kept", 0.0) + p.detach() / 2
+                    optimizer.state[p]["exp_avg"].sub_(0.01 * optimizer.state[p]["kept"])
+            case "cleared" if batch_idx == 1:
+                optimizer.state.clear()
+            case "replaced" if batch_idx == 1:
+                optimizer.optimizer.state = defaultdict(dict)
+
+    def _slow_down(self, norm: float) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.05 / (1 + norm)
