@@ -6,14 +6,13 @@ python benchmarks/csp.py [--quick] [--json] [--part spaces|split|bounds|costs|sc
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import platform
 from collections.abc import Callable
 
+from benchmarks.harness.report import Report, describe_machine, make_parser, run_parts
 from benchmarks.papers.csp.decision import decision_us
-from benchmarks.papers.csp.emulated import Report, bounds, costs, scaling, spaces, split, swaps
+from benchmarks.papers.csp.emulated import bounds, costs, scaling, spaces, split, swaps
 from benchmarks.papers.csp.emulation.machine import load_loops
 from benchmarks.papers.csp.reproducibility import trained
 from lightning_pipes.strategies.csp.planner import MICROBATCHES
@@ -54,17 +53,11 @@ PARTS: dict[str, Callable[[bool], Report]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer subnets and seeds; within 120 s")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser = make_parser(__doc__, "fewer subnets and seeds; within 120 s")
     parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {load_loops()}\n")
-    keys: dict[str, float] = {}
-    for part in options.part:
-        report = PARTS[part](options.quick)
-        print("\n".join(report.lines) + "\n", flush=True)
-        keys |= report.keys
+    print(f"{describe_machine()}, Python {platform.python_version()}, {load_loops()}\n")
+    keys = run_parts(PARTS, options.part, options.quick)
     if options.json:
         print(json.dumps({key: round(value, 4) for key, value in keys.items()}))
 

@@ -7,7 +7,6 @@ python benchmarks/demo.py --quick      one run of 40 batches
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.harness.report import make_parser
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.shown.slowest import Slowest
 
@@ -94,10 +94,8 @@ def demo(*overrides: str) -> Run:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     runs = []
     for _ in range(1 if options.quick else options.runs):

@@ -16,7 +16,6 @@ counted for each. Neighbours wait meanwhile, which is in favour of restarts.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -30,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.report import make_parser
 from benchmarks.papers.dynpipe.trainings import LAYER, ROWS, Case, microbatches, several
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Kind, Span
@@ -316,9 +316,7 @@ def against_restart(quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose names have this in them, and nothing else")
     options = parser.parse_args()
     rows = []

@@ -19,16 +19,13 @@ gloo; a third side is ours through gloo. torch is told to keep no outputs (`retu
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -38,13 +35,15 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from benchmarks.fidelity import Links, Overheads
+from benchmarks.harness.ranks import join_ranks
+from benchmarks.harness.report import describe_machine, make_parser
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
 from lightning_pipes.ir import COMPUTE, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.event import Event
-from lightning_pipes.testing.emulated import Emulated, Steps, sleeping, steady
+from lightning_pipes.testing.emulated import Emulated, Steps, sleeping
 from lightning_pipes.testing.ranks import run_ranks
 
 FORWARD, BACKWARD = 0.005, 0.010
@@ -226,9 +225,7 @@ def make_torch(cell: Cell, rank: int) -> Callable[[int], None]:
 
 def rank_main(rank: int, cells: list[Cell], rounds: int) -> list[dict[str, Any]]:
     """This rank's step times and busy time, cell by cell."""
-    steady()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
+    watch = join_ranks(rank)
     found = []
     for cell in cells:
         ours, engine = make_ours(cell, rank, watch, "auto")
@@ -367,9 +364,7 @@ def headline(rows: list[Row]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="S=4, M=16, one cell more, and the GPT; within 120 s")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser = make_parser(__doc__, "S=4, M=16, one cell more, and the GPT; within 120 s")
     parser.add_argument("--rounds", type=int, default=15, help="steps of every side, which alternate, a cell")
     options = parser.parse_args()
     if options.quick:
@@ -380,9 +375,7 @@ def main() -> None:
     cells.append(Cell("1f1b", 2, 16, "empty"))
     cells += [Cell(k, 2, 16, "gpt") for k in (("1f1b",) if options.quick else ("gpipe", "1f1b"))]
     rows = measure(cells, options.rounds)
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}; "
-    )
+    print(f"{describe_machine()}, torch {torch.__version__}, Python {platform.python_version()}; ")
     print(
         f"emulated stages sleep {1e3 * FORWARD:.0f} ms forward, {1e3 * BACKWARD:.0f} ms backward; "
         f"{options.rounds} rounds"

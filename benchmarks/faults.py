@@ -16,7 +16,6 @@ equal those of an undisturbed run, bit for bit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -37,6 +36,7 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks.harness.fault_job import Job, again
+from benchmarks.harness.report import make_parser
 from lightning_pipes.engine.watch.points import Fault
 from lightning_pipes.engine.watch.trust import SECRET
 from lightning_pipes.testing import namespaces
@@ -52,7 +52,7 @@ from lightning_pipes.testing.interpreters import (
 from lightning_pipes.testing.ranks import die_with_parent, watch_ranks
 from lightning_pipes.testing.ranks import environment as rank_environment
 
-SCRIPT = str(Path(__file__).with_name("harness/fault_job.py"))
+SCRIPT = str(Path(__file__).parent / "harness" / "fault_job.py")
 SHM = Path("/dev/shm")
 """Not of ours are semaphores (sem.*), which Python leaves if it is killed while it makes one."""
 LAUNCHER = -1
@@ -518,9 +518,7 @@ def say(result: Result, total: int, done: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="8 faults")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser = make_parser(__doc__, "8 faults")
     parser.add_argument("--faults", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="+", help="the numbers of the faults, which tell all that was said")

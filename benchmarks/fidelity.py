@@ -11,7 +11,6 @@ thread each.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -19,7 +18,6 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,8 +26,10 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import simulator
+from benchmarks.harness.ranks import join_ranks
+from benchmarks.harness.report import describe_machine, make_parser
 from lightning_pipes.cost import Cluster, CostModel, Device, Link, ModelProfile
-from lightning_pipes.engine import FailureWatch, Item, Stage, make_transport
+from lightning_pipes.engine import Item, Stage, make_transport
 from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.engine.messages.channel import POSTED
 from lightning_pipes.engine.messages.links import measure_links
@@ -42,7 +42,7 @@ from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim import Timeline, makespan
 from lightning_pipes.testing.choices import every_fit, random_problem
-from lightning_pipes.testing.emulated import Emulation, Steps, run_steps, sleeping, steady, step_seconds
+from lightning_pipes.testing.emulated import Emulation, Steps, run_steps, sleeping, step_seconds
 from lightning_pipes.testing.netlab import NetLab, why_not
 from lightning_pipes.testing.ranks import run_ranks
 
@@ -246,17 +246,10 @@ def train(lab: NetLab, cells: Sequence[Cell], steps: int) -> list[list[Steps]]:
 
 def rank_main(rank: int, emulations: list[Emulation], steps: int) -> list[Steps]:
     """What this rank sees of each of the trainings."""
-    watch = ready(rank)
+    watch = join_ranks(rank)
     found = [run_steps(e.plan, e.order, e.stages(rank), rank, watch, steps, WARM_UP) for e in emulations]
     watch.close()
     return found
-
-
-def ready(rank: int) -> FailureWatch:
-    """Joins the other ranks."""
-    steady()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    return FailureWatch(dist.distributed_c10d._get_default_store(), rank)
 
 
 # Real layers
@@ -305,7 +298,7 @@ def gpt_main(rank: int, steps: int) -> Real:
     sys.path.append(str(Path(__file__).parents[1] / "examples"))
     from models import GPT
 
-    watch = ready(rank)
+    watch = join_ranks(rank)
     torch.manual_seed(0)
     layers = list(GPT(blocks=6).layers)
     x, target = torch.randint(256, (2, GPT_ROWS, 128))
@@ -503,13 +496,10 @@ def on_shaped_links(quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer cells; within 120 s")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    options = parser.parse_args()
+    options = make_parser(__doc__, "fewer cells; within 120 s").parse_args()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts have no name server, of which torch would warn
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    print(f"{platform.machine()}, {os.cpu_count()} cores, {versions}; medians of {steps(options.quick)} steps")
+    print(f"{describe_machine()}, {versions}; medians of {steps(options.quick)} steps")
     gpt = gpt_row(9 if options.quick else 21)
     print(gpt)
     if reason := why_not():

@@ -9,7 +9,6 @@ All take turns in one process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -22,7 +21,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from benchmarks.harness.silence import hush
+from benchmarks.harness.report import make_parser
+from benchmarks.harness.silence import QUIET, hush
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import GPT
@@ -77,10 +77,7 @@ def trainer_of(strategy: Any, callback: Callback) -> L.Trainer:
         strategy=strategy,
         max_steps=BATCHES,
         callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
 
 
@@ -129,10 +126,7 @@ def array(memory: Callable[[], MemorySwap | None]) -> Callable[[int], dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of the smaller batch")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    arguments = parser.parse_args()
+    arguments = make_parser(__doc__, "one round of the smaller batch").parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a CUDA device")
     hush()

@@ -9,7 +9,6 @@ means that no weight differs by more than 1e-9. Families share processes; one th
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import re
@@ -26,6 +25,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.harness.hf_tiny import Batch, Tiny, families, tiny_model
+from benchmarks.harness.report import make_parser
+from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 
@@ -141,10 +142,7 @@ def _fit(module: pl.LightningModule, batch: Batch) -> None:
         devices=RANKS,
         strategy=PipelineStrategy(microbatches=2, partition="parameters"),
         max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     batches: Any = [batch] * STEPS
     trainer.fit(module, DataLoader(batches, batch_size=None))
@@ -199,9 +197,7 @@ def results(names: Sequence[str]) -> Iterator[Result]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="twelve families, within 120 s")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser = make_parser(__doc__, "twelve families, within 120 s")
     parser.add_argument("--family", nargs="*", help="these families")
     options = parser.parse_args()
     names = options.family or (QUICK if options.quick else families())

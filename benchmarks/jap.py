@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from functools import cache, partial
 
 import numpy as np
 
+from benchmarks.harness.report import describe_machine
 from benchmarks.papers.jap import run as jap_run
 from benchmarks.papers.jap.generator import random_array, random_costs
 from benchmarks.papers.jap.schemes import Costs, Epoch
@@ -167,7 +167,7 @@ def simulated_keys(quick: bool) -> dict[str, float]:
     """Prints how good orders are, and what epochs of many jobs take; the headline figures."""
     load_kernel()
     by = "numba" if numba_kernel() else "plain Python"
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {by}; simulated\n")
+    print(f"{describe_machine()}, Python {platform.python_version()}, {by}; simulated\n")
     sets = ["language"] if quick else list(SETS)
     solvers = solver_rows(sets, (30, 64) if quick else (16, 30, 64), 1 if quick else 3, 1.0, not quick)
     print("\n".join(solver_table(solvers)) + "\n", flush=True)

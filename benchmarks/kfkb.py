@@ -11,9 +11,7 @@ own code in the loop.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import platform
 import random
 import statistics
@@ -24,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.report import describe_machine, make_parser
 from benchmarks.papers.kfkb.changing import FIRST, INTERVAL, Course, run
 from benchmarks.papers.kfkb.links import AUTO, TORCH, Measured, Trial, bandwidth, measure
 from benchmarks.papers.kfkb.replay import Direction, Replay, Trace
@@ -455,20 +454,16 @@ PARTS = ("split", "steady", "links", "eight", "flows", "executed", "choices", "c
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="split, steady and replayed, shorter, forwards of 5 ms")
+    parser = make_parser(__doc__, "split, steady and replayed, shorter, forwards of 5 ms")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts")
     parser.add_argument("--speeds", nargs="+", type=float, default=SPEEDS, help="messages in forwards, for steady")
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), help="first and last but one, for choices")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     quick = options.quick
     case = Situation(QUICK_MS if quick else FORWARD_MS)
     message = QUICK_MESSAGE if quick else MESSAGE
     speeds = [x for x in options.speeds if x <= 1 or not quick]
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
-    )
+    print(f"{describe_machine()}, torch {torch.__version__}, Python {platform.python_version()}")
     parts: dict[str, tuple[str, Callable[[], Iterator[tuple[str, Any]]]]] = {
         "steady": (
             f"Steady links, measured; ms of a step, emulated stages, F {case.forward} ms",

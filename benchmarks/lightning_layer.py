@@ -11,10 +11,7 @@ than the bare engine's, less what Lightning takes more than a plain loop in one 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.engine import gpt_parts
-from benchmarks.harness.silence import hush
+from benchmarks.harness.report import describe_machine, make_parser
+from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes.testing.emulated import steady
 from lightning_pipes.testing.ranks import run_ranks
 
@@ -233,10 +231,7 @@ def in_turns(plain: Plain, paces: Paces, pairs: int, rows: int, **options: Any) 
         accelerator="cpu",
         max_epochs=1,
         callbacks=[TakeTurns()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         **options,
     )
     trainer.fit(GPT(), batches(pairs, rows))
@@ -288,13 +283,11 @@ def seconds(spans: Sequence[Took]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="60 pairs")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser = make_parser(__doc__, "60 pairs")
     parser.add_argument("--pairs", type=int, default=200, help="steps of either kind")
     options = parser.parse_args()
     pairs = 60 if options.quick else options.pairs
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; {pairs} pairs of steps")
+    print(f"{describe_machine()}, torch {torch.__version__}; {pairs} pairs of steps")
     keys: dict[str, float] = {}
     for name, rank_main, ranks in (("pipeline", piped_rank, RANKS), ("one_process", single_rank, 1)):
         by_rank = run_ranks(rank_main, ranks, pairs, timeout=600)

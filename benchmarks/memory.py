@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness.report import describe_machine, make_parser
+from benchmarks.harness.silence import QUIET
 
 WIDTH, HEADS, BLOCKS, TOKENS, VOCABULARY = 384, 6, 12, 128, 256
 ROWS, MICROBATCHES, STEPS, RANKS = 16, 8, 4, 2
@@ -134,10 +136,7 @@ def train_by_lightning(
         devices=RANKS,
         max_epochs=1,
         callbacks=[Watch()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         use_distributed_sampler=False,
         **options,
     )
@@ -266,9 +265,7 @@ def count_own_bytes() -> float:
 
 def main() -> None:
     """Run the peers in turns and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"one round, without {set(PEERS) - set(QUICK)}")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser = make_parser(__doc__, f"one round, without {set(PEERS) - set(QUICK)}")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each peer, in turns")
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -284,7 +281,7 @@ def main() -> None:
             for name in names:
                 found[name].append(run_peer(name, Path(folder)))
                 print(f"{name}: {found[name][-1]['peak'] / 1e6:.0f} MB", file=sys.stderr, flush=True)
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; GPT, {RANKS} processes")
+    print(f"{describe_machine()}, torch {torch.__version__}; GPT, {RANKS} processes")
     print(f"{'':22} {'peak, MB':>16} {'to the first step, s':>24}")
     for name, runs in found.items():
         peaks, startups = ([each[key] for each in runs] for key in ("peak", "startup"))

@@ -6,7 +6,6 @@ here. Writes the tables of docs/scaling.md, and its picture. With --planning, ho
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from functools import cache
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
+from benchmarks.harness.report import make_parser
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
 from lightning_pipes.cost.cluster_settings import make_cluster
 from lightning_pipes.cost.zoo import named_profile
@@ -222,11 +222,9 @@ def planning() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the first case only, up to 16 ranks")
+    parser = make_parser(__doc__, "the first case only, up to 16 ranks")
     parser.add_argument("--png", help="where to write the picture")
     parser.add_argument("--planning", action="store_true", help="how long it takes to choose, in place of the tables")
-    parser.add_argument("--json", action="store_true", help="with --planning, the last line is one JSON object")
     options = parser.parse_args()
     if options.planning:
         keys = planning()

@@ -9,9 +9,7 @@ adds for a new plan. Times are the processor's, so other programs count for litt
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import platform
 import statistics
 import time
@@ -23,6 +21,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.harness.report import describe_machine, make_parser
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import Kind, Plan, Program, Rule, RulePolicy
 from lightning_pipes.ir.registry import make_schedule
@@ -131,14 +130,8 @@ def installed(package: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer repeats: a few seconds")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object: medians by key")
-    options = parser.parse_args()
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {installed('numpy')}, "
-        f"{installed('numba')}"
-    )
+    options = make_parser(__doc__, "fewer repeats: a few seconds").parse_args()
+    print(f"{describe_machine()}, Python {platform.python_version()}, {installed('numpy')}, {installed('numba')}")
     print("set up:", ", ".join(f"{name} {ms:.1f} ms" for name, ms in set_up().items()))
     times = measure(options.quick)
     for key, found in times.items():

@@ -9,7 +9,6 @@ stages and free links.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.engine import Block
+from benchmarks.harness.report import make_parser
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine.compute.autograd import Saved, backward, enter, leave
 from lightning_pipes.engine.compute.split import backward_inputs
@@ -110,10 +110,7 @@ def measure(width: int, blocks: int, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = make_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     sizes = [(96, 4), (256, 4), (512, 2)][: 2 if arguments.quick else None]
     rows = [measure(width, blocks, 5 if arguments.quick else 15) for width, blocks in sizes]

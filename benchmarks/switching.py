@@ -9,7 +9,6 @@ too slow, take turns in one run; so do two trainings that stop, write a checkpoi
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
@@ -34,7 +33,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from benchmarks.harness.silence import hush
+from benchmarks.harness.report import make_parser
+from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import JobArray, MemorySwap, PipelineStrategy
 from lightning_pipes.ir import Kind
 from lightning_pipes.planning.switching import Switching
@@ -88,10 +88,7 @@ def fit(batches: int, resume: Path | None = None, callbacks: Iterable[Callback] 
         strategy=PipelineStrategy("jap", microbatches=1, partition=[1], recompute=True),
         max_steps=batches,
         callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Jobs(), torch.utils.data.DataLoader(data, 4), ckpt_path=resume)
     return trainer
@@ -331,9 +328,7 @@ def took(found: Sequence[Found], kind: str) -> list[float]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__, "one round")
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     rounds, switches = (1, 3) if options.quick else (options.rounds, 8)

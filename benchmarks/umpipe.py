@@ -9,36 +9,31 @@ papers/umpipe/executed.py. Left out: GPUs, of which there was none, and real lay
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import platform
 
+from benchmarks.harness.report import Report, describe_machine, make_parser, run_parts
 from benchmarks.papers.umpipe.executed import emulated, keys_of, lines_of
 from benchmarks.papers.umpipe.overlapped_experiments import EXPERIMENTS
 from benchmarks.papers.umpipe.search_experiments import t6
 from lightning_pipes.strategies.umpipe.search import load_loops
 
-PARTS = ("search", "overlapped", "executed")
+
+def executed(quick: bool) -> Report:
+    """Steps that ran, of emulated stages and of real layers."""
+    found = emulated(quick)
+    return Report(lines_of(found), keys_of(found))
+
+
+PARTS = {"search": t6, "overlapped": EXPERIMENTS["gain"], "executed": executed}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer seeds, sizes and steps; within 120 s")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser = make_parser(__doc__, "fewer seeds, sizes and steps; within 120 s")
     parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {load_loops()}\n")
-    keys: dict[str, float] = {}
-    for part in options.part:
-        if part == "executed":
-            found = emulated(options.quick)
-            print("\n".join(lines_of(found)), flush=True)
-            keys |= keys_of(found)
-            continue
-        report = t6(options.quick) if part == "search" else EXPERIMENTS["gain"](options.quick)
-        print("\n".join(report.lines) + "\n", flush=True)
-        keys |= report.keys
+    print(f"{describe_machine()}, Python {platform.python_version()}, {load_loops()}\n")
+    keys = run_parts(PARTS, options.part, options.quick)
     if options.json:
         print(json.dumps(keys))
 

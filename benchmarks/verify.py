@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.silence import QUIET
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lightning.pytorch as pl
@@ -76,10 +78,7 @@ def seconds_of_fits(rank: int, repeats: int) -> dict[int, list[float]]:
                 devices=2,
                 strategy=PipelineStrategy(partition="parameters", verify=verify),
                 max_epochs=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
+                **QUIET,
             )
             started = time.monotonic()
             trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(2 * ROWS, WIDTH)), batch_size=ROWS))

@@ -2,6 +2,15 @@
 
 import logging
 import warnings
+from typing import Any
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Settings of a Trainer that writes nothing."""
 
 
 def hush() -> None:

@@ -15,7 +15,9 @@ from tests.packaging.json_keys import literal_keys
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PACKAGES = {"lightning_pipes", "benchmarks"}
 FILES = sorted(FOLDER.rglob("*.py"))
-SCRIPTS = [path for path in FILES if "ArgumentParser(" in path.read_text()]
+SCRIPTS = [
+    path for path in FILES if "_parser(__doc__" in (text := path.read_text()) or "ArgumentParser(description" in text
+]
 
 START = """
 import contextlib, io, runpy, sys

@@ -9,10 +9,11 @@ queue; `lost` counts the fixed 0.2 ms as if idle. Micro-batches are chosen on on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import NamedTuple
 
+from benchmarks.harness.report import Report
 from benchmarks.papers.csp.emulation.bounds import least_bubble
 from benchmarks.papers.csp.emulation.choosing import choose
 from benchmarks.papers.csp.emulation.placed import Placed, balanced, fixed
@@ -32,14 +33,6 @@ PAPER = {"NLP.c1": 0.39, "NLP.c2": 0.57, "NLP.c3": 0.68, "CV.c1": 0.43, "CV.c2":
 WITHOUT_PREDICTOR = 32 / 192 * 1.13 / 0.54
 """Samples a second without swapping, as a share of those with it: the batch that then fits on NLP.c1, and how long it
 takes, by Table 2."""
-
-
-@dataclass
-class Report:
-    """Lines of a table, and numbers for machines."""
-
-    lines: list[str] = field(default_factory=list)
-    keys: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

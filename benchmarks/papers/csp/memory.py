@@ -9,7 +9,6 @@ long beside its computation as those of NASPipe's Table 5 do, or three times as 
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import time
@@ -20,7 +19,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from benchmarks.harness.silence import hush
+from benchmarks.harness.report import make_parser
+from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import MemorySwap, PipelineStrategy
 from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
@@ -108,10 +108,7 @@ def fit(rank: int, subnets: int, ways: list[tuple[int, float, bool]]) -> list[An
                 partition=[BLOCKS // STAGES * k for k in range(1, STAGES)],
             ),
             callbacks=[clock] if memory is None else [clock, memory],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         trainer.fit(module, stream.paired(torch.utils.data.DataLoader(data, 4)))
         found.append((clock.seconds, None if memory is None else memory.statistics))
@@ -119,10 +116,7 @@ def fit(rank: int, subnets: int, ways: list[tuple[int, float, bool]]) -> list[An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer subnets, within 90 s")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    arguments = parser.parse_args()
+    arguments = make_parser(__doc__, "fewer subnets, within 90 s").parse_args()
     ways = [(0, LINK, True), (3, LINK, True), (3, LINK, False), (4, LINK, True), (3, SLOW, True)]
     subnets = 50 if arguments.quick else 200
     ranks = run_ranks(fit, STAGES, subnets, ways, timeout=1200)

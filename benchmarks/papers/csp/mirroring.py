@@ -10,7 +10,6 @@ are compared, bit by bit.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import time
@@ -22,6 +21,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from benchmarks.harness.report import make_parser
+from benchmarks.harness.silence import QUIET
 from benchmarks.papers.csp.emulation.placed import balanced, fixed
 from benchmarks.papers.csp.emulation.spaces import Kind, Space, space_of
 from benchmarks.papers.csp.emulation.stream import Rules, run
@@ -109,10 +110,7 @@ def train(rank: int, ranks: int, subnets: int, by_subnet: bool) -> tuple[float, 
         ),
         max_epochs=2,
         callbacks=[Clock(), Explores(stream)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     ).fit(module, stream.paired(data))
     digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in module.state_dict().values())).hexdigest()
     return begun[2] - begun[1], digest, int(begun[3])
@@ -138,12 +136,10 @@ def simulated(subnets: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, "40 subnets; within 90 s")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--subnets", type=int, default=60)
     parser.add_argument("--simulate", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="40 subnets; within 90 s")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     given = parser.parse_args()
     given.subnets = 40 if given.quick else given.subnets
     if given.simulate:

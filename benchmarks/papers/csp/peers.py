@@ -9,7 +9,6 @@ the batch; and one process with both cores. All take turns, several rounds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
@@ -24,7 +23,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.harness.silence import hush
+from benchmarks.harness.report import make_parser
+from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
 from lightning_pipes.testing.ranks import run_ranks
@@ -105,10 +105,7 @@ def fit(rank: int, name: str, subnets: int) -> float:
         max_steps=subnets,
         strategy=strategy,
         callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module, stream.paired(loader))
     return (subnets - WARM) / clock.seconds
@@ -118,10 +115,7 @@ WAYS = ("csp 1", "csp 2", "csp 4", "1f1b 2", "1f1b 4", "zero_bubble 2", "zero_bu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of fewer subnets; within 120 s")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    arguments = parser.parse_args()
+    arguments = make_parser(__doc__, "one round of fewer subnets; within 120 s").parse_args()
     subnets, rounds = (60, 1) if arguments.quick else (200, 3)
     found: dict[str, list[float]] = {name: [] for name in WAYS}
     for number in range(rounds):

@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.harness.pictures import Panel, Picture, draw
+from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy, ReproducibilityLog
 from lightning_pipes.sim.shown.training_record import TrainingRecord, compared
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform, in_bulks
@@ -113,10 +114,7 @@ def train(rank: int, system: str, stages: int, subnets: int, folder: str) -> str
         strategy=strategy,
         max_epochs=1,
         callbacks=[ReproducibilityLog(folder, every_n_batches=1)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module, SubnetStream(Uniform(module.net.space, 1)).paired(loader))
     digest = hashlib.blake2b(digest_size=6)

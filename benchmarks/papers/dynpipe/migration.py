@@ -12,7 +12,6 @@ move in a training by the Trainer, in each way that `PipelineStrategy(moves=...)
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import logging
@@ -20,7 +19,6 @@ import statistics
 import time
 import warnings
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,13 +27,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.harness.ranks import join_ranks
+from benchmarks.harness.report import make_parser
+from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.engine import Engine, FailureWatch, Item, make_transport
+from lightning_pipes.engine import Engine, Item, make_transport
 from lightning_pipes.engine.messages.parcels import Parcels
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.planning.planner import WAYS as WAYS_OF_MOVING
 from lightning_pipes.strategies.deep import Deep
-from lightning_pipes.testing.emulated import Emulation, sleeping, steady
+from lightning_pipes.testing.emulated import Emulation, sleeping
 from lightning_pipes.testing.netlab import NetLab, why_not
 
 KINDS = ("alone", "gate", "priority", "neither")
@@ -85,9 +86,7 @@ class Rank:
 
     def __init__(self, rank: int, trial: Trial) -> None:
         self.rank, self.trial = rank, trial
-        steady()
-        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-        self.watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank, 2)
+        self.watch = join_ranks(rank, 2)
         plan = self.plan = replace(Plan.even(2, trial.microbatches), layers=(Span(0, 1), Span(1, 2)))
         layer = sleeping(trial.forward, 2 * trial.forward, message_bytes=MESSAGE)
         order = Deep(6).program(plan)
@@ -244,10 +243,7 @@ def trains(rank: int, way: str, batches: int) -> tuple[float, float, float, int]
         max_steps=batches,
         strategy=PipelineStrategy("1f1b", 4, partition=[2], moves=way, parcels="priority", check_loss=False),
         callbacks=[moves],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Lit(), DataLoader(Noise(4 * batches), batch_size=4))
     (move,) = moves.moved
@@ -255,10 +251,7 @@ def trains(rank: int, way: str, batches: int) -> tuple[float, float, float, int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--json", action="store_true", help="the headline figures as the last line")
-    options = parser.parse_args()
+    options = make_parser(__doc__, "few rounds").parse_args()
     reason = why_not()
     if reason:
         print(f"no network laboratory here: {reason}")

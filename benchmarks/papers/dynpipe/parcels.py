@@ -8,22 +8,22 @@ by default, chunks that do not, and none.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from lightning_pipes.engine import Engine, FailureWatch, Item, make_transport
+from benchmarks.harness.ranks import join_ranks
+from benchmarks.harness.report import make_parser
+from lightning_pipes.engine import Engine, Item, make_transport
 from lightning_pipes.engine.messages.parcels import Parcels
 from lightning_pipes.engine.messages.socket_queues import SocketQueues
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.strategies.kfkb import KFKB
-from lightning_pipes.testing.emulated import Emulation, sleeping, steady
+from lightning_pipes.testing.emulated import Emulation, sleeping
 from lightning_pipes.testing.netlab import NetLab, why_not
 
 KINDS = ("alone", "gated", "ungated")
@@ -49,9 +49,7 @@ class Trial:
 
 def rank_main(rank: int, trial: Trial) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of this rank's steps, and bytes a second of parcels meanwhile, by kind."""
-    steady()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank, 2)
+    watch = join_ranks(rank, 2)
     plan = replace(Plan.even(2, trial.microbatches), layers=(Span(0, 1), Span(1, 2)))
     layer = sleeping(trial.forward, 2 * trial.forward, message_bytes=MESSAGE)
     order = KFKB(trial.k).program(plan)
@@ -88,10 +86,7 @@ def rank_main(rank: int, trial: Trial) -> tuple[dict[str, list[float]], dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--json", action="store_true", help="the headline figures as the last line")
-    options = parser.parse_args()
+    options = make_parser(__doc__, "few rounds").parse_args()
     rounds = 4 if options.quick else 12
     headline = {}
     reason = why_not()

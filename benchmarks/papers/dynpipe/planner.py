@@ -6,7 +6,6 @@ pipelines single devices are slowed down for a while. And what a re-plan costs, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.harness.report import make_parser
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import Plan, Schedule
@@ -328,9 +328,7 @@ def stages_of_bert(quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer batches and pipelines: about a minute")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser = make_parser(__doc__, "fewer batches and pipelines: about a minute")
     parser.add_argument("--only", choices=("changing",), help="this table alone")
     options = parser.parse_args()
     found: dict[str, float] = {}

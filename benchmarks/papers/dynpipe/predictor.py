@@ -13,7 +13,6 @@ from all of it, for `Predictor.load`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.report import make_parser
 from benchmarks.papers.dynpipe.regret import regrets
 from lightning_pipes.planning.replanning import Hosting
 from lightning_pipes.strategies.dynpipe.interference import Predictor
@@ -92,9 +92,7 @@ def say(text: str, done: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer neighbours and stages, about a minute")
-    parser.add_argument("--json", action="store_true", help="the headline figures as the last line")
+    parser = make_parser(__doc__, "fewer neighbours and stages, about a minute")
     parser.add_argument("--data", type=Path, help="what was measured: read if it is there, else written")
     parser.add_argument("--forest", type=Path, help="where to keep a forest that has learned from all of it")
     options = parser.parse_args()

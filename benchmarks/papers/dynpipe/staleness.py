@@ -10,7 +10,6 @@ are batches until the mean squared gradient of the last ones has fallen to a tar
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -25,7 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from benchmarks.harness.silence import hush
+from benchmarks.harness.report import make_parser
+from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import GradientProbe
 from lightning_pipes.strategies.dynpipe import Constants, Iterations
 
@@ -118,20 +118,14 @@ def estimated(seed: int, steps: int = 20) -> Constants:
         devices=1,
         max_steps=steps,
         callbacks=[probe],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Digits(seed), DataLoader([*islice(batches(seed), steps)], batch_size=None))  # type: ignore[arg-type]
     return Constants.estimated(probe.loss, probe.probes)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = make_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     hush()
     seeds = range(2 if options.quick else 6)

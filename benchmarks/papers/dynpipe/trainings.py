@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.harness.silence import QUIET
 from lightning_pipes import InterferenceMonitor, PipelineStrategy
 from lightning_pipes.ir import Kind
 from lightning_pipes.testing.emulated import pause_until
@@ -201,10 +202,7 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         max_steps=stop,
         max_epochs=-1,
         callbacks=[trace, *monitor],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     module = Lit(case.layers, case.real)
     loader = DataLoader(TensorDataset(data), batch_size=rows)

@@ -9,7 +9,6 @@ search for the order of a round, and "ours" runs without rounds. What recomputes
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.report import make_parser
 from benchmarks.papers.jap.generator import random_array
 from benchmarks.papers.jap.schemes import ARRAYED, MODELS, Epoch, Hardware, of_model
 from benchmarks.papers.jap.single import RECOMPUTING, SINGLE, Spent
@@ -277,10 +277,8 @@ def keys(figure: str, tables: Sequence[Table]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "BERT-large alone")
     parser.add_argument("figures", nargs="*", help=f"of {', '.join(FIGURES)}; by default all, with --quick f7")
-    parser.add_argument("--quick", action="store_true", help="BERT-large alone")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     parser.add_argument("--plot", type=Path, help="draw the figure into this file")
     options = parser.parse_args()
     chosen = options.figures or (["f7"] if options.quick else list(FIGURES))

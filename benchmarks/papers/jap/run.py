@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.engine import gpt_parts
-from benchmarks.harness.silence import hush
+from benchmarks.harness.silence import QUIET, hush
 from benchmarks.papers.jap.peers import Single, by_torch, singles
 from benchmarks.papers.jap.processes import data_parallel, side_by_side
 from lightning_pipes import JobArray, PipelineStrategy
@@ -278,10 +278,7 @@ def fit(case: Case, sibling: int, single: Single | None = None) -> None:
         devices=case.ranks,
         strategy=strategy,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     data = torch.utils.data.TensorDataset(samples(case, rows * case.batches))
     split = single is not None and single.schedule.splits_backward
@@ -428,10 +425,7 @@ def train_small(stages: int, sibling: int) -> tuple[list[float], list[torch.Tens
         devices=stages,
         strategy=PipelineStrategy("jap"),
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model, loader)
     return model.losses, [p.detach() for p in model.parameters()]

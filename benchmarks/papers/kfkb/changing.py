@@ -6,21 +6,20 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.ranks import join_ranks
 from benchmarks.papers.kfkb.links import AUTO, Trial, bandwidth, ordered
 from benchmarks.papers.kfkb.replay import Direction, Trace
 from lightning_pipes.cost import CostModel
-from lightning_pipes.engine import Engine, FailureWatch, Item, make_transport
+from lightning_pipes.engine import Engine, Item, make_transport
 from lightning_pipes.ir import Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import Chooser
-from lightning_pipes.testing.emulated import steady
 from lightning_pipes.testing.netlab import NetLab
 
 READY_SECONDS = 8.0
@@ -86,9 +85,7 @@ def run(lab: NetLab, course: Course, links: Mapping[Direction, Trace]) -> Ran:
 
 def rank_main(rank: int, course: Course, begin: float) -> tuple[dict[str, tuple[int, int]], list[str]]:
     """When each turn began and ended."""
-    steady()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
+    watch = join_ranks(rank)
     trial, plan = course.trial, course.trial.plan
     transport = make_transport(plan, rank, range(trial.stages), torch.device("cpu"), watch)
     order = ordered(next(iter(trial.schedules.values())), plan)

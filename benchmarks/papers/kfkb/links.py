@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from benchmarks.harness.ranks import join_ranks
 from benchmarks.papers.kfkb.replay import Direction
 from lightning_pipes.cost import CostModel, LayerProfile
-from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
+from lightning_pipes.engine import Engine, Item, Stage, make_transport
 from lightning_pipes.ir import SENDS, Kind, Plan, Policy, Program, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
@@ -27,7 +27,7 @@ from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.tuning import Chooser, Verdict
 from lightning_pipes.sim import makespan
-from lightning_pipes.testing.emulated import Emulated, Emulation, sleeping, steady
+from lightning_pipes.testing.emulated import Emulated, Emulation, sleeping
 from lightning_pipes.testing.netlab import BURST, GOODPUT, NetLab
 
 AUTO, TORCH = "auto", "torch 1f1b"
@@ -186,9 +186,7 @@ def bandwidth(seconds: float, message: int) -> float:
 def rank_main(rank: int, trial: Trial) -> Seen:
     """Rounds in which each schedule has one step; the tuner chooses, and has turns of its own, after some steps of the
     first."""
-    steady()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank)
+    watch = join_ranks(rank)
     first, initial = next(iter(trial.schedules.items()))
     transport = make_transport(trial.plan, rank, range(trial.stages), torch.device("cpu"), watch)
     order = ordered(initial, trial.plan_of(first))

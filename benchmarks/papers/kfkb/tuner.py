@@ -6,11 +6,8 @@ with emulated stages, which needs root on Linux. And what choosing costs by itse
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +18,8 @@ import lightning as L
 import torch
 from torch import nn
 
-from benchmarks.harness.silence import hush
+from benchmarks.harness.report import describe_machine, make_parser
+from benchmarks.harness.silence import QUIET, hush
 from benchmarks.kfkb import MICROBATCHES, QUICK_MESSAGE, SPEEDS, STAGES, Situation, directions, ordered
 from benchmarks.papers.kfkb.links import bandwidth
 from benchmarks.papers.kfkb.replay import Replay, Trace
@@ -97,10 +95,7 @@ def fit(batches: int, *callbacks: L.Callback, **settings: Any) -> list[float]:
         strategy=PipelineStrategy("kfkb", microbatches=MICROBATCHES, partition=[1, 2, 3], schedule_args=settings),
         max_epochs=1,
         callbacks=[*callbacks, clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Model(), torch.utils.data.DataLoader(data, batch_size=MICROBATCHES))
     return [b - a for a, b in pairwise(clock.ends)]
@@ -162,11 +157,8 @@ def choosing_table() -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="40 batches instead of 120")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    options = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    options = make_parser(__doc__, "40 batches instead of 120").parse_args()
+    print(f"{describe_machine()}, torch {torch.__version__}")
     planning = dict(choosing_table())  # compiled code is loaded the first time
     print("choosing, ms:         " + " ".join(f"{name:>8}" for name in next(iter(planning.values()))))
     for situation, times in planning.items():

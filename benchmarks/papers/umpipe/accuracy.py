@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 
@@ -88,10 +89,7 @@ def accuracies(rank: int, scheme: tuple[int, ...] | None, epochs: int) -> list[f
         devices=len(scheme) if scheme else 1,
         strategy=strategy,
         max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module, data(True), data(False))
     return module.accuracies

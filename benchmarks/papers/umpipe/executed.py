@@ -13,14 +13,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from benchmarks.harness.ranks import join_ranks
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile, Table
-from lightning_pipes.engine import FailureWatch
 from lightning_pipes.engine.compute.profiler import joining_seconds, profile_layers
 from lightning_pipes.ir import Kind, Policy, Schedule
 from lightning_pipes.planning.auto import installed_variants
@@ -28,7 +26,7 @@ from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, improved
 from lightning_pipes.planning.planner import Problem, even_plan, planned
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
-from lightning_pipes.testing.emulated import Emulation, Steps, run_steps, steady, step_seconds
+from lightning_pipes.testing.emulated import Emulation, Steps, run_steps, step_seconds
 from lightning_pipes.testing.ranks import run_ranks
 
 RANKS = 4
@@ -210,19 +208,12 @@ def learned(profiles: Sequence[ModelProfile], place: Deployment) -> list[ModelPr
 
 
 def _rank_main(rank: int, emulations: list[Emulation], rounds: int) -> list[list[Steps]]:
-    watch = joined(rank)
+    watch = join_ranks(rank)
     found = [
         [run_steps(e.plan, e.order, e.stages(rank), rank, watch, 3, [ROWS]) for e in emulations] for _ in range(rounds)
     ]
     watch.close()
     return found
-
-
-def joined(rank: int) -> FailureWatch:
-    """Joins the other ranks."""
-    steady()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    return FailureWatch(dist.distributed_c10d._get_default_store(), rank)
 
 
 def lines_of(found: Sequence[Executed]) -> list[str]:

@@ -12,37 +12,24 @@ minus 1. "equal" is the best 1F1B with equal chunks everywhere. Simulation netwo
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import platform
-from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.harness.pictures import draw
-from benchmarks.papers.umpipe.overlapped_experiments import EXPERIMENTS, Report
+from benchmarks.harness.report import describe_machine, make_parser, run_parts
+from benchmarks.papers.umpipe.overlapped_experiments import EXPERIMENTS
 from lightning_pipes.strategies.umpipe.overlapped.machine import fastest
 from lightning_pipes.strategies.umpipe.search import load_loops
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer seeds and seconds; within 60 s")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser = make_parser(__doc__, "fewer seeds and seconds; within 60 s")
     parser.add_argument("--experiment", nargs="*", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
     parser.add_argument("--pictures", type=Path, help="a folder for pictures, of experiments that have one")
     options = parser.parse_args()
     load_loops()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {fastest().name}\n")
-    keys: dict[str, float] = {}
-    for name in options.experiment:
-        experiment: Callable[[bool], Report] = EXPERIMENTS[name]
-        report = experiment(options.quick)
-        print("\n".join(report.lines) + "\n", flush=True)
-        keys |= report.keys
-        if options.pictures and report.picture:
-            options.pictures.mkdir(parents=True, exist_ok=True)
-            draw(report.picture, options.pictures / f"umpipe_overlapped_{name}.png")
+    print(f"{describe_machine()}, Python {platform.python_version()}, {fastest().name}\n")
+    keys = run_parts(EXPERIMENTS, options.experiment, options.quick, options.pictures)
     if options.json:
         print(json.dumps(keys))
 

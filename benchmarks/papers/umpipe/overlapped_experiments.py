@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import combinations
 
 import numpy as np
 
 from benchmarks.harness.pictures import Panel, Picture
+from benchmarks.harness.report import Report
 from benchmarks.papers.umpipe.networks import powers_of_two, realistic, simulated
 from benchmarks.papers.umpipe.overlap.lockstep import lockstep
 from benchmarks.papers.umpipe.overlap.memory import front
@@ -24,20 +24,6 @@ from lightning_pipes.strategies.umpipe.overlapped.machine import FREE, fastest
 from lightning_pipes.strategies.umpipe.overlapped.run import Run, chunks_of
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Memory
 from lightning_pipes.strategies.umpipe.search import gpipe, optimal
-
-
-@dataclass(frozen=True)
-class Report:
-    """The table of an experiment, and its numbers.
-
-    Attributes:
-        lines: the table.
-        keys: numbers for machines.
-    """
-
-    lines: list[str]
-    keys: dict[str, float] = field(default_factory=dict)
-    picture: Picture | None = None
 
 
 def evaluators(quick: bool) -> Report:

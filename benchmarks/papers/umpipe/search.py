@@ -12,15 +12,13 @@ does. No real device has such times; `realistic` has networks that one might hav
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.harness.pictures import draw
-from benchmarks.papers.umpipe.search_experiments import Report, f5, f6, realistic_networks, t2, t3, t6
+from benchmarks.harness.report import Report, describe_machine, make_parser, run_parts
+from benchmarks.papers.umpipe.search_experiments import f5, f6, realistic_networks, t2, t3, t6
 from lightning_pipes.strategies.umpipe.search import load_loops
 
 EXPERIMENTS: dict[str, Callable[[bool], Report]] = {
@@ -34,22 +32,13 @@ EXPERIMENTS: dict[str, Callable[[bool], Report]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer seeds and sizes; within 100 s")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser = make_parser(__doc__, "fewer seeds and sizes; within 100 s")
     parser.add_argument("--experiment", nargs="*", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
     parser.add_argument("--pictures", type=Path, help="a folder for a picture of each experiment")
     options = parser.parse_args()
     by = load_loops()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {by}\n")
-    keys: dict[str, float] = {}
-    for name in options.experiment:
-        report = EXPERIMENTS[name](options.quick)
-        print("\n".join(report.lines) + "\n", flush=True)
-        keys |= report.keys
-        if options.pictures:
-            options.pictures.mkdir(parents=True, exist_ok=True)
-            draw(report.picture, options.pictures / f"umpipe_{name}.png")
+    print(f"{describe_machine()}, Python {platform.python_version()}, {by}\n")
+    keys = run_parts(EXPERIMENTS, options.experiment, options.quick, options.pictures)
     if options.json:
         print(json.dumps(keys))
 

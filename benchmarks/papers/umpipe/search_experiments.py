@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.pictures import Panel, Picture
+from benchmarks.harness.report import Report
 from benchmarks.papers.umpipe.chains import best_by_trying
 from benchmarks.papers.umpipe.networks import Tables, powers_of_two, realistic, simulated
 from lightning_pipes.strategies.umpipe.network import Network
@@ -32,20 +32,6 @@ from lightning_pipes.strategies.umpipe.search.vectorised import one_level, two_l
 
 T = TypeVar("T")
 STARTS: tuple[Literal["random"], Literal["equal"]] = ("random", "equal")
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of an experiment.
-
-    Attributes:
-        lines: the table.
-        keys: numbers for machines.
-    """
-
-    lines: list[str]
-    picture: Picture
-    keys: dict[str, float] = field(default_factory=dict)
 
 
 def timed(what: Callable[[], T], times: int = 1) -> tuple[T, float]:
@@ -133,7 +119,7 @@ def _two_or_one(quick: bool, start: str, title: str, paper: Mapping[tuple[int, i
         "TiDGAP above it",
         "seeds",
     ]
-    return Report(table(title, columns, rows), Picture(title, panels))
+    return Report(table(title, columns, rows), picture=Picture(title, panels))
 
 
 def t2(quick: bool) -> Report:
@@ -181,7 +167,7 @@ def f5(quick: bool) -> Report:
     names = [f"{stages}, {batch}" for stages, batch in sizes]
     panel = Panel("", "stages, batch", "% of networks", names, bars)
     keys = {"enumerated": min(bars["exact"]) / 100}
-    return Report(table(title, ["N, P", *methods], rows), Picture("F5: how often the optimum is found", [panel]), keys)
+    return Report(table(title, ["N, P", *methods], rows), keys, Picture("F5: how often the optimum is found", [panel]))
 
 
 def _generations_of(network: Network | Tables, evaluator: Evaluator, population: int, times: int = 3) -> float:
@@ -256,7 +242,7 @@ def f6(quick: bool) -> Report:
     panels.append(
         Panel("TiDGAP, 10 stages, batch 512", "individuals", "seconds", [str(n) for n in sizes], columns, True)
     )
-    return Report(lines, Picture("F6, F7: CPU seconds of one core", panels), keys)
+    return Report(lines, keys, Picture("F6, F7: CPU seconds of one core", panels))
 
 
 T6 = {
@@ -342,7 +328,7 @@ def t6(quick: bool) -> Report:
         Panel(f"batch {batch}", "stages", "time", stages_of[batch], curves, True) for batch, curves in by_batch.items()
     ]
     title = "T6: simulation networks, exact search; TiDGAP (and its generations) from GPipe's schemes, all counts"
-    return Report(table(title, columns, rows), Picture("T6: simulation networks", panels), keys)
+    return Report(table(title, columns, rows), keys, Picture("T6: simulation networks", panels))
 
 
 def realistic_networks(quick: bool) -> Report:
@@ -397,4 +383,4 @@ def realistic_networks(quick: bool) -> Report:
     lines.append("GPipe / UMPIPE 1.14 (GPT-1, N = 14, P = 512) and 1.17 (VGG16, N = 16, P = 64).")
     names = [f"{stages}, {batch}\n{'powers' if powers else 'all'}" for stages, batch, powers in cases]
     panel = Panel("local greedy is far outside", "stages, batch, options", "% above the exact search", names, bars)
-    return Report(lines, Picture("realistic networks", [panel]), keys)
+    return Report(lines, keys, Picture("realistic networks", [panel]))

@@ -1,0 +1,21 @@
+"""Ranks of a benchmark that measures the engine without a Trainer."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_pipes.engine import FailureWatch
+from lightning_pipes.testing.emulated import steady
+
+
+def join_ranks(rank: int, ranks: int | None = None) -> FailureWatch:
+    """Join the other ranks over gloo, and return the watch over them.
+
+    This process asks for real-time priority first, so that other programs are not measured.
+    """
+    steady()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    store = dist.distributed_c10d._get_default_store()
+    return FailureWatch(store, rank) if ranks is None else FailureWatch(store, rank, ranks)
