@@ -279,10 +279,13 @@ class Engine:
         self._stash = memory
         self._give_versions(self.plan)
 
-    def evaluate(self, item: Item) -> list[tuple[Span, Any]]:
+    def evaluate(self, item: Item, micro_batches: int | None = None) -> list[tuple[Span, Any]]:
         """Forward only, without gradients: what the last stage returned per span; empty on ranks without it.
 
-        Any number of samples will do; they are cut into as many micro-batches as in training.
+        Any number of samples will do.
+
+        Args:
+            micro_batches: into which the samples are cut; as many as in training by default.
 
         Raises:
             PlanError: a window is open.
@@ -290,7 +293,7 @@ class Engine:
         if self._window is not None:
             raise PlanError("evaluation needs the weights between two windows; drain first")
         item = replace(item, training=False)
-        micro_batches = len(self.plan.spans(Kind.F, 0, item.job))
+        micro_batches = micro_batches or len(self.plan.spans(Kind.F, 0, item.job))
         forward = self._open(*_forward_only(self.plan, item.job, item.rows, micro_batches))
         self._window = window = replace(forward, training=False)
         try:

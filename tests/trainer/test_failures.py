@@ -108,9 +108,9 @@ class Detached(Lit):
         return self.loss(batch).detach()
 
 
-class Transposed(Lit):
+class Pooled(Lit):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model((x.T, None))
+        return self.model((x.mean(0, keepdim=True), None))
 
 
 class Manual(Lit):
@@ -221,7 +221,7 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (NoLoss, {}, "training_step returned no loss"),
     (VectorLoss, {}, "returned a loss of shape (4,)"),
     (Detached, {}, "returned a loss that nothing can be trained by"),
-    (Transposed, {}, "gets shapes (6, 5) for 5 samples; axis 0 of a tensor must count samples"),
+    (Pooled, {}, "gets shapes (1, 6) for 5 samples; axis 0 of a tensor must count samples"),
     (Manual, {}, "uses manual optimization"),
     (Searching, {}, "LBFGS runs training_step several times"),
     (Lit, {"transport": "nccl"}, "transport 'nccl' needs tensors on a GPU, not on cpu"),

@@ -61,6 +61,33 @@ class LitMask(Lit):
         return self.model({"x": x, "mask": mask, "weights": x.new_ones(len(x), WIDTH) / 2})
 
 
+class Stacked(nn.Module):
+    """Copies of the samples on axis 0, each sample times a number of its own."""
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return inputs["copies"] * inputs["weights"]
+
+
+class LitStacked(Lit):
+    """Samples are on axis 1 of what its layers get; its copies are as many as the batches of evaluation have samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.insert(0, Stacked())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        copies = torch.stack([x + n for n in range(5)])
+        return self.model({"copies": copies, "weights": x[:, :1].sigmoid()}).mean(0)
+
+
+class LitStackedAlone(LitStacked):
+    """Nothing that its layers get has samples on axis 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        copies = torch.stack([x + n for n in range(2)])
+        return self.model({"copies": copies, "weights": x.new_ones(1, 1)}).mean(0)
+
+
 @dataclass(frozen=True)
 class Eager(Policy):
     """A policy that waits for nothing; the first and the last of its stages share a rank."""
@@ -90,6 +117,8 @@ CASES: dict[tuple[str, int], Case] = {
     ("early log", 2): Case(LitEarlyLog, strategy=pipeline()),
     ("mask", 1): Case(LitMask, strategy=pipeline("interleaved"), evaluate=True),
     ("mask", 2): Case(LitMask, strategy=pipeline(), evaluate=True),
+    ("axis 1", 2): Case(LitStacked, strategy=pipeline(), evaluate=True),
+    ("axis 1 alone", 2): Case(LitStackedAlone, strategy=pipeline(), evaluate=True),
 }
 
 

@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
@@ -50,6 +51,18 @@ MARKED_ON_DEVICE = 16
 
 TRAINING = "training"
 Mark = tuple[int, int] | None
+
+
+class EvaluatedStep(NamedTuple):
+    """How an evaluation step goes through the layers, as its first batch has shown.
+
+    Attributes:
+        with_layers: whether it calls them.
+        whole: whether batches go through whole, for samples are not on axis 0 of all tensors.
+    """
+
+    with_layers: bool
+    whole: bool
 
 
 class Training(ABC):
@@ -176,7 +189,7 @@ class PipelineRun:
         self.device = device = ranks.device
         self.hidden = part.hidden
         self._evaluated = 0
-        self._with_layers: dict[tuple[Any, ...], bool] = {}
+        self._evaluated_steps: dict[tuple[Any, ...], EvaluatedStep] = {}
         """Of steps that evaluate, by name and loader, whether they call the layers."""
         self._trained = 0  # batches, or begun to be
         self._comparing = False  # this batch with that of all ranks
@@ -373,8 +386,8 @@ class PipelineRun:
         message = None
         with self.hidden.batch(training=False):
             end = self._capture(step, item, context, batch, arguments)
-            with_layers = self._with_layers[step.__name__, *arguments[1:2]]
-            outputs = self.engine.evaluate(item) if with_layers else ()
+            with_layers, whole = self._evaluated_steps[_key_of_evaluation(step, item, arguments)]
+            outputs = self.engine.evaluate(item, 1 if whole else None) if with_layers else ()
             if self.last:
                 with context(), recorded(self.cut.module) as calls:
                     if end is not None:  # it has run to its end here
@@ -397,21 +410,33 @@ class PipelineRun:
         """Get what an evaluation step calls the layers with, on the first stage.
 
         In the first batch all ranks learn whether the step calls them: one that does not runs as it is, on the last
-        stage. Return how it ended without the call, where it need not run again.
+        stage. They learn whether its samples are on axis 0 of all tensors: a batch goes through the layers whole
+        otherwise. Return how it ended without the call, where it need not run again.
         """
-        key, data, end = (step.__name__, *arguments[1:2]), item.data, None
-        known = self._with_layers.get(key)
-        if self.first and known is not False:
+        key, data, end = _key_of_evaluation(step, item, arguments), item.data, None
+        known = self._evaluated_steps.get(key)
+        if self.first and (known is None or known.with_layers):
             try:
                 with context():
-                    data.x, data.whole = self.steps.capture(step, item, batch, arguments)
+                    self.steps.capture(step, item, batch, arguments)
             except NoCallError as error:
-                if known:
+                if known is not None:
                     raise
                 end = error
         if known is None:
             first_rank = self.global_ranks[self.engine.plan.ranks[0]]
-            self._with_layers[key] = self.control.broadcast(end is None, first_rank)
+            found = EvaluatedStep(*self.control.broadcast((end is None, data.elsewhere), first_rank))
+            self._evaluated_steps[key] = found
+            if found.whole:
+                rank_zero_info(
+                    f"{step.__name__} gives the layers tensors whose samples are not on axis 0: batches of evaluation "
+                    "go through them whole, in one micro-batch"
+                )
+        elif data.elsewhere and not known.whole:
+            raise PipelineError(
+                f"{step.__name__} gives the layers tensors whose samples are not on axis 0 in this batch, and did not "
+                "in the first one; give them tensors with samples on axis 0, or take microbatches=1"
+            )
         return end
 
     def stage_bytes(self, optimizers: Sequence[Optimizer]) -> dict[int, StageBytes]:
@@ -485,6 +510,11 @@ class PipelineRun:
         """Different from batch to batch, the same after a resume at the same place."""
         self._evaluated += 1
         return (self.trainer.fit_loop.total_batch_idx + 1 << 20) + self._evaluated
+
+
+def _key_of_evaluation(step: Callable[..., Any], item: Item, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the name of the step and the number of its loader; single samples, which need no cut, by themselves."""
+    return step.__name__, *arguments[1:2], item.rows == 1
 
 
 def _check_same(found: Coming[list[tuple[str, dict[str, str]]]], ranks: Sequence[int], where: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import psutil
@@ -183,11 +183,20 @@ class EvaluationBatch:
 
     Attributes:
         whole: ids of the tensors of `x` that belong to every sample, however many entries they have.
+        elsewhere: whether a tensor of `x` has its samples on another axis than 0, so that `x` can't be cut.
     """
 
     context: Context
     x: Any = None
     whole: frozenset[int] = frozenset()
+    elsewhere: bool = False
+
+
+class _Shapes(NamedTuple):
+    """Whether a tensor has the same shape for one sample, or its samples on another axis than 0."""
+
+    whole: bool = False
+    elsewhere: bool = False
 
 
 class Steps:
@@ -218,7 +227,7 @@ class Steps:
         self._both_ends = {0, plan.n_stages - 1} <= set(plan.stages[rank])
         runs_again = [again[0] for again in (plan.recompute, plan.whole_forward) if again]
         self._recomputes_first = self._both_ends and any(runs_again)
-        self._whole: dict[tuple[str, str], list[bool]] = {}
+        self._shapes: dict[tuple[str, str], list[_Shapes]] = {}
         self._train = _NOTHING if _surrounds_nothing(precision) else None
         self._seed = seed
         self._device = device
@@ -237,33 +246,35 @@ class Steps:
         stage.expect_user_code(item, spans)
         item.data.cut(spans)
 
-    def capture(
-        self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]
-    ) -> tuple[Any, frozenset[int]]:
-        """The input that `step` gives to the pipelined module for a whole batch, and which of its tensors can't be cut,
-        by id.
+    def capture(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> None:
+        """Keep the input that `step` gives to the pipelined module for a whole batch, and how it can be cut.
 
-        A tensor that the step makes may have as many entries on axis 0 as the batch has samples by chance, a mask
-        above all. Where there is a doubt, the step is asked for one sample too: what keeps its shape is no sample's.
+        A tensor that the step makes may have as many entries on an axis as the batch has samples by chance, a mask
+        above all. Where there is a doubt, the step is asked for one sample too: what keeps its shape is no sample's,
+        and what keeps its length on axis 0 alone has its samples on another axis.
         """
-        x = self._captured(step, item, copied(batch) if self._both_ends else batch, arguments)
-        leaves, spec = pytree.tree_flatten(x)
-        doubtful = [t for t in leaves if isinstance(t, torch.Tensor) and t.ndim and t.size(0) == item.rows]
-        if item.rows == 1 or len(doubtful) < 2:
-            return x, frozenset()
+        data: EvaluationBatch = item.data
+        data.x = self._captured(step, item, copied(batch) if self._both_ends else batch, arguments)
+        leaves, spec = pytree.tree_flatten(data.x)
+        lengths = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor) and item.rows in leaf.shape]
+        if item.rows == 1 or (len(lengths) < 2 and all(shape[0] == item.rows for shape in lengths)):
+            return
         key = step.__name__, str(spec)
-        if key not in self._whole:
+        if key not in self._shapes:
             one = copied(take(batch, Span(0, 1), item.rows))
             try:
                 others, other_spec = pytree.tree_flatten(self._captured(step, item, one, arguments))
             except Exception:  # a step that needs more than one sample: the number of entries has to do
                 others, other_spec = [], None
             same = other_spec == spec
-            self._whole[key] = [
-                isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape
+            self._shapes[key] = [
+                _Shapes(a.shape == b.shape, a.shape != b.shape and a.shape[:1] == b.shape[:1])
+                if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+                else _Shapes()
                 for a, b in zip(leaves, others if same else [None] * len(leaves), strict=True)
             ]
-        return x, frozenset(id(t) for t, whole in zip(leaves, self._whole[key], strict=True) if whole)
+        data.whole = frozenset(id(t) for t, found in zip(leaves, self._shapes[key], strict=True) if found.whole)
+        data.elsewhere = any(found.elsewhere for found in self._shapes[key])
 
     def _captured(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
         with forked_rng(self._device), recorded(self._module) as calls:  # the last stage logs
