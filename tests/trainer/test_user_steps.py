@@ -69,7 +69,7 @@ class Stacked(nn.Module):
 
 
 class LitStacked(Lit):
-    """Samples are on axis 1 of what its layers get; its copies are as many as the batches of evaluation have samples."""
+    """Its layers get samples on axis 1, and as many copies on axis 0 as batches of evaluation have samples."""
 
     def __init__(self) -> None:
         super().__init__()
