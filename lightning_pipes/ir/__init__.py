@@ -24,7 +24,7 @@ from lightning_pipes.ir.instruction import (
 )
 from lightning_pipes.ir.lowering import lower, window
 from lightning_pipes.ir.passes import Alike, Joined, Pass, alike, graphs, joined, passes, sorts
-from lightning_pipes.ir.plan import MOST_MICROBATCHES, MOST_STAGES, Cut, Plan
+from lightning_pipes.ir.plan import MOST_FORWARDS, MOST_MICROBATCHES, MOST_STAGES, Cut, Plan
 from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.rule import Rule, RulePolicy, has_room, offered
 from lightning_pipes.ir.schedule import (
@@ -46,6 +46,7 @@ from lightning_pipes.ir.verify import Facts, verify
 __all__ = [
     "COMPUTE",
     "MOST_MICROBATCHES",
+    "MOST_FORWARDS",
     "MOST_STAGES",
     "RECEIVES",
     "RECOMPUTES",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from lightning_pipes.ir.dependencies import needs
 from lightning_pipes.ir.errors import ProgramError
 from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, Instruction, Kind
 from lightning_pipes.ir.plan import Plan
-from lightning_pipes.ir.program import Program, Row
+from lightning_pipes.ir.program import Program, Row, remembered
 
 
-@lru_cache(maxsize=64)
+@remembered(64)
 def lower(program: Program, plan: Plan) -> Program:
     """The program with its transfers: a receive stands right before its first use, a send right after the
     computation that completes its message.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
+from threading import Lock
+from typing import TypeVar
 
 from lightning_pipes.ir.errors import ProgramError
 from lightning_pipes.ir.instruction import Instruction, Kind
@@ -17,6 +20,9 @@ from lightning_pipes.ir.span import Span
 Row = tuple[Instruction, ...]
 Rows = tuple[Row, ...]
 
+_Made = TypeVar("_Made")
+MOST_REMEMBERED = 2**19
+"""Instructions of all programs of which a function remembers what it made: each takes some hundred bytes."""
 _TOKEN = re.compile(
     r"(?:j(?P<job>\d+):)?(?P<kind>STEP|SF|RF|SB|RB|F|B|I|W)(?P<stage>\d+)(?:\.(?P<n>\d+))?(?:@(?P<batch>\d+))?"
 )
@@ -61,6 +67,11 @@ class Program:
     def endless(self) -> bool:
         """Whether batches can be added without end."""
         return bool(self.cycle)
+
+    @cached_property
+    def size(self) -> int:
+        """The number of instructions in all its parts."""
+        return sum(map(len, (*self.head, *self.cycle, *self.tail)))
 
     @cached_property
     def head_batches(self) -> int:
@@ -158,6 +169,37 @@ class Program:
             for part, rows in parts.items()
         }
         return cls(**built)
+
+
+def remembered(most: int) -> Callable[[Callable[[Program, Plan], _Made]], Callable[[Program, Plan], _Made]]:
+    """Decorate a function of a program and its plan, so that it remembers its last results.
+
+    It remembers `most` of them, fewer where the programs are large (`MOST_REMEMBERED`), and always the last one.
+    """
+
+    def decorate(function: Callable[[Program, Plan], _Made]) -> Callable[[Program, Plan], _Made]:
+        known: OrderedDict[tuple[Program, Plan], _Made] = OrderedDict()
+        lock = Lock()
+
+        @wraps(function)
+        def remembering(program: Program, plan: Plan) -> _Made:
+            key = program, plan
+            with lock:
+                if key in known:
+                    known.move_to_end(key)
+                    return known[key]
+            made = function(program, plan)
+            with lock:
+                known[key] = made
+                size = sum(each.size for each, _ in known)
+                while len(known) > 1 and (len(known) > most or size > MOST_REMEMBERED):
+                    (oldest, _), _ = known.popitem(last=False)
+                    size -= oldest.size
+            return made
+
+        return remembering
+
+    return decorate
 
 
 def shifted(row: Sequence[Instruction], batches: int) -> Row:

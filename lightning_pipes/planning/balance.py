@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
+
 from lightning_pipes.cost import Cluster, Deployment, Device, ModelProfile
 from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Schedule, Span
 from lightning_pipes.planning.fit import edge_seconds, evaluated, fit_layers, ordered, stage_seconds
@@ -72,7 +74,10 @@ def balanced_stream(
     m = len(plan.spans(Kind.F, 0))
 
     def step(layers: Sequence[Span]) -> float:
-        stages = (float(load[span.start, span.stop]) for load, span in zip(loads, layers, strict=True))
+        stages = (
+            float(load.seconds(np.array(span.start), np.array(span.stop)))
+            for load, span in zip(loads, layers, strict=True)
+        )
         return m * max(*stages, *(float(edges[span.start]) for span in layers[1:]))
 
     best = light_partitions(loads, edges, slacks=(1.0,))[0]

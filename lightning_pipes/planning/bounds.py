@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lightning_pipes.cost import Costs, Deployment, Link, ModelProfile
 from lightning_pipes.ir import SENDS, Kind, Plan, sorts
 from lightning_pipes.planning.fit import both_seconds, stage_seconds
-from lightning_pipes.planning.partition import between, lightest
+from lightning_pipes.planning.partition import Indices, Seconds, StageLoad, between, lightest
 
 Array = npt.NDArray[np.float64]
 
@@ -109,20 +109,26 @@ class _Bound:
     def _one_stage_a_rank(self) -> float:
         forward, back = self._passed(Kind.F), self._passed(Kind.B)
         hops, hops_back = self._hops(), self._hops(back=True)
-        first = self._step(0)[0, 1]  # rank 0 has the first layer at least
+        first = float(self._step(0)(np.array(0), np.array(1)))  # rank 0 has the first layer at least
         loads = stage_seconds(self.profile, self.plan, self.deployment.pipeline)
-        steps: dict[tuple[object, ...], Array] = {}
-        found = []
-        for stage, (load, rank) in enumerate(zip(loads, self.plan.ranks, strict=True)):
-            key = self.speeds[rank], self.deployment.rings[rank] if self.deployment.rings else None
-            if key not in steps:
-                steps[key] = self._step(rank)
-            end = steps[key]
-            if stage and not self.plan.split_backward:
-                end = np.maximum(end, (back + hops_back[stage])[:, None] + first)
-            work = self.m * (load * self.work_share + self.overhead)
-            found.append(work + (forward + hops[stage])[:, None] + end)
-        return lightest(found)
+
+        def bounded(stage: int, rank: int, load: StageLoad) -> StageLoad:
+            step, before, after = self._step(rank), forward + hops[stage], back + hops_back[stage]
+
+            def least(begin: Indices, stop: Indices) -> Array:
+                work = self.m * (load.seconds(begin, stop) * self.work_share + self.overhead)
+                return np.asarray(work + before[begin])
+
+            def seconds(begin: Indices, stop: Indices) -> Array:
+                end = step(begin, stop)
+                if stage and not self.plan.split_backward:
+                    end = np.maximum(end, after[begin] + first)
+                return least(begin, stop) + end
+
+            return StageLoad(seconds, least)
+
+        each = zip(self.plan.ranks, loads, strict=True)
+        return lightest([bounded(s, rank, load) for s, (rank, load) in enumerate(each)], len(self.profile.layers))
 
     def _several_stages_a_rank(self) -> float:
         """The time that all ranks work and wait, shared out by speed; or what one rank does at least, since layers are
@@ -170,15 +176,19 @@ class _Bound:
             found.append(found[-1] + seconds)
         return np.array(found)
 
-    def _step(self, rank: int) -> Array:
-        """Seconds of a STEP of the layers i to j, in row i and column j, with what is left of averaging gradients."""
+    def _step(self, rank: int) -> Seconds:
+        """Seconds of a STEP by the layers of the rank, with what is left of averaging gradients."""
         columns = self.profile.layer_arrays
         kind = Kind.W if self.plan.split_backward else Kind.B
-        backward = between(columns.seconds_at(kind, self.rows)[1:-1]) / self.speeds[rank]
-        left = self.deployment.exposed_seconds(
-            rank, np.maximum(between(columns.layer_values("averaged")), 0.0), backward
-        )
-        return np.asarray(between(columns.layer_values("step")) / self.speeds[rank] + left)
+        backward = between(columns.seconds_at(kind, self.rows)[1:-1])
+        averaged, step = between(columns.layer_values("averaged")), between(columns.layer_values("step"))
+        speed = self.speeds[rank]
+
+        def seconds(begin: Indices, stop: Indices) -> Array:
+            left = self.deployment.exposed_seconds(rank, np.maximum(averaged(begin, stop), 0.0), backward(begin, stop) / speed)
+            return np.asarray(step(begin, stop) / speed + left)
+
+        return seconds
 
 
 def _least(link: Link, size: float) -> float:

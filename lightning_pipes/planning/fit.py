@@ -14,7 +14,7 @@ from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, Link, M
 from lightning_pipes.cost.deployment import as_deployment
 from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Program, Schedule, Span
 from lightning_pipes.planning.memory import held_rows, hopeless, peak_bytes, stage_bytes
-from lightning_pipes.planning.partition import between, light_partitions
+from lightning_pipes.planning.partition import Indices, Seconds, StageLoad, between, light_partitions
 from lightning_pipes.sim import makespan, simulate
 
 Array = npt.NDArray[np.float64]
@@ -29,15 +29,21 @@ class Fit:
 
     Attributes:
         plan: with its layers.
+        given: the order, or a schedule that makes it.
         seconds: of a step, simulated; where batches overlap from one to the next, while the pipeline is full.
         peak_bytes: of each rank.
     """
 
     plan: Plan
-    order: Program | Policy
+    given: Program | Policy | Schedule
     costs: CostModel
     seconds: float
     peak_bytes: tuple[int, ...]
+
+    @property
+    def order(self) -> Program | Policy:
+        """The order of the plan; made when asked for, where it is not kept."""
+        return self.given.program(replace(self.plan, layers=())) if isinstance(self.given, Schedule) else self.given
 
     @property
     def cuts(self) -> list[int]:
@@ -48,6 +54,10 @@ class Fit:
     def bubble(self) -> float:
         """The share of a step in which ranks idle, 0 to 1."""
         return step_bubble(self.order, replace(self.plan, layers=()), self.costs)
+
+    def without_order(self, schedule: Schedule | Policy) -> Fit:
+        """Return the same fit, which `schedule` orders: an order of a large plan takes a hundred megabytes."""
+        return replace(self, given=schedule)
 
 
 def step_seconds(order: Program | Policy, plan: Plan, costs: CostModel) -> float:
@@ -77,7 +87,7 @@ def _rounds(order: Program | Policy) -> Sequence[Program | Policy]:
     return _unrolled(order) if isinstance(order, Program) and order.endless else (order,)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def _unrolled(order: Program) -> tuple[Program, Program]:
     return order.unroll(_batches(order)), order.unroll(2 * _batches(order))
 
@@ -119,10 +129,12 @@ def fit_layers(
     order, held = ordered(schedule, plan)
     loads = stage_seconds(profile, plan, deployment.pipeline)
     edges = edge_seconds(profile, plan, deployment.pipeline)
-    candidates = light_partitions(_allowed(profile, plan, deployment.pipeline, held, loads), edges)
-    if plan.n_stages > plan.n_ranks:  # what each stage may take of its rank's memory is a guess: try others too
-        candidates += light_partitions(loads, edges)
-    if not candidates or hopeless(profile, plan, deployment.pipeline, held):
+    candidates: list[tuple[Span, ...]] = []
+    if not hopeless(profile, plan, deployment.pipeline, held):
+        candidates = light_partitions(_allowed(profile, plan, deployment.pipeline, held, loads), edges)
+        if plan.n_stages > plan.n_ranks:  # what each stage may take of its rank's memory is a guess: try others too
+            candidates += light_partitions(loads, edges)
+    if not candidates:
         raise PlanError(_lacking(profile, order, plan, deployment, light_partitions(loads, edges, slacks=(1.0,))[0]))
     if plan.layers:
         candidates.insert(0, plan.layers)
@@ -232,11 +244,11 @@ def _costs(profile: ModelProfile, plan: Plan, deployment: Deployment) -> CostMod
     return replace(costs, seconds=seconds, links=_links(plan, deployment.pipeline))
 
 
-def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[Array]:
-    """For each stage the seconds of one micro-batch, F and B, of the layers i to j in row i, column j. Equal stages
-    have one array in common."""
+def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[StageLoad]:
+    """For each stage the seconds of one micro-batch, F and B, by its layers; of none infinite. Equal stages have one
+    object in common."""
     last = plan.n_stages - 1
-    known: dict[tuple[object, ...], Array] = {}
+    known: dict[tuple[object, ...], StageLoad] = {}
     found = []
     for stage, rank in enumerate(plan.ranks):
         rows = max(span.rows for span in plan.spans(Kind.F, stage))
@@ -246,11 +258,18 @@ def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[A
         if key not in known:
             seconds = both_seconds(profile, plan, rows, again)
             ends = both_seconds(profile, plan, rows, False)
-            load = between(seconds[1:-1]) + (stage == 0) * ends[0] + (stage == last) * ends[-1]
-            load[np.tril_indices(len(load))] = np.inf
-            known[key] = load / speed
+            known[key] = _of_layers(seconds[1:-1], (stage == 0) * ends[0], (stage == last) * ends[-1], speed)
         found.append(known[key])
     return found
+
+
+def _of_layers(seconds: Array, before: float, after: float, speed: float) -> StageLoad:
+    layers = between(seconds)
+
+    def load(begin: Indices, stop: Indices) -> Array:
+        return np.where(begin < stop, (layers(begin, stop) + before + after) / speed, np.inf)
+
+    return StageLoad(load)
 
 
 def both_seconds(profile: ModelProfile, plan: Plan, rows: int, again: bool) -> Array:
@@ -270,10 +289,10 @@ def edge_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> Array:
 
 
 def _allowed(
-    profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int], loads: Sequence[Array]
-) -> list[Array]:
+    profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int], loads: Sequence[StageLoad]
+) -> list[StageLoad]:
     """`loads`, infinite where a stage needs more than its share of its device's memory."""
-    known: dict[tuple[object, ...], Array] = {}
+    known: dict[tuple[object, ...], StageLoad] = {}
     found = []
     for stage, rank in enumerate(plan.ranks):
         memory = cluster.devices[rank].memory
@@ -283,9 +302,16 @@ def _allowed(
         share = memory / len(plan.stages[rank])
         key = id(loads[stage]), held[stage], share, plan.versions[stage]
         if key not in known:
-            known[key] = np.where(stage_bytes(profile, plan, stage, held[stage]) <= share, loads[stage], np.inf)
+            known[key] = _within(loads[stage], stage_bytes(profile, plan, stage, held[stage]), share)
         found.append(known[key])
     return found
+
+
+def _within(load: StageLoad, size: Seconds, share: float) -> StageLoad:
+    def within(begin: Indices, stop: Indices) -> Array:
+        return np.where(size(begin, stop) <= share, load.seconds(begin, stop), np.inf)
+
+    return StageLoad(within)
 
 
 def _lacking(

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from lightning_pipes.cost import Cluster, CostModel, Costs, ModelProfile
 from lightning_pipes.ir import Alike, Kind, Plan, Program, alike, sorts
+from lightning_pipes.planning.partition import Seconds as Bytes
 from lightning_pipes.planning.partition import between
 
 Array = npt.NDArray[np.float64]
@@ -74,16 +75,16 @@ def hopeless(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence
     return float(needed.sum()) > sum(size or 0 for size in memory)
 
 
-def stage_bytes(profile: ModelProfile, plan: Plan, stage: int, held: int) -> Array:
-    """Bytes that a stage needs which keeps `held` rows, of the layers i to j in row i, column j: at least, for what it
-    needs while it runs is not counted."""
+def stage_bytes(profile: ModelProfile, plan: Plan, stage: int, held: int) -> Bytes:
+    """Bytes that a stage needs which keeps `held` rows, of the layers i to j: at least, for what it needs while it runs
+    is not counted. They never fall as layers are added at the end."""
     weights = between(_fixed(profile, plan.versions[stage]))
     activations = between(profile.layer_arrays.layer_values("saved"))
     if plan.recompute and plan.recompute[stage]:
         rows = max(span.rows for span in plan.spans(Kind.F, stage))
         inputs = np.array([profile.edge_bytes(cut) if cut else 0.0 for cut in range(len(profile.layers) + 1)])
-        return np.asarray(weights + inputs[:, None] * held + activations * rows)
-    return np.asarray(weights + activations * held)
+        return lambda begin, stop: weights(begin, stop) + inputs[begin] * held + activations(begin, stop) * rows
+    return lambda begin, stop: weights(begin, stop) + activations(begin, stop) * held
 
 
 def _fixed(profile: ModelProfile, versions: int) -> Array:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_pipes.ir import Plan, PlanError, Span
+
+Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+Seconds = Callable[[Indices, Indices], Array]
+"""Seconds, or bytes, of the layers i to j (exclusive), for arrays of i and of j."""
 
 
 def even_partition(weights: Sequence[float], stages: int) -> tuple[Span, ...]:
@@ -30,10 +37,10 @@ def even_partition(weights: Sequence[float], stages: int) -> tuple[Span, ...]:
         )
     if min(weights) < 0:
         raise PlanError(f"weights of layers must not be negative, got {min(weights)}")
-    loads = between(np.asarray(weights, dtype=float))
-    bound = lightest([loads] * stages)
-    (cost,) = _bands([np.where(loads <= bound * (1 + 1e-12), loads, np.inf) ** 2])
-    return _chosen([cost] * stages)
+    loads = [StageLoad(between(np.asarray(weights, dtype=float)))] * stages
+    most = lightest(loads, n) * (1 + 1e-12)
+    bands = _Bands.within(loads, n, most)
+    return _chosen(bands, lambda band, begin: np.where(band <= most, band, np.inf) ** 2)
 
 
 def with_layer(plan: Plan, layer: int, rank: int) -> Plan:
@@ -56,116 +63,183 @@ def with_layer(plan: Plan, layer: int, rank: int) -> Plan:
     )
 
 
-def between(values: np.ndarray) -> np.ndarray:
-    """The sum of the values i to j (exclusive) in row i, column j."""
+def between(values: Array) -> Seconds:
+    """Return the sums of the values i to j (exclusive)."""
     ends = np.concatenate([[0.0], np.cumsum(values)])
-    return np.asarray(ends[None, :] - ends[:, None])
+    return lambda begin, stop: np.asarray(ends[stop] - ends[begin])
 
 
-def lightest(loads: Sequence[np.ndarray]) -> float:
-    """How heavy the heaviest stage is at least; infinite if there is no partition. `loads` as in `light_partitions`."""
-    return float(_best(_bands(loads), np.maximum)[0][-1])
+Cost = Callable[[Array, Indices], Array]
+"""Of a stage that takes so many seconds and begins at such a layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageLoad:
+    """The seconds that a stage takes, by its layers. Stages with the same object are priced together.
+
+    Attributes:
+        seconds: infinite where the stage may not have the layers.
+        least: no more than `seconds`, and never less with another layer; by default `seconds`, which then has to be
+            such.
+    """
+
+    seconds: Seconds
+    least: Seconds | None = None
+
+    def most_layers(self, layers: int, most: float) -> int:
+        """Return the most of so many layers that take no longer than `most` and are allowed, 1 at least."""
+        low, high = 1, layers
+        while low < high:
+            count = (low + high + 1) // 2
+            begin = np.arange(layers - count + 1)
+            seconds = float((self.least or self.seconds)(begin, begin + count).min())
+            if seconds <= most and np.isfinite(seconds):
+                low = count
+            else:
+                high = count - 1
+        return low
+
+
+def lightest(loads: Sequence[StageLoad], layers: int) -> float:
+    """Return how heavy the heaviest stage is at least, for so many layers; infinite if there is no partition.
+
+    Where stages are many each has few layers, and to price those is far less than every i and j: what is found with few
+    bounds how many a stage may have.
+    """
+    few = _Bands(loads, layers, dict.fromkeys(map(id, loads), min(layers, 2 * -(-layers // len(loads)) + 1)))
+    bound = float(_best(few, np.maximum)[0][-1])
+    enough = _Bands.within(loads, layers, bound)
+    return bound if enough.are_in(few) else float(_best(enough, np.maximum)[0][-1])
 
 
 def light_partitions(
-    loads: Sequence[np.ndarray], edges: np.ndarray, slacks: Sequence[float] = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)
+    loads: Sequence[StageLoad], edges: Array, slacks: Sequence[float] = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)
 ) -> list[tuple[Span, ...]]:
     """Partitions whose heaviest stage is as light as can be, or lighter than that times a slack, each with the cheapest
     cuts that this allows; without repetitions, the lightest first. Empty if there is none at all. Of equally good ones
     there are two: with heavy stages late, and early, which balance does not tell apart and a schedule does.
 
     Args:
-        loads: of each stage, the seconds of the layers i to j (exclusive) in row i, column j; infinite where the stage
-            may not have them.
+        loads: of each stage.
         edges: seconds that a message takes if a stage begins at layer i.
     """
-    whole = _each(loads, lambda found: _with_edges(found, edges))
-    bound = lightest(whole)
+    n = len(edges) - 1
+    whole = _each(loads, lambda load: _with_edges(load, edges))
+    bound = lightest(whole, n)
     if not np.isfinite(bound):
         return []
-    most = bound * max(slacks) * (1 + 1e-12)
+    bands = _Bands.within(whole, n, bound * max(slacks) * (1 + 1e-12))
     scale = max(float(edges[np.isfinite(edges)].max(initial=0.0)), bound)
     # The sum of edges decides, and where that is equal the evenness of the stages.
-    bands = _bands(_each(whole, lambda found: np.where(found <= most, found, np.inf)))
-    into = _bands([np.repeat(edges[:, None] / scale, len(edges), axis=1)], bands[0].shape[1])[0]
+    into = edges / scale
     found: dict[tuple[Span, ...], None] = {}
     for slack in slacks:
         limit = bound * slack * (1 + 1e-12)
 
-        def cost(band: np.ndarray, limit: float = limit) -> np.ndarray:
-            return np.where(band <= limit, into + 1e-3 * (band / bound) ** 2, np.inf)
+        def cost(band: Array, begin: Indices, limit: float = limit) -> Array:
+            return np.where(band <= limit, into[begin] + 1e-3 * (band / bound) ** 2, np.inf)
 
-        costs = _each(bands, cost)
         for late in (False, True):
-            found[_chosen(costs, late)] = None
+            found[_chosen(bands, cost, late)] = None
     return list(found)
 
 
-def _each(arrays: Sequence[np.ndarray], change: Callable[[np.ndarray], np.ndarray]) -> list[np.ndarray]:
-    """Every array changed; what is the same for many stages is changed once."""
-    known: dict[int, np.ndarray] = {}
-    for array in arrays:
-        if id(array) not in known:
-            known[id(array)] = change(array)
-    return [known[id(array)] for array in arrays]
+def _each(loads: Sequence[StageLoad], change: Callable[[StageLoad], StageLoad]) -> list[StageLoad]:
+    """Every load changed; what is the same for many stages is changed once."""
+    known = {id(load): load for load in loads}
+    changed = {key: change(load) for key, load in known.items()}
+    return [changed[id(load)] for load in loads]
 
 
-def _with_edges(loads: np.ndarray, edges: np.ndarray) -> np.ndarray:
+def _with_edges(load: StageLoad, edges: Array) -> StageLoad:
     """A stage is as heavy as its layers, or as a message at either end if that takes longer."""
     out = edges.copy()
     out[-1] = 0.0
     into = edges.copy()
     into[0] = 0.0
-    whole: np.ndarray = np.maximum(loads, np.maximum(into[:, None], out[None, :]))
-    return whole
+
+    def seconds(begin: Indices, stop: Indices) -> Array:
+        return np.maximum(load.seconds(begin, stop), np.maximum(into[begin], out[stop]))
+
+    return StageLoad(seconds, load.least or load.seconds)
 
 
-def _bands(loads: Sequence[np.ndarray], width: int = 0) -> list[np.ndarray]:
-    """Of each stage, the layers j - width + k to j in row j, column k: as many as a stage may have, and one at least.
+class _Bands:
+    """Of each stage, the seconds of the layers j - width + k to j in row j, column k; of those rows at which it may
+    end, if no stage is empty. They are made when they are asked for, and kept where stages have them in common: all
+    together may be more than the memory has.
 
-    Where stages are many each has few layers, and this is far less than every i and j.
+    Args:
+        widths: by id of the load, the most layers that such a stage may have.
     """
-    n = loads[0].shape[0] - 1
-    if not width:
-        finite = np.logical_or.reduce([np.isfinite(found) for found in {id(found): found for found in loads}.values()])
-        starts, stops = np.nonzero(np.triu(finite, 1))
-        width = int((stops - starts).max(initial=1))
-    begin = _begins(n, width)
-    column = np.arange(n + 1)[:, None]
-    return _each(loads, lambda found: np.where(begin >= 0, found[np.maximum(begin, 0), column], np.inf))
+
+    def __init__(self, loads: Sequence[StageLoad], n: int, widths: dict[int, int]) -> None:
+        self._loads, self.layers, self._widths = loads, n, widths
+        self._shared = {key for key, times in Counter(map(id, loads)).items() if times > 1}
+        widest = max(widths.values())
+        self._begin = np.arange(1, n + 1)[:, None] - widest + np.arange(widest)[None, :]
+
+    @classmethod
+    def within(cls, loads: Sequence[StageLoad], n: int, most: float) -> _Bands:
+        """Return those of all layers with which a stage takes no longer than `most`."""
+        return cls(loads, n, {key: load.most_layers(n, most) for key, load in {id(x): x for x in loads}.items()})
+
+    def are_in(self, others: _Bands) -> bool:
+        """Whether no stage may have more layers than with the others."""
+        return all(width <= others._widths[key] for key, width in self._widths.items())
+
+    def made(self, cost: Cost | None) -> Iterator[tuple[int, Indices, Array]]:
+        """Of each stage the first of its rows, where the layers begin, and its costs, by default the seconds."""
+        known: dict[int, Array] = {}
+        stages = len(self._loads)
+        for stage, load in enumerate(self._loads):
+            low, high = stage + 1, self.layers - (stages - 1 - stage)
+            begin = self._begin[:, -self._widths[id(load)] :]
+            if id(load) in self._shared:
+                if id(load) not in known:
+                    known[id(load)] = _costs(load, begin, 1, cost)
+                yield low, begin[low - 1 : high], known[id(load)][low - 1 : high]
+            else:
+                yield low, begin[low - 1 : high], _costs(load, begin[low - 1 : high], low, cost)
 
 
-def _begins(n: int, width: int) -> np.ndarray:
-    return np.arange(n + 1)[:, None] - width + np.arange(width)[None, :]
+def _costs(load: StageLoad, begin: Indices, low: int, cost: Cost | None) -> Array:
+    first = np.maximum(begin, 0)
+    band = load.seconds(first, np.broadcast_to(np.arange(low, low + len(begin))[:, None], begin.shape))
+    return np.where(begin >= 0, band if cost is None else cost(band, first), np.inf)
 
 
-def _chosen(bands: Sequence[np.ndarray], late: bool = False) -> tuple[Span, ...]:
-    """The partition with the smallest sum; of equal ones that whose last stages begin early, or late."""
-    _, choice = _best(bands, np.add, late)
-    cuts = [bands[0].shape[0] - 1]
-    for begins in reversed(choice):
-        cuts.append(int(begins[cuts[-1]]))
+def _chosen(bands: _Bands, cost: Cost | None, late: bool = False) -> tuple[Span, ...]:
+    """The partition with the smallest sum of costs; of equal ones that whose last stages begin early, or late."""
+    _, choice = _best(bands, np.add, cost, late)
+    cuts = [bands.layers]
+    for low, begins in reversed(choice):
+        cuts.append(int(begins[cuts[-1] - low]))
     cuts.reverse()
     return tuple(Span(a, b) for a, b in itertools.pairwise(cuts))
 
 
-def _best(bands: Sequence[np.ndarray], join: np.ufunc, late: bool = False) -> tuple[np.ndarray, list[np.ndarray]]:
-    """For each number of layers the smallest joined cost of all stages, and for each stage where it begins then."""
-    n = bands[0].shape[0] - 1
-    begin = _begins(n, bands[0].shape[1])
-    before = np.maximum(begin, 0)
-    row = np.arange(n + 1)
-    value = np.full(n + 1, np.inf)
+def _best(
+    bands: _Bands,
+    join: np.ufunc,
+    cost: Cost | None = None,
+    late: bool = False,
+) -> tuple[Array, list[tuple[int, Indices]]]:
+    """For each number of layers the smallest joined cost of all stages, and for each stage the first of its rows and
+    where it begins in each."""
+    value = np.full(bands.layers + 1, np.inf)
     value[0] = 0.0
     choice = []
-    for band in bands:
-        joined = join(value[before], band)
+    for low, begin, band in bands.made(cost):
+        joined = join(value[np.maximum(begin, 0)], band)
+        row = np.arange(len(joined))
         best = joined.argmin(axis=1)
         if late:  # sums of equal parts differ in their last digits
             close = joined <= joined[row, best, None] * (1 + 1e-12)
             best = joined.shape[1] - 1 - close[:, ::-1].argmax(axis=1)
-        choice.append(begin[row, best])
-        value = joined[row, best]
+        choice.append((low, begin[row, best]))
+        value = np.full(bands.layers + 1, np.inf)
+        value[low : low + len(joined)] = joined[row, best]
     return value, choice
 
 

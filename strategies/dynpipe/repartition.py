@@ -211,7 +211,7 @@ def _fitting(cuts: Cuts, now: Situation, order: Program, deployment: Deployment 
     needed = np.zeros((len(every), plan.n_ranks))
     for stage, rank in enumerate(plan.ranks):
         sizes = stage_bytes(now.profile, plan, stage, held[stage])
-        needed[:, rank] += sizes[every[:, stage], every[:, stage + 1]]
+        needed[:, rank] += sizes(every[:, stage], every[:, stage + 1])
     for rank, (limit, left) in enumerate(zip(limits, free, strict=True)):
         if limit is not None:
             keep &= (needed[1:, rank] <= limit) | (needed[1:, rank] <= needed[0, rank])

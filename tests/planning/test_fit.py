@@ -12,7 +12,7 @@ from lightning_pipes.cost import Cluster, Device, LayerProfile, Link, ModelProfi
 from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
-from lightning_pipes.planning.partition import light_partitions
+from lightning_pipes.planning.partition import StageLoad, light_partitions
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import simulate
 
@@ -150,7 +150,7 @@ def test_light_partitions_by_brute_force():
             )
 
         best = min(map(heaviest, every_partition(n, stages)))
-        found = light_partitions(loads, edges)
+        found = light_partitions([StageLoad(lambda i, j, load=load: load[i, j]) for load in loads], edges)
         assert heaviest(found[0]) == best
         assert all(heaviest(p) <= 1.4 * best for p in found)
         assert len(set(found)) == len(found)

@@ -1,12 +1,20 @@
 """Partitions against brute force and by hand."""
 
+from functools import partial
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 
 from lightning_pipes.ir import Plan, PlanError, Span
-from lightning_pipes.planning.partition import even_partition, partition_at, with_layer
+from lightning_pipes.planning.partition import (
+    StageLoad,
+    even_partition,
+    light_partitions,
+    lightest,
+    partition_at,
+    with_layer,
+)
 
 
 def brute_force(weights: list[int], stages: int) -> tuple[int, int]:
@@ -64,3 +72,37 @@ def test_a_layer_goes_to_the_stage_next_to_its_own():
     for layer, rank in ((0, 1), (4, 1), (5, 1), (0, 2), (1, 0), (6, 2), (5, 3)):
         with pytest.raises(PlanError, match=f"layer {layer} can't go to rank {rank}"):
             with_layer(plan, layer, rank)
+
+
+def test_many_stages_take_memory_by_their_layers_not_by_all():
+    """Loads are asked for few numbers of layers, and the answer is that of all of them."""
+    rng = np.random.default_rng(0)
+    for n, stages in ((60, 40), (60, 5), (61, 60), (30, 1)):
+        sums = np.concatenate([[0.0], np.cumsum(rng.uniform(0.1, 4, n))])
+        extra = rng.uniform(0, 3, (stages, n + 1))
+        asked = []
+
+        def seconds(begin, stop, more=None, sums=sums, asked=asked):
+            asked.append(int((stop - begin).max()))
+            return sums[stop] - sums[begin] + more[begin]
+
+        def least(begin, stop, sums=sums):
+            return sums[stop] - sums[begin]
+
+        loads = [StageLoad(partial(seconds, more=more), least) for more in extra]
+        value = np.full((stages + 1, n + 1), np.inf)
+        value[0, 0] = 0
+        for s in range(stages):
+            for j in range(1, n + 1):
+                value[s + 1, j] = min(max(value[s, i], sums[j] - sums[i] + extra[s, i]) for i in range(j))
+        assert lightest(loads, n) == value[stages, n]
+        assert max(asked) < n / 2 or stages < 6
+
+
+def test_no_partition_has_no_heaviest_stage():
+    def seconds(begin, stop):
+        return np.where(stop - begin < 2, 1.0, np.inf)
+
+    assert lightest([StageLoad(seconds)] * 3, 5) == np.inf
+    assert light_partitions([StageLoad(seconds)] * 3, np.zeros(6)) == []
+    assert light_partitions([StageLoad(seconds)] * 5, np.zeros(6)) == [tuple(Span(i, i + 1) for i in range(5))]

@@ -124,7 +124,7 @@ def staleness() -> dict[str, float]:
             at = world("pipedream", quiet, stages)
             plan = at.plan()
             held = held_rows(at.order(plan).unroll(2 * stages), plan)[0]
-            size = float(stage_bytes(at.profile, plan, 0, held)[0, plan.layers[0].stop])
+            size = float(stage_bytes(at.profile, plan, 0, held)(np.array(0), np.array(plan.layers[0].stop)))
         found[f"loss_{stages}"] = loss[0]
         print(
             f"{stages:6}" + "".join(f"{each:36.4f}" for each in loss) + f"{f'{size / 1e6:.1f} MB' if size else '':>28}"

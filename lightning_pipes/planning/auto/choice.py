@@ -13,16 +13,36 @@ class Option:
     """One way to train: a schedule with its settings, micro-batches, recomputation.
 
     Attributes:
+        microbatches: their number.
+        recompute: whether stages keep only their input.
+        plan: None where it can't be made.
         bound: seconds of a step that it can't beat, whatever the partition.
         fit: its best partition and what comes of it; None where it can't be had, or can't win.
         why_not: what kept it out.
+        too_large: whether it might win, and would take too long to simulate.
     """
 
     schedule: Schedule | Policy
-    plan: Plan
+    microbatches: int
+    recompute: bool
+    plan: Plan | None
     bound: float = 0.0
     fit: Fit | None = None
     why_not: str = ""
+    too_large: bool = False
+
+    @classmethod
+    def planned(
+        cls, schedule: Schedule | Policy, plan: Plan, bound: float, why_not: str = "", too_large: bool = False
+    ) -> Option:
+        """Return the option of a plan, before anything is simulated."""
+        microbatches = len(plan.spans(Kind.F, 0))
+        return cls(schedule, microbatches, any(plan.recompute), plan, bound, why_not=why_not, too_large=too_large)
+
+    @property
+    def forwards(self) -> int:
+        """The forwards of a batch on all stages; 0 without a plan."""
+        return 0 if self.plan is None else self.microbatches * self.plan.n_stages
 
     @property
     def label(self) -> str:
@@ -31,23 +51,18 @@ class Option:
         told = [f"{name}={value}" for name, value in chosen.items() if value not in (None, ())]
         return " ".join([self.schedule.name, *told])
 
-    @property
-    def microbatches(self) -> int:
-        """The number of micro-batches."""
-        return len(self.plan.spans(Kind.F, 0))
-
-    @property
-    def recompute(self) -> bool:
-        """Whether stages keep only their input."""
-        return any(self.plan.recompute)
-
 
 @dataclass(frozen=True)
 class Choice:
-    """The fastest option, and all that were looked at, the fastest first."""
+    """The fastest option, and all that were looked at, the fastest first.
+
+    Attributes:
+        not_searched: sentences on what might be faster and was not simulated, and how to have it simulated.
+    """
 
     best: Option
     options: tuple[Option, ...]
+    not_searched: tuple[str, ...] = ()
 
     @property
     def fit(self) -> Fit:
@@ -83,4 +98,4 @@ class Choice:
                 slower = "the best" if row["slower"] == "0.0%" else f"+{row['slower']}"
                 lines.append(f"{start} {row['step_ms']:7.1f} ms {row['peak_mib']:8.1f} MiB  {slower}")
         left = len(self.options) - len(self.rows())
-        return "\n".join([*lines, f"and {left} more" if left else ""]).rstrip()
+        return "\n".join([*lines, f"and {left} more" if left else "", *self.not_searched]).rstrip()

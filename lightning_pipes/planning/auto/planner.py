@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from lightning_pipes.ir import Plan, Policy, Schedule
 from lightning_pipes.planning.auto.choice import Choice
-from lightning_pipes.planning.auto.options import numbers_to_try
 from lightning_pipes.planning.auto.search import choose
 from lightning_pipes.planning.planner import Planner, Problem, Solution, planner_of
 from lightning_pipes.planning.wording import schedule_label
@@ -46,15 +45,15 @@ class AutoPlanner(Planner):
         profile, rows = problem.profile, problem.rows
         if profile is None:
             return planner_of(problem.schedule).solve(problem)
-        numbers = [m for m in numbers_to_try(problem.ranks, rows) if rows // m >= problem.least] or [1]
         choice = choose(
             profile,
             problem.ranks,
             rows,
             problem.deployment,
             schedules,
-            microbatches=numbers if problem.microbatches is None else [min(problem.microbatches, rows)],
+            microbatches=() if problem.microbatches is None else [min(problem.microbatches, rows)],
             recompute=(True,) if problem.recompute else (False, True),
+            least=problem.least,
         )
         best, plan = choice.best, choice.fit.plan
         solved = replace(

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from lightning_pipes.cost import Cluster, Deployment, Device, ModelProfile
 from lightning_pipes.cost.deployment import as_deployment
-from lightning_pipes.ir import DeadlockError, PlanError, Policy, ProgramError, Schedule
+from lightning_pipes.ir import MOST_FORWARDS, DeadlockError, PlanError, Policy, Program, ProgramError, Schedule
 from lightning_pipes.planning.auto.choice import Choice, Option
-from lightning_pipes.planning.auto.options import numbers_to_try, options
+from lightning_pipes.planning.auto.options import most_microbatches, numbers_to_try, options
 from lightning_pipes.planning.candidates import TuningPlanner
 from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, improved
 from lightning_pipes.planning.planner import planner_of
@@ -27,6 +27,12 @@ WORTH_IT = 0.995
 LARGE = 2_000
 """Forwards of a step from which on options are left out too if those beside them are FAR from the best."""
 FAR = 1.15
+MOST_SIMULATED = 2**21
+"""Forwards of the large options that are simulated in one search, each option counted once."""
+BESIDE = "not simulated: "
+"""What the reason of an option begins with that was left out for what others take."""
+NAMED = 8
+"""Options that a sentence names."""
 Progress = Callable[[str, float], None]
 """Told what is tried, and how much of all is done, 0 to 1."""
 
@@ -40,30 +46,38 @@ def choose(
     microbatches: Sequence[int] = (),
     recompute: Sequence[bool] = (False, True),
     progress: Progress = lambda what, done: None,
+    least: int = 1,
 ) -> Choice:
     """The fastest way to train batches of `rows` samples on `ranks` ranks, within the devices' memory.
 
     Only schedules that give the same result as one process come into question. Options are simulated in the order of
-    a lower bound, and no more once the bound promises less than 0.5 % on what was found.
+    a lower bound, and no more once the bound promises less than 0.5 % on what was found. Time and memory are bounded:
+    what is too large to be simulated is left out, and `Choice.not_searched` says so.
 
     Args:
         rows: samples that a pipeline gets; each replica has its own.
         cluster: the devices of one pipeline, or a deployment of several replicas; by default one without limits.
         schedules: by default the variants of all that are installed.
         microbatches: numbers to try; by default from the number of ranks up, doubling.
+        least: the fewest samples of a micro-batch where the numbers are not given.
 
     Raises:
         PlanError: nothing fits; says what the closest one lacks.
     """
     deployment = as_deployment(cluster or Cluster((Device(),) * ranks))
-    numbers = [m for m in dict.fromkeys(microbatches or numbers_to_try(ranks, rows)) if m <= rows]
+    tried = microbatches or [m for m in numbers_to_try(ranks, rows) if rows // m >= least] or [1]
+    numbers = [m for m in dict.fromkeys(tried) if m <= rows]
     given = list(schedules) if schedules is not None else None
     with _without_garbage_collection():
-        every = options(profile, ranks, rows, deployment, given, numbers, recompute)
+        every = []
+        for option in options(profile, ranks, rows, deployment, given, numbers, recompute):
+            progress(f"bound of {option.label}, {option.microbatches} micro-batches", 0.0)
+            every.append(option)
         search = _Search(profile, deployment)
         in_turn = sorted(every, key=lambda o: (o.bound, o.recompute, -o.microbatches))
+        steps = len(in_turn) + REFINED
         for number, option in enumerate(in_turn):
-            progress(f"{option.label}, {option.microbatches} micro-batches", number / len(in_turn))
+            progress(f"{option.label}, {option.microbatches} micro-batches", number / steps)
             search.look_at(option)
         if given is None:
             search.retune()
@@ -72,10 +86,46 @@ def choose(
             raise PlanError(f"no schedule fits: {found[0].why_not}" if found else "there is no schedule to choose from")
         close = CLOSE * found[0].fit.seconds
         for number, option in enumerate(found[:REFINED]):
+            progress(f"cuts of {option.label}", (len(in_turn) + number) / steps)
             if option.fit is not None and option.fit.seconds < close:
                 found[number] = replace(option, fit=improved(profile, option.fit, deployment))
         found.sort(key=_by_time)
-    return Choice(found[0], tuple(found))
+    most = 0 if microbatches else most_microbatches(ranks, rows)
+    return Choice(found[0], tuple(found), tuple(_not_searched(found, ranks, most, rows // least)))
+
+
+def _not_searched(found: Sequence[Option], ranks: int, most: int, possible: int) -> Iterator[str]:
+    """Sentences on what may be faster and was not simulated.
+
+    Args:
+        most: micro-batches that were tried; 0 where they were given.
+        possible: micro-batches that the batch allows.
+    """
+    if 0 < most < possible:
+        can = MOST_FORWARDS // ranks
+        way_out = (
+            "microbatches=[...] has more of them tried"
+            if can > most
+            else (
+                f"an order has at most {MOST_FORWARDS} forwards on all stages; pipelines of fewer ranks, with more "
+                "replicas, may have more"
+            )
+        )
+        yield f"Not searched: {most + 1} to {possible} micro-batches; {way_out}."
+    large: dict[str, list[int]] = {}
+    for option in found:
+        if option.too_large:
+            large.setdefault(option.label, []).append(option.microbatches)
+    if large:
+        names = [f"{label} with {', '.join(map(str, sorted(set(numbers))))}" for label, numbers in large.items()]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        yield (
+            f"Not searched, as too large: {', '.join(names[:NAMED])}{more} micro-batches; name a schedule, fewer "
+            "micro-batches or fewer ranks to have one simulated."
+        )
+    beside = sum(option.why_not.startswith(BESIDE) for option in found)
+    if beside:
+        yield f"Not simulated: {beside} large options beside others that are far from the best."
 
 
 class _Search:
@@ -86,6 +136,7 @@ class _Search:
         self._best = math.inf
         self._seconds: dict[tuple[str, int, bool], float] = {}  # by label, micro-batches and recomputation
         self._before: dict[tuple[type, int, bool], float] = {}  # of the last schedule of its kind
+        self._simulated = 0  # forwards
         self.found: list[Option] = []
 
     def look_at(self, option: Option) -> None:
@@ -94,8 +145,15 @@ class _Search:
         if why_not:
             self.found.append(replace(option, why_not=why_not))
             return
+        if option.forwards > LARGE:
+            if self._simulated and self._simulated + option.forwards > MOST_SIMULATED:
+                why_not = f"too many: the search has simulated {self._simulated} forwards, and stops there"
+                self.found.append(replace(option, why_not=why_not, too_large=True))
+                return
+            self._simulated += option.forwards
         seconds = math.inf
         try:
+            assert option.plan is not None, "it would say why not"
             fit = fit_layers(self._profile, option.schedule, option.plan, self._deployment, trials=0)
             option, seconds = replace(option, fit=fit), fit.seconds
             self._best = min(self._best, seconds)
@@ -103,15 +161,25 @@ class _Search:
             option = replace(option, why_not=str(error))
         self._note(option, seconds)
         self.found.append(option)
+        self._forget_orders()
+
+    def _forget_orders(self) -> None:
+        """Keep the orders of large plans only where they may be improved."""
+        ordered = [n for n, o in enumerate(self.found) if o.fit is not None and isinstance(o.fit.given, Program)]
+        ordered.sort(key=lambda n: _by_time(self.found[n]))
+        for number in ordered[REFINED:]:
+            option = self.found[number]
+            if option.fit is not None and option.forwards > LARGE:
+                self.found[number] = replace(option, fit=option.fit.without_order(option.schedule))
 
     def retune(self) -> None:
         """Adds the fastest of what planners offer that know the links, for the best numbers of micro-batches: extra
         where links are slow. Cuts stay those that were found."""
-        fits = [o for o in sorted(self.found, key=_by_time) if o.fit is not None and o.plan.n_stages == o.plan.n_ranks]
+        fits = [o for o in sorted(self.found, key=_by_time) if o.fit and o.fit.plan.n_stages == o.fit.plan.n_ranks]
         best = {(o.microbatches, o.recompute): o for o in reversed(fits[:REFINED])}
         planners = dict.fromkeys(planner_of(o.schedule) for o in self.found)
         for option in reversed(best.values()):
-            if option.microbatches * option.plan.n_stages > LARGE:
+            if option.forwards > LARGE:
                 continue
             for planner in planners:
                 if isinstance(planner, TuningPlanner) and option.fit is not None:
@@ -133,7 +201,8 @@ class _Search:
                 self._profile, orders[number], replace(chosen.plan, layers=fit.plan.layers), self._deployment
             )
             self._best = min(self._best, made.seconds)
-            self.found.append(replace(option, schedule=chosen.schedule, plan=chosen.plan, fit=made, why_not=""))
+            option = Option.planned(chosen.schedule, chosen.plan, option.bound)
+            self.found.append(replace(option, fit=made))
 
     def _note(self, option: Option, seconds: float) -> None:
         m, again = option.microbatches, option.recompute
@@ -146,7 +215,7 @@ class _Search:
             return f"can't beat the best: at least {1e3 * option.bound:.1f} ms"
         if again and self._seconds.get((option.label, m, False), math.inf) < math.inf:
             return "fits without recomputation, which only takes time"
-        if m * option.plan.n_stages <= LARGE:
+        if option.forwards <= LARGE:
             return ""
         for others, seconds in (
             ("with twice the micro-batches", self._seconds.get((option.label, 2 * m, again), 0.0)),
@@ -155,7 +224,7 @@ class _Search:
             if seconds > FAR * self._best or seconds == math.inf:
                 self._note(option, seconds)
                 takes = "does not fit" if seconds == math.inf else f"takes {1e3 * seconds:.1f} ms"
-                return f"not simulated: {others} it {takes}"
+                return f"{BESIDE}{others} it {takes}"
         return ""
 
 

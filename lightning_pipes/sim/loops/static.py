@@ -8,12 +8,13 @@ where several ranks share a wire their messages' order depends on time; then the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Plan, PlanError, Program, deadlock, lower, needs
 from lightning_pipes.ir.belonging import absent, check_belongs
+from lightning_pipes.ir.program import remembered
 from lightning_pipes.sim.loops.kernel import LONG_AGO
 from lightning_pipes.sim.loops.machine import machine, rows_of_costs
 from lightning_pipes.sim.loops.memory import Bytes
@@ -72,7 +73,7 @@ class Compiled(Operations):
         )
 
 
-@lru_cache(maxsize=8)  # a large one takes 100 MB
+@remembered(8)
 def compiled(program: Program, plan: Plan) -> Compiled:
     """The finite `program` with its transfers, ready to be timed.
 
