@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from lightning_pipes.cost.cluster import Cluster
 from lightning_pipes.cost.links.link import Link
+from lightning_pipes.cost.links.regime import Regime
 from lightning_pipes.ir import InputError, check_count, check_fields, check_type, shown
 
 Array = npt.NDArray[np.float64]
@@ -116,12 +117,23 @@ def _worst_pipeline(cluster: Cluster, pipelines: Sequence[Sequence[int]]) -> Clu
         memory = min((device.memory for device in those if device.memory is not None), default=None)
         devices.append(replace(those[0], memory=memory, speed=min(device.speed for device in those)))
     base = replace(cluster, devices=tuple(devices), links={})
-    ranks = range(len(devices))
     links = {}
-    for a in ranks:
-        for b in ranks:
-            if a != b:
-                link = _slowest_link(cluster.link_between(places[a], places[b]) for places in pipelines)
-                if link != base.link_between(a, b):
-                    links[a, b] = link
+    for a, b in _find_differing_pairs(cluster, np.array(pipelines)):
+        link = _slowest_link(cluster.link_between(places[a], places[b]) for places in pipelines)
+        if link != base.link_between(a, b):
+            links[a, b] = link
     return replace(base, links=links)
+
+
+def _find_differing_pairs(cluster: Cluster, pipelines: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
+    """Return the pairs of ranks whose links may differ between pipelines, or are not as their hosts have it."""
+    ranks = pipelines.shape[1]
+    asked = np.full((ranks, ranks), cluster.regime != Regime.ASYNCHRONOUS)  # otherwise wires have names of their own
+    names = {device.host: number for number, device in enumerate(cluster.devices)}
+    hosts = np.array([names[device.host] for device in cluster.devices])[pipelines]
+    inside = np.equal(hosts[:, :, None], hosts[:, None, :]).sum(axis=0)
+    asked |= (inside > 0) & (inside < len(pipelines))
+    special = np.isin(pipelines, [place for pair in cluster.links for place in pair]).any(axis=0)
+    asked |= np.logical_or.outer(special, special)
+    np.fill_diagonal(asked, False)
+    return [(int(a), int(b)) for a, b in np.argwhere(asked)]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.cost.cluster_settings import make_cluster
 from lightning_pipes.cost.zoo import named_profile
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import Plan, PlanError, Program
+from lightning_pipes.ir import plan as plans
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.auto import choose
+from lightning_pipes.planning.auto import choose, options, search
+from lightning_pipes.planning.bounds import step_bound
 from lightning_pipes.planning.fit import evaluated, fit_layers
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.testing.choices import Problem, every_fit, random_problem
@@ -104,3 +111,95 @@ def test_warm_ups_for_links_that_are_slow():
     plain = [o.fit.seconds for o in found.options if o.fit and o.label != found.best.label]
     assert found.fit.seconds < 0.97 * min(plain)
     assert max(found.fit.peak_bytes) <= 8
+
+
+def equal_layers(count: int) -> ModelProfile:
+    tables = {"forward": ((1, 1e-3), (16, 16e-3)), "backward": ((1, 2e-3), (16, 32e-3))}
+    layer = LayerProfile("", **tables, saved=((1, 1e6),), weight_bytes=10**6, output=((1, 1e4),))
+    return ModelProfile((layer,) * count)
+
+
+def test_a_variant_that_is_too_large_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four ranks and 32 micro-batches; in earnest of 256 ranks and 512."""
+    for module in (plans, options, search):
+        monkeypatch.setattr(module, "MOST_FORWARDS", 128)
+    choice = choose(equal_layers(24), 4, 128, recompute=[False])
+    assert choice.best.microbatches <= 32
+    large = [option for option in choice.options if option.too_large]
+    assert {option.label for option in large} >= {"hanayo waves=1", "interleaved stages_per_rank=2"}
+    assert all(option.fit is None and option.why_not for option in large)
+    text = str(choice)
+    assert "Not searched: 33 to 128 micro-batches; an order has at most 128 forwards on all stages" in text
+    assert "Not searched, as too large, with so many micro-batches: " in text
+    assert "hanayo waves=1 (32)" in text
+
+
+def test_a_search_that_has_simulated_enough_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "LARGE", 10)
+    monkeypatch.setattr(search, "MOST_SIMULATED", 100)
+    monkeypatch.setattr(search, "FAR", np.inf)
+    choice = choose(
+        equal_layers(24),
+        4,
+        16,
+        microbatches=[16],
+        schedules=[make_schedule(name) for name in ("1f1b", "gpipe", "deep")],
+    )
+    assert sum(option.fit is not None for option in choice.options) == 1
+    left = [option for option in choice.options if option.too_large]
+    assert [option.why_not for option in left] == [
+        "too many: the search has simulated 64 forwards, and stops there"
+    ] * 2
+    assert "Name a schedule, fewer micro-batches or fewer ranks" in str(choice)
+
+
+def test_nothing_fits_and_not_all_was_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "MOST_FORWARDS", 16)
+    monkeypatch.setattr(search, "MOST_FORWARDS", 16)
+    with pytest.raises(PlanError, match=r"no schedule fits: .* Not searched: 5 to 16 micro-batches; .* fewer ranks"):
+        choose(equal_layers(24), 4, 16, Cluster.homogeneous(1, 4, 1000))
+
+
+def test_orders_are_kept_only_where_they_may_be_improved() -> None:
+    """An order of a large plan takes a hundred megabytes; others are made again when they are asked for."""
+    choice = choose(equal_layers(66), 33, 132, microbatches=[66, 132])
+    fits = [option.fit for option in choice.options if option.fit is not None]
+    assert len(fits) > search.REFINED
+    assert sum(isinstance(fit.given, Program) for fit in fits) <= search.REFINED
+    for fit in fits:
+        alone = evaluated(equal_layers(66), fit.order, fit.plan, Cluster((Device(),) * 33))
+        assert alone.seconds == fit.seconds
+
+
+def test_memory_of_a_bound_does_not_grow_with_stages_times_layers_squared() -> None:
+    """All pairs of 1282 layers, for each of 256 stages, are 3.4 GB."""
+    plan, profile, place = Plan.even(256, 64), equal_layers(1282), Deployment(Cluster((Device(),) * 256))
+    tracemalloc.start()
+    try:
+        assert step_bound(profile, plan, place) > 0
+        assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+A_THOUSAND = """
+import resource, time
+from lightning_pipes.cost.clusters import make_cluster
+from lightning_pipes.planning.auto import choose
+from tests.planning.test_auto import equal_layers
+
+began = time.process_time()
+cluster = make_cluster(125, 8, "40GiB", {"bandwidth": "300GB/s"}, {"bandwidth": "25GB/s", "latency": "10us"})
+choice = choose(equal_layers(1282), 1000, 10_000, cluster)
+assert choice.fit.seconds > 0
+assert any("263 to 10000 micro-batches" in said for said in choice.not_searched), choice.not_searched
+seconds, size = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+assert size < 2, f"{size:.2f} GiB"
+assert seconds < 120, f"{seconds:.0f} s"  # 60 where nothing else runs
+"""
+
+
+@pytest.mark.slow
+def test_a_thousand_ranks() -> None:
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    subprocess.run([sys.executable, "-c", A_THOUSAND], cwd=root, check=True, timeout=600)

@@ -29,6 +29,8 @@ LARGE = 2_000
 FAR = 1.15
 MOST_SIMULATED = 2**21
 """Forwards of the large options that are simulated in one search, each option counted once."""
+UNFIT = 4
+"""How many options that do not fit cost as much as one that is simulated."""
 BESIDE = "not simulated: "
 """What the reason of an option begins with that was left out for what others take."""
 NAMED = 8
@@ -82,16 +84,19 @@ def choose(
         if given is None:
             search.retune()
         found = sorted(search.found, key=_by_time)
-        if not found or found[0].fit is None:
-            raise PlanError(f"no schedule fits: {found[0].why_not}" if found else "there is no schedule to choose from")
+        most = 0 if microbatches else most_microbatches(ranks, rows)
+        left_out = tuple(_not_searched(found, ranks, most, rows // least))
+        if not found:
+            raise PlanError("there is no schedule to choose from")
+        if found[0].fit is None:
+            raise PlanError(" ".join([f"no schedule fits: {found[0].why_not}", *left_out]))
         close = CLOSE * found[0].fit.seconds
         for number, option in enumerate(found[:REFINED]):
             progress(f"cuts of {option.label}", (len(in_turn) + number) / steps)
             if option.fit is not None and option.fit.seconds < close:
                 found[number] = replace(option, fit=improved(profile, option.fit, deployment))
         found.sort(key=_by_time)
-    most = 0 if microbatches else most_microbatches(ranks, rows)
-    return Choice(found[0], tuple(found), tuple(_not_searched(found, ranks, most, rows // least)))
+    return Choice(found[0], tuple(found), left_out)
 
 
 def _not_searched(found: Sequence[Option], ranks: int, most: int, possible: int) -> Iterator[str]:
@@ -117,11 +122,11 @@ def _not_searched(found: Sequence[Option], ranks: int, most: int, possible: int)
         if option.too_large:
             large.setdefault(option.label, []).append(option.microbatches)
     if large:
-        names = [f"{label} with {', '.join(map(str, sorted(set(numbers))))}" for label, numbers in large.items()]
+        names = [f"{label} ({', '.join(map(str, sorted(set(numbers))))})" for label, numbers in large.items()]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         yield (
-            f"Not searched, as too large: {', '.join(names[:NAMED])}{more} micro-batches; name a schedule, fewer "
-            "micro-batches or fewer ranks to have one simulated."
+            f"Not searched, as too large, with so many micro-batches: {', '.join(names[:NAMED])}{more}. Name a "
+            "schedule, fewer micro-batches or fewer ranks to have one simulated."
         )
     beside = sum(option.why_not.startswith(BESIDE) for option in found)
     if beside:
@@ -145,12 +150,11 @@ class _Search:
         if why_not:
             self.found.append(replace(option, why_not=why_not))
             return
-        if option.forwards > LARGE:
-            if self._simulated and self._simulated + option.forwards > MOST_SIMULATED:
-                why_not = f"too many: the search has simulated {self._simulated} forwards, and stops there"
-                self.found.append(replace(option, why_not=why_not, too_large=True))
-                return
-            self._simulated += option.forwards
+        large = option.forwards if option.forwards > LARGE else 0
+        if large and self._simulated and self._simulated + large > MOST_SIMULATED:
+            why_not = f"too many: the search has simulated {self._simulated} forwards, and stops there"
+            self.found.append(replace(option, why_not=why_not, too_large=True))
+            return
         seconds = math.inf
         try:
             assert option.plan is not None, "it would say why not"
@@ -159,6 +163,7 @@ class _Search:
             self._best = min(self._best, seconds)
         except (PlanError, DeadlockError, ProgramError) as error:
             option = replace(option, why_not=str(error))
+        self._simulated += large if option.fit is not None else large // UNFIT
         self._note(option, seconds)
         self.found.append(option)
         self._forget_orders()

@@ -63,7 +63,8 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     sentence = _sentence(choice, timeline, cfg, reduce)
     record = _record(choice, timeline, profile, deployment.pipeline)
     with progress_bar("draw") as told:
-        lines = write_pictures(record, options, told, _advice(choice, sentence, arguments, timeline))
+        advice = _advice(choice, sentence, arguments, timeline) if options.html else None  # simulates what it shows
+        lines = write_pictures(record, options, told, advice)
     if options.json:
         print_json(_found(choice, timeline, profile, arguments, reduce, cfg))
         return
@@ -131,6 +132,7 @@ def _found(
         "strategy": strategy_line(arguments),
         "overrides": overrides(arguments),
         "options": choice.rows(len(choice.options)),
+        "not_searched": list(choice.not_searched),
     }
 
 
