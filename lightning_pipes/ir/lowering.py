@@ -6,10 +6,10 @@ from lightning_pipes.ir.dependencies import needs
 from lightning_pipes.ir.errors import ProgramError
 from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, Instruction, Kind
 from lightning_pipes.ir.plan import Plan
-from lightning_pipes.ir.program import Program, Row, remembered
+from lightning_pipes.ir.program import Program, Row, remember_results
 
 
-@remembered(64)
+@remember_results(64)
 def lower(program: Program, plan: Plan) -> Program:
     """The program with its transfers: a receive stands right before its first use, a send right after the
     computation that completes its message.

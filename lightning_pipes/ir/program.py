@@ -171,7 +171,7 @@ class Program:
         return cls(**built)
 
 
-def remembered(most: int) -> Callable[[Callable[[Program, Plan], _Made]], Callable[[Program, Plan], _Made]]:
+def remember_results(most: int) -> Callable[[Callable[[Program, Plan], _Made]], Callable[[Program, Plan], _Made]]:
     """Decorate a function of a program and its plan, so that it remembers its last results.
 
     It remembers `most` of them, fewer where the programs are large (`MOST_REMEMBERED`), and always the last one.

@@ -185,7 +185,9 @@ class _Bound:
         speed = self.speeds[rank]
 
         def seconds(begin: Indices, stop: Indices) -> Array:
-            left = self.deployment.exposed_seconds(rank, np.maximum(averaged(begin, stop), 0.0), backward(begin, stop) / speed)
+            left = self.deployment.exposed_seconds(
+                rank, np.maximum(averaged(begin, stop), 0.0), backward(begin, stop) / speed
+            )
             return np.asarray(step(begin, stop) / speed + left)
 
         return seconds

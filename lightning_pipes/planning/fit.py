@@ -258,12 +258,12 @@ def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[S
         if key not in known:
             seconds = both_seconds(profile, plan, rows, again)
             ends = both_seconds(profile, plan, rows, False)
-            known[key] = _of_layers(seconds[1:-1], (stage == 0) * ends[0], (stage == last) * ends[-1], speed)
+            known[key] = _build_stage_load(seconds[1:-1], (stage == 0) * ends[0], (stage == last) * ends[-1], speed)
         found.append(known[key])
     return found
 
 
-def _of_layers(seconds: Array, before: float, after: float, speed: float) -> StageLoad:
+def _build_stage_load(seconds: Array, before: float, after: float, speed: float) -> StageLoad:
     layers = between(seconds)
 
     def load(begin: Indices, stop: Indices) -> Array:
@@ -302,12 +302,12 @@ def _allowed(
         share = memory / len(plan.stages[rank])
         key = id(loads[stage]), held[stage], share, plan.versions[stage]
         if key not in known:
-            known[key] = _within(loads[stage], stage_bytes(profile, plan, stage, held[stage]), share)
+            known[key] = _limit_bytes(loads[stage], stage_bytes(profile, plan, stage, held[stage]), share)
         found.append(known[key])
     return found
 
 
-def _within(load: StageLoad, size: Seconds, share: float) -> StageLoad:
+def _limit_bytes(load: StageLoad, size: Seconds, share: float) -> StageLoad:
     def within(begin: Indices, stop: Indices) -> Array:
         return np.where(size(begin, stop) <= share, load.seconds(begin, stop), np.inf)
 

@@ -86,7 +86,7 @@ class StageLoad:
     seconds: Seconds
     least: Seconds | None = None
 
-    def most_layers(self, layers: int, most: float) -> int:
+    def count_most_layers(self, layers: int, most: float) -> int:
         """Return the most of so many layers that take no longer than `most` and are allowed, 1 at least."""
         low, high = 1, layers
         while low < high:
@@ -182,7 +182,7 @@ class _Bands:
     @classmethod
     def within(cls, loads: Sequence[StageLoad], n: int, most: float) -> _Bands:
         """Return those of all layers with which a stage takes no longer than `most`."""
-        return cls(loads, n, {key: load.most_layers(n, most) for key, load in {id(x): x for x in loads}.items()})
+        return cls(loads, n, {key: load.count_most_layers(n, most) for key, load in {id(x): x for x in loads}.items()})
 
     def are_in(self, others: _Bands) -> bool:
         """Whether no stage may have more layers than with the others."""

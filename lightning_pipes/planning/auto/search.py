@@ -85,7 +85,7 @@ def choose(
             search.retune()
         found = sorted(search.found, key=_by_time)
         most = 0 if microbatches else most_microbatches(ranks, rows)
-        left_out = tuple(_not_searched(found, ranks, most, rows // least))
+        left_out = tuple(_describe_not_searched(found, ranks, most, rows // least))
         if not found:
             raise PlanError("there is no schedule to choose from")
         if found[0].fit is None:
@@ -99,7 +99,7 @@ def choose(
     return Choice(found[0], tuple(found), left_out)
 
 
-def _not_searched(found: Sequence[Option], ranks: int, most: int, possible: int) -> Iterator[str]:
+def _describe_not_searched(found: Sequence[Option], ranks: int, most: int, possible: int) -> Iterator[str]:
     """Sentences on what may be faster and was not simulated.
 
     Args:

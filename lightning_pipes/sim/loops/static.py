@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Plan, PlanError, Program, deadlock, lower, needs
 from lightning_pipes.ir.belonging import absent, check_belongs
-from lightning_pipes.ir.program import remembered
+from lightning_pipes.ir.program import remember_results
 from lightning_pipes.sim.loops.kernel import LONG_AGO
 from lightning_pipes.sim.loops.machine import machine, rows_of_costs
 from lightning_pipes.sim.loops.memory import Bytes
@@ -73,7 +73,7 @@ class Compiled(Operations):
         )
 
 
-@remembered(8)
+@remember_results(8)
 def compiled(program: Program, plan: Plan) -> Compiled:
     """The finite `program` with its transfers, ready to be timed.
 
