@@ -1,5 +1,6 @@
 """Samples of steps, on timelines that the simulator makes."""
 
+from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.ir import Kind, prepared
 from lightning_pipes.planning.measured import StepSample
 from lightning_pipes.sim import simulate
@@ -24,3 +25,10 @@ def step(schedule=KFKB(1), m=6, at=0, shift=None, **times):  # noqa: B008 - froz
             start = min(start + shift.get(e.rank, 0), e.end + at)  # as the engine does
         by_rank[receiver].append(e._replace(start=start, end=e.end + at))
     return [StepSample.of(events, plan, since=at) for events in by_rank], plan, costs
+
+
+def equal_layers(count: int) -> ModelProfile:
+    """Return a model of so many equal layers."""
+    tables = {"forward": ((1, 1e-3), (16, 16e-3)), "backward": ((1, 2e-3), (16, 32e-3))}
+    layer = LayerProfile("", **tables, saved=((1, 1e6),), weight_bytes=10**6, output=((1, 1e4),))
+    return ModelProfile((layer,) * count)

@@ -21,6 +21,7 @@ from lightning_pipes.planning.bounds import step_bound
 from lightning_pipes.planning.fit import evaluated, fit_layers
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.testing.choices import Problem, every_fit, random_problem
+from tests.planning.samples import equal_layers
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -113,12 +114,6 @@ def test_warm_ups_for_links_that_are_slow():
     assert max(found.fit.peak_bytes) <= 8
 
 
-def equal_layers(count: int) -> ModelProfile:
-    tables = {"forward": ((1, 1e-3), (16, 16e-3)), "backward": ((1, 2e-3), (16, 32e-3))}
-    layer = LayerProfile("", **tables, saved=((1, 1e6),), weight_bytes=10**6, output=((1, 1e4),))
-    return ModelProfile((layer,) * count)
-
-
 def test_a_variant_that_is_too_large_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four ranks and 32 micro-batches; in earnest of 256 ranks and 512."""
     for module in (plans, options, search):
@@ -157,7 +152,7 @@ def test_nothing_fits_and_not_all_was_searched(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(options, "MOST_FORWARDS", 16)
     monkeypatch.setattr(search, "MOST_FORWARDS", 16)
     with pytest.raises(PlanError, match=r"no schedule fits: .* Not searched: 5 to 16 micro-batches; .* fewer ranks"):
-        choose(equal_layers(24), 4, 16, Cluster.homogeneous(1, 4, 1000))
+        choose(equal_layers(24), 4, 16, Cluster((Device(1000),) * 4))
 
 
 def test_orders_are_kept_only_where_they_may_be_improved() -> None:
@@ -186,7 +181,7 @@ A_THOUSAND = """
 import resource, time
 from lightning_pipes.cost.clusters import make_cluster
 from lightning_pipes.planning.auto import choose
-from tests.planning.test_auto import equal_layers
+from tests.planning.samples import equal_layers
 
 began = time.process_time()
 cluster = make_cluster(125, 8, "40GiB", {"bandwidth": "300GB/s"}, {"bandwidth": "25GB/s", "latency": "10us"})
