@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from benchmarks.harness.report import Report, describe_machine, make_parser, run_parts
 from benchmarks.papers.csp.decision import decision_us
-from benchmarks.papers.csp.emulated import bounds, costs, scaling, spaces, split, swaps
 from benchmarks.papers.csp.emulation.machine import load_loops
+from benchmarks.papers.csp.figures import bounds, costs, scaling, spaces, split, swaps
 from benchmarks.papers.csp.reproducibility import trained
 from lightning_pipes.strategies.csp.planner import MICROBATCHES
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.harness.report import describe_machine
 from benchmarks.papers.jap import run as jap_run
-from benchmarks.papers.jap.generator import random_array, random_costs
+from benchmarks.papers.jap.jobs import random_array, random_costs
 from benchmarks.papers.jap.schemes import Costs, Epoch
 from benchmarks.papers.jap.single import Ordered, Spent
 from lightning_pipes.arrays.array_size import pieces

@@ -14,8 +14,8 @@ import platform
 
 from benchmarks.harness.report import Report, describe_machine, make_parser, run_parts
 from benchmarks.papers.umpipe.executed import emulated, keys_of, lines_of
-from benchmarks.papers.umpipe.overlapped_experiments import EXPERIMENTS
-from benchmarks.papers.umpipe.search_experiments import t6
+from benchmarks.papers.umpipe.overlapped import EXPERIMENTS
+from benchmarks.papers.umpipe.search import t6
 from lightning_pipes.strategies.umpipe.search import load_loops
 
 

@@ -18,7 +18,7 @@ class SubnetPlanner(Planner):
     in the same order, and weights are the same to the bit.
 
     For the same reason it does not go by measured times, which differ from run to run. The fastest number for a
-    space comes from simulations, as in benchmarks/papers/csp/emulation/choosing.py; pass it as `microbatches`.
+    space comes from simulations, as in benchmarks/papers/csp/emulation/systems.py; pass it as `microbatches`.
     """
 
     def plan(self, problem: Problem) -> Plan:

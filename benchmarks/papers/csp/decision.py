@@ -13,8 +13,7 @@ import argparse
 from time import process_time_ns
 from typing import NamedTuple
 
-from benchmarks.papers.csp.emulation.placed import fixed
-from benchmarks.papers.csp.emulation.spaces import space_of
+from benchmarks.papers.csp.emulation.spaces import fixed, space_of
 from lightning_pipes.engine.compute.order import ReadyOrder
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, Plan, Span, Use, prepared, window

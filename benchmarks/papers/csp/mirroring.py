@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.harness.report import make_parser
 from benchmarks.harness.silence import QUIET
-from benchmarks.papers.csp.emulation.placed import balanced, fixed
-from benchmarks.papers.csp.emulation.spaces import Kind, Space, space_of
+from benchmarks.papers.csp.emulation.spaces import Kind, Space, balanced, fixed, space_of
 from benchmarks.papers.csp.emulation.stream import Rules, run
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.strategies.csp import CSP

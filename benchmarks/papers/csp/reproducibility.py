@@ -26,7 +26,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.harness.pictures import Panel, Picture, draw
+from benchmarks.harness.report import Panel, Picture, draw
 from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy, ReproducibilityLog
 from lightning_pipes.sim.shown.training_record import TrainingRecord, compared

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.report import make_parser
-from benchmarks.papers.jap.generator import random_array
+from benchmarks.papers.jap.jobs import random_array
 from benchmarks.papers.jap.schemes import ARRAYED, MODELS, Epoch, Hardware, of_model
 from benchmarks.papers.jap.single import RECOMPUTING, SINGLE, Spent
 from lightning_pipes.sim import load_kernel

@@ -24,8 +24,7 @@ from torch import nn
 
 from benchmarks.engine import gpt_parts
 from benchmarks.harness.silence import QUIET, hush
-from benchmarks.papers.jap.peers import Single, by_torch, singles
-from benchmarks.papers.jap.processes import data_parallel, side_by_side
+from benchmarks.papers.jap.peers import Single, by_torch, data_parallel, side_by_side, singles
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.arrays.first_batches import pyramid
 from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile

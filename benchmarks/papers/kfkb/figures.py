@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from benchmarks.kfkb import MESSAGE, PHASES, Situation, phases
 from benchmarks.papers.kfkb.changing import Course, run
-from benchmarks.papers.kfkb.gpt import GPT
 from benchmarks.papers.kfkb.links import AUTO, Measured, Trial, measure, ordered
+from benchmarks.papers.kfkb.split import GPT
 from lightning_pipes.cost import LayerProfile
 from lightning_pipes.ir import Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule

@@ -3,7 +3,7 @@ asked again from the start."""
 
 from __future__ import annotations
 
-from benchmarks.papers.csp.emulation.placed import Placed
+from benchmarks.papers.csp.emulation.spaces import Placed
 from benchmarks.papers.csp.emulation.stream import Rules
 
 

@@ -7,10 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from benchmarks.papers.csp.emulation.bounds import least_bubble, released
-from benchmarks.papers.csp.emulation.placed import Placed, balanced, fixed
-from benchmarks.papers.csp.emulation.spaces import NLP, Space, Subnets
+from benchmarks.papers.csp.emulation.spaces import NLP, Placed, Space, Subnets, balanced, fixed
 from benchmarks.papers.csp.emulation.stream import Rules, run
+from benchmarks.papers.csp.emulation.theory import least_bubble, released
 
 
 def drawn(seed: int) -> Subnets:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.papers.csp.emulation.choosing import AS_GOOD, MICROBATCHES, choose
-from benchmarks.papers.csp.emulation.placed import balanced
-from benchmarks.papers.csp.emulation.spaces import NLP, Space, space_of
+from benchmarks.papers.csp.emulation.spaces import NLP, Space, balanced, space_of
 from benchmarks.papers.csp.emulation.stream import Rules, run
+from benchmarks.papers.csp.emulation.systems import AS_GOOD, MICROBATCHES, choose
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.csp.planner import MICROBATCHES as DEFAULT
 

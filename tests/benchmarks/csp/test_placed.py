@@ -7,8 +7,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from benchmarks.papers.csp.emulation.placed import balanced, fixed
-from benchmarks.papers.csp.emulation.spaces import Subnets, space_of
+from benchmarks.papers.csp.emulation.spaces import Subnets, balanced, fixed, space_of
 from lightning_pipes.ir import PlanError
 
 

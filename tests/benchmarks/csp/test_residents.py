@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.papers.csp.emulation.residents import Load, Needs, Residents
+from benchmarks.papers.csp.emulation.swapping import Load, Needs, Residents
 
 SIZES = {layer: 1 + layer % 3 for layer in range(12)}  # 1 2 3 1 2 3 ...
 

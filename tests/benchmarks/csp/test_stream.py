@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.papers.csp.emulation import machine, stream
-from benchmarks.papers.csp.emulation.placed import Placed, balanced, fixed
-from benchmarks.papers.csp.emulation.spaces import NLP, Space, Subnets
+from benchmarks.papers.csp.emulation.spaces import NLP, Placed, Space, Subnets, balanced, fixed
 from benchmarks.papers.csp.emulation.stream import Ran, Rules, run
 from lightning_pipes.cost import FREE, CostModel, Link
 from lightning_pipes.ir import InputError, Instruction, Kind, Plan, Span, Use, prepared

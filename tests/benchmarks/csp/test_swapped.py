@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from benchmarks.papers.csp.emulation.placed import Placed, balanced, fixed
 from benchmarks.papers.csp.emulation.predictor import Pending, Prediction, Task, Waiting
-from benchmarks.papers.csp.emulation.residents import Residents
-from benchmarks.papers.csp.emulation.spaces import NLP, Space, Subnets, space_of
+from benchmarks.papers.csp.emulation.spaces import NLP, Placed, Space, Subnets, balanced, fixed, space_of
 from benchmarks.papers.csp.emulation.stream import Ran, Rules, run
 from benchmarks.papers.csp.emulation.swapped import ahead, in_turn, nothing, one_step, order_of, swapped
+from benchmarks.papers.csp.emulation.swapping import Residents
 from benchmarks.papers.csp.emulation.systems import bsp, stale_reads
 
 STAGES = 4

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.papers.csp.emulation.placed import balanced
-from benchmarks.papers.csp.emulation.spaces import NLP, Space, Subnets, space_of
+from benchmarks.papers.csp.emulation.spaces import NLP, Space, Subnets, balanced, space_of
 from benchmarks.papers.csp.emulation.stream import Rules, run
 from benchmarks.papers.csp.emulation.systems import SYSTEMS, bsp, by_finished_list, one_by_one, stale_reads
 from lightning_pipes.cost import CostModel

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.papers.csp.emulation.bounds import least_bubble
-from benchmarks.papers.csp.emulation.placed import fixed
-from benchmarks.papers.csp.emulation.spaces import NLP, Kind, Space
+from benchmarks.papers.csp.emulation.spaces import NLP, Kind, Space, fixed
 from benchmarks.papers.csp.emulation.stream import Rules
-from benchmarks.papers.csp.emulation.theory import collisions, forced_bubble, forced_period
+from benchmarks.papers.csp.emulation.theory import collisions, forced_bubble, forced_period, least_bubble
 
 EQUAL = (Kind("equal", 4.0, 8.0, 0.0),)
 

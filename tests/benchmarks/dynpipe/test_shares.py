@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.papers.dynpipe.shares import row_shares
+from benchmarks.papers.dynpipe.planner import row_shares
 from lightning_pipes.ir import InputError
 
 

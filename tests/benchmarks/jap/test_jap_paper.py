@@ -22,10 +22,10 @@ GIB = 2**30
 
 @pytest.fixture
 def bench():
-    from benchmarks.papers.jap import bpipe
     from benchmarks.papers.jap import figures as jap_paper
-    from benchmarks.papers.jap import replay as jap_replay
+    from benchmarks.papers.jap import schemes as jap_replay
     from benchmarks.papers.jap import schemes as jap_schemes
+    from benchmarks.papers.jap import single as bpipe
     from benchmarks.papers.jap import single as jap_single
 
     return SimpleNamespace(bpipe=bpipe, paper=jap_paper, replay=jap_replay, schemes=jap_schemes, single=jap_single)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.papers.jap.memory import Footprint, array_size, switching
+from benchmarks.papers.jap.jobs import Footprint, array_size, switching
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, Kind, Plan, PlanError
 

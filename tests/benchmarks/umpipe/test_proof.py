@@ -8,9 +8,8 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from benchmarks.papers.umpipe.overlap import proof
-from benchmarks.papers.umpipe.overlap.proof import best_merge
-from benchmarks.papers.umpipe.overlap.search import search
+from benchmarks.papers.umpipe.overlap import search as proof
+from benchmarks.papers.umpipe.overlap.search import best_merge, search
 from lightning_pipes.ir import B, DeadlockError, F, InputError, Program
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.umpipe.network import Network

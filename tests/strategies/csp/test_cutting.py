@@ -8,8 +8,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from benchmarks.papers.csp.emulation.placed import balanced
-from benchmarks.papers.csp.emulation.spaces import space_of
+from benchmarks.papers.csp.emulation.spaces import balanced, space_of
 from lightning_pipes.ir import Delayed, Plan, Span, Use
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.strategies.csp.cutting import balanced_cut

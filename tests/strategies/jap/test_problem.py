@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.papers.jap.generator import batch_sizes, random_array, random_costs
+from benchmarks.papers.jap.jobs import batch_sizes, random_array, random_costs
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, DeadlockError, Kind, Plan, PlanError, verify
 from lightning_pipes.sim import simulate

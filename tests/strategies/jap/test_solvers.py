@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from benchmarks.papers.jap.generator import random_array
+from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.ir import PlanError
 from lightning_pipes.strategies.jap import Effort, solved
 from lightning_pipes.strategies.jap.problem import ArrayProblem

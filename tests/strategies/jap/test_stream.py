@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.papers.jap.generator import batch_sizes, random_costs
+from benchmarks.papers.jap.jobs import batch_sizes, random_costs
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import Cut, Kind, PlanError, verify
 from lightning_pipes.sim import simulate

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.papers.csp.emulation.machine import kernel_for
-from benchmarks.papers.csp.emulation.placed import Placed
-from benchmarks.papers.csp.emulation.spaces import Array
+from benchmarks.papers.csp.emulation.spaces import Array, Placed
 from lightning_pipes.ir import DeadlockError, InputError, check_count, check_fields, shown
 
 PLENTY = 1 << 40

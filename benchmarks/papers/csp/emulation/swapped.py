@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.papers.csp.emulation.placed import Placed
 from benchmarks.papers.csp.emulation.predictor import Ahead, InTurn, Nothing, OneStep, Task, looks_ahead
-from benchmarks.papers.csp.emulation.spaces import Array
+from benchmarks.papers.csp.emulation.spaces import Array, Placed
 from benchmarks.papers.csp.emulation.stream import Ran, Rules, run
 from benchmarks.papers.csp.emulation.swapping import Make, Swapping
 from lightning_pipes.ir import InputError, check_count

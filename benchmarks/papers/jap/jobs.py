@@ -1,13 +1,19 @@
-"""How many jobs fit on a pipeline, and whether their states can be switched without waiting."""
+"""Arrays to try solvers and streams on, made from a seed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_pipes.cost import Costs
-from lightning_pipes.ir import InputError, Instruction, Kind, Plan, check_count
+import numpy as np
+
+from lightning_pipes.cost import CostModel, Costs, Table
+from lightning_pipes.cost.lookup import lookup_name
+from lightning_pipes.ir import Cut, InputError, Instruction, Kind, Plan, check_count
 from lightning_pipes.planning.switching import Switching
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, problem_of
+
+# ---- How many jobs fit on a pipeline, and whether their states can be switched without waiting.
 
 
 @dataclass(frozen=True)
@@ -93,3 +99,79 @@ def _alone(plan: Plan, costs: Costs, job: int, stage: int) -> int:
                 time -= sum(costs.transfer_ns(Instruction(send, stage, job, 0, span), plan))
             times.append(time)
     return min(times)
+
+
+UNIT = 1e-5
+"""Seconds of which all times are multiples."""
+SWITCH, UPDATE = 0.03, 0.05
+"""Of a mean forward of the kind's batch sizes."""
+
+# milliseconds of a block however few samples, and of a sample; the batch sizes of the paper's grid
+KINDS = {"language": (4.0, 1.0, (8, 16, 24, 32)), "vision": (6.0, 0.05, (128, 256, 512, 768))}
+
+
+def random_costs(
+    stages: int,
+    kind: str = "language",
+    *,
+    imbalance: float = 0.0,
+    link: float = 0.05,
+    overhead: float | None = None,
+    seed: int = 0,
+) -> CostModel:
+    """The costs of blocks of the paper's kind of jobs: a fixed time and one of each sample, for a backward three times
+    as long as for a forward, recomputation included.
+
+    Args:
+        kind: "language" or "vision": times and batch sizes.
+        imbalance: stages differ by a factor of exp(-imbalance) to exp(imbalance); 0 means by 2 % at most.
+        link: how long a message occupies its link, as a share of what its samples take to compute.
+        overhead: the fixed time in samples' worth; None means the kind's own.
+
+    Raises:
+        InputError: nobody knows the kind.
+    """
+    fixed, each, batches = lookup_name(KINDS, kind, "kind of array")
+    fixed = fixed if overhead is None else overhead * each
+    rng = np.random.default_rng(seed)
+    width = np.exp(rng.uniform(-imbalance, imbalance, stages)) if imbalance else rng.uniform(0.98, 1.02, stages)
+    seconds = {}
+    for s in range(stages):
+        once, sample = _rounded(fixed * width[s]), _rounded(each * width[s])
+        seconds[Kind.F, s] = _affine(once, sample)
+        seconds[Kind.B, s] = _affine(3 * once, 3 * sample)
+        seconds[Kind.STEP, s] = ((0, _rounded(UPDATE * (fixed + each * float(np.mean(batches))))),)
+        seconds[Kind.SF, s] = seconds[Kind.SB, s] = _affine(0.0, _rounded(100 * link * each) / 100)
+    return CostModel(seconds)
+
+
+def random_array(
+    jobs: int,
+    stages: int,
+    kind: str = "language",
+    *,
+    imbalance: float = 0.0,
+    link: float = 0.05,
+    overhead: float | None = None,
+    seed: int = 0,
+) -> ArrayProblem:
+    """One mini-batch of each of some jobs, which differ in their batch size; arguments as for `random_costs`."""
+    costs = random_costs(stages, kind, imbalance=imbalance, link=link, overhead=overhead, seed=seed)
+    fixed, each, batches = KINDS[kind]
+    cuts = tuple(Cut.even(int(rows), 1, stages) for rows in batch_sizes(jobs, kind))
+    switch = SWITCH * ((fixed if overhead is None else overhead * each) + each * float(np.mean(batches)))
+    return problem_of(Plan(tuple(range(stages)), cuts), costs, switch=_rounded(switch))
+
+
+def batch_sizes(jobs: int, kind: str = "language") -> Array:
+    """The batch size of each job: the kind's sizes in turn, which makes the paper's grid for 64 jobs."""
+    return np.resize(np.array(KINDS[kind][2], np.int64), jobs)
+
+
+def _affine(once: float, sample: float) -> Table:
+    return ((0, once), (1000, once + 1000 * sample))
+
+
+def _rounded(milliseconds: float) -> float:
+    """Seconds."""
+    return round(milliseconds / 1e3 / UNIT) * UNIT
