@@ -10,25 +10,21 @@ million parameters, with and without in turns, on two ranks.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from benchmarks.harness.silence import QUIET
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.harness.report import make_parser
+from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan.settings import VERIFY_VARIABLE
@@ -122,13 +118,9 @@ def count_alarms(wanted: int, first_seed: int) -> Alarms:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_MODULES} modules instead of {MODULES}, within 120 s"
-    )
+    parser = make_parser(__doc__, f"{QUICK_MODULES} modules instead of {MODULES}, within 120 s")
     parser.add_argument("--modules", type=int, help="how many equal modules are verified")
     parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first module")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args()
     modules = options.modules if options.modules is not None else QUICK_MODULES if options.quick else MODULES
     said = found(range(len(FAULTS)))
