@@ -107,6 +107,11 @@ class Comparison:
         """Learn the weights before the first batch."""
         self._before.update(weights)
 
+    def forget(self) -> None:
+        """Let go of the weights; nothing else is compared."""
+        self._noise.clear()
+        self._before.clear()
+
     def compare(
         self, number: int, ours: Mapping[Key, Any], theirs: Mapping[Key, Any], rounding: Rounding
     ) -> list[Difference]:

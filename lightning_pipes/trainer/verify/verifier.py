@@ -112,7 +112,7 @@ class Verifier(Listener):
         record.add(Phase.BATCH, OUTSIDE, "the batch", fingerprint(item.data.batch))
         self._parts.add_modes(record)
         plan, cut = self._run.engine.plan, self._run.cut
-        self._item = item
+        self._place = item.job, item.number, item.rows
         if self._slices is not None:
             self._slices.begin()
         elif self._reference is not None:
@@ -223,7 +223,10 @@ class Verifier(Listener):
         """End the reference, and forget what was kept."""
         self._over = True
         self._records.clear()
-        self._current = None
+        self._weights.clear()
+        self._stepping.clear()
+        self._comparison.forget()
+        self._current, self._slices, self._stepped_record, self._found = None, None, Record(-1), []
         for undo in self._undo:
             undo()
         self._undo = []
@@ -306,13 +309,14 @@ class Verifier(Listener):
         run, first = self._run, self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
         tied = {name for _, name, p in self._parts.parameters() if not run.part.holdings.in_one_stage(p)}
         gradients = {key: value for key, value in _gradients(record.values).items() if key.name not in tied and first}
-        item = self._item
-        spans = spans_of_layers(run.engine.plan, run.part.holdings.layers, item.rows)
-        self._draws.begin(self._seed, item.job, item.number, item.rows, spans)
+        job, number, rows = self._place
+        self._draws.begin(
+            self._seed, job, number, rows, spans_of_layers(run.engine.plan, run.part.holdings.layers, rows)
+        )
         kind = run.device.type
         with run.steps.context():
             cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            ours, theirs = slices.compare_with(self._draws, item.rows, gradients, self._parts.prefix)
+            ours, theirs = slices.compare_with(self._draws, rows, gradients, self._parts.prefix)
         self._found = self._comparison.compare(record.number, ours, theirs, Rounding.of(theirs, cast))
 
     def _report_slices(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import tempfile
@@ -184,7 +185,7 @@ def test_a_warning_goes_on():
 
 
 class Watches(pl.Callback):
-    """After the batches that are compared nothing of it is left: no process, no hook, no listener."""
+    """After the batches that are compared nothing of it is left: no process, no hook, no listener, no tensor."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.world_size == 1:  # the reference
@@ -203,11 +204,26 @@ class Watches(pl.Callback):
             assert "configure_gradient_clipping" not in vars(pl_module)
 
 
+class Weighs(pl.Callback):
+    """The bytes of all tensors of the process, before its last batch."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            gc.collect()
+            self.held = sum(each.nbytes for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
+
+
 def watched(rank: int, folder: Path) -> None:
     quiet()
     tempfile.tempdir = str(folder)
     fitted(Net(), [Watches()], verify=2)
     assert not [*folder.glob("lightning_pipes_verify_*")]
+    held = []
+    for verify in (0, 2):
+        weighs = Weighs()
+        fitted(Net(), [weighs], verify=verify)
+        held.append(weighs.held)
+    assert held[0] == held[1]
 
 
 def test_nothing_is_left_after_the_batches(tmp_path):
