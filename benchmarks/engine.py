@@ -43,7 +43,7 @@ from lightning_pipes.ir import COMPUTE, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.event import Event
-from lightning_pipes.testing.emulated import Emulated, Steps, sleeping
+from lightning_pipes.testing.emulated import EmulatedLayer, StepRecord, sleeping_layer
 from lightning_pipes.testing.ranks import run_ranks
 
 FORWARD, BACKWARD = 0.005, 0.010
@@ -164,7 +164,7 @@ def make_problem(cell: Cell) -> tuple[list[nn.Module], torch.Tensor, torch.Tenso
     if cell.model == "gpt":
         x = torch.randint(256, (cell.rows, 96))
         return list(gpt_parts(n)), x, torch.randint(256, x.shape), nn.functional.cross_entropy
-    parts: list[nn.Module] = [Emulated(sleeping(*cell.seconds)) for _ in range(n)]
+    parts: list[nn.Module] = [EmulatedLayer(sleeping_layer(*cell.seconds)) for _ in range(n)]
     x = torch.randn(cell.rows, EDGE_FLOATS)
     return parts, x, torch.zeros(cell.rows), lambda output, target: output.mean()
 
@@ -261,7 +261,7 @@ def busiest(cell: Cell, by_rank: list[dict[str, Any]]) -> float:
 
 def learned(cell: Cell, by_rank: list[dict[str, Any]]) -> Overheads:
     """What the engine needs beside its stages."""
-    steps = [Steps((), tuple(map(tuple, r["windows"]))) for r in by_rank]
+    steps = [StepRecord((), tuple(map(tuple, r["windows"]))) for r in by_rank]
     return Overheads.of([(cell, steps)], {})
 
 

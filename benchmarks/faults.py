@@ -42,15 +42,15 @@ from lightning_pipes.engine.watch.trust import SECRET
 from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.interpreters import (
     end_all,
-    environment,
-    left_in,
-    own_shared_memory,
-    processes,
+    find_processes,
+    isolate_shared_memory,
+    list_entries,
     rank_of,
+    run_environment,
     wait_until,
 )
 from lightning_pipes.testing.ranks import die_with_parent, watch_ranks
-from lightning_pipes.testing.ranks import environment as rank_environment
+from lightning_pipes.testing.ranks import rank_environment as rank_environment
 
 SCRIPT = str(Path(__file__).parent / "harness" / "fault_job.py")
 SHM = Path("/dev/shm")
@@ -277,7 +277,7 @@ class Run:
     def started(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.callback(end_all, self.token)
-            env = {**environment(self.token, self.temporary), **self.job.environment()}
+            env = {**run_environment(self.token, self.temporary), **self.job.environment()}
             if self.case.point:
                 act = "wait" if self.case.act == "cut" else self.case.act
                 fault = Fault(self.case.victim, self.case.point, str(self.file), self.case.nth, act, self.case.delay)
@@ -286,7 +286,7 @@ class Run:
             if self.case.launcher == "hosts":
                 self.hosts = stack.enter_context(namespaces.Hosts(self.case.ranks))
                 for rank in range(self.case.ranks):
-                    more = rank_environment(rank, self.case.ranks, namespaces.address(0), namespaces.PORT)
+                    more = rank_environment(rank, self.case.ranks, namespaces.host_address(0), namespaces.PORT)
                     more |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": str(self.case.ranks)}
                     more |= {"GROUP_RANK": str(rank), SECRET: self.token}
                     command = [sys.executable, SCRIPT]
@@ -342,7 +342,7 @@ class Run:
         """The victim's process, while it is there."""
         if self.case.victim == LAUNCHER:
             return self.roots[0].pid if self.roots[0].poll() is None else None
-        for pid, env in processes(self.token).items():
+        for pid, env in find_processes(self.token).items():
             is_rank = self.case.launcher != "torchrun" or pid != self.roots[0].pid
             if is_rank and rank_of(env) == self.case.victim:
                 return pid
@@ -351,14 +351,14 @@ class Run:
     # ---- the ends
 
     def ended(self) -> bool:
-        return all(root.poll() is not None for root in self.roots) and not processes(self.token)
+        return all(root.poll() is not None for root in self.roots) and not find_processes(self.token)
 
     def others(self) -> set[int]:
         """The processes that have to end by themselves: not who is stopped, nor who has started it and waits for it, as
         torchrun's agent does, and with Lightning rank 0 when its own work is done."""
         for root in self.roots:
             root.poll()
-        found = {*processes(self.token)}
+        found = {*find_processes(self.token)}
         if self.case.act == "stop":
             victim = self.pid() or 0
             waits = self.case.launcher == "torchrun" or (self.case.launcher == "lightning" and self.complete)
@@ -381,7 +381,9 @@ class Run:
         while left := self.others():
             known = max(known, self.all_imported() + later)
             if time.monotonic() > min(known + (LONG if self.case.restarts else self.soon), at + LONG):
-                there = ", ".join(f"rank {rank_of(env)}" for pid, env in processes(self.token).items() if pid in left)
+                there = ", ".join(
+                    f"rank {rank_of(env)}" for pid, env in find_processes(self.token).items() if pid in left
+                )
                 wrong.append(f"{there} still there {self.soon:.0f} s after they could know")
                 break
             time.sleep(0.2)
@@ -420,7 +422,7 @@ class Run:
         waited = not self.complete and not self.case.over
         if waited and any(texts.values()) and not self.named("\n".join(texts.values())):
             wrong.append("nobody names the rank")
-        if left := left_in(self.temporary):
+        if left := list_entries(self.temporary):
             wrong.append(f"left in TMPDIR: {', '.join(sorted(left))}")
         return wrong
 
@@ -454,7 +456,7 @@ def one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
 def try_one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     try:
-        before = left_in(SHM)
+        before = list_entries(SHM)
         run = Run(case, folder, soon)
         wrong: list[str] = []
         with run.started():
@@ -464,7 +466,7 @@ def try_one(case: Case, soon: float, wanted: Mapping[str, str]) -> Result:
             wrong, seconds = run.watch(at)
             if not wrong:
                 wrong += run.check()
-        if left := {path for path in left_in(SHM) - before if not Path(path).name.startswith("sem.")}:
+        if left := {path for path in list_entries(SHM) - before if not Path(path).name.startswith("sem.")}:
             wrong.append(f"left in /dev/shm: {', '.join(sorted(left))}")
         log = run.log()
         equal = run.job.weights() == wanted if case.restarts else False
@@ -526,9 +528,9 @@ def main() -> None:
     parser.add_argument("--soon", type=float, default=10.0, help="seconds in which all have to end")
     options = parser.parse_args()
     began = time.monotonic()
-    hosts = not namespaces.why_not()
+    hosts = not namespaces.unavailable_reason()
     if not hosts:
-        print(f"without hosts of their own and cut links: {namespaces.why_not()}")
+        print(f"without hosts of their own and cut links: {namespaces.unavailable_reason()}")
     every = cases(options.seed, hosts)
     if options.quick:
         chosen = few(every)
@@ -539,7 +541,7 @@ def main() -> None:
         chosen = [*islice(every, options.faults)]
     results: list[Result] = []
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.at_once, context, initializer=own_shared_memory) as pool:
+    with ProcessPoolExecutor(options.at_once, context, initializer=isolate_shared_memory) as pool:
         plain = {(c.kind, c.ranks) for c in chosen}
         weights = {each: pool.submit(undisturbed, *each) for each in sorted(plain)}
         wanted = {each: future.result() for each, future in weights.items()}

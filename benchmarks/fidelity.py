@@ -42,8 +42,8 @@ from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim import Timeline, makespan
 from lightning_pipes.testing.choices import every_fit, random_problem
-from lightning_pipes.testing.emulated import Emulation, Steps, run_steps, sleeping, step_seconds
-from lightning_pipes.testing.netlab import NetLab, why_not
+from lightning_pipes.testing.emulated import Emulation, StepRecord, run_steps, sleeping_layer, step_seconds
+from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 from lightning_pipes.testing.ranks import run_ranks
 
 RANKS, MICROBATCHES = 4, 16
@@ -79,7 +79,7 @@ class Overheads:
     message: float
 
     @classmethod
-    def of(cls, trainings: Sequence[tuple[Known, Sequence[Steps]]], links: Links) -> Overheads:
+    def of(cls, trainings: Sequence[tuple[Known, Sequence[StepRecord]]], links: Links) -> Overheads:
         """Means of what trainings took beyond what their layers were told to take, and messages beyond what the links
         were set to."""
         between, messages, computation = [], [], {}
@@ -186,7 +186,7 @@ def equal_stages(name: str, slow: int | None = None, microbatches: int = MICROBA
     plan = even_plan(schedule, RANKS, microbatches, microbatches)
     n, share = plan.n_stages, RANKS / plan.n_stages
     weights = share * BACKWARD / 2 if plan.split_backward else 0.0
-    layer = sleeping(share * FORWARD, share * BACKWARD, weights, MESSAGE)
+    layer = sleeping_layer(share * FORWARD, share * BACKWARD, weights, MESSAGE)
     return Cell(schedule, replace(plan, layers=even_partition([1.0] * n, n)), ModelProfile((layer,) * n), slow)
 
 
@@ -238,13 +238,13 @@ def medians(lab: NetLab, cells: Sequence[Cell], quick: bool) -> list[float]:
     return [statistics.median(step_seconds(found)) for found in train(lab, cells, steps(quick))]
 
 
-def train(lab: NetLab, cells: Sequence[Cell], steps: int) -> list[list[Steps]]:
+def train(lab: NetLab, cells: Sequence[Cell], steps: int) -> list[list[StepRecord]]:
     """By cell what each rank saw."""
     found = lab.run_ranks(rank_main, [cell.emulation for cell in cells], steps, timeout=900)
     return [[of_rank[n] for of_rank in found] for n in range(len(cells))]
 
 
-def rank_main(rank: int, emulations: list[Emulation], steps: int) -> list[Steps]:
+def rank_main(rank: int, emulations: list[Emulation], steps: int) -> list[StepRecord]:
     """What this rank sees of each of the trainings."""
     watch = join_ranks(rank)
     found = [run_steps(e.plan, e.order, e.stages(rank), rank, watch, steps, WARM_UP) for e in emulations]
@@ -262,8 +262,8 @@ class Real:
     profile: ModelProfile
     plan: Plan
     links: Links
-    empty: Steps
-    steps: Steps
+    empty: StepRecord
+    steps: StepRecord
 
 
 GPT_ROWS, GPT_MICROBATCHES = 16, 8
@@ -271,7 +271,7 @@ GPT_ROWS, GPT_MICROBATCHES = 16, 8
 
 def empty_stages() -> Cell:
     """Two stages that take no time: what remains is the engine."""
-    schedule, layer = made("1f1b"), sleeping(0.0, 0.0)
+    schedule, layer = made("1f1b"), sleeping_layer(0.0, 0.0)
     plan = replace(even_plan(schedule, 2, GPT_MICROBATCHES, GPT_MICROBATCHES), layers=even_partition([1.0] * 2, 2))
     return Cell(schedule, plan, ModelProfile((layer,) * 2))
 
@@ -378,7 +378,7 @@ LAYERS, ROWS, NUMBERS = 8, 16, (8, 16)
 def choice_layers() -> ModelProfile:
     """Layers whose times are not proportional to rows, so that many small micro-batches cost something too."""
     forward, backward, half = (tuple((rows, t * (1 + rows)) for rows in (1, ROWS)) for t in (1e-3, 2e-3, 1e-3))
-    layer = replace(sleeping(1.0, 2.0, 1.0, MESSAGE), forward=forward, backward=backward)
+    layer = replace(sleeping_layer(1.0, 2.0, 1.0, MESSAGE), forward=forward, backward=backward)
     return ModelProfile((replace(layer, input_backward=half, weight_backward=half),) * LAYERS)
 
 
@@ -453,7 +453,7 @@ def partitions(lab: NetLab, overheads: Overheads, quick: bool) -> Partitions:
     lab.shape(None)
     schedule, share = made("1f1b"), RANKS / MANY
     plan = even_plan(schedule, RANKS, MICROBATCHES, MICROBATCHES)
-    profile = ModelProfile((sleeping(share * FORWARD, share * BACKWARD, 0.0, MESSAGE),) * MANY)
+    profile = ModelProfile((sleeping_layer(share * FORWARD, share * BACKWARD, 0.0, MESSAGE),) * MANY)
     even = Cell(schedule, replace(plan, layers=even_partition([1.0] * MANY, RANKS)), profile, SLOW_RANK)
     planned = replace(even, plan=fit_layers(profile, schedule, plan, even.cluster).plan)
     rows = [
@@ -502,7 +502,7 @@ def main() -> None:
     print(f"{describe_machine()}, {versions}; medians of {steps(options.quick)} steps")
     gpt = gpt_row(9 if options.quick else 21)
     print(gpt)
-    if reason := why_not():
+    if reason := lab_unavailable_reason():
         print(f"nothing on shaped links: {reason}")
     headline = {} if reason else on_shaped_links(options.quick)
     simulated = regret_simulated(PROBLEMS)

@@ -34,7 +34,7 @@ from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import Chooser, Verdict
 from lightning_pipes.sim import makespan
-from lightning_pipes.testing.netlab import NetLab, why_not
+from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 
 STAGES, MICROBATCHES = 4, 24
 FORWARD_MS, QUICK_MS = 20, 5
@@ -172,7 +172,7 @@ def competing(case: Situation) -> Iterator[tuple[str, Any]]:
         for name, flows, off in (("1", 1, 0.0), ("3", 3, 0.0), ("4, on and off", 4, 0.5)):
             with ExitStack() as stack:
                 for n, (a, b) in enumerate(directions()):
-                    stack.enter_context(lab.compete(a, b, flows, 0.5 if off else float("inf"), off, seed=n))
+                    stack.enter_context(lab.compete_on(a, b, flows, 0.5 if off else float("inf"), off, seed=n))
                 found = measure(lab, None, trial)
             yield "", row(f"{name:14}", found, names)
             yield f"gain_flows_{flows}", found.ratio("1f1b", "kfkb 2")
@@ -485,7 +485,7 @@ def main() -> None:
         "replayed": ("Links that change, replayed", lambda: replayed(case, quick)),
     }
     results: dict[str, Any] = {}
-    reason = why_not()
+    reason = lab_unavailable_reason()
     for part in options.only if not quick else [p for p in options.only if p in ("split", "replayed", "steady")]:
         if reason and "replayed" not in part:
             print(f"\n{part} can't be measured here: {reason}")

@@ -26,7 +26,7 @@ from torch import nn
 from benchmarks.engine import gpt_parts
 from benchmarks.harness.report import describe_machine, make_parser
 from benchmarks.harness.silence import QUIET, hush
-from lightning_pipes.testing.emulated import steady
+from lightning_pipes.testing.emulated import request_realtime_priority
 from lightning_pipes.testing.ranks import run_ranks
 
 RANKS, MICROBATCHES, ROWS, TOKENS = 2, 8, 16, 96
@@ -247,7 +247,7 @@ def together() -> None:
 
 def quiet() -> None:
     """One thread, real-time priority, no advice."""
-    steady()
+    request_realtime_priority()
     torch.set_num_threads(1)
     hush()
 

@@ -12,16 +12,16 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lightning_pipes.testing.namespaces import PORT, address, clean
-from lightning_pipes.testing.netlab import BURST, NetLab, why_not
-from lightning_pipes.testing.ranks import environment
+from lightning_pipes.testing.namespaces import PORT, host_address, kill_orphans
+from lightning_pipes.testing.netlab import BURST, NetLab, lab_unavailable_reason
+from lightning_pipes.testing.ranks import rank_environment
 
 
 def run(n: int, bandwidth: float | None, burst: int, command: Sequence[str]) -> int:
     """Starts the command once on each of `n` hosts, as torchrun would; 0 if all returned 0. When one fails the others
     are killed."""
     with NetLab(n, bandwidth, burst=burst) as lab:
-        processes = [lab.start(r, command, environment(r, n, address(0), PORT)) for r in range(n)]
+        processes = [lab.start(r, command, rank_environment(r, n, host_address(0), PORT)) for r in range(n)]
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
             time.sleep(0.05)
     return int(any(codes))
@@ -39,11 +39,11 @@ def main() -> int:
     commands.add_parser("clean", help="kill what laboratories have left whose owner ended")
     options = parser.parse_args()
     if options.command == "clean":
-        print(f"killed {len(clean())} processes")
+        print(f"killed {len(kill_orphans())} processes")
         return 0
     if options.command == "run":
         return run(options.n, options.bandwidth, options.burst, options.argv)
-    reason = why_not()
+    reason = lab_unavailable_reason()
     print(reason or "there can be a laboratory here")
     return int(bool(reason))
 

@@ -39,7 +39,7 @@ from lightning_pipes import JobArray, MemorySwap, PipelineStrategy
 from lightning_pipes.ir import Kind
 from lightning_pipes.planning.switching import Switching
 from lightning_pipes.sim.timeline import Timeline
-from lightning_pipes.testing.emulated import Emulated, sleeping, steady
+from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.loop.run import CHECKED_BATCHES
 
@@ -72,9 +72,9 @@ class Jobs(L.LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
-class _Heavy(Emulated):
+class _Heavy(EmulatedLayer):
     def __init__(self) -> None:
-        super().__init__(sleeping(FORWARD, BACKWARD, message_bytes=256))
+        super().__init__(sleeping_layer(FORWARD, BACKWARD, message_bytes=256))
         piece = STATE // PIECES // 4
         self.state = nn.ParameterList(nn.Parameter(torch.zeros(piece), requires_grad=False) for _ in range(PIECES))
 
@@ -248,7 +248,7 @@ SIDES: dict[str, Callable[[], Timed | None]] = {
 def rank_main(rank: int, rounds: int, switches: int, folder: str) -> tuple[dict[str, list[Found]], list[float]]:
     """What one rank measures."""
     hush()
-    steady()
+    request_realtime_priority()
     with suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)  # memory of states that go is free at once
     torch.set_num_threads(1)

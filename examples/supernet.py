@@ -85,13 +85,13 @@ def search(
     for _ in range(cfg.subnets):
         subnet = next(stream)
         right, cost = accuracy(net, (images, subnet), labels), parameters(net, subnet.choices)
-        stream.tell(subnet, 1 - right + cfg.price * cost / dearest)
+        stream.report_loss(subnet, 1 - right + cfg.price * cost / dearest)
         found.append(Tried(name, subnet.choices, right, cost, right - cfg.price * cost / dearest))
     return found
 
 
 def parameters(net: Supernet, choices: Any) -> int:
-    return sum(p.numel() for p in net.subnet(choices).parameters())
+    return sum(p.numel() for p in net.extract_subnet(choices).parameters())
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_pipes.conf", config_name="supernet")
@@ -108,7 +108,7 @@ def main(cfg: DictConfig) -> None:
 
     strategy = PipelineStrategy(hydra.utils.instantiate(cfg.schedule), **OmegaConf.to_container(cfg.pipeline))  # type: ignore[arg-type]
     trainer = L.Trainer(strategy=strategy, **quiet(cfg.trainer, directory))
-    trainer.fit(TrainedSupernet(net, cfg.optimizer.lr), stream.paired(data.train_dataloader()))
+    trainer.fit(TrainedSupernet(net, cfg.optimizer.lr), stream.pair_with(data.train_dataloader()))
 
     images, labels = data.val.tensors
     net.eval()
@@ -121,7 +121,7 @@ def main(cfg: DictConfig) -> None:
     best = max((t for found in tried.values() for t in found), key=lambda t: t.worth)
 
     L.seed_everything(cfg.seed, verbose=False)
-    alone = Trained(supernet(**cfg.supernet).subnet(best.choices), cfg.optimizer.lr)
+    alone = Trained(supernet(**cfg.supernet).extract_subnet(best.choices), cfg.optimizer.lr)
     again = L.Trainer(
         strategy=PipelineStrategy("1f1b", **OmegaConf.to_container(cfg.pipeline)),  # type: ignore[arg-type]
         **quiet(cfg.trainer, directory) | {"max_epochs": cfg.retrain.epochs},

@@ -15,7 +15,7 @@ from lightning_pipes.harmless import harmless
 
 with harmless("hydra/launcher=job_array"):
     from lightning_pipes.tune import sweep_settings
-    from lightning_pipes.tune.messages import for_hydra
+    from lightning_pipes.tune.messages import as_settings_error
 
     sweep_settings.register_launcher()
 
@@ -31,10 +31,10 @@ class JobArrayLauncher(Launcher):
         # torch is imported here, and not when Hydra looks for plugins
         from lightning_pipes.tune.multirun import Multirun
 
-        with for_hydra():
+        with as_settings_error():
             self.multirun = Multirun(hydra_context, task_function, config, self.array_size)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        with for_hydra():
-            returns: Sequence[JobReturn] = self.multirun.launch(job_overrides, initial_job_idx)
+        with as_settings_error():
+            returns: Sequence[JobReturn] = self.multirun.launch_jobs(job_overrides, initial_job_idx)
         return returns

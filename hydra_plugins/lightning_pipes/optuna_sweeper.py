@@ -13,7 +13,7 @@ from lightning_pipes.harmless import harmless
 
 with harmless("hydra/sweeper=optuna"):
     from lightning_pipes.tune import sweep_settings
-    from lightning_pipes.tune.messages import for_hydra
+    from lightning_pipes.tune.messages import as_settings_error
 
     sweep_settings.register_sweeper()
 
@@ -27,16 +27,16 @@ class OptunaSweeper(Sweeper):
         from hydra.core.plugins import Plugins
 
         from lightning_pipes.tune.studies.search import (
-            Search,  # Optuna is imported here, and not when Hydra looks for plugins
+            OptunaSearch,  # Optuna is imported here, and not when Hydra looks for plugins
         )
 
         self.hydra_context, self.config = hydra_context, config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
-        with for_hydra():
-            self._search = Search(self._settings, hydra_context, config, self.launcher)
+        with as_settings_error():
+            self._search = OptunaSearch(self._settings, hydra_context, config, self.launcher)
 
     def sweep(self, arguments: list[str]) -> Any:
-        with for_hydra():
+        with as_settings_error():
             return self._search.run(arguments)

@@ -13,10 +13,10 @@ from lightning_pipes.ir import InputError, check_count, check_type
 from lightning_pipes.supernets.layers import ChoiceBlock
 from lightning_pipes.supernets.supernet import Supernet
 
-MOST_REPEATS = 1000
+MAX_REPEATS = 1000
 
 
-def measured_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, float]:
+def measure_layer_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, float]:
     """Seconds of a forward and its backward of every layer and candidate, by the names of `Supernet.layers_of`; of a
     block the mean of its candidates. They are for a module's `costs_of_layers`: `CSP(balanced=True)` cuts by them.
 
@@ -32,7 +32,7 @@ def measured_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, float]:
         InputError: no samples, or layers that are not here.
     """
     check_type("net", net, Supernet)
-    check_count("repeats", repeats, most=MOST_REPEATS)
+    check_count("repeats", repeats, most=MAX_REPEATS)
     rows = next((t.size(0) for t in pytree.tree_leaves(x) if isinstance(t, torch.Tensor) and t.ndim), 0)
     if not rows:
         raise InputError("costs are measured by what enters the first layer: x needs a tensor with samples on axis 0")
@@ -49,7 +49,9 @@ def measured_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, float]:
             f"{name}.{subnet[layer.place]}" if isinstance(layer, ChoiceBlock) else name
             for name, layer in net.named_children()
         ]
-        profile = profile_layers(list(net.subnet(subnet)), {rows: x}, names=names, repeats=repeats, device=device)
+        profile = profile_layers(
+            list(net.extract_subnet(subnet)), {rows: x}, names=names, repeats=repeats, device=device
+        )
         for name, layer in zip(names, profile.layers, strict=True):
             found.setdefault(name, sum(seconds for table in (layer.forward, layer.backward) for _, seconds in table))
     for name, block in net.blocks.items():  # for those whose candidates have something in common: they are used whole

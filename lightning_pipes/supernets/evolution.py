@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_pipes.ir import InputError, check_count, check_number, check_type
-from lightning_pipes.supernets.explorers import Choices, Explorer, among, drawn, lot
-from lightning_pipes.supernets.subnet import Space
+from lightning_pipes.supernets.explorers import Choices, Explorer, draw_candidate, draw_subnet, hash64
+from lightning_pipes.supernets.subnet import SearchSpace
 
 
 class Evolution(Explorer):
@@ -31,58 +31,60 @@ class Evolution(Explorer):
     instant = True
 
     def __init__(
-        self, space: Space, population: int = 50, parents: int = 10, mutation: float = 0.1, seed: int = 0
+        self, space: SearchSpace, population: int = 50, parents: int = 10, mutation: float = 0.1, seed: int = 0
     ) -> None:
-        self.space = check_type("space", space, Space)
+        self.space = check_type("space", space, SearchSpace)
         self.population = check_count("population", population)
         self.parents = check_count("parents", parents, "; subnets of the population", most=population)
         self.mutation = check_number("mutation", mutation, "a share from 0 to 1", lambda share: 0 <= share <= 1)
         self.seed = check_type("seed", seed, int)
-        self._asked: dict[int, Choices] = {}  # not told yet
+        self._pending: dict[int, Choices] = {}  # not told yet
         self._best: list[tuple[float, int, Choices]] = []
 
-    def choices(self, number: int) -> Choices:
-        if number not in self._asked:
-            self._asked[number] = self._made(number)
-        return self._asked[number]
+    def choose_subnet(self, number: int) -> Choices:
+        if number not in self._pending:
+            self._pending[number] = self._make_subnet(number)
+        return self._pending[number]
 
-    def needs(self, number: int) -> int:
+    def results_needed(self, number: int) -> int:
         return number // self.population * self.population
 
-    def tell(self, number: int, loss: float) -> None:
-        if number not in self._asked:
+    def report_loss(self, number: int, loss: float) -> None:
+        if number not in self._pending:
             raise InputError(f"the loss of subnet {number} was told, which was not asked for, or told twice")
         score = loss if loss == loss else float("inf")
-        self._best = sorted([*self._best, (score, number, self._asked.pop(number))])
+        self._best = sorted([*self._best, (score, number, self._pending.pop(number))])
         if (number + 1) % self.population == 0:
             self._best = self._best[: self.parents]
 
     @property
-    def best(self) -> list[tuple[float, Choices]]:
+    def best_subnets(self) -> list[tuple[float, Choices]]:
         """The best subnets so far with their losses, the best first."""
         return [(loss, choices) for loss, _, choices in self._best[: self.parents]]
 
     def state_dict(self) -> dict[str, Any]:
-        asked = [[number, list(choices)] for number, choices in self._asked.items()]
+        asked = [[number, list(choices)] for number, choices in self._pending.items()]
         return {"asked": asked, "best": [[loss, number, list(choices)] for loss, number, choices in self._best]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._asked = {number: self.space.check(choices) for number, choices in state["asked"]}
+        self._pending = {number: self.space.check(choices) for number, choices in state["asked"]}
         self._best = [(loss, number, self.space.check(choices)) for loss, number, choices in state["best"]]
 
-    def _made(self, number: int) -> Choices:
+    def _make_subnet(self, number: int) -> Choices:
         key = f"{self.seed}/{number}"
         if number < self.population:
-            return drawn(self.space, key)
-        best = [choices for _, _, choices in self._before(number)]
-        one, other = (best[lot(f"{key}/parent {n}") % len(best)] for n in range(2))
+            return draw_subnet(self.space, key)
+        best = [choices for _, _, choices in self._best_before(number)]
+        one, other = (best[hash64(f"{key}/parent {n}") % len(best)] for n in range(2))
         if number % 2:
-            return tuple((one, other)[lot(f"{key}/from {block}") % 2][block] for block in range(len(self.space)))
+            return tuple((one, other)[hash64(f"{key}/from {block}") % 2][block] for block in range(len(self.space)))
         return tuple(
-            among(candidates, f"{key}/{block}") if lot(f"{key}/mutates {block}") < self.mutation * 2**64 else one[block]
+            draw_candidate(candidates, f"{key}/{block}")
+            if hash64(f"{key}/mutates {block}") < self.mutation * 2**64
+            else one[block]
             for block, candidates in enumerate(self.space)
         )
 
-    def _before(self, number: int) -> list[tuple[float, int, Choices]]:
+    def _best_before(self, number: int) -> list[tuple[float, int, Choices]]:
         """The best of the generations before that of `number`, of which some results may have been told already."""
-        return [each for each in self._best if each[1] < self.needs(number)][: self.parents]
+        return [each for each in self._best if each[1] < self.results_needed(number)][: self.parents]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lightning_pipes.ir import InputError, check_type, shown
-from lightning_pipes.supernets.subnet import Space
+from lightning_pipes.supernets.subnet import SearchSpace
 
 Choices = tuple[int, ...]
 
@@ -24,25 +24,25 @@ class Explorer(ABC):
         instant: whether it answers at once, so that nobody has to watch how long it takes.
     """
 
-    space: Space
+    space: SearchSpace
     instant: bool = False
 
     @abstractmethod
-    def choices(self, number: int) -> Choices:
-        """The choices of subnet `number`; all results before `needs(number)` have been told.
+    def choose_subnet(self, number: int) -> Choices:
+        """The choices of subnet `number`; all results before `results_needed(number)` have been told.
 
         Raises:
             InputError: there are no more, or what gives them has failed.
         """
 
-    def needs(self, number: int) -> int:
+    def results_needed(self, number: int) -> int:
         """How many results, those of subnets 0, 1, ..., have to be told before subnet `number` can be."""
         return 0
 
-    def tell(self, number: int, loss: float) -> None:  # noqa: B027  # most learn nothing from results
+    def report_loss(self, number: int, loss: float) -> None:  # noqa: B027  # most learn nothing from results
         """The result of subnet `number`, told in the order of numbers."""
 
-    def which(self, number: int) -> int:
+    def space_index(self, number: int) -> int:
         """The number of its space, where there are several."""
         return 0
 
@@ -65,14 +65,14 @@ class Uniform(Explorer):
 
     instant = True
 
-    def __init__(self, space: Space, seed: int = 0) -> None:
-        self.space, self.seed = check_type("space", space, Space), check_type("seed", seed, int)
+    def __init__(self, space: SearchSpace, seed: int = 0) -> None:
+        self.space, self.seed = check_type("space", space, SearchSpace), check_type("seed", seed, int)
 
-    def choices(self, number: int) -> Choices:
-        return drawn(self.space, f"{self.seed}/{number}")
+    def choose_subnet(self, number: int) -> Choices:
+        return draw_subnet(self.space, f"{self.seed}/{number}")
 
 
-class Listed(Explorer):
+class FromList(Explorer):
     """These subnets, in this order.
 
     Args:
@@ -86,13 +86,13 @@ class Listed(Explorer):
 
     instant = True
 
-    def __init__(self, subnets: Sequence[Sequence[int]], space: Space, repeat: bool = False) -> None:
-        self.space, self.repeat = check_type("space", space, Space), check_type("repeat", repeat, bool)
+    def __init__(self, subnets: Sequence[Sequence[int]], space: SearchSpace, repeat: bool = False) -> None:
+        self.space, self.repeat = check_type("space", space, SearchSpace), check_type("repeat", repeat, bool)
         self._subnets = [self.space.check(subnet) for subnet in check_type("subnets", subnets, Sequence)]
         if not self._subnets:
             raise InputError("a list of subnets is empty; it needs at least one")
 
-    def choices(self, number: int) -> Choices:
+    def choose_subnet(self, number: int) -> Choices:
         if number >= len(self._subnets) and not self.repeat:
             raise InputError(
                 f"training asks for subnet {number}, and the list ends after {len(self._subnets)}; give one for each "
@@ -101,7 +101,7 @@ class Listed(Explorer):
         return self._subnets[number % len(self._subnets)]
 
 
-class Produced(Explorer):
+class FromIterable(Explorer):
     """The subnets that a generator of yours gives. To resume it is asked again for those that were given.
 
     Args:
@@ -109,13 +109,13 @@ class Produced(Explorer):
         space: that they are from.
     """
 
-    def __init__(self, subnets: Iterable[Sequence[int]], space: Space) -> None:
-        self.space = check_type("space", space, Space)
+    def __init__(self, subnets: Iterable[Sequence[int]], space: SearchSpace) -> None:
+        self.space = check_type("space", space, SearchSpace)
         self._given = 0
-        self._producing = iterated("subnets", subnets)
+        self._producing = as_iterator("subnets", subnets)
         self._latest: Choices = ()
 
-    def choices(self, number: int) -> Choices:
+    def choose_subnet(self, number: int) -> Choices:
         while self._given <= number:
             self._latest = self._next()
         return self._latest
@@ -138,7 +138,7 @@ class Produced(Explorer):
         return found
 
 
-class Several(Explorer):
+class RoundRobin(Explorer):
     """Several explorers take turns: subnets of other spaces have fewer layers in common, so more of them overlap
     (NASPipe, Zhao et al. 2022, S5.5).
 
@@ -155,27 +155,28 @@ class Several(Explorer):
         if not explorers or len({len(each.space) for each in explorers}) > 1:
             raise InputError(
                 f"explorers of spaces with {[len(each.space) for each in explorers]} blocks can't take turns; all "
-                "choose for the blocks of one supernet: take parts of its space, by space.only({block: candidates})"
+                "choose for the blocks of one supernet: take parts of its space, by space.restrict_to({block: "
+                "candidates})"
             )
         self._explorers = explorers
         self.instant = all(each.instant for each in explorers)
         merged = zip(*(each.space for each in explorers), strict=True)
-        self.space = Space(tuple(tuple(sorted(set().union(*blocks))) for blocks in merged))
+        self.space = SearchSpace(tuple(tuple(sorted(set().union(*blocks))) for blocks in merged))
 
-    def choices(self, number: int) -> Choices:
-        explorer, own = self._of(number)
-        return explorer.choices(own)
+    def choose_subnet(self, number: int) -> Choices:
+        explorer, own = self._explorer_of(number)
+        return explorer.choose_subnet(own)
 
-    def needs(self, number: int) -> int:
-        explorer, own = self._of(number)
-        needed = explorer.needs(own)
-        return (needed - 1) * len(self._explorers) + self.which(number) + 1 if needed else 0
+    def results_needed(self, number: int) -> int:
+        explorer, own = self._explorer_of(number)
+        needed = explorer.results_needed(own)
+        return (needed - 1) * len(self._explorers) + self.space_index(number) + 1 if needed else 0
 
-    def tell(self, number: int, loss: float) -> None:
-        explorer, own = self._of(number)
-        explorer.tell(own, loss)
+    def report_loss(self, number: int, loss: float) -> None:
+        explorer, own = self._explorer_of(number)
+        explorer.report_loss(own, loss)
 
-    def which(self, number: int) -> int:
+    def space_index(self, number: int) -> int:
         return number % len(self._explorers)
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,11 +186,11 @@ class Several(Explorer):
         for explorer, own in zip(self._explorers, state["explorers"], strict=True):
             explorer.load_state_dict(own)
 
-    def _of(self, number: int) -> tuple[Explorer, int]:
-        return self._explorers[self.which(number)], number // len(self._explorers)
+    def _explorer_of(self, number: int) -> tuple[Explorer, int]:
+        return self._explorers[self.space_index(number)], number // len(self._explorers)
 
 
-def iterated(what: str, value: object) -> Iterator[Any]:
+def as_iterator(what: str, value: object) -> Iterator[Any]:
     """Return an iterator over `value`.
 
     Raises:
@@ -201,16 +202,16 @@ def iterated(what: str, value: object) -> Iterator[Any]:
         raise InputError(f"{what} must be an Iterable, got {shown(value)}") from None
 
 
-def drawn(space: Space, key: str) -> Choices:
+def draw_subnet(space: SearchSpace, key: str) -> Choices:
     """A subnet by lot; equal keys, equal subnets."""
-    return tuple(among(candidates, f"{key}/{block}") for block, candidates in enumerate(space))
+    return tuple(draw_candidate(candidates, f"{key}/{block}") for block, candidates in enumerate(space))
 
 
-def among(entries: Sequence[int], key: str) -> int:
+def draw_candidate(entries: Sequence[int], key: str) -> int:
     """One of them by lot, each as likely."""
-    return entries[lot(key) % len(entries)]
+    return entries[hash64(key) % len(entries)]
 
 
-def lot(key: str) -> int:
+def hash64(key: str) -> int:
     """A number of 64 bits that depends on the key alone, the same on any machine."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")

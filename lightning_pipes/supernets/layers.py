@@ -15,10 +15,10 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_pipes.ir import InputError, check_count, check_type, shown
-from lightning_pipes.supernets.explorers import iterated
+from lightning_pipes.supernets.explorers import as_iterator
 
 Sharing = Literal["sequential", "frozen", "per_choice", "delayed"]
-MOST_COPIES = 2**12
+MAX_COPIES = 2**12
 """Of a layer that each candidate of a block has for itself."""
 
 
@@ -32,13 +32,13 @@ class ChoiceBlock(nn.ModuleList):
     last = False
 
     def __init__(self, candidates: Iterable[nn.Module]) -> None:
-        named = enumerate(iterated("candidates", candidates))
+        named = enumerate(as_iterator("candidates", candidates))
         super().__init__([check_type(f"candidates[{number}]", each, nn.Module) for number, each in named])
         if not len(self):
             raise InputError("a ChoiceBlock needs candidates to choose from, got none")
 
     def forward(self, given: Any) -> Any:
-        x, subnet = opened(given)
+        x, subnet = split_input(given)
         if self.place < 0:
             raise InputError(
                 "a ChoiceBlock does not know which of a subnet's choices is its own: put it into a Supernet"
@@ -67,10 +67,10 @@ class PerChoice(ChoiceBlock):
 
     def __init__(self, layer: nn.Module, count: int) -> None:
         check_type("layer", layer, nn.Module)
-        super().__init__(copy.deepcopy(layer) for _ in range(check_count("count", count, most=MOST_COPIES)))
+        super().__init__(copy.deepcopy(layer) for _ in range(check_count("count", count, most=MAX_COPIES)))
 
 
-class Shared(nn.Module):
+class SharedLayer(nn.Module):
     """A layer that every subnet uses.
 
     Args:
@@ -105,11 +105,11 @@ class Shared(nn.Module):
             self.train(self.training)
 
     def forward(self, given: Any) -> Any:
-        x, subnet = opened(given)
+        x, subnet = split_input(given)
         y = self.layer(x)
         return y if self.last else (y, subnet)
 
-    def train(self, mode: bool = True) -> Shared:
+    def train(self, mode: bool = True) -> SharedLayer:
         """As of any module; of a frozen layer, the parts that keep statistics stay as in evaluation."""
         super().train(mode)
         if self.shared == "frozen":
@@ -135,7 +135,7 @@ def check_sharing(shared: object, delay: object) -> None:
         check_count("delay", delay, "; subnets between a step and its reader")
 
 
-def opened(given: Any) -> tuple[Any, Any]:
+def split_input(given: Any) -> tuple[Any, Any]:
     """x and the subnet.
 
     Raises:

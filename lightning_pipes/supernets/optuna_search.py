@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_pipes.ir import InputError, check_count, check_type
 from lightning_pipes.supernets.explorers import Choices, Explorer
-from lightning_pipes.supernets.subnet import Space
+from lightning_pipes.supernets.subnet import SearchSpace
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -30,26 +30,26 @@ class OptunaExplorer(Explorer):
         InputError: `sampler` makes no sampler, or the population makes no sense.
     """
 
-    def __init__(self, space: Space, sampler: Callable[[], BaseSampler], population: int = 50) -> None:
-        self.space = check_type("space", space, Space)
+    def __init__(self, space: SearchSpace, sampler: Callable[[], BaseSampler], population: int = 50) -> None:
+        self.space = check_type("space", space, SearchSpace)
         self.population = check_count("population", population)
         self._sampler: Callable[[], BaseSampler] = check_type("sampler", sampler, Callable[[], Any])
-        self._told: list[float] = []
+        self._losses: list[float] = []
         self._begin()
 
-    def choices(self, number: int) -> Choices:
+    def choose_subnet(self, number: int) -> Choices:
         while len(self._asked) <= number:
-            self._asked.append(self._ask())
+            self._asked.append(self._ask_trial())
         return self._asked[number]
 
-    def needs(self, number: int) -> int:
+    def results_needed(self, number: int) -> int:
         return number // self.population * self.population
 
-    def tell(self, number: int, loss: float) -> None:
-        if number != len(self._told):
-            raise InputError(f"the loss of subnet {number} was told, and that of subnet {len(self._told)} comes next")
-        self._told.append(loss)
-        if len(self._told) % self.population == 0:
+    def report_loss(self, number: int, loss: float) -> None:
+        if number != len(self._losses):
+            raise InputError(f"the loss of subnet {number} was told, and that of subnet {len(self._losses)} comes next")
+        self._losses.append(loss)
+        if len(self._losses) % self.population == 0:
             self._score()
 
     @property
@@ -58,17 +58,17 @@ class OptunaExplorer(Explorer):
         return self._study
 
     def state_dict(self) -> dict[str, Any]:
-        return {"told": list(self._told), "asked": len(self._asked)}
+        return {"told": list(self._losses), "asked": len(self._asked)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Asks and tells all again: a sampler has a state of its own, which nobody can look at."""
         self._begin()
-        self._told = []
+        self._losses = []
         for number, loss in enumerate(state["told"]):
-            self.choices(number)
-            self.tell(number, loss)
+            self.choose_subnet(number)
+            self.report_loss(number, loss)
         if state["asked"]:
-            self.choices(state["asked"] - 1)
+            self.choose_subnet(state["asked"] - 1)
 
     def _begin(self) -> None:
         import optuna
@@ -85,7 +85,7 @@ class OptunaExplorer(Explorer):
         self._asked: list[Choices] = []
         self._trials: list[Trial] = []
 
-    def _ask(self) -> Choices:
+    def _ask_trial(self) -> Choices:
         trial = self._study.ask()
         self._trials.append(trial)
         with warnings.catch_warnings():
@@ -95,7 +95,7 @@ class OptunaExplorer(Explorer):
     def _score(self) -> None:
         from optuna.trial import TrialState
 
-        for trial, loss in zip(self._trials, self._told[-self.population :], strict=True):
+        for trial, loss in zip(self._trials, self._losses[-self.population :], strict=True):
             if loss == loss:
                 self._study.tell(trial, loss)
             else:

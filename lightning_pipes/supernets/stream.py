@@ -1,7 +1,7 @@
 """A stream of subnets, one for each batch.
 
 for (x, y), subnet in zip(loader, stream): ...             # a plain loop
-trainer.fit(module, stream.paired(loader))                 # batches [[x, y], subnet]
+trainer.fit(module, stream.pair_with(loader))                 # batches [[x, y], subnet]
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lightning_pipes.supernets.subnet import Subnet
 class SubnetStream(Iterable[Subnet]):
     """Gives the subnets of an explorer, numbered on from epoch to epoch; a loader that never ends, with a state.
 
-    An explorer that learns from results gets them by `tell`; in a Trainer the callback `Explores` does that, and has
-    the pipeline end what is under way where the next subnet depends on it.
+    An explorer that learns from results gets them by `report_loss`; in a Trainer the callback `ExplorerFeedback` does
+    that, and has the pipeline end what is under way where the next subnet depends on it.
 
     Args:
         explorer: says which subnets.
@@ -38,67 +38,71 @@ class SubnetStream(Iterable[Subnet]):
         self.explorer: Explorer = check_type("explorer", explorer, Explorer)
         self.timeout = check_number("timeout", timeout, "a positive number of seconds", lambda s: 0 < s < 1e9)
         self.next = 0
-        self.told = 0
+        self.n_reported = 0
 
     def __iter__(self) -> Iterator[Subnet]:
         return self
 
     def __next__(self) -> Subnet:
-        number, needed = self.next, self.explorer.needs(self.next)
-        if self.told < needed:
+        number, needed = self.next, self.explorer.results_needed(self.next)
+        if self.n_reported < needed:
             raise InputError(
-                f"subnet {number} depends on the results of the {needed} before, of which {self.told} were told. In a "
-                "Trainer give it the callback Explores(stream), and loaders that know their length; in a loop of your "
-                "own call stream.tell(subnet, loss)"
+                f"subnet {number} depends on the results of the {needed} before, of which {self.n_reported} were told. "
+                f"In a "
+                "Trainer give it the callback ExplorerFeedback(stream), and loaders that know their length; in a loop "
+                "of your "
+                "own call stream.report_loss(subnet, loss)"
             )
-        found = self.explorer.choices(number) if self.explorer.instant else self._in_time(number)
+        found = self.explorer.choose_subnet(number) if self.explorer.instant else self._choose_with_timeout(number)
         choices = self.explorer.space.check(found)
         self.next += 1
-        return Subnet(choices, number, self.explorer.which(number))
+        return Subnet(choices, number, self.explorer.space_index(number))
 
     def __len__(self) -> int:
         """As long as anything: what it is paired with ends first."""
         return sys.maxsize
 
-    def tell(self, subnet: Subnet, loss: float) -> None:
+    def report_loss(self, subnet: Subnet, loss: float) -> None:
         """The result of a subnet; results come in the order of subnets.
 
         Raises:
             InputError: another one comes next.
         """
-        if subnet.id != self.told:
-            raise InputError(f"the result of subnet {subnet.id} was told, and that of subnet {self.told} comes next")
-        self.explorer.tell(subnet.id, float(loss))
-        self.told += 1
+        if subnet.id != self.n_reported:
+            raise InputError(
+                f"the result of subnet {subnet.id} was told, and that of subnet {self.n_reported} comes next"
+            )
+        self.explorer.report_loss(subnet.id, float(loss))
+        self.n_reported += 1
 
-    def waits_after(self, number: int) -> bool:
+    def must_wait_after(self, number: int) -> bool:
         """Whether the subnet after `number` depends on the result of `number`."""
-        return self.explorer.needs(number + 1) > number
+        return self.explorer.results_needed(number + 1) > number
 
-    def paired(self, loader: Iterable[Any]) -> CombinedLoader:
+    def pair_with(self, loader: Iterable[Any]) -> CombinedLoader:
         """Batches with a subnet each, [batch, subnet], for a Trainer; as many as the loader has."""
         return CombinedLoader([loader, self], "min_size")
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is, for a checkpoint; a Trainer asks by itself."""
-        return {"next": self.next, "told": self.told, "explorer": self.explorer.state_dict()}
+        return {"next": self.next, "told": self.n_reported, "explorer": self.explorer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on there."""
-        self.next, self.told = state["next"], state["told"]
+        self.next, self.n_reported = state["next"], state["told"]
         self.explorer.load_state_dict(state["explorer"])
 
-    def _in_time(self, number: int) -> tuple[int, ...]:
+    def _choose_with_timeout(self, number: int) -> tuple[int, ...]:
         """The explorer's answers, by a thread of its own: it may be a program of its own, or a network away."""
         answers: queue.Queue[tuple[int, ...] | BaseException] = queue.Queue()
 
-        def ask() -> None:
+        def ask_explorer() -> None:
             try:
-                answers.put(self.explorer.choices(number))
+                answers.put(self.explorer.choose_subnet(number))
             except BaseException as error:
                 answers.put(error)
 
-        threading.Thread(target=ask, daemon=True, name=f"subnet {number}").start()
+        threading.Thread(target=ask_explorer, daemon=True, name=f"subnet {number}").start()
         try:
             found = answers.get(timeout=self.timeout)
         except queue.Empty:

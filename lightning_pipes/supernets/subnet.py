@@ -65,12 +65,12 @@ class Subnet:
 
 plain.allow(Subnet)
 
-MOST = 2**20
+MAX_CANDIDATES = 2**20
 """Candidates of a block."""
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The subnets that there are: any of its candidates for each block.
 
     Attributes:
@@ -92,28 +92,30 @@ class Space:
                 )
 
     @classmethod
-    def of(cls, sizes: Sequence[int]) -> Space:
+    def from_sizes(cls, sizes: Sequence[int]) -> SearchSpace:
         """All candidates of blocks that have so many.
 
         Raises:
             InputError: a block has none.
         """
         given = check_type("sizes", sizes, Sequence[int])
-        return cls(tuple(tuple(range(check_count("sizes: a block's candidates", size, most=MOST))) for size in given))
+        return cls(
+            tuple(tuple(range(check_count("sizes: a block's candidates", size, most=MAX_CANDIDATES))) for size in given)
+        )
 
-    def only(self, candidates: Mapping[int, Sequence[int]]) -> Space:
+    def restrict_to(self, candidates: Mapping[int, Sequence[int]]) -> SearchSpace:
         """The part of it in which some blocks have these candidates only, by number of the block.
 
         Raises:
             InputError: there is no such block, or it has no such candidate.
         """
-        for block, wanted in check_type("candidates of blocks", candidates, Mapping[int, Sequence[int]]).items():
+        for block, allowed in check_type("candidates of blocks", candidates, Mapping[int, Sequence[int]]).items():
             if not 0 <= block < len(self.blocks):
                 raise InputError(f"a space of {len(self.blocks)} blocks has no block {block}; they are counted from 0")
-            for choice in wanted:
+            for choice in allowed:
                 self._check(block, choice)
         kept = (tuple(candidates.get(block, offered)) for block, offered in enumerate(self.blocks))
-        return Space(tuple(kept))
+        return SearchSpace(tuple(kept))
 
     def check(self, choices: Sequence[int]) -> tuple[int, ...]:
         """These choices, if they are one for each block, and candidates of it.

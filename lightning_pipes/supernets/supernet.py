@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from lightning_pipes.ir import Delayed, InputError, check_type
-from lightning_pipes.supernets.layers import ChoiceBlock, PerChoice, Shared, Sharing, check_sharing, has_state
-from lightning_pipes.supernets.subnet import Space, Subnet
+from lightning_pipes.supernets.layers import ChoiceBlock, PerChoice, SharedLayer, Sharing, check_sharing, has_state
+from lightning_pipes.supernets.subnet import SearchSpace, Subnet
 
 Choices = Subnet | Sequence[int]
 
@@ -49,18 +49,18 @@ class Supernet(nn.Sequential):
         check_sharing(shared, delay)
         given = layers[0] if len(layers) == 1 and isinstance(layers[0], OrderedDict) else None
         named: dict[str, Any] = dict(given) if given is not None else {str(n): m for n, m in enumerate(layers)}
-        super().__init__(OrderedDict(_made(named, shared, delay)))
+        super().__init__(OrderedDict(_wrap_layers(named, shared, delay)))
         blocks = self.blocks
         if not blocks:
             raise InputError("a Supernet needs a ChoiceBlock among its layers, got none; nn.Sequential does without")
         for number, block in enumerate(blocks.values()):
             block.place = number
-        for block, layer in _beside(self._modules):
+        for block, layer in _pair_with_blocks(self._modules):
             if isinstance(layer, PerChoice):
                 layer.place = block.place
         self._last().last = True
-        self._shares = _Shares(self._modules)
-        self.space = Space.of([len(block) for block in blocks.values()])
+        self._shares = _SharedState(self._modules)
+        self.space = SearchSpace.from_sizes([len(block) for block in blocks.values()])
 
     def __getitem__(self, index: int | slice) -> Any:
         """A layer; of several a plain nn.Sequential, with the numbers that they have here."""
@@ -90,18 +90,18 @@ class Supernet(nn.Sequential):
                 if part in self._shares.stateful:
                     found[name if name in self._shares.within else part] = True
                     self._shares.check(part, name, choices, self._modules)
-            elif isinstance(layer, Shared) and name in self._shares.stateful:
+            elif isinstance(layer, SharedLayer) and name in self._shares.stateful:
                 late = Delayed(layer.delay) if layer.delay is not None else True
                 found[name] = False if layer.shared == "frozen" else late
         return found
 
-    def subnet(self, subnet: Choices) -> nn.Sequential:
+    def extract_subnet(self, subnet: Choices) -> nn.Sequential:
         """The layers of one subnet as a module of its own, which takes x: the same ones, not copies."""
         choices = self.space.check(subnet.choices if isinstance(subnet, Subnet) else subnet)
         return nn.Sequential(*(m[choices[m.place]] if isinstance(m, ChoiceBlock) else m.layer for m in self))  # type: ignore[arg-type]
 
 
-def _made(named: Mapping[str, nn.Module], shared: Sharing, delay: int | None) -> Iterator[tuple[str, nn.Module]]:
+def _wrap_layers(named: Mapping[str, nn.Module], shared: Sharing, delay: int | None) -> Iterator[tuple[str, nn.Module]]:
     """The layers, ordinary ones as shared."""
     seen: set[int] = set()
     made: dict[str, nn.Module] = {}
@@ -120,19 +120,19 @@ def _made(named: Mapping[str, nn.Module], shared: Sharing, delay: int | None) ->
                 f"layer {name}, a {type(layer).__name__}, has a ChoiceBlock inside; a Supernet chooses between its own "
                 "layers only: make the block one of them"
             )
-        made[name] = layer if isinstance(layer, Shared) else _as_shared(layer, shared, delay)
-    for block, layer in _beside(made):
+        made[name] = layer if isinstance(layer, SharedLayer) else _as_shared(layer, shared, delay)
+    for block, layer in _pair_with_blocks(made):
         name = next(n for n, m in made.items() if m is layer)
-        if isinstance(layer, Shared) and layer.shared == "per_choice":
+        if isinstance(layer, SharedLayer) and layer.shared == "per_choice":
             made[name] = PerChoice(layer.layer, len(block)) if has_state(layer) else layer
     yield from made.items()
 
 
-def _as_shared(layer: nn.Module, shared: Sharing, delay: int | None) -> Shared:
-    return Shared(layer, shared, delay) if has_state(layer) else Shared(layer)
+def _as_shared(layer: nn.Module, shared: Sharing, delay: int | None) -> SharedLayer:
+    return SharedLayer(layer, shared, delay) if has_state(layer) else SharedLayer(layer)
 
 
-def _beside(layers: Mapping[str, nn.Module | None]) -> list[tuple[ChoiceBlock, nn.Module]]:
+def _pair_with_blocks(layers: Mapping[str, nn.Module | None]) -> list[tuple[ChoiceBlock, nn.Module]]:
     """Each other layer with the block that follows, or the last one."""
     found: list[tuple[ChoiceBlock, nn.Module]] = []
     block: ChoiceBlock | None = None
@@ -148,7 +148,7 @@ def _beside(layers: Mapping[str, nn.Module | None]) -> list[tuple[ChoiceBlock, n
     return found + [(block, each) for each in waiting if block is not None]
 
 
-class _Shares:
+class _SharedState:
     """Who has the same parameters and buffers as whom."""
 
     def __init__(self, layers: Mapping[str, nn.Module | None]) -> None:

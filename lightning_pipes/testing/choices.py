@@ -14,7 +14,7 @@ from lightning_pipes.planning.fit import Fit, fit_layers
 from lightning_pipes.planning.planner import even_plan
 
 
-class Problem(NamedTuple):
+class PlanningProblem(NamedTuple):
     """How best to train batches of `rows` samples on all devices of a cluster?"""
 
     profile: ModelProfile
@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     cluster: Cluster
 
 
-def random_problem(seed: int) -> Problem:
+def random_problem(seed: int) -> PlanningProblem:
     """A model whose times are not proportional to rows, ranks, rows, and a cluster with a tight memory
     whose devices are not all equally fast."""
     rng = np.random.default_rng(seed)
@@ -57,10 +57,10 @@ def random_problem(seed: int) -> Problem:
     link = Link(bandwidth=float(10 ** rng.uniform(7, 10)), latency=float(rng.uniform(0, 2e-3)))
     speeds = rng.choice([0.5, 2 / 3, 1.0, 1.0, 1.0], ranks)
     cluster = Cluster(tuple(Device(memory, float(speed)) for speed in speeds), inside=link)
-    return Problem(ModelProfile(tuple(layers), overhead=2e-4), ranks, rows, cluster)
+    return PlanningProblem(ModelProfile(tuple(layers), overhead=2e-4), ranks, rows, cluster)
 
 
-def every_fit(problem: Problem) -> Iterator[Fit]:
+def every_fit(problem: PlanningProblem) -> Iterator[Fit]:
     """All installed schedules in all their variants, with 1, 2, 4, 8, ... micro-batches and one for each sample, with
     and without recomputation: those that fit."""
     p = problem

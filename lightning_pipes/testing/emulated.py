@@ -24,7 +24,7 @@ from lightning_pipes.sim.event import Event
 SPIN = 0.00005
 
 
-def steady() -> None:
+def request_realtime_priority() -> None:
     """Asks for priority, where allowed: on a shared machine other programs would be measured too."""
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
@@ -40,7 +40,7 @@ def pause_until(end: float) -> None:
         os.sched_yield()  # other threads may have the interpreter, as during a real kernel
 
 
-def sleeping(forward: float, backward: float, weights: float = 0.0, message_bytes: int = 4) -> LayerProfile:
+def sleeping_layer(forward: float, backward: float, weights: float = 0.0, message_bytes: int = 4) -> LayerProfile:
     """A layer that takes so many seconds, whatever the rows; `weights` of the backward are for the gradients of weights
     and can be had apart. It hands on `message_bytes` a row, a multiple of 4."""
     layer = LayerProfile("sleeping", ((1, forward),), ((1, backward),), gradient_bytes=4, output=((1, message_bytes),))
@@ -82,7 +82,7 @@ class _SleepLater(torch.autograd.Function):
         return gradients[0], None
 
 
-class Emulated(nn.Module):
+class EmulatedLayer(nn.Module):
     """Sleeps as its profile says of as many rows as come in, on a device of relative `speed`; passes its input on."""
 
     def __init__(self, profile: LayerProfile, speed: float = 1.0) -> None:
@@ -90,7 +90,7 @@ class Emulated(nn.Module):
         self.profile, self.speed = profile, speed
         self.weight = nn.Parameter(torch.zeros(()))
         if profile.weight_backward:
-            self.apart = nn.Parameter(torch.zeros(()))
+            self.split_weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         p = self.profile
@@ -98,7 +98,7 @@ class Emulated(nn.Module):
         forward, backward, weights = (at_rows(t, len(x)) / self.speed for t in (p.forward, back, p.weight_backward))
         out: torch.Tensor = _Sleep.apply(x, self.weight, forward, backward)  # type: ignore[no-untyped-call]
         if p.weight_backward:  # a sum leads to both, so that a backward in two parts finds them apart
-            out = out + _SleepLater.apply(self.apart, weights)  # type: ignore[no-untyped-call]
+            out = out + _SleepLater.apply(self.split_weight, weights)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -129,18 +129,22 @@ class Emulation:
         x = torch.zeros(self.rows, int(size) // 4)
         last = self.plan.n_stages - 1
 
-        def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        def run_body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
             out = stage.run_layers(item, span, x[span.start : span.stop] if received is None else received)
             return out.mean() if stage.number == last else out
 
         return [
-            Stage(s, {n: Emulated(self.layers[n], self.speeds[rank]) for n in _numbers(self.plan.layers[s])}, body)
+            Stage(
+                s,
+                {n: EmulatedLayer(self.layers[n], self.speeds[rank]) for n in _numbers(self.plan.layers[s])},
+                run_body,
+            )
             for s in self.plan.stages[rank]
         ]
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepRecord:
     """One rank's record of the steps of one training: start and end in nanoseconds, and the engine's events."""
 
     spans: tuple[tuple[int, int], ...]
@@ -155,7 +159,7 @@ def run_steps(
     watch: FailureWatch,
     steps: int,
     warm_up: Sequence[int],
-) -> Steps:
+) -> StepRecord:
     """Trains with so many steps: a collective call of all ranks of the default group, which start every step together.
 
     Args:
@@ -172,10 +176,10 @@ def run_steps(
         spans.append((started, time.monotonic_ns()))
         events.append(tuple(engine.events))
     engine.close()
-    return Steps(tuple(spans[len(warm_up) :]), tuple(events[len(warm_up) :]))
+    return StepRecord(tuple(spans[len(warm_up) :]), tuple(events[len(warm_up) :]))
 
 
-def step_seconds(by_rank: Sequence[Steps]) -> list[float]:
+def step_seconds(by_rank: Sequence[StepRecord]) -> list[float]:
     """Seconds of each step, from the first rank's start to the last one's end."""
     each = zip(*(found.spans for found in by_rank), strict=True)
     return [(max(end for _, end in spans) - min(start for start, _ in spans)) / 1e9 for spans in each]

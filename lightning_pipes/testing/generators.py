@@ -60,11 +60,11 @@ def random_plan(seed: int, *, unequal: bool = True, split_backward: bool = False
     rng = random.Random(seed)
     stages, rows = rng.randint(1, 5), rng.randint(1, 8)
 
-    def table() -> tuple[tuple[Span, ...], ...]:
+    def random_table() -> tuple[tuple[Span, ...], ...]:
         return tuple(random_spans(rng, rows) for _ in range(stages))
 
     if unequal:
-        cut = Cut(rows, table(), table(), table(), table())
+        cut = Cut(rows, random_table(), random_table(), random_table(), random_table())
     else:
         cut = Cut(rows, (random_spans(rng, rows),) * stages)
     return Plan(tuple(range(stages)), (cut,), split_backward=split_backward)

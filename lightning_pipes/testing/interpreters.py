@@ -16,17 +16,21 @@ from pathlib import Path
 
 TOKEN = "LIGHTNING_PIPES_RUN"
 """The environment variable that all processes of a run have from who started it."""
-_FOREIGN = ("TORCHELASTIC_", "SLURM_", "PET_", "LIGHTNING_PIPES_")
-_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PET_", "LIGHTNING_PIPES_")
+_LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _CLONE_NEWNS = 0x20000
 
 
-def environment(token: str, temporary: Path) -> dict[str, str]:
+def run_environment(token: str, temporary: Path) -> dict[str, str]:
     """The whole environment of a run's first process, without what another launcher has left in ours.
 
     One thread a process, so that sums are the same whatever starts it.
     """
-    own = {name: value for name, value in os.environ.items() if name not in _OTHERS and not name.startswith(_FOREIGN)}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
     return own | {
         TOKEN: token,
         "TMPDIR": str(temporary),
@@ -36,7 +40,7 @@ def environment(token: str, temporary: Path) -> dict[str, str]:
     }
 
 
-def processes(token: str) -> dict[int, dict[str, str]]:
+def find_processes(token: str) -> dict[int, dict[str, str]]:
     """The environment of each process that was started with this token and has not ended."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -68,16 +72,16 @@ def wait_until(ready: Callable[[], object], seconds: float) -> bool:
 
 def end_all(token: str) -> None:
     """Ends what is left of a run. Who has `faulthandler` enabled says where it was."""
-    for number, patience in ((signal.SIGABRT, 3.0), (signal.SIGKILL, 30.0)):
-        for pid in processes(token):
+    for number, seconds in ((signal.SIGABRT, 3.0), (signal.SIGKILL, 30.0)):
+        for pid in find_processes(token):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
                 os.kill(pid, number)
-        if wait_until(lambda: not processes(token), patience):
+        if wait_until(lambda: not find_processes(token), seconds):
             return
 
 
-def own_shared_memory() -> bool:
+def isolate_shared_memory() -> bool:
     """Gives this process, and those that it starts, a /dev/shm of their own, in which nothing of others is; whether
     that can be had: it needs root on Linux."""
     libc = ctypes.CDLL(None)
@@ -87,6 +91,6 @@ def own_shared_memory() -> bool:
     return all(subprocess.run(["mount", *each], check=False).returncode == 0 for each in commands)
 
 
-def left_in(*folders: Path) -> set[str]:
+def list_entries(*folders: Path) -> set[str]:
     """The names of what is in some folders."""
     return {str(path) for folder in folders for path in folder.iterdir()}

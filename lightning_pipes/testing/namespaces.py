@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
-from lightning_pipes.testing.ranks import RankResult, die_with_parent, values, watch_ranks
+from lightning_pipes.testing.ranks import RankResult, die_with_parent, returned_values, watch_ranks
 
 DEVICE = "eth0"
 """The network device of each host; gloo has to be told by GLOO_SOCKET_IFNAME."""
@@ -29,7 +29,7 @@ _OWNER = "LIGHTNING_PIPES_HOSTS_OWNER"
 """In the environment of what hosts hold and run: who made them."""
 
 
-def address(host: int) -> str:
+def host_address(host: int) -> str:
     """The address of a host in its network."""
     return f"10.77.0.{host + 1}"
 
@@ -83,13 +83,13 @@ class Hosts:
 
     def cut(self, host: int) -> None:
         """Takes down the link of a host."""
-        self._in(self.holders[host], "ip", "link", "set", DEVICE, "down")
+        self._run_inside(self.holders[host], "ip", "link", "set", DEVICE, "down")
 
     def run_ranks(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
     ) -> list[Any]:
         """`ranks.run_ranks` with one rank on each host."""
-        return values(self.watch_ranks(fn, *args, timeout=timeout, env=env))
+        return returned_values(self.watch_ranks(fn, *args, timeout=timeout, env=env))
 
     def watch_ranks(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
@@ -97,7 +97,7 @@ class Hosts:
         """`ranks.watch_ranks` with one rank on each host; the first one's hosts their store."""
         meeting = {
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "MASTER_ADDR": address(0),
+            "MASTER_ADDR": host_address(0),
             "MASTER_PORT": str(PORT),
             "LOCAL_WORLD_SIZE": "1",
             "GLOO_SOCKET_IFNAME": DEVICE,
@@ -106,20 +106,20 @@ class Hosts:
         return watch_ranks(_on_host, self._n, self.holders, fn, *args, timeout=timeout, env=meeting)
 
     def _set_up(self) -> None:
-        switch = self._hold()
-        self._in(switch, "ip", "link", "add", "switch", "type", "bridge")
-        self._in(switch, "ip", "link", "set", "switch", "up")
+        switch = self._start_holder()
+        self._run_inside(switch, "ip", "link", "add", "switch", "type", "bridge")
+        self._run_inside(switch, "ip", "link", "set", "switch", "up")
         for host in range(self._n):
-            holder, port = self._hold(), f"port{host}"
+            holder, port = self._start_holder(), f"port{host}"
             peer = ("peer", "name", DEVICE, "netns", str(holder))
-            self._in(switch, "ip", "link", "add", port, "type", "veth", *peer)
-            self._in(switch, "ip", "link", "set", port, "master", "switch", "up")
-            self._in(holder, "ip", "address", "add", f"{address(host)}/24", "dev", DEVICE)
+            self._run_inside(switch, "ip", "link", "add", port, "type", "veth", *peer)
+            self._run_inside(switch, "ip", "link", "set", port, "master", "switch", "up")
+            self._run_inside(holder, "ip", "address", "add", f"{host_address(host)}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
-                self._in(holder, "ip", "link", "set", device, "up")
+                self._run_inside(holder, "ip", "link", "set", device, "up")
             self.holders.append(holder)
 
-    def _hold(self) -> int:
+    def _start_holder(self) -> int:
         process = self._popen(["unshare", "--net", "sh", "-c", "echo; exec sleep infinity"], {}, stdout=subprocess.PIPE)
         assert process.stdout is not None
         if not process.stdout.readline():
@@ -128,18 +128,18 @@ class Hosts:
         return process.pid
 
     def _popen(self, command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[str]:
-        everything = {**os.environ, _OWNER: f"{os.getpid()} {_born(os.getpid())}", **env}
+        everything = {**os.environ, _OWNER: f"{os.getpid()} {_start_time(os.getpid())}", **env}
         # Tied to us before Popen returns: setpriv might come to it when we are gone already.
         process = subprocess.Popen(command, env=everything, text=True, preexec_fn=die_with_parent, **more)
         self._stack.callback(_end, process)
         return process
 
-    def _in(self, holder: int, *command: str) -> None:
+    def _run_inside(self, holder: int, *command: str) -> None:
         run_command(*_nsenter(holder), *command)
 
 
 @lru_cache(maxsize=1)
-def why_not() -> str:
+def unavailable_reason() -> str:
     """Why hosts can't be made here; empty if they can."""
     if sys.platform != "linux":
         return "hosts need the network namespaces of Linux"
@@ -152,11 +152,11 @@ def why_not() -> str:
         return str(error)
 
 
-def clean() -> list[int]:
+def kill_orphans() -> list[int]:
     """Kills what is left in hosts whose owner ended, and says which processes. There should be none: the kernel does
     so, unless the owner was killed in the instant in which it started one."""
     numbers = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-    left = [pid for pid in numbers if _born(pid) and _orphan(pid)]
+    left = [pid for pid in numbers if _start_time(pid) and _is_orphan(pid)]
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -188,18 +188,18 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def _orphan(pid: int) -> bool:
+def _is_orphan(pid: int) -> bool:
     """Whether the process belongs to hosts whose owner ended."""
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0"):
             name, _, owner = entry.partition("=")
             if name == _OWNER:
                 owner_pid, _, born = owner.partition(" ")
-                return _born(int(owner_pid)) != born
+                return _start_time(int(owner_pid)) != born
     return False
 
 
-def _born(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """When a process was started, which tells it from a later one of the same number; empty if it has ended."""
     with suppress(OSError):
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

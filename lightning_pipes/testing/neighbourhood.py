@@ -26,7 +26,9 @@ BESIDE = (1.1, 1.8, 3.2)
 FAST = Link(bandwidth=1e9)
 
 
-def model(seconds: Sequence[float], edge: float = 1e3, weights: int = 10**6, backward: float = 2.0) -> ModelProfile:
+def layered_model(
+    seconds: Sequence[float], edge: float = 1e3, weights: int = 10**6, backward: float = 2.0
+) -> ModelProfile:
     """Layers with these seconds of a forward for a sample, and backwards that take `backward` times as long.
 
     Args:
@@ -72,7 +74,7 @@ class Neighbourhood:
         """The devices and links."""
         return Deployment(Cluster((Device(self.memory),) * self.ranks, inside=self.link))
 
-    def problem(self, layers: Sequence[Span] = ()) -> Problem:
+    def make_problem(self, layers: Sequence[Span] = ()) -> Problem:
         """The problem of a batch; by default layers are cut evenly by their seconds."""
         stages = len(self.schedule.placement(self.ranks))
         columns = self.profile.layer_arrays
@@ -84,9 +86,9 @@ class Neighbourhood:
 
     def plan(self, layers: Sequence[Span] = ()) -> Plan:
         """Of a batch."""
-        return planned(self.problem(layers))
+        return planned(self.make_problem(layers))
 
-    def durations(self, plan: Plan, first: int, batches: int) -> dict[tuple[Kind, int], Array]:
+    def operation_seconds(self, plan: Plan, first: int, batches: int) -> dict[tuple[Kind, int], Array]:
         """Seconds of all that runs in so many batches, as `Replay` takes them, of one case."""
         costs = self.profile.stage_costs(plan.layers)
         found: dict[tuple[Kind, int], Array] = {}
@@ -100,9 +102,9 @@ class Neighbourhood:
                 alone = np.array([costs.seconds_at(kind, stage, span.rows) for span in spans])
                 found[kind, stage] = (alone * factor[:, at : at + len(spans)])[None]
                 at += len(spans)
-        return found | self.messages(plan)
+        return found | self.message_seconds(plan)
 
-    def messages(self, plan: Plan) -> dict[tuple[Kind, int], Array]:
+    def message_seconds(self, plan: Plan) -> dict[tuple[Kind, int], Array]:
         """Seconds of messages."""
         found = {}
         for kind, stage in sends_of(plan):
@@ -111,9 +113,9 @@ class Neighbourhood:
             found[kind, stage] = (size / self.link.bandwidth + self.link.latency)[None, None]
         return found
 
-    def seen(self, plan: Plan, first: int, batches: int, free: tuple[int | None, ...] = ()) -> Seen:
+    def observe_window(self, plan: Plan, first: int, batches: int, free: tuple[int | None, ...] = ()) -> Seen:
         """The window that a run sees of so many batches."""
-        found = self.durations(plan, first, batches)
+        found = self.operation_seconds(plan, first, batches)
         seconds = {}
         for (kind, stage), table in found.items():
             sizes = [span.rows for span in plan.spans(kind, stage)]
@@ -132,7 +134,7 @@ class Neighbourhood:
     def steps(self, plan: Plan, first: int, batches: int) -> Array:
         """Seconds of each step; of a schedule that does not flush their mean, for each."""
         replay = replay_of(self.order(plan), plan, batches)
-        found: Array = np.broadcast_to(replay.seconds(self.durations(plan, first, batches))[0], (batches,))
+        found: Array = np.broadcast_to(replay.seconds(self.operation_seconds(plan, first, batches))[0], (batches,))
         return found
 
 
@@ -145,18 +147,18 @@ def _operations(plan: Plan, stage: int) -> int:
     return sum(len(plan.spans(kind, stage)) for kind in kinds_of(plan))
 
 
-def steady(factors: Sequence[float], since: int = 0) -> Slowdown:
+def constant_slowdown(factors: Sequence[float], since: int = 0) -> Slowdown:
     """Every rank takes its own factor as long, from one batch on."""
 
-    def of(rank: int, first: int, batches: int) -> Array:
+    def slowdown_of(rank: int, first: int, batches: int) -> Array:
         now = np.arange(first, first + batches) >= since
         return np.where(now, factors[rank], 1.0)[:, None]
 
-    return of
+    return slowdown_of
 
 
 @lru_cache
-def visitors(ranks: int, load: float, stay: float, seed: int) -> Slowdown:
+def visiting_slowdown(ranks: int, load: float, stay: float, seed: int) -> Slowdown:
     """Neighbours that come to every rank at random, and stay for a random time: each takes as much of the device as one
     of BESIDE; what several take adds up.
 
@@ -171,21 +173,21 @@ def visitors(ranks: int, load: float, stay: float, seed: int) -> Slowdown:
         comes = chance.uniform(-10 * stay, until, count)
         found.append((comes, comes + chance.exponential(stay, count), chance.choice(BESIDE, count) - 1.0))
 
-    def of(rank: int, first: int, batches: int) -> Array:
+    def slowdown_of(rank: int, first: int, batches: int) -> Array:
         comes, goes, more = found[rank]
         now = np.arange(first, first + batches)[:, None]
         return np.asarray(1.0 + (((comes <= now) & (now < goes)) * more).sum(axis=1, keepdims=True))
 
-    return of
+    return slowdown_of
 
 
-def rare(rank: int, factor: float, share: float, seed: int, operations: int = 64) -> Slowdown:
+def rare_slowdown(rank: int, factor: float, share: float, seed: int, operations: int = 64) -> Slowdown:
     """On one rank some operations, chosen at random, take `factor` times as long."""
 
-    def of(of_rank: int, first: int, batches: int) -> Array:
+    def slowdown_of(of_rank: int, first: int, batches: int) -> Array:
         if of_rank != rank:
             return np.ones((1, 1))
         draws = np.stack([np.random.default_rng((seed, n)).random(operations) for n in range(first, first + batches)])
         return np.where(draws < share, factor, 1.0)
 
-    return of
+    return slowdown_of

@@ -49,11 +49,11 @@ def _memory() -> Callable[[], object]:
     piece = 2**18
     places = (n * piece % len(source) for n in count())
 
-    def work() -> None:
+    def copy_piece() -> None:
         at = next(places)
         target[at : at + piece] = source[at : at + piece]
 
-    return work
+    return copy_piece
 
 
 def _cache() -> Callable[[], object]:
@@ -69,11 +69,11 @@ def _calls() -> Callable[[], object]:
     """System calls, as who launches many small kernels makes them."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
 
-    def work() -> None:
+    def write_bytes() -> None:
         for _ in range(50):
             os.write(nowhere, b"x")
 
-    return work
+    return write_bytes
 
 
 KINDS: dict[str, Callable[[], Callable[[], object]]] = {

@@ -19,8 +19,8 @@ from functools import lru_cache
 from typing import TypeVar
 
 from lightning_pipes.cost import Link
-from lightning_pipes.testing.namespaces import Hosts, address, enter
-from lightning_pipes.testing.namespaces import why_not as why_no_hosts
+from lightning_pipes.testing.namespaces import Hosts, enter, host_address
+from lightning_pipes.testing.namespaces import unavailable_reason as why_no_hosts
 
 Direction = tuple[int, int]
 """(from rank, to rank)"""
@@ -90,7 +90,7 @@ class NetLab(Hosts):
                 self._links[source, target] = link
 
     @contextmanager
-    def play(self, changes: Iterable[tuple[float, float | None, list[Direction] | None]]) -> Iterator[None]:
+    def play_changes(self, changes: Iterable[tuple[float, float | None, list[Direction] | None]]) -> Iterator[None]:
         """Calls `shape` at set times while the context is open.
 
         Args:
@@ -99,14 +99,14 @@ class NetLab(Hosts):
         stopped = threading.Event()
         began = time.monotonic()
 
-        def work() -> None:
+        def apply_changes() -> None:
             for at, bandwidth, directions in changes:
                 if stopped.wait(max(0.0, began + at - time.monotonic())):
                     return
                 self.shape(bandwidth, directions)
 
         with ThreadPoolExecutor(1) as pool:
-            playing = pool.submit(work)
+            playing = pool.submit(apply_changes)
             try:
                 yield
             finally:
@@ -114,7 +114,7 @@ class NetLab(Hosts):
         playing.result()
 
     @contextmanager
-    def compete(
+    def compete_on(
         self, source: int, target: int, flows: int = 1, on: float = float("inf"), off: float = 0.0, seed: int = 0
     ) -> Iterator[Competition]:
         """Real traffic on a link while the context is open: TCP connections that send as fast as they may.
@@ -122,27 +122,27 @@ class NetLab(Hosts):
         Args:
             on, off: mean seconds that each connection sends and pauses, both exponential.
         """
-        with self._on(target, lambda: socket.create_server((address(target), 0))) as server:
+        with self._call_on_host(target, lambda: socket.create_server((host_address(target), 0))) as server:
             there = server.getsockname()
-            senders = [self._on(source, lambda: socket.create_connection(there)) for _ in range(flows)]
+            senders = [self._call_on_host(source, lambda: socket.create_connection(there)) for _ in range(flows)]
             receivers = [server.accept()[0] for _ in range(flows)]
         competition = Competition(senders, receivers, random.Random(seed), on, off)
         try:
             yield competition
         finally:
-            competition.end()
+            competition.close()
 
     def _set_up(self) -> None:
         super()._set_up()
         for a, b in self._cables():
             peer = ("peer", "name", _device(a), "netns", str(self.holders[b]))
-            self._in(self.holders[a], "ip", "link", "add", _device(b), "type", "veth", *peer)
+            self._run_inside(self.holders[a], "ip", "link", "add", _device(b), "type", "veth", *peer)
             for here, there in ((a, b), (b, a)):
                 holder, device = self.holders[here], _device(there)
-                self._in(holder, "ip", "link", "set", device, "up")
+                self._run_inside(holder, "ip", "link", "set", device, "up")
                 # bbr, where it is the default, would go on for a while with a speed that it has measured before
-                way = ("dev", device, "src", address(here), "congctl", "cubic")
-                self._in(holder, "ip", "route", "add", f"{address(there)}/32", *way)
+                way = ("dev", device, "src", host_address(here), "congctl", "cubic")
+                self._run_inside(holder, "ip", "route", "add", f"{host_address(there)}/32", *way)
         for host in range(self._n):
             self._shapers[host] = _Shaper(self._open_tc(host), self._bands)
         self._links = dict.fromkeys(self.directions, Link())
@@ -165,15 +165,15 @@ class NetLab(Hosts):
             return ""
         return f"tbf rate {round(8 * bandwidth / GOODPUT)}bit burst {self._burst} limit {self._queue}"
 
-    def _on(self, host: int, make: Callable[[], T]) -> T:
+    def _call_on_host(self, host: int, make: Callable[[], T]) -> T:
         """The object that `make` returns on a host: a socket stays in the network in which it was made."""
 
-        def there() -> T:
+        def make_inside() -> T:
             enter(self.holders[host])
             return make()
 
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(there).result()
+            return pool.submit(make_inside).result()
 
 
 class _Shaper:
@@ -197,15 +197,15 @@ class _Shaper:
         assert self._process.stdout is not None
         self._process.stdin.write(f"{command}\nqdisc show dev {device}\n")
         self._process.stdin.flush()
-        said = ""
+        output = ""
         for line in self._process.stdout:
             if line.startswith("qdisc "):
                 break
-            said += line
+            output += line
         else:
-            said += "tc has ended"
-        if said:
-            raise OSError(f"tc {command}: {said.strip()}")
+            output += "tc has ended"
+        if output:
+            raise OSError(f"tc {command}: {output.strip()}")
         (self._shaped.add if setting else self._shaped.discard)(device)
 
 
@@ -231,7 +231,7 @@ class Competition:
         for thread in self._threads:
             thread.start()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Closes the connections."""
         self._ended.set()
         for end in (*self._receivers, *self._senders):
@@ -258,7 +258,7 @@ class Competition:
 
 
 @lru_cache(maxsize=1)
-def why_not() -> str:
+def lab_unavailable_reason() -> str:
     """Why there can be no lab here; empty if there can."""
     if reason := why_no_hosts():
         return reason

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.watch import heartbeat
-from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.timeouts import scale_timeout
 
 # A store asks for the name of every client that connects, and answers nobody meanwhile. A name server that loses one
 # question in fifty would hold up one test in ten for five seconds.
@@ -68,10 +68,10 @@ def run_ranks(
     Raises:
         RanksFailedError: any rank did not return within `timeout` seconds, or longer on a busy machine.
     """
-    return values(watch_ranks(fn, n, *args, timeout=timeout, env=env))
+    return returned_values(watch_ranks(fn, n, *args, timeout=timeout, env=env))
 
 
-def values(results: Sequence[RankResult]) -> list[Any]:
+def returned_values(results: Sequence[RankResult]) -> list[Any]:
     """The values that ranks returned.
 
     Raises:
@@ -130,7 +130,7 @@ def _collect(
     open_readers = {reader: rank for rank, reader in enumerate(readers)}
     sentinels = {process.sentinel: rank for rank, process in enumerate(processes)}
     while sentinels:
-        left = started + patience(timeout) - time.monotonic()
+        left = started + scale_timeout(timeout) - time.monotonic()
         ready = wait([*open_readers, *sentinels], timeout=max(left, 0))
         for thing in ready:
             if thing in open_readers:
@@ -183,7 +183,7 @@ def _rank_main(
     # Locks of other kinds, such as those of progress bars, have names in the file system until an orderly end.
     multiprocessing.set_start_method("fork", force=True)
     launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-    os.environ.update(environment(rank, n, "127.0.0.1", port) | launched | env)
+    os.environ.update(rank_environment(rank, n, "127.0.0.1", port) | launched | env)
     torch.set_num_threads(1)
     gc.freeze()  # what is loaded is no garbage, and looking at it in the end takes a second
     with open(stacks, "w") as file:
@@ -222,7 +222,7 @@ def _die_with_starter() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def environment(rank: int, n: int, address: str, port: int) -> dict[str, str]:
+def rank_environment(rank: int, n: int, address: str, port: int) -> dict[str, str]:
     """The environment that torchrun gives each of `n` ranks, which meet at `address` and `port`, where the first one
     has the store."""
     return {

@@ -18,17 +18,17 @@ MIB = 2**20
 FAST = Link(bandwidth=2e9)
 
 
-def layer(name: str, milliseconds: float, rows: int, fixed: float = 0.0) -> LayerProfile:
+def make_layer(name: str, milliseconds: float, rows: int, fixed: float = 0.0) -> LayerProfile:
     """A layer whose forward takes that long for so many rows, of which `fixed` milliseconds whatever the rows; its
     backward takes twice as long."""
 
-    def table(factor: float) -> tuple[tuple[int, float], ...]:
+    def make_table(factor: float) -> tuple[tuple[int, float], ...]:
         return tuple((r, factor * 1e-3 * (fixed + (milliseconds - fixed) * r / rows)) for r in sorted({1, rows}))
 
     return LayerProfile(
         name,
-        table(1.0),
-        table(2.0),
+        make_table(1.0),
+        make_table(2.0),
         weight_bytes=4 * MIB,
         gradient_bytes=4 * MIB,
         optimizer_bytes=8 * MIB,
@@ -62,7 +62,9 @@ def record_of(
         tuple(Span(a, b) for a, b in pairwise(edges)) if cuts else even_partition([1.0] * len(milliseconds), len(where))
     )
     plan = replace(even_plan(made, ranks, microbatches, rows * microbatches), layers=layers)
-    profile = ModelProfile(tuple(layer(f"{n} Block", t, rows) for n, t in enumerate(milliseconds)), source="formula")
+    profile = ModelProfile(
+        tuple(make_layer(f"{n} Block", t, rows) for n, t in enumerate(milliseconds)), source="formula"
+    )
     costs = replace(profile.stage_costs(layers), link=link)
     order = made.program(plan) if hasattr(made, "program") else made
     slower = replace(

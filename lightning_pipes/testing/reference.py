@@ -73,13 +73,13 @@ def gradients_in_a_pipeline(plan: Plan, order: Program | Policy, rows: int) -> G
     """The same through the engine, all ranks in this process; weights stay as they are."""
     models = [_layers(plan, job) for job in range(len(plan.jobs))]
 
-    def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+    def run_body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
         x = _batch(item.job, item.number, item.rows)[span.start : span.stop] if received is None else received
         out = stage.run_layers(item, span, x)
         return out if stage.number < plan.n_stages - 1 else out.tanh().mean() * span.rows / item.rows
 
     def stages(rank: int) -> list[Stage]:
-        return [Stage(s, {s: m[s]}, body, job=job) for s in plan.stages[rank] for job, m in enumerate(models)]
+        return [Stage(s, {s: m[s]}, run_body, job=job) for s in plan.stages[rank] for job, m in enumerate(models)]
 
     pipe = Loopback(plan, order, stages)
     for job in range(len(plan.jobs)):

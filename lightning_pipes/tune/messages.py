@@ -39,7 +39,7 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException, PipelineError) as error:
-        raise SystemExit(f"\n{explain(error)}\n\nFor the traceback: {HYDRA_RAISES}=1") from None
+        raise SystemExit(f"\n{explain_error(error)}\n\nFor the traceback: {HYDRA_RAISES}=1") from None
     finally:
         for name in (HYDRA_RAISES, OURS):
             os.environ.pop(name, None)
@@ -50,7 +50,7 @@ class SettingsError(InputError, CompactHydraException):
 
 
 @contextmanager
-def for_hydra() -> Iterator[None]:
+def as_settings_error() -> Iterator[None]:
     """A InputError of the block becomes a SettingsError; around what Hydra calls in a launcher or sweeper."""
     try:
         yield
@@ -58,7 +58,7 @@ def for_hydra() -> Iterator[None]:
         raise SettingsError(str(error)).with_traceback(error.__traceback__) from None
 
 
-def explain(error: Exception) -> str:
+def explain_error(error: Exception) -> str:
     """A text that says what is wrong in a configuration and how to go on; the text of any other error as it is."""
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:

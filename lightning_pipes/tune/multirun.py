@@ -22,7 +22,7 @@ from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, current
 from lightning_pipes.engine.watch.trust import SECRET
 from lightning_pipes.ir import InputError, PipelineError, check_count
 from lightning_pipes.tune.own_hydra import own_hydra, own_logging
-from lightning_pipes.tune.studies.announcements import Announcements
+from lightning_pipes.tune.studies.leader_store import LeaderStore
 
 _DIGITS = re.compile("[0-9]+")
 _log = logging.getLogger(__name__)
@@ -56,55 +56,57 @@ class Multirun:
         self._overrides: dict[int, list[str]] = {}  # of each sibling, by its index
         setup_globals()
         _check_process(config, config)
-        self.board = board = Announcements()
+        self.leader_store = store = LeaderStore()
         own = str(Path(config.hydra.sweep.dir).resolve()), str(config.hydra.job.name)
-        if board.leads:
-            board.say("sweep", own)
-        self._folder, self._name = board.hear("sweep")
-        if not board.is_signed:
+        if store.is_leader:
+            store.put("sweep", own)
+        self._folder, self._name = store.get("sweep")
+        if not store.is_signed:
             check_names((self._folder, self._name), own)
-        if not board.leads:
-            self._elsewhere = tempfile.TemporaryDirectory(prefix="lightning_pipes_")
+        if not store.is_leader:
+            self._temporary_folder = tempfile.TemporaryDirectory(prefix="lightning_pipes_")
             with read_write(config), open_dict(config):
-                config.hydra.sweep.dir = self._elsewhere.name
+                config.hydra.sweep.dir = self._temporary_folder.name
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+    def launch_jobs(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """How the jobs ended, in their order; all failures are logged."""
         numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
-        jobs = [partial(self.job, n, overrides) for n, overrides in zip(numbers, job_overrides, strict=True)]
+        jobs = [
+            partial(self.run_sibling_job, n, overrides) for n, overrides in zip(numbers, job_overrides, strict=True)
+        ]
         returns: dict[int, JobReturn] = {}
-        with self.siblings():
-            self._say("%d jobs share a pipeline, %d at a time", len(jobs), self.array_size)
+        with self.sibling_environment():
+            self._log_info("%d jobs share a pipeline, %d at a time", len(jobs), self.array_size)
             array: JobArray[JobReturn] = JobArray(self.array_size)
             for outcome in array.run(jobs):
                 number = numbers[outcome.index]
                 returns[number] = outcome.value or _failed(
-                    self.note(number, outcome.error), job_overrides[outcome.index]
+                    self.record_error(number, outcome.error), job_overrides[outcome.index]
                 )
         failed = [n for n in numbers if n in self.errors]
         if failed:
             lines = [f"#{n} {' '.join(job_overrides[n - initial_job_idx])}: {_text(self.errors[n])}" for n in failed]
-            self._say("%d of %d jobs failed:\n\t%s", len(failed), len(jobs), "\n\t".join(lines))
+            self._log_info("%d of %d jobs failed:\n\t%s", len(failed), len(jobs), "\n\t".join(lines))
         return [returns[n] for n in numbers]
 
     @contextmanager
-    def siblings(self) -> Iterator[None]:
+    def sibling_environment(self) -> Iterator[None]:
         """Around an array whose siblings are jobs."""
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
-        if self.board.leads:
+        if self.leader_store.is_leader:
             Path(self._folder).mkdir(parents=True, exist_ok=True)
         with env_override(dict(self.config.hydra.job.env_set)), own_hydra():
             yield
 
-    def job(self, number: int, overrides: Sequence[str]) -> JobReturn:
+    def run_sibling_job(self, number: int, overrides: Sequence[str]) -> JobReturn:
         """Runs a job; called by its sibling. What it raises is in `errors`, and in what is returned."""
         try:
             return self._job(number, overrides)
         except BaseException as error:
-            self.note(number, error)
+            self.record_error(number, error)
             raise
 
-    def note(self, number: int, error: BaseException | None) -> BaseException:
+    def record_error(self, number: int, error: BaseException | None) -> BaseException:
         """Keeps the first error of a job, and returns it."""
         assert error is not None
         return self.errors.setdefault(number, error)
@@ -122,11 +124,13 @@ class Multirun:
             config.hydra.job.env_set = {}
             config.hydra.sweep.dir = self._folder
             config.hydra.runtime.output_dir = str(Path(self._folder) / str(config.hydra.sweep.subdir))
-            if not self.board.leads:
+            if not self.leader_store.is_leader:
                 config.hydra.output_subdir = None
-        self._say("\t#%d : %s", number, " ".join(filter_overrides(list(overrides))))
+        self._log_info("\t#%d : %s", number, " ".join(filter_overrides(list(overrides))))
         Path(config.hydra.runtime.output_dir).mkdir(parents=True, exist_ok=True)
-        with own_logging(config.hydra.job_logging, "" if self.board.leads else f".rank{self.board.rank}"):
+        with own_logging(
+            config.hydra.job_logging, "" if self.leader_store.is_leader else f".rank{self.leader_store.rank}"
+        ):
             return run_job(
                 hydra_context=self._context,
                 task_function=partial(self._run, number),
@@ -136,8 +140,8 @@ class Multirun:
                 configure_logging=False,
             )
 
-    def _say(self, text: str, *values: object) -> None:
-        if self.board.leads:
+    def _log_info(self, text: str, *values: object) -> None:
+        if self.leader_store.is_leader:
             _log.info(text, *values)
 
     def _run(self, number: int, config: DictConfig) -> Any:
@@ -147,29 +151,29 @@ class Multirun:
             sibling = current_sibling()
             assert sibling is not None
             own, first = self._overrides[sibling.index], self._overrides[error.first]
-            told = CompatibilityError(f"{error}. {_difference(own, first)}", error.first)
-            self._tell(number, told)
-            raise told from error
+            explained = CompatibilityError(f"{error}. {_difference(own, first)}", error.first)
+            self._log_failure(number, explained)
+            raise explained from error
         except BaseException as error:
-            self._tell(number, error)
+            self._log_failure(number, error)
             raise
 
-    def _tell(self, number: int, error: BaseException) -> None:
+    def _log_failure(self, number: int, error: BaseException) -> None:
         """Writes a failure into the log of its job, at once; the array may go on for long."""
-        self.note(number, error)
+        self.record_error(number, error)
         if not isinstance(error, self.ends):
-            level = logging.ERROR if self.board.leads else logging.INFO  # which others leave to files
+            level = logging.ERROR if self.leader_store.is_leader else logging.INFO  # which others leave to files
             explains_itself = isinstance(error, PipelineError | SystemExit)
             _log.log(level, "#%d failed: %s", number, _text(error), exc_info=None if explains_itself else error)
 
 
-def check_names(heard: tuple[str, str], own: tuple[str, str]) -> None:
+def check_names(received: tuple[str, str], own: tuple[str, str]) -> None:
     """Check the sweep's directory and job name, which anybody may have sent; those of ranks differ by digits only.
 
     Raises:
         InputError: they differ by more.
     """
-    for what, theirs, ours in zip(("hydra.sweep.dir", "hydra.job.name"), heard, own, strict=True):
+    for what, theirs, ours in zip(("hydra.sweep.dir", "hydra.job.name"), received, own, strict=True):
         if _DIGITS.sub("0", theirs) != _DIGITS.sub("0", ours):
             raise InputError(
                 f"rank 0 says that {what} is {theirs!r}, and here it is {ours!r}. The hosts of this run have no secret "

@@ -54,7 +54,7 @@ class _Router(logging.Handler):
 class _HandlersOnly(logging.config.DictConfigurator):
     """Makes the handlers of the root logger in a logging configuration, and changes no logger."""
 
-    def handlers(self) -> list[logging.Handler]:
+    def make_handlers(self) -> list[logging.Handler]:
         makers = (
             ("formatters", self.configure_formatter),
             ("filters", self.configure_filter),
@@ -99,7 +99,7 @@ def own_logging(config: DictConfig | None, suffix: str) -> Iterator[None]:
         if suffix and "filename" in handler:
             path = Path(handler["filename"])
             handler["filename"] = str(path.with_name(f"{path.stem}{suffix}{path.suffix}"))
-    handlers = _HandlersOnly(settings).handlers()
+    handlers = _HandlersOnly(settings).make_handlers()
     level = settings["root"].get("level")
     for handler in handlers:
         if level is not None and handler.level == logging.NOTSET:

@@ -59,7 +59,7 @@ def _configurable(hint: Any) -> Any:
     return reduce(or_, (each for each in get_args(hint) if each.__module__ == "builtins"))
 
 
-class _WhenAsked(ConfigNode):
+class _LazySchema(ConfigNode):
     """A schedule's schema in Hydra's store, which copies a node when it loads one and sets the copy's."""
 
     def __init__(self, name: str, group: str, schedule: str) -> None:
@@ -83,4 +83,4 @@ def register_schedule(name: str, group: str) -> None:
     here: Any = ConfigStore.instance().repo
     for part in group.split("/"):
         here = here.setdefault(part, {})
-    here[f"{name}.yaml"] = _WhenAsked(name, group, name)
+    here[f"{name}.yaml"] = _LazySchema(name, group, name)

@@ -24,8 +24,8 @@ from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
 from lightning_pipes.ir import Kind, PipelineError, PlanError, Schedule
 from lightning_pipes.strategies.jap import round_order
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
-from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.testing.timeouts import scale_timeout
 from tests.arrays.jobs import EXCEPTIONS, LAST, UNEQUAL, Job, Net, assert_equal, told_text
 from tests.trainer.lit import quiet
 
@@ -331,7 +331,7 @@ def test_ctrl_c_tells_every_sibling() -> None:
 def test_a_dead_rank_ends_the_array() -> None:
     dead, other = watch_ranks(ended, 2, "rank dies", timeout=60)
     assert dead.exitcode == -signal.SIGKILL
-    assert other.seconds < patience(30)
+    assert other.seconds < scale_timeout(30)
     assert "PeerFailure" in other.value[0]
     assert other.value[1][1:] == [ArrayCancelledError.__name__] * 2  # the first one had its turn, and noticed itself
 

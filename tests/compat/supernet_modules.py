@@ -11,15 +11,15 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from lightning_pipes.supernets import ChoiceBlock, Space, Subnet, SubnetStream, Supernet, Uniform
+from lightning_pipes.supernets import ChoiceBlock, SearchSpace, Subnet, SubnetStream, Supernet, Uniform
 from tests.trainer.lit import WIDTH, data
 
 BLOCKS, CANDIDATES, BATCHES = 6, 3, 9
-SPACE = Space.of([CANDIDATES] * BLOCKS)
+SPACE = SearchSpace.from_sizes([CANDIDATES] * BLOCKS)
 
 
 def subnet_loaders() -> dict[str, Any]:
-    return {"train_dataloaders": stream().paired(DataLoader(data(8 * BATCHES), batch_size=8))}
+    return {"train_dataloaders": stream().pair_with(DataLoader(data(8 * BATCHES), batch_size=8))}
 
 
 def stream(seed: int = 1) -> SubnetStream:
@@ -192,4 +192,4 @@ class StreamByRank(LitSupernet):
     """Each rank has a stream of its own."""
 
     def train_dataloader(self) -> Any:
-        return stream(seed=self.global_rank).paired(DataLoader(data(8 * BATCHES), batch_size=8))
+        return stream(seed=self.global_rank).pair_with(DataLoader(data(8 * BATCHES), batch_size=8))

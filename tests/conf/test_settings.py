@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_pipes.ir import PlanError
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.tune import schema
-from lightning_pipes.tune.messages import explain, plain_errors
+from lightning_pipes.tune.messages import explain_error, plain_errors
 from lightning_pipes.tune.schedule_schema import MAKE_SCHEDULE, schedule_schema
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +151,7 @@ def test_model_and_data_settings_are_arguments_of_the_examples(kind: str, monkey
 def test_mistakes_are_explained(override: str, said: str) -> None:
     with pytest.raises(HydraException) as caught:
         instantiate(composed(override).schedule)
-    assert explain(caught.value).startswith(said)
+    assert explain_error(caught.value).startswith(said)
 
 
 class TestPlainErrors:

@@ -27,8 +27,8 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
-from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.timeouts import scale_timeout
 from tests.engine.pipes import ROWS, TRANSPORTS, WIDTH, batch, connect, layers, make_stages
 
 RECEIVE = Instruction(Kind.RF, 1, 0, 0, Span(0, 2))
@@ -75,7 +75,7 @@ def poll(rank: int, transport_name: str) -> bool:
     engine = Engine(plan, program_of(plan), make_stages(plan, rank, layers()), transport, rank=rank, watch=watch)
     engine.inject(Item(0, ROWS, batch()))
     engine.end_window()
-    deadline = time.monotonic() + patience(20)
+    deadline = time.monotonic() + scale_timeout(20)
     while not engine.satisfied and time.monotonic() < deadline:
         engine.progress(wait=False)
     done = engine.satisfied

@@ -278,7 +278,7 @@ def test_a_supernet_learns_on_an_ordinary_trainer() -> None:
     import data
     import supernet
 
-    from lightning_pipes.supernets import Evolution, Explores, SubnetStream, Uniform
+    from lightning_pipes.supernets import Evolution, ExplorerFeedback, SubnetStream, Uniform
 
     L.seed_everything(0)
     digits = data.Digits(64)
@@ -288,17 +288,17 @@ def test_a_supernet_learns_on_an_ordinary_trainer() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=6,
-        callbacks=[Explores(stream)],
+        callbacks=[ExplorerFeedback(stream)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(supernet.TrainedSupernet(net, 3e-3), stream.paired(digits.train_dataloader()))
-    assert stream.told == trainer.global_step
+    trainer.fit(supernet.TrainedSupernet(net, 3e-3), stream.pair_with(digits.train_dataloader()))
+    assert stream.n_reported == trainer.global_step
     images, labels = digits.val.tensors
     settings = SimpleNamespace(subnets=20, price=0.05)
     tried = supernet.search("evolution", Evolution(net.space, 10, 3), net.eval(), images, labels, settings)
     best = max(tried, key=lambda t: t.worth)
     assert best.accuracy > 0.7
-    assert best.cost == sum(p.numel() for p in net.subnet(best.choices).parameters())
+    assert best.cost == sum(p.numel() for p in net.extract_subnet(best.choices).parameters())

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.points import Fault
-from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
+from lightning_pipes.testing.timeouts import scale_timeout
 from tests.faults.training import ROWS, Net, Run, pairs, terminate, train
 from tests.launch.example import environment
 from tests.trainer.lit import quiet
@@ -290,10 +290,10 @@ def test_sigterm_ends_siblings_that_have_not_met(tmp_path):
     }
     rank = subprocess.Popen([sys.executable, "-c", ALONE], env=env, text=True, stderr=subprocess.PIPE)
     try:
-        store.wait(["lightning_pipes/asks/0"], timedelta(seconds=patience(90)))  # it waits for rank 1
+        store.wait(["lightning_pipes/asks/0"], timedelta(seconds=scale_timeout(90)))  # it waits for rank 1
         rank.send_signal(signal.SIGTERM)
         told = time.monotonic()
-        _, said = rank.communicate(timeout=patience(60))
+        _, said = rank.communicate(timeout=scale_timeout(60))
         assert rank.returncode == 128 + 15, said
         assert time.monotonic() < told + SOON
     finally:

@@ -20,14 +20,14 @@ from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.tuning import Effect, effect_of
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing import namespaces, netlab
-from lightning_pipes.testing.emulated import Emulation, sleeping
-from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.emulated import Emulation, sleeping_layer
+from lightning_pipes.testing.timeouts import scale_timeout
 from tests.engine.pipes import connect
 from tests.faults.training import Run, train
 
 TIMEOUT, SOON = 5.0, 80.0
 """Seconds; on a machine that is not busy all are through 8 after the timeout, and who hangs is so for half an hour."""
-needs_hosts = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+needs_hosts = pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
 
 
 @pytest.mark.root
@@ -37,7 +37,7 @@ def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
     run = Run(str(tmp_path), "cut", place, (1,), strategy={"heartbeat_timeout": TIMEOUT})
     with namespaces.Hosts(2) as hosts:
         with_store, without = hosts.watch_ranks(train, run, timeout=120)
-    assert time.monotonic() - float((tmp_path / "harmed1").read_text()) < TIMEOUT + patience(SOON)
+    assert time.monotonic() - float((tmp_path / "harmed1").read_text()) < TIMEOUT + scale_timeout(SOON)
     for o in (with_store, without):
         assert o.exitcode == 1
         assert "PeerFailure" in o.error
@@ -54,7 +54,7 @@ def crawl(rank: int, folder: str) -> list[tuple[Effect, float]]:
     message that this rank received."""
     torch.set_num_threads(1)
     plan = Plan.even(2, 1, layers=even_partition([1.0, 1.0], 2))
-    layer = sleeping(0.01, 0.02, message_bytes=MESSAGE)
+    layer = sleeping_layer(0.01, 0.02, message_bytes=MESSAGE)
     emulation = Emulation(plan, OneFOneB().program(plan), (layer,) * 2, (1.0,) * 2)
     watch, transport = connect(rank, plan)
     engine = Engine(plan, emulation.order, emulation.stages(rank), transport, rank=rank, watch=watch)
@@ -77,14 +77,14 @@ def crawl(rank: int, folder: str) -> list[tuple[Effect, float]]:
 
 
 def wait_for(path: Path) -> None:
-    until = time.monotonic() + patience(50)
+    until = time.monotonic() + scale_timeout(50)
     while not path.exists():
         assert time.monotonic() < until, path
         time.sleep(0.01)
 
 
 @pytest.mark.root
-@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
+@pytest.mark.skipif(bool(netlab.lab_unavailable_reason()), reason=netlab.lab_unavailable_reason())
 def test_a_link_that_falls_to_nearly_nothing_is_waited_for_and_seen(tmp_path: Path) -> None:
     with netlab.NetLab(2) as lab:
 
@@ -117,11 +117,11 @@ def test_hosts_vanish_with_their_owner() -> None:
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=patience(60)
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=scale_timeout(60)
     )
     pids = found.stdout.split()
     assert len(pids) == 2
-    until = time.monotonic() + patience(40)  # the kernel takes its time to remove a network
+    until = time.monotonic() + scale_timeout(40)  # the kernel takes its time to remove a network
     while any(map(is_there, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(is_there, pids))

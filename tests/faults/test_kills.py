@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
+from lightning_pipes.testing.timeouts import scale_timeout
 from tests.faults.training import EPOCHS, PLACES, STEPS, Run, losses, seconds_after, train, train_all
 
 SOON = 10.0
@@ -64,7 +64,7 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Death]:
 def check(death: Death, place: str, victim: int, wanted: dict[int, set[str]]) -> None:
     last_rank = len(death.outcomes) - 1
     assert death.outcomes[victim].exitcode == -signal.SIGKILL
-    assert seconds_after(death.outcomes, victim) < patience(SOON)
+    assert seconds_after(death.outcomes, victim) < scale_timeout(SOON)
     for o in death.outcomes:
         assert o.exitcode is not None, "it was still there at the deadline"
         if o.rank != victim:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lightning_pipes.engine.watch.points import Fault
-from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
+from lightning_pipes.testing.timeouts import scale_timeout
 from tests.one_thread import one_thread  # noqa: F401  # a fixture
 from tests.trainer.lit import differences
 from tests.trainer.moves.waiting import BATCHES, Waiting, expected, fit, pauses
@@ -86,7 +86,7 @@ def check(deaths: list[Death], number: int) -> None:
     assert victim.exitcode == -signal.SIGKILL
     assert other.exitcode is not None, "it was still there at the deadline"
     assert f"rank {death.victim} (stage {1 - death.victim}) has ended" in other.error
-    assert other.seconds - victim.seconds < patience(SOON)
+    assert other.seconds - victim.seconds < scale_timeout(SOON)
     case = WAYS[death.way]
     wanted = expected(case, BATCHES, pauses(case, ranks[0]["moved"]), [0, SAVED + 1])
     for found in ranks:

@@ -16,8 +16,8 @@ import pytest
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.watch.heartbeat import Silence
 from lightning_pipes.ir import PlanError
-from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import RankResult, watch_ranks
+from lightning_pipes.testing.timeouts import scale_timeout
 from tests.faults.training import EPOCHS, STEPS, Run, train
 
 DEADLINE = 60.0
@@ -59,7 +59,7 @@ def processes(directory: Path, ranks: Iterable[int]) -> list[psutil.Process]:
 
 def go_on(case: Case, directory: Path) -> None:
     """Waits until the ranks have stopped themselves, then until they shall continue, and lets them."""
-    until = time.monotonic() + patience(DEADLINE)
+    until = time.monotonic() + scale_timeout(DEADLINE)
     while not all((directory / f"harmed{rank}").exists() for rank in case.stopped) and time.monotonic() < until:
         time.sleep(0.05)
     stopped = processes(directory, case.stopped)

@@ -36,6 +36,6 @@ def test_who_is_stopped_before_ranks_have_met(name: str, tmp_path: Path) -> None
         took = time.monotonic() - at
         assert not wrong, run.log()
         assert not run.check(), run.log()
-        assert not faults.processes(run.token)
+        assert not faults.find_processes(run.token)
     assert took < run.timeout / 2, "not by heartbeat_timeout"
     assert re.search(rf"rank {case.victim}, process \d+, has been stopped for \d+ s", run.log())

@@ -35,21 +35,21 @@ from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.supernets import (
     ChoiceBlock,
     Evolution,
-    Explores,
-    Listed,
+    ExplorerFeedback,
+    FromIterable,
+    FromList,
     OptunaExplorer,
-    Produced,
-    Several,
-    Shared,
-    Space,
+    RoundRobin,
+    SearchSpace,
+    SharedLayer,
     Subnet,
     SubnetStream,
     Supernet,
     Uniform,
-    in_bulks,
-    measured_costs,
+    bulk_synchronous,
+    measure_layer_costs,
 )
-from lightning_pipes.supernets.layers import MOST_COPIES, PerChoice
+from lightning_pipes.supernets.layers import MAX_COPIES, PerChoice
 from lightning_pipes.tune.studies.study import optimize_array
 from tests.fuzz.values import Door, count, deadline, flag, integer, number, optional, perturbed, several, text
 
@@ -454,7 +454,7 @@ def layers(value: Any) -> bool:
 
 
 def count_of_copies(value: Any) -> bool:
-    return count(value, MOST_COPIES)
+    return count(value, MAX_COPIES)
 
 
 def supernet(layer: Any, **given: Any) -> Any:
@@ -462,11 +462,11 @@ def supernet(layer: Any, **given: Any) -> Any:
 
 
 def several_explorers(explorer: Any) -> Any:
-    return Several(explorer, Uniform(Space.of([3])))
+    return RoundRobin(explorer, Uniform(SearchSpace.from_sizes([3])))
 
 
 def measured(**given: Any) -> Any:
-    return measured_costs(Supernet(ChoiceBlock([torch.nn.Linear(2, 2)])), **given)
+    return measure_layer_costs(Supernet(ChoiceBlock([torch.nn.Linear(2, 2)])), **given)
 
 
 def consolidated(**given: Any) -> None:
@@ -477,8 +477,8 @@ def consolidated(**given: Any) -> None:
 NET = Supernet(ChoiceBlock([IDENTITY, IDENTITY]), ChoiceBlock([torch.nn.Linear(2, 2), IDENTITY]))
 OF_SUPERNETS = [
     Door("ReproducibilityLog", ReproducibilityLog, {"every_n_batches": count}, {}, {}),
-    Door("Uniform", Uniform, {"space": never, "seed": integer}, {"space": Space.of([2])}, {}),
-    Door("Space.of", Space.of, {"sizes": several(partial(count, most=2**20))}, {}, {}),
+    Door("Uniform", Uniform, {"space": never, "seed": integer}, {"space": SearchSpace.from_sizes([2])}, {}),
+    Door("SearchSpace.from_sizes", SearchSpace.from_sizes, {"sizes": several(partial(count, most=2**20))}, {}, {}),
     Door(
         "Evolution",
         Evolution,
@@ -489,21 +489,21 @@ OF_SUPERNETS = [
             "mutation": lambda v: number(v) and 0 <= v <= 1,
             "seed": integer,
         },
-        {"space": Space.of([2]), "parents": 3},
+        {"space": SearchSpace.from_sizes([2]), "parents": 3},
         {"population": "population"},
     ),
     Door(
-        "Listed",
-        Listed,
+        "FromList",
+        FromList,
         {"subnets": several(lambda v: isinstance(v, list) and len(v) == 1 and v[0] in (0, 1)), "repeat": flag},
-        {"subnets": [(0,), (1,)], "space": Space.of([2])},
+        {"subnets": [(0,), (1,)], "space": SearchSpace.from_sizes([2])},
         {"subnets": "subnet"},
     ),
     Door(
         "SubnetStream",
         SubnetStream,
         {"explorer": never, "timeout": above_zero},
-        {"explorer": Uniform(Space.of([2]))},
+        {"explorer": Uniform(SearchSpace.from_sizes([2]))},
         {},
     ),
     Door(
@@ -514,43 +514,47 @@ OF_SUPERNETS = [
         {"choices": "choices", "id": "id"},
     ),
     Door(
-        "Space",
-        Space,
+        "SearchSpace",
+        SearchSpace,
         {"blocks": several(lambda v: several(whole)(v) and v and len(set(v)) == len(v))},
         {"blocks": ((0, 1),)},
         {"blocks": "block"},
     ),
     Door(
-        "Space.only",
-        Space.of([2]).only,
+        "SearchSpace.restrict_to",
+        SearchSpace.from_sizes([2]).restrict_to,
         {"candidates": lambda v: isinstance(v, dict) and not v},
         {"candidates": {}},
         {"candidates": "block"},
     ),
     Door(
-        "Space.check", Space.of([2]).check, {"choices": lambda v: choices(v) and [*v] == [1]}, {}, {"choices": "subnet"}
+        "SearchSpace.check",
+        SearchSpace.from_sizes([2]).check,
+        {"choices": lambda v: choices(v) and [*v] == [1]},
+        {},
+        {"choices": "subnet"},
     ),
     Door(
-        "Produced",
-        Produced,
+        "FromIterable",
+        FromIterable,
         {
             "subnets": lambda v: hasattr(v, "__iter__") and getattr(v, "ndim", 1) and not isinstance(v, type),
             "space": never,
         },
-        {"space": Space.of([2]), "subnets": [(0,)]},
+        {"space": SearchSpace.from_sizes([2]), "subnets": [(0,)]},
         {},
     ),
-    Door("Several", several_explorers, {"explorer": never}, {"explorer": Uniform(Space.of([2]))}, {}),
+    Door("RoundRobin", several_explorers, {"explorer": never}, {"explorer": Uniform(SearchSpace.from_sizes([2]))}, {}),
     Door(
         "OptunaExplorer",
         OptunaExplorer,
         {"space": never, "sampler": never, "population": count},
-        {"space": Space.of([2]), "sampler": RandomSampler},
+        {"space": SearchSpace.from_sizes([2]), "sampler": RandomSampler},
         {},
     ),
     Door(
-        "in_bulks",
-        in_bulks,
+        "bulk_synchronous",
+        bulk_synchronous,
         {"layers": layers, "number": whole, "bulk": count},
         {"layers": {}, "number": 0, "bulk": 1},
         {},
@@ -569,15 +573,21 @@ OF_SUPERNETS = [
         {},
     ),
     Door("Supernet.layers_of", NET.layers_of, {"subnet": two_choices}, {}, {"subnet": "subnet"}),
-    Door("Supernet.subnet", NET.subnet, {"subnet": two_choices}, {}, {"subnet": "subnet"}),
+    Door("Supernet.extract_subnet", NET.extract_subnet, {"subnet": two_choices}, {}, {"subnet": "subnet"}),
     Door(
-        "measured_costs",
+        "measure_layer_costs",
         measured,
         {"x": lambda v: isinstance(v, torch.Tensor) and v.ndim, "repeats": lambda v: count(v, 1000)},
         {"x": torch.zeros(2, 2)},
         {},
     ),
-    Door("Explores", Explores, {"stream": never}, {"stream": SubnetStream(Uniform(Space.of([2])))}, {}),
+    Door(
+        "ExplorerFeedback",
+        ExplorerFeedback,
+        {"stream": never},
+        {"stream": SubnetStream(Uniform(SearchSpace.from_sizes([2])))},
+        {},
+    ),
     Door(
         "consolidate",
         consolidated,
@@ -587,7 +597,7 @@ OF_SUPERNETS = [
     ),
     Door(
         "Shared",
-        Shared,
+        SharedLayer,
         {"layer": never, "shared": lambda v: isinstance(v, str) and v == "delayed", "delay": count},
         {"layer": torch.nn.Identity(), "shared": "delayed", "delay": 3},
         {},

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning_pipes.testing.interpreters import TOKEN
-from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.timeouts import scale_timeout
 
 ROOT = Path(__file__).parents[2]
 STARTUP = ROOT / "tests" / "startup"
@@ -37,7 +37,7 @@ def environment(token: str) -> dict[str, str]:
 
 
 def wait_until(ready: Callable[[], object], agents: list[subprocess.Popen[str]]) -> None:
-    deadline = time.monotonic() + patience(90)
+    deadline = time.monotonic() + scale_timeout(90)
     while not ready():
         assert time.monotonic() < deadline
         assert all(agent.poll() is None for agent in agents), "".join(agent.communicate()[0] for agent in agents)

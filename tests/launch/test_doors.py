@@ -18,13 +18,13 @@ import pytest
 from torch.distributed import TCPStore
 
 from lightning_pipes.testing import namespaces
-from lightning_pipes.testing.interpreters import processes, wait_until
+from lightning_pipes.testing.interpreters import find_processes, wait_until
 from lightning_pipes.testing.ranks import run_ranks
 from tests.launch.example import environment
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not()),
+    pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason()),
 ]
 NOBODY = 65534
 SCRIPT = str(Path(__file__).with_name("doors.py"))
@@ -57,7 +57,7 @@ def listening(pid: int) -> Iterator[tuple[bool, int]]:
 def doors(token: str) -> tuple[dict[int, bool], Mapping[str, str]]:
     """The ports of all processes, whether other hosts reach them, and the environment of rank 1."""
     ports, env = dict[int, bool](), dict[str, str]()
-    for pid, found in processes(token).items():
+    for pid, found in find_processes(token).items():
         ports.update((port, outside) for outside, port in listening(pid))
         env = found if found.get("LOCAL_RANK") == "1" else env
     return ports, env
@@ -72,7 +72,7 @@ def connects(host: str, port: int) -> bool:
 def reached(rank: int, holder: int, ports: list[int]) -> list[int]:
     """The ports that another host reaches."""
     namespaces.enter(holder)
-    return [port for port in ports if connects(namespaces.address(0), port)]
+    return [port for port in ports if connects(namespaces.host_address(0), port)]
 
 
 def plant(rank: int, holder: int, stores: list[int], payload: bytes) -> list[str]:

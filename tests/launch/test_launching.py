@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from lightning_pipes.engine.watch import launcher
-from lightning_pipes.testing.interpreters import processes
+from lightning_pipes.testing.interpreters import find_processes
 from tests.launch.example import environment
 from tests.launch.fit import HEARTBEAT_TIMEOUT, STOPS
 
@@ -61,7 +61,7 @@ class Script:
         which may stay."""
         until = time.monotonic() + SOON
         stays = "-1" if but is None else (self.folder / f"started{but}").read_text()
-        while any(str(pid) != stays for pid in processes(self.token)):
+        while any(str(pid) != stays for pid in find_processes(self.token)):
             assert time.monotonic() < until, "processes are left"
             self.launched.poll()
             time.sleep(0.05)
@@ -79,7 +79,7 @@ def script(folder: Path, *launcher: str, stops: str = "") -> Iterator[Script]:
     try:
         yield Script(started, folder, token)
     finally:
-        for pid in processes(token):
+        for pid in find_processes(token):
             os.kill(pid, signal.SIGKILL)
         started.wait()
 

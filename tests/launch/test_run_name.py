@@ -46,8 +46,8 @@ from torch.distributed import TCPStore
 os.setuid(65534)
 for _ in range(1000):
     try:
-        store = TCPStore({namespaces.address(0)!r}, {namespaces.PORT}, is_master=False, timeout=timedelta(seconds=1))
-        break
+        store = TCPStore({namespaces.host_address(0)!r}, {namespaces.PORT}, is_master=False,
+        timeout=timedelta(seconds=1)) break
     except RuntimeError:
         time.sleep(0.1)
 while True:
@@ -59,13 +59,13 @@ while True:
 
 
 @pytest.mark.root
-@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+@pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
 def test_another_user_of_another_host_does_not_name_a_run(tmp_path: Path) -> None:
     """Before it starts and while it goes on, over a restart."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    torchrun += [f"--master-addr={namespaces.address(0)}", f"--master-port={namespaces.PORT}", str(script)]
+    torchrun += [f"--master-addr={namespaces.host_address(0)}", f"--master-port={namespaces.PORT}", str(script)]
     with namespaces.Hosts(2) as hosts:
         hosts.start(1, [sys.executable, "-c", STRANGER], {})
         env = {SECRET: "", "OMP_NUM_THREADS": "1"}

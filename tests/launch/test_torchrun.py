@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from lightning_pipes.testing import namespaces
-from lightning_pipes.testing.interpreters import processes
-from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.interpreters import find_processes
+from lightning_pipes.testing.timeouts import scale_timeout
 from tests.launch.example import EPOCHS, SCRIPT, SETTINGS, environment, wait_until
 
 Start = Callable[[int, list[str], dict[str, str], Path], "subprocess.Popen[str]"]
@@ -74,20 +74,20 @@ def torchrun(
         agents.append(start(host, [*command, *where, SCRIPT, *settings], env, folder))
     if kill is not None:
         wait_until(lambda: [*folder.rglob("last.ckpt")], agents)
-        (pid,) = [pid for pid, ours in processes(token).items() if ours.get("RANK") == str(kill)]
+        (pid,) = [pid for pid, ours in find_processes(token).items() if ours.get("RANK") == str(kill)]
         os.kill(pid, signal.SIGKILL)
     if lost is not None:
         wait_until(lambda: [*folder.rglob("last.ckpt")], agents)
         gone = agents.pop(lost)
         gone.kill()
-        for pid, ours in processes(token).items():
+        for pid, ours in find_processes(token).items():
             if ours.get("GROUP_RANK") == str(lost):
                 os.kill(pid, signal.SIGKILL)
         gone.communicate()
     with ThreadPoolExecutor(len(agents)) as pool:
-        said = list(pool.map(lambda agent: agent.communicate(timeout=patience(120))[0], agents))
+        said = list(pool.map(lambda agent: agent.communicate(timeout=scale_timeout(120))[0], agents))
     assert {agent.returncode for agent in agents} == {0}, "\n".join(said)
-    assert not processes(token), "processes were left behind"
+    assert not find_processes(token), "processes were left behind"
     (directory,) = {path.parent.parent for path in folder.glob("outputs/**/last.ckpt")}
     assert len([*folder.glob("outputs/*/*")]) == 1
     return Training(directory, "".join(said))
@@ -153,7 +153,7 @@ def test_fewer_stages_go_on_when_a_host_is_gone(undisturbed, tmp_path):
     check_near(found, undisturbed)
 
 
-needs_hosts = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+needs_hosts = pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
 
 
 def on_two_hosts(folder: Path, options: list[str], kill: int | None = None) -> Training:
@@ -161,13 +161,13 @@ def on_two_hosts(folder: Path, options: list[str], kill: int | None = None) -> T
 
         def start(host: int, command: list[str], env: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
             # as options --local-addr and --rdzv-conf; names don't tell these hosts apart
-            own = {"PET_LOCAL_ADDR": namespaces.address(host), "PET_RDZV_CONF": f"is_host={int(host == 0)}"}
+            own = {"PET_LOCAL_ADDR": namespaces.host_address(host), "PET_RDZV_CONF": f"is_host={int(host == 0)}"}
             return hosts.start(host, command, {**env, **own}, cwd=cwd, stdout=-1, stderr=-2)
 
         return torchrun(folder, ["--nnodes=2", *options], hosts=2, start=start, kill=kill)
 
 
-ENDPOINT = f"{namespaces.address(0)}:29500"
+ENDPOINT = f"{namespaces.host_address(0)}:29500"
 
 
 @pytest.mark.slow
@@ -186,6 +186,6 @@ def test_two_hosts_that_find_each_other(victim, undisturbed, tmp_path):
 @pytest.mark.slow
 @needs_hosts
 def test_two_hosts_with_two_processes_each(undisturbed, tmp_path):
-    master = ["--master-addr", namespaces.address(0), "--master-port=29500"]
+    master = ["--master-addr", namespaces.host_address(0), "--master-port=29500"]
     found = on_two_hosts(tmp_path, ["--nproc-per-node=2", "--rdzv-backend=static", *master])
     assert f"val_loss={float(undisturbed.validation()[-1][1]):.3f}" in found.said

@@ -15,7 +15,7 @@ from lightning_pipes.planning.what_if import WhatIf
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.strategies.umpipe.planner import spans_of
-from lightning_pipes.testing.records import layer, record_of
+from lightning_pipes.testing.records import make_layer, record_of
 
 SLOW_THIRD = [2] * 6 + [4] * 3 + [2] * 3
 LATE = Link(bandwidth=1.2e8, latency=5e-3)
@@ -131,7 +131,7 @@ def test_a_good_run_is_left_alone():
 def test_fixed_costs_of_a_micro_batch_are_seen():
     """Layers that take as long for half the rows: more micro-batches must not be proposed."""
     record = record_of([2] * 8, 4, 8)
-    layers = tuple(layer(each.name, 2.0, 4, fixed=2.0) for each in record.profile.layers)
+    layers = tuple(make_layer(each.name, 2.0, 4, fixed=2.0) for each in record.profile.layers)
     advice = advise(replace(record, profile=replace(record.profile, layers=layers)))
     assert advice.proposed is None or advice.proposed.arguments["microbatches"] <= 8
     assert all(

@@ -20,7 +20,7 @@ from lightning_pipes.planning.auto import choose, options, search
 from lightning_pipes.planning.bounds import step_bound
 from lightning_pipes.planning.fit import evaluated, fit_layers
 from lightning_pipes.planning.planner import even_plan
-from lightning_pipes.testing.choices import Problem, every_fit, random_problem
+from lightning_pipes.testing.choices import PlanningProblem, every_fit, random_problem
 from tests.planning.samples import equal_layers
 
 
@@ -38,7 +38,7 @@ def test_partitions_of_equal_weight_are_told_apart():
     tables = {"forward": ((1, 2e-3), (16, 17e-3)), "backward": ((1, 4e-3), (16, 34e-3))}
     profile = ModelProfile((LayerProfile("", **tables, output=((1, 1e5),)),) * 8)
     devices = tuple(Device(speed=2 / 3 if rank == 1 else 1.0) for rank in range(4))
-    problem = Problem(profile, 4, 16, Cluster(devices, inside=Link(bandwidth=1e5 / 4e-3)))
+    problem = PlanningProblem(profile, 4, 16, Cluster(devices, inside=Link(bandwidth=1e5 / 4e-3)))
     choice = choose(*problem)
     assert choice.fit.seconds == min(fit.seconds for fit in every_fit(problem))
     schedule = make_schedule("kfkb", k=2)

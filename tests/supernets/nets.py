@@ -25,13 +25,13 @@ from lightning_pipes.supernets import (
     ChoiceBlock,
     Evolution,
     Explorer,
-    Explores,
-    Shared,
+    ExplorerFeedback,
+    SharedLayer,
     Subnet,
     SubnetStream,
     Supernet,
     Uniform,
-    in_bulks,
+    bulk_synchronous,
 )
 from lightning_pipes.trainer.loop.run import Listener
 from tests.trainer.lit import quiet
@@ -80,7 +80,7 @@ def supernet(shared: str, statistics: bool = True) -> Supernet:
     head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 3))
     blocks = (ChoiceBlock(candidates(statistics)) for _ in range(BLOCKS))
     delay = DELAY if shared == "delayed" else None
-    return Supernet(embedding, *blocks, Shared(head, shared, delay), shared=shared, delay=delay)  # type: ignore[arg-type]
+    return Supernet(embedding, *blocks, SharedLayer(head, shared, delay), shared=shared, delay=delay)  # type: ignore[arg-type]
 
 
 class Lit(pl.LightningModule):
@@ -93,7 +93,7 @@ class Lit(pl.LightningModule):
 
     def layers_of_batch(self, batch: Any) -> Any:
         layers = self.net.layers_of(batch[-1])
-        return in_bulks(layers, batch[-1].id, self.bulk) if self.bulk else layers
+        return bulk_synchronous(layers, batch[-1].id, self.bulk) if self.bulk else layers
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         (x, y), subnet = batch
@@ -206,7 +206,7 @@ def fit(
         max_epochs=2,
         val_check_interval=validates,
         num_sanity_val_steps=0,
-        callbacks=[Explores(stream), keeper, *others, *([losses, log] if streams else [])],
+        callbacks=[ExplorerFeedback(stream), keeper, *others, *([losses, log] if streams else [])],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -214,9 +214,9 @@ def fit(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         held_out = loader(3) if validates else None
-        trainer.fit(module, stream.paired(loader(batches)), held_out, ckpt_path=resume, weights_only=False)
+        trainer.fit(module, stream.pair_with(loader(batches)), held_out, ckpt_path=resume, weights_only=False)
     WARNED[:] = [text for text in map(str, (each.message for each in caught)) if "every batch steps" in text]
-    return {"weights": hashes(module), "losses": losses.found, "told": stream.told}
+    return {"weights": hashes(module), "losses": losses.found, "told": stream.n_reported}
 
 
 def hashes(module: nn.Module) -> dict[str, str]:
@@ -248,7 +248,7 @@ def alone(shared: str, batches: int, drains: Sequence[int] = ()) -> dict[str, An
                 (loss * 0.5).backward()
                 total = loss.detach() * 0.5 + total
             losses[subnet.id] = float(total).hex()
-            subnets.tell(subnet, float(total))
+            subnets.report_loss(subnet, float(total))
             for p, newest in zip(parameters, left[-1], strict=True):
                 p.data = newest.clone()
             optimizer.step()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.supernets import ChoiceBlock, Supernet, measured_costs
+from lightning_pipes.supernets import ChoiceBlock, Supernet, measure_layer_costs
 
 
 class _Sleep(torch.autograd.Function):
@@ -44,7 +44,7 @@ def network() -> Supernet:
 
 def test_each_candidate_takes_its_time():
     net = network()
-    costs = measured_costs(net, torch.randn(2, 4))
+    costs = measure_layer_costs(net, torch.randn(2, 4))
     least = {"0": 0, "1.0": 0.003, "1.1": 0.09, "1.2": 0.006, "2.0": 0.06, "2.1": 0, "3": 0}
     assert {*costs} == {*least, "1", "2"}
     assert all(costs[name] >= seconds for name, seconds in least.items())
@@ -56,7 +56,7 @@ def test_each_candidate_takes_its_time():
 def test_layers_without_a_backward():
     """Nothing before the first candidate is trained."""
     first = nn.Linear(4, 4)
-    costs = measured_costs(
+    costs = measure_layer_costs(
         Supernet(first, ChoiceBlock([Slow(0.001)]), nn.Linear(4, 2), shared="frozen"), torch.ones(2, 4)
     )
     assert costs["0"] < costs["1.0"]
@@ -67,7 +67,7 @@ def test_nothing_changes():
     net[1].eval()
     before = {name: t.clone() for name, t in net.state_dict().items()}
     state = torch.get_rng_state()
-    measured_costs(net, torch.randn(2, 4, generator=torch.Generator().manual_seed(0)), repeats=1)
+    measure_layer_costs(net, torch.randn(2, 4, generator=torch.Generator().manual_seed(0)), repeats=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], t) for name, t in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters())
@@ -78,9 +78,9 @@ def test_nothing_changes():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: measured_costs(network(), torch.tensor(1.0)), "samples on axis 0"),
-        (lambda: measured_costs(network(), torch.randn(2, 4), repeats=0), "repeats"),
-        (lambda: measured_costs(network().to("meta"), torch.randn(2, 4)), "where the network is whole"),
+        (lambda: measure_layer_costs(network(), torch.tensor(1.0)), "samples on axis 0"),
+        (lambda: measure_layer_costs(network(), torch.randn(2, 4), repeats=0), "repeats"),
+        (lambda: measure_layer_costs(network().to("meta"), torch.randn(2, 4)), "where the network is whole"),
     ],
 )
 def test_bad_input(make, words):

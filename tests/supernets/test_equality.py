@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_pipes.strategies.csp import CSP
-from lightning_pipes.supernets import Produced
+from lightning_pipes.supernets import FromIterable
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.one_thread import on_one_thread
 from tests.supernets import nets
@@ -116,7 +116,7 @@ def test_what_produces_subnets_fails_on_one_rank() -> None:
 
 
 def failing(rank: int, folder: str) -> None:
-    nets.explorer = lambda shared: Produced(lines(rank), supernet(shared).space)
+    nets.explorer = lambda shared: FromIterable(lines(rank), supernet(shared).space)
     fit(rank, 2, "sequential", SHORT, folder)
 
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.supernets import Evolution, Space, Subnet, SubnetStream
+from lightning_pipes.supernets import Evolution, SearchSpace, Subnet, SubnetStream
 
-SPACE = Space.of([6] * 8)
+SPACE = SearchSpace.from_sizes([6] * 8)
 
 
 def loss(choices: tuple[int, ...]) -> float:
@@ -21,7 +21,7 @@ def run(stream: SubnetStream, count: int) -> list[Subnet]:
     found = []
     for _ in range(count):
         found.append(next(stream))
-        stream.tell(found[-1], loss(found[-1].choices))
+        stream.report_loss(found[-1], loss(found[-1].choices))
     return found
 
 
@@ -34,7 +34,7 @@ def test_it_gets_better_by_what_it_is_told() -> None:
     found = [loss(subnet.choices) for subnet in run(SubnetStream(explorer), 300)]
     first, last = found[:20], found[-20:]
     assert sum(last) < 0.5 * sum(first)
-    assert explorer.best[0][0] == min(found)
+    assert explorer.best_subnets[0][0] == min(found)
 
 
 def test_descendants_come_from_the_best_of_generations_that_are_over() -> None:
@@ -68,9 +68,9 @@ def test_batches_under_way_change_nothing() -> None:
     for number in range(80):
         found.append(next(stream))
         late.append(found[-1])
-        while late and (len(late) > 6 or stream.waits_after(number)):
+        while late and (len(late) > 6 or stream.must_wait_after(number)):
             subnet = late.pop(0)
-            stream.tell(subnet, loss(subnet.choices))
+            stream.report_loss(subnet, loss(subnet.choices))
     assert found == whole
 
 
@@ -79,9 +79,9 @@ def test_asking_too_early_is_refused() -> None:
     found = [next(stream) for _ in range(20)]
     with pytest.raises(InputError, match="subnet 20 depends on the results of the 20 before, of which 0 were told"):
         next(stream)
-    stream.tell(found[0], float("nan"))
+    stream.report_loss(found[0], float("nan"))
     with pytest.raises(InputError, match="result of subnet 5 was told, and that of subnet 1 comes next"):
-        stream.tell(found[5], 1.0)
+        stream.report_loss(found[5], 1.0)
 
 
 @pytest.mark.parametrize("wrong", [{"population": 0}, {"parents": 21}, {"mutation": 1.5}])

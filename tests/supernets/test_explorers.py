@@ -12,16 +12,16 @@ from lightning_pipes.ir import InputError
 from lightning_pipes.supernets import (
     Evolution,
     Explorer,
-    Listed,
-    Produced,
-    Several,
-    Space,
+    FromIterable,
+    FromList,
+    RoundRobin,
+    SearchSpace,
     Subnet,
     SubnetStream,
     Uniform,
 )
 
-SPACE = Space.of([4, 3, 5])
+SPACE = SearchSpace.from_sizes([4, 3, 5])
 
 
 def taken(explorer: Explorer, count: int) -> list[tuple[int, ...]]:
@@ -42,9 +42,9 @@ def test_uniform_is_the_same_everywhere_and_fair() -> None:
 
 def test_a_list_ends_or_begins_anew() -> None:
     given = [(0, 0, 0), (1, 2, 4)]
-    assert taken(Listed(given, SPACE, repeat=True), 3) == [*given, given[0]]
+    assert taken(FromList(given, SPACE, repeat=True), 3) == [*given, given[0]]
     with pytest.raises(InputError, match="training asks for subnet 2, and the list ends after 2"):
-        taken(Listed(given, SPACE), 3)
+        taken(FromList(given, SPACE), 3)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_list_ends_or_begins_anew() -> None:
 )
 def test_refuses_lists(given: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        Listed(given, SPACE)
+        FromList(given, SPACE)
 
 
 def ending() -> Iterator[tuple[int, ...]]:
@@ -79,15 +79,15 @@ def wrong() -> Iterator[tuple[int, ...]]:
     ],
 )
 def test_a_producer_that_ends_or_fails_says_where(source: Any, said: str) -> None:
-    stream = SubnetStream(Produced(source(), SPACE))
+    stream = SubnetStream(FromIterable(source(), SPACE))
     assert [next(stream).choices for _ in range(2)] == [*ending()]
     with pytest.raises(InputError, match=said):
         next(stream)
 
 
 def test_several_take_turns() -> None:
-    low, high = SPACE.only({0: (0, 1), 2: (0, 1)}), SPACE.only({0: (2, 3), 2: (2, 3, 4)})
-    both = Several(Uniform(low, 1), Evolution(high, population=2, parents=1))
+    low, high = SPACE.restrict_to({0: (0, 1), 2: (0, 1)}), SPACE.restrict_to({0: (2, 3), 2: (2, 3, 4)})
+    both = RoundRobin(Uniform(low, 1), Evolution(high, population=2, parents=1))
     assert both.space.blocks == SPACE.blocks
     stream = SubnetStream(both)
     found: list[Subnet] = []
@@ -95,9 +95,9 @@ def test_several_take_turns() -> None:
         subnet = next(stream)
         assert (subnet.id, subnet.space) == (number, number % 2)
         (low, high)[number % 2].check(subnet.choices)
-        stream.tell(subnet, float(number))
+        stream.report_loss(subnet, float(number))
         found.append(subnet)
-    assert [both.needs(n) for n in range(10)] == [0, 0, 0, 0, 0, 4, 0, 4, 0, 8]
+    assert [both.results_needed(n) for n in range(10)] == [0, 0, 0, 0, 0, 4, 0, 4, 0, 8]
     assert [s.choices for s in found[::2]] == taken(Uniform(low, 1), 6)
     with pytest.raises(InputError, match=r"\[3, 1\] blocks can't take turns"):
-        Several(Uniform(SPACE), Uniform(Space.of([2])))
+        RoundRobin(Uniform(SPACE), Uniform(SearchSpace.from_sizes([2])))

@@ -112,7 +112,7 @@ def validated(rank: int) -> tuple[float, float, int, tuple[float, float]]:
         enable_model_summary=False,
     )
     stream = SubnetStream(explorer("sequential"))
-    trainer.fit(module, stream.paired(loader(SHORT)))
+    trainer.fit(module, stream.pair_with(loader(SHORT)))
     logged = float(trainer.callback_metrics["validated"])
     module.eval()
     with torch.no_grad():
@@ -149,7 +149,7 @@ def severed(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.root
-@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+@pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
 def test_both_ends_of_a_cut_link_end_and_training_goes_on() -> None:
     folder, wanted = mkdtemp(), plain("sequential", SHORT, (30,))
     with namespaces.Hosts(2) as hosts:

@@ -8,9 +8,9 @@ import pytest
 from optuna.samplers import TPESampler
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.supernets import OptunaExplorer, Space, Subnet, SubnetStream
+from lightning_pipes.supernets import OptunaExplorer, SearchSpace, Subnet, SubnetStream
 
-SPACE = Space.of([5] * 4)
+SPACE = SearchSpace.from_sizes([5] * 4)
 
 
 def made() -> OptunaExplorer:
@@ -21,7 +21,7 @@ def run(stream: SubnetStream, count: int) -> list[Subnet]:
     found = []
     for _ in range(count):
         found.append(next(stream))
-        stream.tell(found[-1], float(sum(found[-1].choices)))
+        stream.report_loss(found[-1], float(sum(found[-1].choices)))
     return found
 
 
@@ -41,7 +41,7 @@ def test_a_loss_that_is_no_number_is_a_failed_trial() -> None:
     explorer = made()
     stream = SubnetStream(explorer)
     for subnet in [next(stream) for _ in range(10)]:
-        stream.tell(subnet, float("nan") if subnet.id == 3 else 1.0)
+        stream.report_loss(subnet, float("nan") if subnet.id == 3 else 1.0)
     assert [t.state.name for t in explorer.study.get_trials()].count("FAIL") == 1
     with pytest.raises(InputError, match="of subnet 10 comes next"):
-        explorer.tell(12, 1.0)
+        explorer.report_loss(12, 1.0)

@@ -8,9 +8,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.supernets import Explorer, Space, Subnet, SubnetStream, Uniform
+from lightning_pipes.supernets import Explorer, SearchSpace, Subnet, SubnetStream, Uniform
 
-SPACE = Space.of([3, 3])
+SPACE = SearchSpace.from_sizes([3, 3])
 DATA = [[n, 10 * n] for n in range(4)]
 
 
@@ -22,9 +22,9 @@ def test_it_is_numbered_on_from_epoch_to_epoch() -> None:
 
 def test_paired_batches_end_with_their_subnet() -> None:
     stream, loader = SubnetStream(Uniform(SPACE)), DataLoader(DATA, batch_size=None)
-    paired = stream.paired(loader)
+    paired = stream.pair_with(loader)
     found = [batch for _ in range(2) for batch, _, _ in paired]
-    assert [batch[-1] for batch in found] == [Subnet(Uniform(SPACE).choices(n), n) for n in range(8)]
+    assert [batch[-1] for batch in found] == [Subnet(Uniform(SPACE).choose_subnet(n), n) for n in range(8)]
     assert [batch[0][0] for batch in found] == [0, 1, 2, 3] * 2
     assert len(iter(paired)) == 4  # type: ignore[arg-type]
 
@@ -43,7 +43,7 @@ class Stalls(Explorer):
     def __init__(self) -> None:
         self.never = threading.Event()
 
-    def choices(self, number: int) -> tuple[int, ...]:
+    def choose_subnet(self, number: int) -> tuple[int, ...]:
         if number == 1:
             self.never.wait()
         return (0, 0)

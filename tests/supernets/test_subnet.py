@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.watch import plain
 from lightning_pipes.ir import InputError, Span
-from lightning_pipes.supernets import Space, Subnet
+from lightning_pipes.supernets import SearchSpace, Subnet
 from lightning_pipes.trainer.module.batches import rows_of, take
 
 ONE = Subnet((0, 2, 1), id=5, space=1)
@@ -36,7 +36,7 @@ def test_it_is_a_value() -> None:
 
 
 def test_a_part_of_a_space() -> None:
-    space = Space.of([3, 2, 4]).only({0: [2, 0], 2: (1,)})
+    space = SearchSpace.from_sizes([3, 2, 4]).restrict_to({0: [2, 0], 2: (1,)})
     assert (space.blocks, space.size, len(space)) == (((2, 0), (0, 1), (1,)), 4, 3)
     assert space.check([2, 1, 1]) == (2, 1, 1)
 
@@ -44,13 +44,13 @@ def test_a_part_of_a_space() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Space(((0, 1), ())), "block 1 of a space offers candidates"),
-        (lambda: Space(((0, 0),)), "each once"),
-        (lambda: Space(((-1,),)), "counted from 0"),
-        (lambda: Space.of([2]).only({1: [0]}), "a space of 1 blocks has no block 1"),
-        (lambda: Space.of([2]).only({0: [2]}), "chooses candidate 2 of block 0, which has"),
-        (lambda: Space.of([2]).check([0, 0]), "a subnet of 2 choices"),
-        (lambda: Space.of([2]).check(["a"]), "a subnet's choices.0. must be a whole number, got 'a'"),
+        (lambda: SearchSpace(((0, 1), ())), "block 1 of a space offers candidates"),
+        (lambda: SearchSpace(((0, 0),)), "each once"),
+        (lambda: SearchSpace(((-1,),)), "counted from 0"),
+        (lambda: SearchSpace.from_sizes([2]).restrict_to({1: [0]}), "a space of 1 blocks has no block 1"),
+        (lambda: SearchSpace.from_sizes([2]).restrict_to({0: [2]}), "chooses candidate 2 of block 0, which has"),
+        (lambda: SearchSpace.from_sizes([2]).check([0, 0]), "a subnet of 2 choices"),
+        (lambda: SearchSpace.from_sizes([2]).check(["a"]), "a subnet's choices.0. must be a whole number, got 'a'"),
     ],
 )
 def test_refuses_what_makes_no_sense(make: Any, said: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import Delayed, InputError
-from lightning_pipes.supernets import ChoiceBlock, Shared, Subnet, Supernet
+from lightning_pipes.supernets import ChoiceBlock, SharedLayer, Subnet, Supernet
 from lightning_pipes.supernets.layers import PerChoice
 
 
@@ -36,10 +36,10 @@ def test_a_subnet_is_the_layers_that_it_chooses(choices: tuple[int, int], shared
     for subnet in (choices, list(choices), Subnet(choices, id=7)):
         by_hand = x
         for layer, choice in zip(made, (choices[0], choices[0], None, *choices[1:], choices[1]), strict=True):
-            one: Any = layer.layer if isinstance(layer, Shared) else layer[choice]
+            one: Any = layer.layer if isinstance(layer, SharedLayer) else layer[choice]
             by_hand = one(by_hand)
         assert torch.equal(made((x, subnet)), by_hand)
-        assert torch.equal(made.subnet(subnet)(x), by_hand)
+        assert torch.equal(made.extract_subnet(subnet)(x), by_hand)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_statistics_without_weights_count() -> None:
 
 
 def test_each_layer_may_say_for_itself() -> None:
-    made = Supernet(Shared(linear(), "frozen"), block(), Shared(linear(), "delayed", 4), linear())
+    made = Supernet(SharedLayer(linear(), "frozen"), block(), SharedLayer(linear(), "delayed", 4), linear())
     assert made.layers_of((0,)) == {"0": False, "1.0": True, "2": Delayed(4), "3": True}
 
 

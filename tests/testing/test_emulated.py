@@ -14,11 +14,11 @@ from lightning_pipes.engine.compute.autograd import Saved, backward, enter, leav
 from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.ir import I, Kind, Span
 from lightning_pipes.sim import simulate
-from lightning_pipes.testing.emulated import Emulated, Steps, sleeping, step_seconds
-from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.emulated import EmulatedLayer, StepRecord, sleeping_layer, step_seconds
+from lightning_pipes.testing.timeouts import scale_timeout
 
 ROOT = Path(__file__).parents[2]
-SHARED = patience(3.0)
+SHARED = scale_timeout(3.0)
 """Seconds by which a shared machine may be late."""
 
 
@@ -44,7 +44,7 @@ def forward(layer):
 class TestEmulatedLayers:
     @pytest.mark.parametrize("weights", [0.0, 0.03])
     def test_take_their_time(self, weights):
-        layer = Emulated(sleeping(0.01, 0.05, weights))
+        layer = EmulatedLayer(sleeping_layer(0.01, 0.05, weights))
         seconds, saved = forward(layer)
         assert 0.01 <= seconds < 0.01 + SHARED
         seconds, _ = timed(lambda: backward([(saved, [torch.ones(2, 3)])], last=False))
@@ -52,7 +52,7 @@ class TestEmulatedLayers:
         assert all(p.grad is not None for p in layer.parameters())
 
     def test_in_two_parts(self):
-        layer = Emulated(sleeping(0.0, 0.25, weights=0.2))
+        layer = EmulatedLayer(sleeping_layer(0.0, 0.25, weights=0.2))
         _, saved = forward(layer)
         first, left = timed(lambda: backward_inputs([(saved, [torch.ones(2, 3)])], last=False))
         assert not left.inseparable
@@ -63,13 +63,13 @@ class TestEmulatedLayers:
         assert 0.2 <= second < 0.2 + SHARED
 
     def test_by_rows_and_speed(self):
-        profile = replace(sleeping(0.0, 0.0), forward=((1, 0.01), (2, 0.03)))
-        seconds, _ = forward(Emulated(profile, speed=0.5))
+        profile = replace(sleeping_layer(0.0, 0.0), forward=((1, 0.01), (2, 0.03)))
+        seconds, _ = forward(EmulatedLayer(profile, speed=0.5))
         assert 0.06 <= seconds < 0.06 + SHARED
 
 
 def test_steps_end_with_the_last_rank():
-    ranks = [Steps(((10, 40), (50, 60)), ()), Steps(((20, 70), (55, 57)), ())]
+    ranks = [StepRecord(((10, 40), (50, 60)), ()), StepRecord(((20, 70), (55, 57)), ())]
     assert step_seconds(ranks) == pytest.approx([60e-9, 10e-9])
 
 
@@ -95,7 +95,7 @@ class TestFidelity:
                 )
                 for r in range(4)
             ]
-            trainings.append((cell, [Steps(((0, run.makespan),), (mine,)) for mine in events]))
+            trainings.append((cell, [StepRecord(((0, run.makespan),), (mine,)) for mine in events]))
         found = fidelity.Overheads.of(trainings, links)
         assert found.computation == pytest.approx(kinds)
         assert found.between == pytest.approx(overheads.between)

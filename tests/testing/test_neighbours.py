@@ -13,7 +13,7 @@ import pytest
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.neighbours import KINDS, Neighbour, Quota, why_no_quota
-from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.timeouts import scale_timeout
 
 CORE = min(os.sched_getaffinity(0))
 SCRIPT = """
@@ -41,7 +41,7 @@ def shares(pids: list[int], seconds: float) -> float:
 def test_it_works_on_its_core_from_the_start(kind):
     with Neighbour(kind, core=CORE, processes=2) as there:
         assert [os.sched_getaffinity(pid) for pid in there.pids] == [{CORE}] * 2
-        deadline = time.monotonic() + patience(10)
+        deadline = time.monotonic() + scale_timeout(10)
         before = [cpu(pid) for pid in there.pids]
         while not all(cpu(pid) > used for pid, used in zip(there.pids, before, strict=True)):
             assert time.monotonic() < deadline
@@ -57,7 +57,7 @@ def test_it_rests_in_between():
 
 
 def processes_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + patience(10)
+    deadline = time.monotonic() + scale_timeout(10)
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)

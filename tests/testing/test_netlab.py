@@ -20,10 +20,10 @@ from lightning_pipes.engine import FailureWatch, GlooTransport, make_transport
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.ir import Plan, PlanError
 from lightning_pipes.testing import namespaces
-from lightning_pipes.testing.netlab import GOODPUT, Competition, NetLab, why_not
-from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.netlab import GOODPUT, Competition, NetLab, lab_unavailable_reason
+from lightning_pipes.testing.timeouts import scale_timeout
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+pytestmark = [pytest.mark.root, pytest.mark.skipif(bool(lab_unavailable_reason()), reason=lab_unavailable_reason())]
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +53,17 @@ def assert_speed(competition: Competition, bandwidth: float) -> None:
 @pytest.mark.alone
 class TestShaping:
     def test_speeds_change_while_messages_are_on_their_way(self, lab: NetLab) -> None:
-        with lab.compete(0, 1, flows=2) as traffic:
+        with lab.compete_on(0, 1, flows=2) as traffic:
             for bandwidth in (4e6, 1e6, 1e7):
                 lab.shape(bandwidth, [(0, 1)])
                 assert_speed(traffic, bandwidth)
 
     def test_what_is_less_urgent_waits(self) -> None:
-        with NetLab(2, 2e6, bands=True) as lab, lab.compete(0, 1) as bulk:
+        with NetLab(2, 2e6, bands=True) as lab, lab.compete_on(0, 1) as bulk:
             for sender in bulk.senders:
                 sender.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, 2)
             time.sleep(1.0)  # what was sent before is through
-            with lab.compete(0, 1) as urgent:
+            with lab.compete_on(0, 1) as urgent:
                 assert_speed(urgent, 2e6)
                 assert speed(bulk) < 0.1 * 2e6
             assert_speed(bulk, 2e6)
@@ -72,7 +72,7 @@ class TestShaping:
         lab.shape(2e6, [(0, 1)])
         lab.shape(6e6, [(1, 0)])
         lab.shape(4e6, [(2, 0)])  # the ring is closed
-        with lab.compete(0, 1) as there, lab.compete(1, 0) as back, lab.compete(2, 0) as around:
+        with lab.compete_on(0, 1) as there, lab.compete_on(1, 0) as back, lab.compete_on(2, 0) as around:
             assert_speed(there, 2e6)
             assert_speed(back, 6e6)
             assert_speed(around, 4e6)
@@ -81,19 +81,19 @@ class TestShaping:
         lab.shape(2e6)
         lab.shape(None)
         assert set(lab.links.values()) == {Link()}
-        with lab.compete(0, 1) as traffic:
+        with lab.compete_on(0, 1) as traffic:
             assert speed(traffic) > 1e8
 
     def test_set_times(self, lab: NetLab) -> None:
         lab.shape(8e6)
-        with lab.play([(0.0, 2e6, [(0, 1)]), (60.0, 1e6, None)]), lab.compete(0, 1) as traffic:
+        with lab.play_changes([(0.0, 2e6, [(0, 1)]), (60.0, 1e6, None)]), lab.compete_on(0, 1) as traffic:
             assert_speed(traffic, 2e6)
         assert lab.links[0, 1].bandwidth == 2e6  # what is set for later is not done any more
         assert lab.links[1, 0].bandwidth == 8e6
 
     def test_connections_share_a_link(self, lab: NetLab) -> None:
         lab.shape(6e6, [(0, 1)])
-        with lab.compete(0, 1) as one, lab.compete(0, 1, flows=3, on=0.05, off=0.05) as others:
+        with lab.compete_on(0, 1) as one, lab.compete_on(0, 1, flows=3, on=0.05, off=0.05) as others:
             time.sleep(0.5)
             for _ in range(8):  # on a busy machine less comes through for a while
                 before, began = one.received + others.received, time.monotonic()
@@ -149,7 +149,7 @@ def test_a_command_on_every_host(tmp_path: Path, ends: str, code: int) -> None:
     ran = subprocess.run([*netlab, *command], cwd=Path(__file__).parents[2], check=False, timeout=60)
     assert ran.returncode == code
     ranks = ("0", "1") if not code else ("1",)  # who has not ended when another fails is killed
-    assert [(tmp_path / rank).read_text() for rank in ranks] == [f"2 {namespaces.address(0)}\n"] * len(ranks)
+    assert [(tmp_path / rank).read_text() for rank in ranks] == [f"2 {namespaces.host_address(0)}\n"] * len(ranks)
 
 
 OWNER = """
@@ -183,12 +183,12 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     assert len(pids) == 5
     assert len(networks) == 2  # the ranks are on the hosts
     owner.kill()
-    owner.communicate(timeout=patience(30))
-    until = time.monotonic() + patience(40)  # the kernel takes its time to remove a network
+    owner.communicate(timeout=scale_timeout(30))
+    until = time.monotonic() + scale_timeout(40)  # the kernel takes its time to remove a network
     while any(map(is_there, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(is_there, pids))
-    assert namespaces.clean() == []
+    assert namespaces.kill_orphans() == []
 
 
 @pytest.mark.alone
@@ -199,8 +199,8 @@ def test_clean_kills_what_slipped_through_and_nothing_else() -> None:
         env = {**os.environ, "LIGHTNING_PIPES_HOSTS_OWNER": owner}
         sleepers.append(subprocess.Popen(["sleep", "infinity"], env=env, preexec_fn=namespaces.die_with_parent))
     try:
-        assert {*namespaces.clean()} == {sleeper.pid for sleeper in sleepers[:2]}
-        assert [sleeper.wait(timeout=patience(30)) for sleeper in sleepers[:2]] == [-signal.SIGKILL] * 2
+        assert {*namespaces.kill_orphans()} == {sleeper.pid for sleeper in sleepers[:2]}
+        assert [sleeper.wait(timeout=scale_timeout(30)) for sleeper in sleepers[:2]] == [-signal.SIGKILL] * 2
         assert sleepers[2].poll() is None
     finally:
         for sleeper in sleepers:

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Subset
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.strategies.kfkb import KFKB
-from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.testing.timeouts import scale_timeout
 from lightning_pipes.trainer.module import checks
 from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces, warn_about_small_batch
 from tests.trainer.lit import ROWS, Lit, LitOutside, data, quiet
@@ -338,7 +338,7 @@ def test_everybody_ends_when_one_fails(module, rank, how, said):
     outcomes = watch_ranks(fit, 3, module, 3, {}, more, timeout=30)
     for outcome in outcomes:
         assert outcome.error, f"rank {outcome.rank} went on"
-        assert outcome.seconds < patience(SOON), f"rank {outcome.rank}: {outcome.error}"
+        assert outcome.seconds < scale_timeout(SOON), f"rank {outcome.rank}: {outcome.error}"
         if outcome.rank != rank:
             assert said in outcome.error
     if how == "raise":
@@ -351,7 +351,7 @@ def test_a_failing_rank_can_save_its_part():
     saver = ModelCheckpoint(folder, filename="last", save_on_exception=True)
     more = {"callbacks": [Failing(1, "raise"), saver], "enable_checkpointing": True}
     outcomes = watch_ranks(fit, 2, LitOutside, 2, {}, more, timeout=30)
-    assert all(o.error and o.seconds < patience(SOON) for o in outcomes)
+    assert all(o.error and o.seconds < scale_timeout(SOON) for o in outcomes)
     parts = [name for name in os.listdir(folder) if "rank1of2" in name]
     assert parts
     state = torch.load(os.path.join(folder, parts[0]), weights_only=False)["state_dict"]

@@ -18,11 +18,11 @@ from lightning_pipes.cost import ModelProfile
 from lightning_pipes.ir import Kind
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.sim.shown.record import FILE
-from lightning_pipes.testing.interpreters import environment
+from lightning_pipes.testing.interpreters import run_environment
 from lightning_pipes.testing.records import record_of
 from lightning_pipes.tune import schema
 from lightning_pipes.tune.cli import main
-from lightning_pipes.tune.cli.command import table
+from lightning_pipes.tune.cli.command import format_table
 from lightning_pipes.tune.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -363,9 +363,9 @@ class TestReport:
 
 
 def test_tables_line_up() -> None:
-    text = table([{"name": "a", "n": "1"}, {"name": "long", "n": "10"}])
+    text = format_table([{"name": "a", "n": "1"}, {"name": "long", "n": "10"}])
     assert text.splitlines() == ["name   n", "a      1", "long  10"]
-    assert table([]) == ""
+    assert format_table([]) == ""
 
 
 SCRIPT = """
@@ -401,7 +401,7 @@ if __name__ == "__main__":
 
 
 def test_verify_runs_a_script_as_it_is(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(os, "environ", environment("verify", tmp_path))  # Trainers of other tests leave LOCAL_RANK
+    monkeypatch.setattr(os, "environ", run_environment("verify", tmp_path))  # Trainers of other tests leave LOCAL_RANK
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     assert main(["verify", "--batches", "3", str(script), "--json", "key=value"]) == 0

@@ -30,7 +30,7 @@ from lightning_pipes.tune import multirun as multirun_module
 from lightning_pipes.tune import sweep_settings
 from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.studies.search import open_storage
-from lightning_pipes.tune.studies.space import distribution
+from lightning_pipes.tune.studies.space import distribution_from_override
 from tests.launch.example import environment
 from tests.tune import app
 from tests.tune.sweep import fit
@@ -209,24 +209,24 @@ def test_mistakes(more: list[str], said: str, tmp_path: Path) -> None:
     assert said in run_ranks(multirun, 1, str(tmp_path), *arguments, *sweep, *more)[0]
 
 
-class StrangersBoard:
+class StrangersStore:
     """What another rank hears where hosts have no secret and somebody else speaks."""
 
-    leads = is_signed = False
+    is_leader = is_signed = False
     folder = ""
 
-    def hear(self, key: str) -> tuple[str, str]:
+    def get(self, key: str) -> tuple[str, str]:
         return self.folder, "app"
 
 
 def test_a_stranger_does_not_choose_the_directory_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multirun_module, "Announcements", StrangersBoard)
+    monkeypatch.setattr(multirun_module, "LeaderStore", StrangersStore)
     for overrides, folder, accepted in (
         ("out/05-10", "out/06-11", True),
         ("out/05-10", "out/06-11/../../..", False),
         ("out", "/home/another", False),
     ):
-        monkeypatch.setattr(StrangersBoard, "folder", str(tmp_path / folder))
+        monkeypatch.setattr(StrangersStore, "folder", str(tmp_path / folder))
         with initialize(version_base=None, config_path=None):
             config = compose(overrides=[f"hydra.sweep.dir={tmp_path / overrides}"], return_hydra_config=True)
         OmegaConf.set_readonly(config.hydra, False)
@@ -330,7 +330,7 @@ class TestSettings:
     ],
 )
 def test_sweeps_as_distributions(text: str, found: Any) -> None:
-    assert distribution(OverridesParser.create().parse_override(text)) == found
+    assert distribution_from_override(OverridesParser.create().parse_override(text)) == found
 
 
 @pytest.mark.parametrize(
@@ -345,4 +345,4 @@ def test_sweeps_as_distributions(text: str, found: Any) -> None:
 )
 def test_sweeps_that_are_none(text: str, said: str) -> None:
     with pytest.raises(PlanError, match=re.escape(said)):
-        distribution(OverridesParser.create().parse_override(text))
+        distribution_from_override(OverridesParser.create().parse_override(text))

@@ -37,11 +37,11 @@ def test_value_of_a_node():
 def test_stop_flag_and_thread_local(study):
     with pytest.raises(RuntimeError):
         study.stop()
-    with private_optuna.in_loop(study):
+    with private_optuna.inside_optimize_loop(study):
         study.stop()
-    assert private_optuna.is_told_to_stop(study)
-    private_optuna.forget_stop(study)
-    assert not private_optuna.is_told_to_stop(study)
+    assert private_optuna.is_stop_requested(study)
+    private_optuna.reset_stop(study)
+    assert not private_optuna.is_stop_requested(study)
     with pytest.raises(RuntimeError):
         study.stop()
 
@@ -56,7 +56,7 @@ def test_storage_and_study_id(study):
 
 def test_trial_id(study):
     study.ask()
-    assert private_optuna.stored(study, study.ask()).number == 1
+    assert private_optuna.stored_trial(study, study.ask()).number == 1
 
 
 def test_tell_with_warning(study):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import optuna
 from optuna.trial import TrialState
 
-from lightning_pipes.tune.studies.study import try_again
+from lightning_pipes.tune.studies.study import enqueue_again
 
 
 def test_a_queued_trial_that_dies_before_it_suggests_is_tried_again():
@@ -14,7 +14,7 @@ def test_a_queued_trial_that_dies_before_it_suggests_is_tried_again():
     died = study.ask()
     died.suggest_int("y", 0, 9)
     study.tell(died, state=TrialState.FAIL)
-    try_again(study, died.number, died.params)
+    enqueue_again(study, died.number, died.params)
     again = study.ask()
     assert again.suggest_float("x", 0, 1) == 0.25
     assert again.suggest_int("y", 0, 9) == 3

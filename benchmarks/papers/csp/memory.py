@@ -24,7 +24,7 @@ from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import MemorySwap, PipelineStrategy
 from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
-from lightning_pipes.testing.emulated import Emulated, sleeping
+from lightning_pipes.testing.emulated import EmulatedLayer, sleeping_layer
 from lightning_pipes.testing.ranks import run_ranks
 
 STAGES, BLOCKS, CANDIDATES, WIDTH = 3, 12, 24, 64
@@ -43,7 +43,7 @@ class Candidate(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.sleeps = Emulated(sleeping(FORWARD, BACKWARD, message_bytes=256))
+        self.sleeps = EmulatedLayer(sleeping_layer(FORWARD, BACKWARD, message_bytes=256))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.sleeps(self.linear(x))  # type: ignore[no-any-return]
@@ -110,7 +110,7 @@ def fit(rank: int, subnets: int, ways: list[tuple[int, float, bool]]) -> list[An
             callbacks=[clock] if memory is None else [clock, memory],
             **QUIET,
         )
-        trainer.fit(module, stream.paired(torch.utils.data.DataLoader(data, 4)))
+        trainer.fit(module, stream.pair_with(torch.utils.data.DataLoader(data, 4)))
         found.append((clock.seconds, None if memory is None else memory.statistics))
     return found
 

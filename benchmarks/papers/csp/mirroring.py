@@ -27,7 +27,7 @@ from benchmarks.papers.csp.emulation.spaces import Kind, Space, balanced, fixed,
 from benchmarks.papers.csp.emulation.stream import Rules, run
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.strategies.csp import CSP
-from lightning_pipes.supernets import ChoiceBlock, Explores, SubnetStream, Supernet, Uniform
+from lightning_pipes.supernets import ChoiceBlock, ExplorerFeedback, SubnetStream, Supernet, Uniform
 from lightning_pipes.testing.ranks import run_ranks
 
 BLOCKS, CANDIDATES, ROWS, MICROBATCHES, WIDTH = 16, 96, 8, 4, 16
@@ -108,9 +108,9 @@ def train(rank: int, ranks: int, subnets: int, by_subnet: bool) -> tuple[float, 
             CSP(balanced=by_subnet), MICROBATCHES, partition=[s * BLOCKS // ranks for s in range(1, ranks)]
         ),
         max_epochs=2,
-        callbacks=[Clock(), Explores(stream)],
+        callbacks=[Clock(), ExplorerFeedback(stream)],
         **QUIET,
-    ).fit(module, stream.paired(data))
+    ).fit(module, stream.pair_with(data))
     digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in module.state_dict().values())).hexdigest()
     return begun[2] - begun[1], digest, int(begun[3])
 

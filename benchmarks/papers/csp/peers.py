@@ -107,7 +107,7 @@ def fit(rank: int, name: str, subnets: int) -> float:
         callbacks=[clock],
         **QUIET,
     )
-    trainer.fit(module, stream.paired(loader))
+    trainer.fit(module, stream.pair_with(loader))
     return (subnets - WARM) / clock.seconds
 
 

@@ -30,7 +30,7 @@ from benchmarks.harness.report import Panel, Picture, draw
 from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy, ReproducibilityLog
 from lightning_pipes.sim.shown.training_record import TrainingRecord, compared
-from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform, in_bulks
+from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform, bulk_synchronous
 from lightning_pipes.testing.ranks import run_ranks
 
 WIDTH, BLOCKS, CANDIDATES, ROWS = 16, 12, 8, 16
@@ -60,7 +60,7 @@ class Search(L.LightningModule):
 
     def layers_of_batch(self, batch: Any) -> Any:
         layers = self.net.layers_of(batch[-1])
-        return in_bulks(layers, batch[-1].id, self.bulk) if self.bulk else layers
+        return bulk_synchronous(layers, batch[-1].id, self.bulk) if self.bulk else layers
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
@@ -116,7 +116,7 @@ def train(rank: int, system: str, stages: int, subnets: int, folder: str) -> str
         callbacks=[ReproducibilityLog(folder, every_n_batches=1)],
         **QUIET,
     )
-    trainer.fit(module, SubnetStream(Uniform(module.net.space, 1)).paired(loader))
+    trainer.fit(module, SubnetStream(Uniform(module.net.space, 1)).pair_with(loader))
     digest = hashlib.blake2b(digest_size=6)
     for tensor in module.state_dict().values():
         digest.update(tensor.numpy().tobytes())

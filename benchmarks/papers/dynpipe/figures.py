@@ -29,7 +29,7 @@ from lightning_pipes.cost import Link
 from lightning_pipes.ir import Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.memory import held_rows, stage_bytes
-from lightning_pipes.testing.neighbourhood import Neighbourhood, model, visitors
+from lightning_pipes.testing.neighbourhood import Neighbourhood, layered_model, visiting_slowdown
 
 RANKS, BATCHES = 4, 2000
 LOADS = {"light": 0.2, "heavy": 0.6}
@@ -47,13 +47,15 @@ def world(name: str, trace: Trace, ranks: int = RANKS) -> Neighbourhood:
     """A pipeline with these neighbours."""
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)
-    profile = model((np.random.default_rng(5).uniform(0.7, 1.3, 16) * 5e-3).tolist(), edge=2e5, weights=4 * 10**6)
+    profile = layered_model(
+        (np.random.default_rng(5).uniform(0.7, 1.3, 16) * 5e-3).tolist(), edge=2e5, weights=4 * 10**6
+    )
     return Neighbourhood(profile, schedule, ranks, 16, 8, trace.slowdown, Link(bandwidth=1.25e9))
 
 
 def visited(load: str, seed: int = 3) -> Trace:
     """Neighbours of all ranks."""
-    return Trace(visitors(RANKS, LOADS[load], STAY, seed))
+    return Trace(visiting_slowdown(RANKS, LOADS[load], STAY, seed))
 
 
 @cache

@@ -36,8 +36,8 @@ from lightning_pipes.engine.messages.parcels import Parcels
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.planning.planner import WAYS as WAYS_OF_MOVING
 from lightning_pipes.strategies.deep import Deep
-from lightning_pipes.testing.emulated import Emulation, sleeping
-from lightning_pipes.testing.netlab import NetLab, why_not
+from lightning_pipes.testing.emulated import Emulation, sleeping_layer
+from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 
 KINDS = ("alone", "gate", "priority", "neither")
 WAYS = {  # name: packed as a whole before, behind training
@@ -88,7 +88,7 @@ class Rank:
         self.rank, self.trial = rank, trial
         self.watch = join_ranks(rank, 2)
         plan = self.plan = replace(Plan.even(2, trial.microbatches), layers=(Span(0, 1), Span(1, 2)))
-        layer = sleeping(trial.forward, 2 * trial.forward, message_bytes=MESSAGE)
+        layer = sleeping_layer(trial.forward, 2 * trial.forward, message_bytes=MESSAGE)
         order = Deep(6).program(plan)
         stages = Emulation(plan, order, (layer, layer), (1.0, 1.0)).stages(rank)
         transport = make_transport(plan, rank, range(2), torch.device("cpu"), self.watch)
@@ -252,7 +252,7 @@ def trains(rank: int, way: str, batches: int) -> tuple[float, float, float, int]
 
 def main() -> None:
     options = make_parser(__doc__, "few rounds").parse_args()
-    reason = why_not()
+    reason = lab_unavailable_reason()
     if reason:
         print(f"no network laboratory here: {reason}")
         return

@@ -23,8 +23,8 @@ from lightning_pipes.engine.messages.parcels import Parcels
 from lightning_pipes.engine.messages.socket_queues import SocketQueues
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.strategies.kfkb import KFKB
-from lightning_pipes.testing.emulated import Emulation, sleeping
-from lightning_pipes.testing.netlab import NetLab, why_not
+from lightning_pipes.testing.emulated import Emulation, sleeping_layer
+from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 
 KINDS = ("alone", "gated", "ungated")
 MESSAGE = 2**17
@@ -51,7 +51,7 @@ def rank_main(rank: int, trial: Trial) -> tuple[dict[str, list[float]], dict[str
     """Seconds of this rank's steps, and bytes a second of parcels meanwhile, by kind."""
     watch = join_ranks(rank, 2)
     plan = replace(Plan.even(2, trial.microbatches), layers=(Span(0, 1), Span(1, 2)))
-    layer = sleeping(trial.forward, 2 * trial.forward, message_bytes=MESSAGE)
+    layer = sleeping_layer(trial.forward, 2 * trial.forward, message_bytes=MESSAGE)
     order = KFKB(trial.k).program(plan)
     stages = Emulation(plan, order, (layer, layer), (1.0, 1.0)).stages(rank)
     engine = Engine(plan, order, stages, make_transport(plan, rank, range(2), torch.device("cpu"), watch), rank=rank)
@@ -89,7 +89,7 @@ def main() -> None:
     options = make_parser(__doc__, "few rounds").parse_args()
     rounds = 4 if options.quick else 12
     headline = {}
-    reason = why_not()
+    reason = lab_unavailable_reason()
     if reason:
         print(f"no network laboratory here: {reason}")
         return

@@ -33,7 +33,13 @@ from lightning_pipes.strategies.dynpipe.planner import move_seconds
 from lightning_pipes.strategies.dynpipe.repartition import Windows, partitions_of, repartition
 from lightning_pipes.strategies.dynpipe.situation import Situation
 from lightning_pipes.strategies.dynpipe.theory import Iterations
-from lightning_pipes.testing.neighbourhood import Neighbourhood, Slowdown, model, rare, visitors
+from lightning_pipes.testing.neighbourhood import (
+    Neighbourhood,
+    Slowdown,
+    layered_model,
+    rare_slowdown,
+    visiting_slowdown,
+)
 
 # ---- Uneven shares of a batch for replicas of a stage that are not equally fast.
 
@@ -152,7 +158,7 @@ def train(world: Neighbourhood, batches: int, every: int, decide: Decide, wait: 
     before: Before = ()
     for first in range(0, batches, every):
         run.seconds += world.steps(plan, first, every).tolist()
-        seen = (*seen, world.seen(plan, first, every))[-KEPT_LOOKS:]
+        seen = (*seen, world.observe_window(plan, first, every))[-KEPT_LOOKS:]
         new = decide(first + every, plan, seen, before)
         if new is not None:
             takes = wait(plan, new)
@@ -165,7 +171,7 @@ def train(world: Neighbourhood, batches: int, every: int, decide: Decide, wait: 
 
 def best_plan(world: Neighbourhood, plan: Plan, first: int, batches: int) -> Plan:
     """The fastest partition for these batches, known beforehand."""
-    situation = Situation(world.profile, plan, world.seen(plan, first, batches), world.deployment)
+    situation = Situation(world.profile, plan, world.observe_window(plan, first, batches), world.deployment)
     windows = Windows([situation], world.order(plan))
     change = repartition(windows, partitions_of(windows, world.deployment))
     return plan if change is None or change.new[0] >= change.old[0] else replace(plan, layers=change.layers)
@@ -189,7 +195,7 @@ def trained(
 
     def dynpipe(batch: int, plan: Plan, seen: tuple[Seen, ...], before: Before) -> Plan | None:
         left = batches - batch
-        return planner.replan(plan, replace(world.problem(plan.layers), seen=seen, before=before, remaining=left))
+        return planner.replan(plan, replace(world.make_problem(plan.layers), seen=seen, before=before, remaining=left))
 
     def restarts(batch: int, plan: Plan, seen: tuple[Seen, ...], before: Before) -> Plan | None:
         if batch % epoch:
@@ -229,17 +235,17 @@ def shown_traces(name: str, ranks: int, layers: int, batches: int) -> dict[str, 
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)
     rng = np.random.default_rng(5)
-    profile = model((rng.uniform(0.7, 1.3, layers) * 5e-3).tolist(), edge=2e5, weights=4 * 10**6)
+    profile = layered_model((rng.uniform(0.7, 1.3, layers) * 5e-3).tolist(), edge=2e5, weights=4 * 10**6)
     end = batches - 200
     traces = {
         "1.5x": during(1, 1.5, ONSET, end),
         "2x": during(ranks - 1, 2.0, ONSET, end),
         "3x": during(ranks // 2, 3.0, ONSET, end),
         "spots": spots(ranks, 250, seed=2),
-        "light": Trace(visitors(ranks, 0.2, 200.0, 3)),
-        "heavy": Trace(visitors(ranks, 0.6, 200.0, 3)),
-        "fast": Trace(visitors(ranks, 0.6, 12.0, 3), steady=False),
-        "rare slow ones": Trace(rare(1, 8.0, 0.05, seed=4), steady=False),
+        "light": Trace(visiting_slowdown(ranks, 0.2, 200.0, 3)),
+        "heavy": Trace(visiting_slowdown(ranks, 0.6, 200.0, 3)),
+        "fast": Trace(visiting_slowdown(ranks, 0.6, 12.0, 3), steady=False),
+        "rare slow ones": Trace(rare_slowdown(1, 8.0, 0.05, seed=4), steady=False),
         "comes and goes": toggling(1, 1.5, 7),
         "all alike": Trace(lambda rank, first, count: np.full((1, 1), 2.0)),
     }
@@ -272,7 +278,9 @@ def shown_traces(name: str, ranks: int, layers: int, batches: int) -> dict[str, 
 
 def shown_changing(quick: bool) -> dict[str, float]:
     """What following neighbours of all ranks costs or brings, by how long they stay."""
-    profile = model((np.random.default_rng(5).uniform(0.7, 1.3, 16) * 5e-3).tolist(), edge=2e5, weights=4 * 10**6)
+    profile = layered_model(
+        (np.random.default_rng(5).uniform(0.7, 1.3, 16) * 5e-3).tolist(), edge=2e5, weights=4 * 10**6
+    )
     found = {}
     print("\nneighbours of all four ranks at random, 1600 batches: seconds, over those without moves")
     print(f"{'':8} {'each stays':>12} {'mean':>7} {'worst':>7}  moves")
@@ -298,10 +306,12 @@ def replan_seconds(ranks: int = 8, blocks: int = 16, repeats: int = 5) -> float:
     """Processor seconds of a re-plan that goes through everything, the median."""
     schedule = make_schedule("dynpipe")
     assert isinstance(schedule, Schedule)
-    profile = model((np.random.default_rng(1).uniform(0.8, 1.2, blocks) * 5e-3).tolist())
+    profile = layered_model((np.random.default_rng(1).uniform(0.8, 1.2, blocks) * 5e-3).tolist())
     world = Neighbourhood(profile, schedule, ranks, 16, 8, during(1, 2.0, 0, 10**6).slowdown)
     plan = world.plan()
-    problem = replace(world.problem(plan.layers), seen=tuple(world.seen(plan, LOOK * n, LOOK) for n in range(2)))
+    problem = replace(
+        world.make_problem(plan.layers), seen=tuple(world.observe_window(plan, LOOK * n, LOOK) for n in range(2))
+    )
     planner, took = planner_of(schedule), []
     for _ in range(repeats):
         begun = time.process_time()

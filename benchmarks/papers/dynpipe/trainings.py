@@ -23,7 +23,7 @@ from benchmarks.harness.silence import QUIET
 from lightning_pipes import InterferenceMonitor, PipelineStrategy
 from lightning_pipes.ir import Kind
 from lightning_pipes.testing.emulated import pause_until
-from lightning_pipes.testing.neighbourhood import visitors
+from lightning_pipes.testing.neighbourhood import visiting_slowdown
 from lightning_pipes.testing.neighbours import Neighbour
 
 ROWS, WIDTH = 8, 16
@@ -124,7 +124,7 @@ class Case:
         """By how much a stage is slowed down in that batch."""
         if self.visitors is not None:
             load, stay, seed = self.visitors
-            return float(visitors(self.ranks, load, stay, seed)(stage, step, 1)[0, 0])
+            return float(visiting_slowdown(self.ranks, load, stay, seed)(stage, step, 1)[0, 0])
         if stage != self.at:
             return 1.0
         return next((factor for begins, factor in reversed(self.slow) if step >= begins), 1.0)

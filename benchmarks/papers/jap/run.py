@@ -34,7 +34,7 @@ from lightning_pipes.ir import B, Cut, F, Kind, Plan, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.strategies.jap import Job, streamed
-from lightning_pipes.testing.emulated import Emulated, steady
+from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority
 from lightning_pipes.testing.ranks import run_ranks
 
 ROWS = (8, 16, 24, 32)
@@ -211,7 +211,7 @@ def least(layers: Sequence[nn.Module], inputs: dict[int, torch.Tensor], times: i
 def _profiles(
     rank: int, layers: Sequence[nn.Module], inputs: dict[int, torch.Tensor], times: int
 ) -> list[ModelProfile]:
-    steady()
+    request_realtime_priority()
     torch.set_num_threads(1)
     return [profile_layers(layers, inputs, repeats=1, split=True) for _ in range(times)]
 
@@ -233,7 +233,7 @@ def modules(case: Case, split: bool = False) -> list[nn.Module]:
     if case.real:
         return [layer for part in gpt_parts(case.ranks) for layer in part]
     profile = case.profile if split else whole(case.profile)
-    return [Emulated(layer) for layer in profile.layers]
+    return [EmulatedLayer(layer) for layer in profile.layers]
 
 
 def loss_of(case: Case) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -452,7 +452,7 @@ def bit_equal(stages: int) -> bool:
 def rank_main(rank: int, case: Case, chosen: dict[int, list[Single]], pairs: int) -> dict[str, Any]:
     """What one rank measures."""
     hush()
-    steady()
+    request_realtime_priority()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     sides: dict[str, Callable[[], Any]] = {

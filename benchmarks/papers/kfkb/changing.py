@@ -74,7 +74,7 @@ def run(lab: NetLab, course: Course, links: Mapping[Direction, Trace]) -> Ran:
                 if since / 1e9 < course.seconds:
                     at = READY_SECONDS + course.begins(turn) + since / 1e9
                     changes.append((at, bandwidth(takes / 1e9, course.trial.message), [direction]))
-    with lab.play(sorted(changes, key=lambda change: change[0])):
+    with lab.play_changes(sorted(changes, key=lambda change: change[0])):
         found: list[tuple[dict[str, tuple[int, int]], list[str]]] = lab.run_ranks(rank_main, course, begin, timeout=600)
     spans = {name: [by_rank[name] for by_rank, _ in found] for name in course.names}
     seconds = {n: (max(end for _, end in each) - min(since for since, _ in each)) / 1e9 for n, each in spans.items()}

@@ -21,7 +21,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import cut_into
 from lightning_pipes.sim import makespan
 from lightning_pipes.testing.generators import uniform
-from lightning_pipes.testing.netlab import NetLab, why_not
+from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 
 Figures = Iterator[tuple[str, float | str]]
 """Figures by name, and lines of a table by ""."""
@@ -150,7 +150,7 @@ def main() -> None:
     results: dict[str, float] = {}
     for figure in options.figures:
         print(f"\n{figure}: {FIGURES[figure].__doc__}")
-        if figure != "f2" and (reason := why_not()):
+        if figure != "f2" and (reason := lab_unavailable_reason()):
             print(f"can't be measured here: {reason}")
             continue
         for name, found in FIGURES[figure]():

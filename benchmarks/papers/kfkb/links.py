@@ -27,7 +27,7 @@ from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.tuning import Chooser, Verdict
 from lightning_pipes.sim import makespan
-from lightning_pipes.testing.emulated import Emulated, Emulation, sleeping
+from lightning_pipes.testing.emulated import EmulatedLayer, Emulation, sleeping_layer
 from lightning_pipes.testing.netlab import BURST, GOODPUT, NetLab
 
 AUTO, TORCH = "auto", "torch 1f1b"
@@ -78,7 +78,7 @@ class Trial:
     def stages_on(self, rank: int) -> list[Stage]:
         """Those that a rank runs, by the plan of the first schedule: emulated, and equal."""
         first, schedule = next(iter(self.schedules.items()))
-        layer = self.layer or sleeping(self.forward, 2 * self.forward, message_bytes=self.message)
+        layer = self.layer or sleeping_layer(self.forward, 2 * self.forward, message_bytes=self.message)
         plan, n = self.plan_of(first), self.stages
         return Emulation(plan, ordered(schedule, plan), (layer,) * n, (1.0,) * n).stages(rank)
 
@@ -258,9 +258,9 @@ def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[Verdict
 
 def torch_step(trial: Trial, rank: int) -> Callable[[], None]:
     """A step of torch's own 1F1B, by its public API."""
-    layer = sleeping(trial.forward, 2 * trial.forward, message_bytes=trial.message)
+    layer = sleeping_layer(trial.forward, 2 * trial.forward, message_bytes=trial.message)
     x = torch.zeros(trial.microbatches, trial.message // 4)
-    stage = PipelineStage(nn.Sequential(Emulated(layer)), rank, trial.stages, torch.device("cpu"))
+    stage = PipelineStage(nn.Sequential(EmulatedLayer(layer)), rank, trial.stages, torch.device("cpu"))
     schedule = Schedule1F1B(stage, trial.microbatches, loss_fn=lambda out, target: out.mean())
     arguments = (x.requires_grad_(),) if rank == 0 else ()
     target = torch.zeros(trial.microbatches) if rank == trial.stages - 1 else None

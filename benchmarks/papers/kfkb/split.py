@@ -21,7 +21,7 @@ from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim import makespan
-from lightning_pipes.testing.emulated import sleeping
+from lightning_pipes.testing.emulated import sleeping_layer
 from lightning_pipes.testing.netlab import NetLab
 
 # ---- Real GPTs of two stages in place of emulated ones, for steps over really shaped links.
@@ -134,7 +134,7 @@ def emulated(
 ) -> Iterator[tuple[str, Any]]:
     """A whole backward takes two forwards, its parts one each, and a message `x` forwards: on every link, or on the
     one after stage `slow`, and the others without a limit."""
-    layer = sleeping(forward, 2 * forward, weights=forward, message_bytes=message)
+    layer = sleeping_layer(forward, 2 * forward, weights=forward, message_bytes=message)
     trial = Trial({}, stages, microbatches, forward, message, rounds, tuned=False, layer=layer)
     times = {Kind.F: forward, Kind.B: 2 * forward, Kind.I: forward, Kind.W: forward}
     links = [x * forward if slow in (-1, s) else 0.0 for s in range(stages - 1)]

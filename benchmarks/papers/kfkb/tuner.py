@@ -31,8 +31,8 @@ from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.planning.tuning import Chooser
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.sim.loops import machine
-from lightning_pipes.testing.emulated import Emulated, sleeping, steady
-from lightning_pipes.testing.netlab import NetLab, why_not
+from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
+from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 from lightning_pipes.trainer.callbacks.schedule_tuner import FIRST
 from lightning_pipes.trainer.loop.adopting import adopt_told
 
@@ -46,8 +46,8 @@ class Model(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        layer = sleeping(FORWARD, 2 * FORWARD, message_bytes=QUICK_MESSAGE)
-        self.layers = nn.Sequential(*(Emulated(layer) for _ in range(STAGES)))
+        layer = sleeping_layer(FORWARD, 2 * FORWARD, message_bytes=QUICK_MESSAGE)
+        self.layers = nn.Sequential(*(EmulatedLayer(layer) for _ in range(STAGES)))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         found: torch.Tensor = self.layers(batch[0]).mean()
@@ -103,7 +103,7 @@ def fit(batches: int, *callbacks: L.Callback, **settings: Any) -> list[float]:
 
 def rank_main(rank: int, batches: int) -> dict[str, Any]:
     """Of one rank: what changes took and the steps around them; what the tuner took in a whole training."""
-    steady()
+    request_realtime_priority()
     hush()
     changes, tuner = Changes(), ScheduleTuner(interval=10)
     around = fit(batches, changes, k=2)
@@ -164,7 +164,7 @@ def main() -> None:
     for situation, times in planning.items():
         print(f"  {situation:20}" + " ".join(f"{ms:8.1f}" for ms in times.values()))
     found = {f"planning_ms_{situation}": times["most"] for situation, times in planning.items()}
-    if reason := why_not():
+    if reason := lab_unavailable_reason():
         print(f"nothing can be measured here: {reason}")
         return
     with NetLab(STAGES, bandwidth(X * FORWARD, QUICK_MESSAGE)) as lab:

@@ -31,7 +31,7 @@ class Command:
     examples: Sequence[str]
     run: Callable[[DictConfig, Sequence[str], argparse.Namespace], None]
     config: str | None = None
-    words: tuple[str, ...] = ()
+    positionals: tuple[str, ...] = ()
     flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     defaults: frozenset[str] = frozenset()
     script: bool = False
@@ -44,7 +44,7 @@ PICTURES = {
 }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Columns named after the keys of the first row; numbers to the right."""
     if not rows:
         return ""
@@ -53,11 +53,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     right = [all(_is_number(row[n]) for row in cells) for n in range(len(heads))]
     widths = [max(len(head), *(len(row[n]) for row in cells)) for n, head in enumerate(heads)]
 
-    def line(texts: Sequence[str]) -> str:
+    def format_line(texts: Sequence[str]) -> str:
         shown = (t.rjust(w) if r else t.ljust(w) for t, w, r in zip(texts, widths, right, strict=True))
         return "  ".join(shown).rstrip()
 
-    return "\n".join(map(line, [heads, *cells]))
+    return "\n".join(map(format_line, [heads, *cells]))
 
 
 def _is_number(text: str) -> bool:
@@ -69,6 +69,6 @@ def print_json(found: Mapping[str, Any]) -> None:
     print(json.dumps(found))
 
 
-def columns() -> int:
+def drawing_width() -> int:
     """How many characters a drawing may be wide."""
     return max(40, min(shutil.get_terminal_size((120, 24)).columns, 160) - 24)

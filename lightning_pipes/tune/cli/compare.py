@@ -44,6 +44,6 @@ COMMAND = Command(
         "lightning-pipes compare runs/a runs/b --layer 5.2      (who reads (F) and steps (B) it, in order)",
     ],
     run,
-    words=("RUN", "RUN"),
+    positionals=("RUN", "RUN"),
     flags={"--layer": ("NAME", "print the order in which batches used this layer, in both runs")},
 )

@@ -53,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: Command, options: argparse.Namespace) -> int:
     overrides = [word for word in options.settings if "=" in word]
     words = [word for word in options.settings if "=" not in word]
-    if len(words) != len(command.words):
-        wanted = " ".join(command.words) or "settings only, as name=value"
+    if len(words) != len(command.positionals):
+        expected = " ".join(command.positionals) or "settings only, as name=value"
         print(
-            f"lightning-pipes {command.name} takes {wanted}; got {' '.join(words) or 'nothing'}. "
+            f"lightning-pipes {command.name} takes {expected}; got {' '.join(words) or 'nothing'}. "
             f"Examples: lightning-pipes {command.name} --help",
             file=sys.stderr,
         )
@@ -74,11 +74,11 @@ def _settings(command: Command, overrides: Sequence[str]) -> DictConfig:
         return DictConfig({})
     register()
     with initialize_config_module("lightning_pipes.conf", version_base="1.3"):
-        told = [command.translate(override) for override in overrides if override not in command.defaults]
+        accepted = [command.translate(override) for override in overrides if override not in command.defaults]
         try:
-            return compose(command.config, overrides=told)
+            return compose(command.config, overrides=accepted)
         except (TypeError, ValueError) as error:  # Hydra's, of a group that is given a number or a list
-            raise InputError(f"{' '.join(told)}: a setting has a value that can't be read: {error}") from error
+            raise InputError(f"{' '.join(accepted)}: a setting has a value that can't be read: {error}") from error
 
 
 def _parser(command: Command) -> argparse.ArgumentParser:
@@ -89,7 +89,7 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         f"lightning-pipes {command.name}",
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=" ".join(["lightning-pipes", command.name, *_words(command)]),
+        usage=" ".join(["lightning-pipes", command.name, *_positional_usage(command)]),
     )
     parser.add_argument("settings", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -101,10 +101,10 @@ def _parser(command: Command) -> argparse.ArgumentParser:
     return parser
 
 
-def _words(command: Command) -> list[str]:
+def _positional_usage(command: Command) -> list[str]:
     if command.script:
-        return ["[options]", *command.words, "[its arguments]"]
-    return [*command.words, "[name=value ...]", "[options]"]
+        return ["[options]", *command.positionals, "[its arguments]"]
+    return [*command.positionals, "[name=value ...]", "[options]"]
 
 
 def _defaults(config: str) -> str:

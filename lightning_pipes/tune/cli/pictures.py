@@ -23,16 +23,16 @@ def write_pictures(
     """
     lines = []
     if options.png:
-        save_png(record.predicted, writable(options.png))
+        save_png(record.predicted, check_writable(options.png))
         lines.append(f"picture: {options.png}")
     if options.html:
         text = page(record, advice or advise(record, progress))
-        writable(options.html).write_text(text, encoding="utf-8")
+        check_writable(options.html).write_text(text, encoding="utf-8")
         lines.append(f"page: {options.html}")
     return lines
 
 
-def writable(name: str) -> Path:
+def check_writable(name: str) -> Path:
     """The path of a file that can be made.
 
     Raises:

@@ -27,13 +27,20 @@ from lightning_pipes.sim.shown.curve import most_held
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.shown.slowest import Slowest
 from lightning_pipes.sim.units import bytes_text, seconds_text
-from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json, table
+from lightning_pipes.tune.cli.command import PICTURES, Command, drawing_width, format_table, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
-from lightning_pipes.tune.cli.sources import MOST_NUMBER, by_name, cluster_of, numbers, profile_of, schedule_of
+from lightning_pipes.tune.cli.sources import (
+    MAX_NUMBER,
+    cluster_from_settings,
+    parse_numbers,
+    profile_from_settings,
+    schedule_from_settings,
+    translate_model_override,
+)
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
-    profile = profile_of(cfg)
+    profile = profile_from_settings(cfg)
     if profile is None:
         raise InputError(
             "plan needs layers: profile=FILE from lightning-pipes profile, or model=NAME by formula, as in "
@@ -42,18 +49,18 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     if cfg.ranks > len(profile.layers):
         raise InputError(f"ranks={cfg.ranks}: the model has {len(profile.layers)} layers, and each rank needs one")
     check_count("batch", cfg.batch, "; samples")
-    deployment = Deployment.from_cluster(cluster_of(cfg, cfg.ranks * cfg.replicas), cfg.ranks, cfg.replicas)
-    schedule = schedule_of(cfg)
-    with progress_bar("plan") as told:
+    deployment = Deployment.from_cluster(cluster_from_settings(cfg, cfg.ranks * cfg.replicas), cfg.ranks, cfg.replicas)
+    schedule = schedule_from_settings(cfg)
+    with progress_bar("plan") as progress:
         choice = choose(
             profile,
             cfg.ranks,
             cfg.batch,
             deployment,
             schedules=None if schedule is None else [schedule],
-            microbatches=numbers(cfg.microbatches, "microbatches", MOST_NUMBER // cfg.ranks),
+            microbatches=parse_numbers(cfg.microbatches, "microbatches", MAX_NUMBER // cfg.ranks),
             recompute=(False, True) if cfg.recompute is None else (cfg.recompute,),
-            progress=told,
+            progress=progress,
         )
     alone = evaluated(profile, choice.fit.order, choice.fit.plan, deployment.pipeline)
     reduce = choice.fit.seconds - alone.seconds
@@ -62,15 +69,15 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     arguments |= {"data_parallel": cfg.replicas} if cfg.replicas > 1 else {}
     sentence = _sentence(choice, timeline, cfg, reduce)
     record = _record(choice, timeline, profile, deployment.pipeline)
-    with progress_bar("draw") as told:
+    with progress_bar("draw") as progress:
         advice = _advice(choice, sentence, arguments, timeline) if options.html else None  # simulates what it shows
-        lines = write_pictures(record, options, told, advice)
+        lines = write_pictures(record, options, progress, advice)
     if options.json:
-        print_json(_found(choice, timeline, profile, arguments, reduce, cfg))
+        print_json(_to_json(choice, timeline, profile, arguments, reduce, cfg))
         return
     print(f"{choice}\n")
-    print(f"{table(_stages(choice, profile, timeline))}\n")
-    print(f"{timeline.gantt(columns())}\n")
+    print(f"{format_table(_stages(choice, profile, timeline))}\n")
+    print(f"{timeline.gantt(drawing_width())}\n")
     print(f"{sentence}\n")
     print(f"    {strategy_line(arguments)}")
     print(f"    {overrides(arguments)}")
@@ -111,7 +118,7 @@ def _stages(choice: Choice, profile: ModelProfile, timeline: Timeline) -> list[d
     return rows
 
 
-def _found(
+def _to_json(
     choice: Choice, timeline: Timeline, profile: ModelProfile, arguments: dict[str, Any], reduce: float, cfg: DictConfig
 ) -> dict[str, Any]:
     fit = choice.fit
@@ -186,6 +193,6 @@ COMMAND = Command(
     run,
     config="plan",
     flags=PICTURES,
-    translate=by_name,
+    translate=translate_model_override,
     defaults=frozenset({"schedule=auto", "schedule=null", "cluster=null"}),
 )

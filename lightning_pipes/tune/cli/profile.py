@@ -14,9 +14,9 @@ from lightning_pipes.cost.layer import per_row
 from lightning_pipes.ir import InputError, Kind, check_count
 from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim.units import bytes_text, seconds_text
-from lightning_pipes.tune.cli.command import Command, print_json, table
-from lightning_pipes.tune.cli.pictures import writable
-from lightning_pipes.tune.cli.sources import numbers
+from lightning_pipes.tune.cli.command import Command, format_table, print_json
+from lightning_pipes.tune.cli.pictures import check_writable
+from lightning_pipes.tune.cli.sources import parse_numbers
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
@@ -25,18 +25,24 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 
         print(f"{clear_profiles(Path.cwd())} profiles that trainings have kept here were removed")
         return
-    out = writable(cfg.out)
-    rows = numbers(cfg.rows, "rows")
+    out = check_writable(cfg.out)
+    rows = parse_numbers(cfg.rows, "rows")
     if not rows:
         raise InputError("rows: name at least one number of samples to measure, as in rows=[4,8]")
     check_count("repeats", cfg.repeats, "; the median counts", most=1000)
     check_count("threads", cfg.threads, most=1024)
-    with progress_bar("profile") as told:
-        told("loading torch", 0.0)
+    with progress_bar("profile") as progress:
+        progress("loading torch", 0.0)
         from lightning_pipes.tune.cli import subjects
 
-        subject = subjects.of_factory(cfg.factory, rows) if cfg.factory else subjects.of_example(cfg, rows)
-        profile = subjects.profiled(subject, rows, cfg.device, cfg.threads, cfg.optimizer, cfg.split, cfg.repeats, told)
+        subject = (
+            subjects.subject_from_factory(cfg.factory, rows)
+            if cfg.factory
+            else subjects.subject_from_example(cfg, rows)
+        )
+        profile = subjects.profile_subject(
+            subject, rows, cfg.device, cfg.threads, cfg.optimizer, cfg.split, cfg.repeats, progress
+        )
     profile.save(out)
     if options.json:
         print_json({"file": str(out), "device": profile.device, "rows": rows, "layers": _layers(profile, max(rows))})
@@ -75,7 +81,7 @@ def _text(profile: ModelProfile, rows: int) -> str:
         }
         for each in _layers(profile, rows)
     ]
-    return f"{table(shown)}\n\nTimes are of {rows} rows, on {profile.device}."
+    return f"{format_table(shown)}\n\nTimes are of {rows} rows, on {profile.device}."
 
 
 def _factory(override: str) -> str:

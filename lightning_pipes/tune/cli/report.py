@@ -18,7 +18,7 @@ from lightning_pipes.sim.page import page
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.shown.slowest import Slowest
 from lightning_pipes.tune.cli.command import Command, print_json
-from lightning_pipes.tune.cli.pictures import writable
+from lightning_pipes.tune.cli.pictures import check_writable
 from lightning_pipes.tune.cli.sources import load_profile
 
 
@@ -27,9 +27,9 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     record = RunRecord.load(where)
     if options.profile:
         record = _with_profile(record, options.profile)
-    out = writable(options.out or str((where if where.is_dir() else where.parent) / "report.html"))
-    with progress_bar("trying changes") as told:
-        advice = advise(record, told)
+    out = check_writable(options.out or str((where if where.is_dir() else where.parent) / "report.html"))
+    with progress_bar("trying changes") as progress:
+        advice = advise(record, progress)
     out.write_text(page(record, advice), encoding="utf-8")
     if options.open:
         webbrowser.open(out.resolve().as_uri())
@@ -83,7 +83,7 @@ COMMAND = Command(
         "lightning-pipes report RUN --profile profile.json      (so that other cuts can be tried)",
     ],
     run,
-    words=("RUN",),
+    positionals=("RUN",),
     flags={
         "--out": ("FILE", "the page; by default report.html beside what was saved"),
         "--profile": ("FILE", "what lightning-pipes profile wrote of the model"),

@@ -16,7 +16,7 @@ from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.planning.wording import dataclass_fields
 from lightning_pipes.sim import Timeline, simulate
-from lightning_pipes.tune.cli.command import Command, print_json, table
+from lightning_pipes.tune.cli.command import Command, format_table, print_json
 
 RANKS, MICROBATCHES = 4, 8
 _BATCHES = 12  # of a schedule that does not flush: the start and the end are left out
@@ -37,7 +37,7 @@ def run(settings: DictConfig, words: Sequence[str], options: argparse.Namespace)
         }
         for each in found
     ]
-    print(table(rows))
+    print(format_table(rows))
     print(
         "\nbubble: the share of time that ranks idle; held: the most micro-batches on one rank. Both simulated with\n"
         f"the settings shown, on {RANKS} equal ranks and {MICROBATCHES} micro-batches, backwards twice as long as\n"

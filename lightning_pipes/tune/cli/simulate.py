@@ -19,25 +19,25 @@ from lightning_pipes.planning.wording import schedule_label, schedule_settings
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.units import bytes_text, seconds_text
-from lightning_pipes.tune.cli.command import PICTURES, Command, columns, print_json
+from lightning_pipes.tune.cli.command import PICTURES, Command, drawing_width, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
 from lightning_pipes.tune.cli.sources import (
-    MOST_NUMBER,
-    by_name,
-    cluster_of,
-    durations,
-    measure,
-    numbers,
-    profile_of,
-    schedule_of,
+    MAX_NUMBER,
+    cluster_from_settings,
+    parse_durations,
+    parse_numbers,
+    profile_from_settings,
+    read_setting,
+    schedule_from_settings,
+    translate_model_override,
 )
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
-    schedule = schedule_of(cfg)
+    schedule = schedule_from_settings(cfg)
     if schedule is None:
         raise InputError("simulate shows one schedule, as in schedule=1f1b; lightning-pipes plan chooses one")
-    cluster, profile = cluster_of(cfg, cfg.ranks), profile_of(cfg)
+    cluster, profile = cluster_from_settings(cfg, cfg.ranks), profile_from_settings(cfg)
     order, plan, costs = _given(cfg, schedule) if profile is None else _profiled(cfg, schedule, profile, cluster)
     costs = replace(costs, links={(a, b): cluster.link_between(a, b) for a, b, _ in plan.links})
     timeline = replace(simulate(order, plan, costs), name="predicted")
@@ -50,8 +50,8 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         memory=tuple(device.memory for device in cluster.devices[: plan.n_ranks]),
         facts={"model": profile.source} if profile else {},
     )
-    with progress_bar("trying changes") as told:
-        advice = write_pictures(record, options, told)
+    with progress_bar("trying changes") as progress:
+        advice = write_pictures(record, options, progress)
     peak = verify(timeline.program(), plan).peak_spans
     held = [sum(peak[s] for s in stages) for stages in plan.stages]
     step, bubble = timeline.step / 1e9, sum(timeline.bubble) / len(timeline.bubble)
@@ -72,7 +72,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     if options.json:
         print_json(found)
         return
-    print(timeline.gantt(columns()))
+    print(timeline.gantt(drawing_width()))
     print()
     print(f"{found['schedule']}: step {seconds_text(1e9 * step)}, bubble {bubble:.1%}, {timeline.regime}")
     print(f"micro-batches held by each rank: {', '.join(map(str, held))}")
@@ -84,12 +84,12 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 
 def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Policy, Plan, CostModel]:
     """Times from the command line: of a micro-batch on a rank, shared out evenly to the rank's stages."""
-    (m,) = numbers(cfg.microbatches, "microbatches", MOST_NUMBER // cfg.ranks) or [8]
+    (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_NUMBER // cfg.ranks) or [8]
     plan = planned(Problem(schedule, cfg.ranks, m, m))
     times = {
-        Kind.F: durations(cfg.forward, "forward", cfg.ranks),
-        Kind.B: durations(cfg.backward, "backward", cfg.ranks),
-        Kind.STEP: durations(cfg.step, "step", cfg.ranks),
+        Kind.F: parse_durations(cfg.forward, "forward", cfg.ranks),
+        Kind.B: parse_durations(cfg.backward, "backward", cfg.ranks),
+        Kind.STEP: parse_durations(cfg.step, "step", cfg.ranks),
     }
     times[Kind.I] = times[Kind.W] = [seconds / 2 for seconds in times[Kind.B]]
     seconds: dict[tuple[Kind, int], Table] = {
@@ -97,9 +97,9 @@ def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Poli
         for kind, each in times.items()
         for s, rank in enumerate(plan.ranks)
     }
-    message, n = float(measure(cfg, "message", parse_bytes)), plan.n_stages
-    held = [measure(cfg, "activations", parse_bytes) // len(plan.stages[rank]) for rank in plan.ranks]
-    weights = [measure(cfg, "weights", parse_bytes) // len(plan.stages[rank]) for rank in plan.ranks]
+    message, n = float(read_setting(cfg, "message", parse_bytes)), plan.n_stages
+    held = [read_setting(cfg, "activations", parse_bytes) // len(plan.stages[rank]) for rank in plan.ranks]
+    weights = [read_setting(cfg, "weights", parse_bytes) // len(plan.stages[rank]) for rank in plan.ranks]
     costs = CostModel(
         seconds,
         forward_bytes=(message,) * (n - 1),
@@ -115,7 +115,7 @@ def _profiled(
     cfg: DictConfig, schedule: Schedule | Policy, profile: ModelProfile, cluster: Cluster
 ) -> tuple[Program | Policy, Plan, CostModel]:
     """Times from a profile, cut where `partition` says or where it is best."""
-    (m,) = numbers(cfg.microbatches, "microbatches", MOST_NUMBER // cfg.ranks) or [8]
+    (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_NUMBER // cfg.ranks) or [8]
     plan = planned(Problem(schedule, cfg.ranks, cfg.batch or m, m, cfg.recompute))
     cluster = replace(cluster, devices=cluster.devices[: cfg.ranks])
     if cfg.partition is None:
@@ -138,6 +138,6 @@ COMMAND = Command(
     run,
     config="simulate",
     flags=PICTURES,
-    translate=by_name,
+    translate=translate_model_override,
     defaults=frozenset({"cluster=null"}),
 )

@@ -16,11 +16,11 @@ from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import MOST_STAGES, InputError, Policy, Schedule, check_count, shown
 
 _T = TypeVar("_T")
-MOST_NUMBER = 2**16
+MAX_NUMBER = 2**16
 """Of micro-batches times ranks, and of rows that are measured."""
 
 
-def profile_of(cfg: DictConfig) -> ModelProfile | None:
+def profile_from_settings(cfg: DictConfig) -> ModelProfile | None:
     """The profile in the file `profile`, or of the model named `model` by formula; None where neither is given.
 
     Raises:
@@ -37,7 +37,7 @@ def profile_of(cfg: DictConfig) -> ModelProfile | None:
     return named_profile(str(cfg.named), cfg.device, dtype=cfg.dtype, optimizer=cfg.optimizer)
 
 
-def by_name(override: str) -> str:
+def translate_model_override(override: str) -> str:
     """`model=NAME` as Hydra knows it here: `model` is the group of the examples' settings."""
     name, _, value = override.partition("=")
     return f"named={value}" if name == "model" else override
@@ -54,15 +54,15 @@ def load_profile(path: str) -> ModelProfile:
     return ModelProfile.load(path)
 
 
-def cluster_of(cfg: DictConfig, devices: int) -> Cluster:
+def cluster_from_settings(cfg: DictConfig, devices: int) -> Cluster:
     """The cluster of the settings with at least so many devices: `cluster`, or one host with equal links.
 
     Raises:
         InputError: it has too few devices, or links are given twice.
     """
     check_count("devices", devices, "; change the number of ranks, or of replicas", most=MOST_STAGES)
-    memory = None if cfg.memory is None else measure(cfg, "memory", parse_bytes)
-    link = Link(measure(cfg, "bandwidth", parse_rate), measure(cfg, "latency", parse_seconds))
+    memory = None if cfg.memory is None else read_setting(cfg, "memory", parse_bytes)
+    link = Link(read_setting(cfg, "bandwidth", parse_rate), read_setting(cfg, "latency", parse_seconds))
     if cfg.cluster is None:
         return Cluster((Device(memory),) * devices, inside=link, regime=cfg.regime)
     if link != Link():
@@ -79,12 +79,12 @@ def cluster_of(cfg: DictConfig, devices: int) -> Cluster:
     return made
 
 
-def schedule_of(cfg: DictConfig) -> Schedule | Policy | None:
+def schedule_from_settings(cfg: DictConfig) -> Schedule | Policy | None:
     """The schedule of the settings; None for schedule=auto."""
     return None if cfg.schedule is None or cfg.schedule.name == "auto" else instantiate(cfg.schedule)
 
 
-def numbers(value: Any, name: str, most: int = MOST_NUMBER) -> list[int]:
+def parse_numbers(value: Any, name: str, most: int = MAX_NUMBER) -> list[int]:
     """One number or a list of them; an empty list for null.
 
     Raises:
@@ -102,7 +102,7 @@ def numbers(value: Any, name: str, most: int = MOST_NUMBER) -> list[int]:
     return found
 
 
-def durations(value: Any, name: str, count: int) -> list[float]:
+def parse_durations(value: Any, name: str, count: int) -> list[float]:
     """Seconds of each of `count` ranks, from one time or a list of them.
 
     Raises:
@@ -114,7 +114,7 @@ def durations(value: Any, name: str, count: int) -> list[float]:
     return [parse_setting(name, parse_seconds, each) for each in found]
 
 
-def measure(cfg: DictConfig, name: str, parse: Callable[[Any], _T]) -> _T:
+def read_setting(cfg: DictConfig, name: str, parse: Callable[[Any], _T]) -> _T:
     """The setting `name`, read by a function of `cost.units`.
 
     Raises:

@@ -37,7 +37,7 @@ class Subject:
     example: Any
 
 
-def of_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
+def subject_from_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
     """A model of examples/models.py with data of examples/data.py, by their settings.
 
     Raises:
@@ -54,13 +54,13 @@ def of_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
     name = cfg.model.name
     if train.READS[name] != cfg.data.name:
         raise InputError(f"model={name} can't read data={cfg.data.name}: say data={train.READS[name]}")
-    module = _made(train.MODELS, cfg.model)
-    data = _made(train.DATA, cfg.data, batch_size=max(rows))
+    module = _instantiate(train.MODELS, cfg.model)
+    data = _instantiate(train.DATA, cfg.data, batch_size=max(rows))
     data.setup("fit")
     return _subject(module, next(iter(data.train_dataloader()))[0], f"model={name}")
 
 
-def of_factory(path: str, rows: Sequence[int]) -> Subject:
+def subject_from_factory(path: str, rows: Sequence[int]) -> Subject:
     """The subject that `package.module:factory` makes, found from the current directory too.
 
     Raises:
@@ -91,7 +91,7 @@ def of_factory(path: str, rows: Sequence[int]) -> Subject:
     return _subject(module, example, f"model={path}")
 
 
-def profiled(
+def profile_subject(
     subject: Subject,
     rows: Sequence[int],
     device: str,
@@ -116,7 +116,7 @@ def profiled(
     optimizer_ = _optimizer(module, optimizer)
     inputs = {}
     for number in sorted(set(rows)):
-        inputs[number] = _entering(subject, _rows(subject.example, number, where))
+        inputs[number] = _layers_input(subject, _rows(subject.example, number, where))
     names = [f"{name} {type(layer).__name__}" for name, layer in subject.layers.named_children()]
     return profile_layers(
         list(subject.layers),
@@ -145,7 +145,7 @@ def _subject(module: nn.Module, example: Any, what: str) -> Subject:
     raise InputError(f"{what} gave a {type(module).__name__}; an nn.Sequential or a LightningModule is needed")
 
 
-def _made(kinds: Mapping[str, Any], settings: DictConfig, **more: Any) -> Any:
+def _instantiate(kinds: Mapping[str, Any], settings: DictConfig, **more: Any) -> Any:
     given = {str(key): value for key, value in settings.items()} | more
     name = given.pop("name")
     try:
@@ -157,17 +157,17 @@ def _made(kinds: Mapping[str, Any], settings: DictConfig, **more: Any) -> Any:
 def _rows(example: Any, rows: int, device: torch.device) -> Any:
     """The example with so many samples, on the device: some of it, or all of it repeatedly."""
 
-    def taken(tensor: torch.Tensor) -> torch.Tensor:
+    def take_rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[torch.arange(rows) % len(tensor)].to(device)
 
-    return pytree.tree_map_only(torch.Tensor, taken, example)
+    return pytree.tree_map_only(torch.Tensor, take_rows, example)
 
 
-class _EnteredError(Exception):
+class _LayersReachedError(Exception):
     """Ends a forward when it has come to the layers."""
 
 
-def _entering(subject: Subject, x: Any) -> Any:
+def _layers_input(subject: Subject, x: Any) -> Any:
     """The input of the layers when `x` goes into the module."""
     if subject.module is subject.layers:
         return x
@@ -175,13 +175,13 @@ def _entering(subject: Subject, x: Any) -> Any:
 
     def stop(_: nn.Module, given: tuple[Any, ...]) -> None:
         seen.extend(given)
-        raise _EnteredError
+        raise _LayersReachedError
 
     hook = subject.layers.register_forward_pre_hook(stop)
     try:
         with torch.no_grad():
             subject.module(*x) if isinstance(x, tuple) else subject.module(x)
-    except _EnteredError:
+    except _LayersReachedError:
         pass
     finally:
         hook.remove()

@@ -55,7 +55,7 @@ COMMAND = Command(
         "lightning-pipes verify --batches 4 train.py",
     ],
     run,
-    words=("SCRIPT",),
+    positionals=("SCRIPT",),
     flags={"--batches": ("N", f"how many batches are compared; {BATCHES} by default")},
     script=True,
 )

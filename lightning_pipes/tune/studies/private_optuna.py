@@ -29,7 +29,7 @@ def share_storage(study: Study, other: Study) -> None:
     study._storage, study._study_id = other._storage, other._study_id
 
 
-def stored(study: Study, trial: Trial) -> FrozenTrial:
+def stored_trial(study: Study, trial: Trial) -> FrozenTrial:
     """A trial as the storage has it."""
     return study._storage.get_trial(trial._trial_id)
 
@@ -39,18 +39,18 @@ def log_completed(study: Study, values: Any, trial: FrozenTrial) -> None:
     study._log_completed_trial(values, trial.number, trial.params)
 
 
-def is_told_to_stop(study: Study) -> bool:
+def is_stop_requested(study: Study) -> bool:
     """Whether `study.stop()` was called."""
     return study._stop_flag
 
 
-def forget_stop(study: Study) -> None:
+def reset_stop(study: Study) -> None:
     """As `study.optimize` does when it begins."""
     study._stop_flag = False
 
 
 @contextmanager
-def in_loop(study: Study) -> Iterator[None]:
+def inside_optimize_loop(study: Study) -> Iterator[None]:
     """In the block `study.stop()` is legal in this thread, for callbacks, samplers that have nothing left, and
     objectives."""
     local = study._thread_local

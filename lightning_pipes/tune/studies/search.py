@@ -24,18 +24,18 @@ from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
 from lightning_pipes.ir import InputError, check_count
 from lightning_pipes.tune.multirun import Multirun
-from lightning_pipes.tune.studies.private_optuna import in_loop, is_told_to_stop
-from lightning_pipes.tune.studies.space import distribution, suggest
-from lightning_pipes.tune.studies.study import ask, draw_others, fail_dead_trials, lead_or_follow
-from lightning_pipes.tune.studies.telling import in_root_log, tell
-from lightning_pipes.tune.studies.trial import ArrayTrial, storage_errors, twin
+from lightning_pipes.tune.studies.private_optuna import inside_optimize_loop, is_stop_requested
+from lightning_pipes.tune.studies.reporting import optuna_in_root_log, report_result
+from lightning_pipes.tune.studies.space import distribution_from_override, suggest
+from lightning_pipes.tune.studies.study import ask_trial, fail_dead_trials, reseed_for_resume, run_leader_or_follower
+from lightning_pipes.tune.studies.trial import ArrayTrial, find_duplicate_trial, storage_errors
 
 _log = logging.getLogger(__name__)
 
 ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
-class Search:
+class OptunaSearch:
     """A study over overrides.
 
     Args:
@@ -78,7 +78,7 @@ class Search:
         """
         self._read(arguments)
         array = self._multirun
-        with in_root_log():
+        with optuna_in_root_log():
             study = self._in_batches() if array is None else self._in_array(array)
         if self._failures:
             lines = [f"{type(error).__name__}: {error}" for error in self._failures]
@@ -86,7 +86,7 @@ class Search:
         if self._too_many_failures():
             raise self._failures[0]
         result = _result(study)
-        if array is None or array.board.leads:
+        if array is None or array.leader_store.is_leader:
             OmegaConf.save(OmegaConf.create(result), self._folder() / "optimization_results.yaml")
             _log.info("%s", result)
         return result
@@ -105,7 +105,7 @@ class Search:
             name = key.lstrip("+~")
             self._space.pop(name, None)
             self._fixed.pop(name, None)
-            among = None if override.is_delete() else distribution(override)
+            among = None if override.is_delete() else distribution_from_override(override)
             if among is None:
                 self._fixed[name] = str(override.input_line)
             else:
@@ -137,11 +137,11 @@ class Search:
         study = optuna.create_study(
             study_name=settings["study_name"],
             storage=storage,
-            pruner=_made(settings["pruner"]),
+            pruner=_instantiate(settings["pruner"]),
             directions=self._directions,
             load_if_exists=True,
         )
-        study.sampler = _made(settings["sampler"])
+        study.sampler = _instantiate(settings["sampler"])
         return study
 
     def _budget(self, study: Study) -> int:
@@ -158,30 +158,30 @@ class Search:
     def _in_array(self, array: Multirun) -> Study:
         """With a launcher that takes the next trial when a slot is free."""
         array.ends += (optuna.TrialPruned,)
-        with array.siblings():
-            return lead_or_follow(
-                array.board,
+        with array.sibling_environment():
+            return run_leader_or_follower(
+                array.leader_store,
                 self._study,
                 lambda trial: self._job(array, trial),
                 self._budget,
                 array.array_size,
                 self._settings["timeout"],
                 Exception,
-                [self._note],
+                [self._record_outcome],
                 tracebacks=False,  # they are in the jobs' logs
             )
 
     def _job(self, array: Multirun, trial: ArrayTrial) -> Any:
         overrides = self._overrides(trial)
-        known = trial.twin() if self._settings["reuse"] else None
+        known = trial.find_duplicate() if self._settings["reuse"] else None
         if known is not None:
             return known.values
-        returned = array.job(trial.number, overrides)
+        returned = array.run_sibling_job(trial.number, overrides)
         if trial.number in self._errors:
             raise self._errors[trial.number]
         return returned.return_value
 
-    def _note(self, study: Study, trial: FrozenTrial) -> None:
+    def _record_outcome(self, study: Study, trial: FrozenTrial) -> None:
         self._ended += 1
         if trial.state == TrialState.FAIL:
             needed = "a number" if len(self._directions) == 1 else f"{len(self._directions)} numbers"
@@ -198,10 +198,10 @@ class Search:
         with storage_errors():
             study = self._study()
             fail_dead_trials(study)
-            draw_others(study)
+            reseed_for_resume(study)
         source = self._trials(study, self._budget(study))
         size = int(getattr(self._launcher, "n_jobs", None) or 1)
-        with in_loop(study):
+        with inside_optimize_loop(study):
             while batch := [*itertools.islice(source, max(1, size))]:
                 self._launch(study, batch)
         return study
@@ -209,16 +209,16 @@ class Search:
     def _trials(self, study: Study, left: int) -> Iterator[tuple[optuna.Trial, list[str]]]:
         until = None if self._settings["timeout"] is None else time.monotonic() + self._settings["timeout"]
         for _ in range(left):
-            if is_told_to_stop(study) or (until is not None and time.monotonic() >= until):
+            if is_stop_requested(study) or (until is not None and time.monotonic() >= until):
                 return
             with storage_errors():
-                trial = ask(study)
+                trial = ask_trial(study)
                 overrides = self._overrides(trial)
-                known = twin(trial) if self._settings["reuse"] else None
+                known = find_duplicate_trial(trial) if self._settings["reuse"] else None
             if known is None:
                 yield trial, overrides
             else:
-                self._note(study, tell(study, trial, known.values, None))
+                self._record_outcome(study, report_result(study, trial, known.values, None))
 
     def _launch(self, study: Study, batch: list[tuple[optuna.Trial, list[str]]]) -> None:
         left = [trial for trial, _ in batch]
@@ -229,9 +229,9 @@ class Search:
                 if error is not None:
                     self._errors[left[0].number] = error
                 with storage_errors():
-                    frozen = tell(study, left[0], value, error)
+                    frozen = report_result(study, left[0], value, error)
                 left.pop(0)
-                self._note(study, frozen)
+                self._record_outcome(study, frozen)
         finally:
             for trial in left:
                 study.tell(trial, state=TrialState.FAIL)
@@ -277,5 +277,5 @@ def open_storage(given: str | None) -> str | BaseStorage | None:
     return JournalStorage(JournalFileBackend(given))
 
 
-def _made(settings: Any) -> Any:
+def _instantiate(settings: Any) -> Any:
     return instantiate(dict(settings))

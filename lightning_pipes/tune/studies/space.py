@@ -11,7 +11,7 @@ from optuna.trial import BaseTrial, Trial
 from lightning_pipes.ir import InputError
 
 
-def distribution(override: Override) -> BaseDistribution | None:
+def distribution_from_override(override: Override) -> BaseDistribution | None:
     """The distribution from which an override lets Optuna choose; None where it is one value.
 
     `interval(1, 2)` is a float, `int(interval(1, 10))` an integer with both ends, each with `tag(log, ...)` if wanted;

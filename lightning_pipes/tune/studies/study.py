@@ -21,17 +21,17 @@ from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.engine.watch.points import point
 from lightning_pipes.ir import InputError, PipelineError, check_count, check_number, check_type, shown
-from lightning_pipes.tune.studies.announcements import Announcements, RankZeroEndedError
+from lightning_pipes.tune.studies.leader_store import LeaderStore, RankZeroEndedError
 from lightning_pipes.tune.studies.private_optuna import (
-    forget_stop,
-    in_loop,
-    is_told_to_stop,
+    inside_optimize_loop,
+    is_stop_requested,
+    reset_stop,
     share_storage,
     storage_of,
     untouched_generators,
 )
-from lightning_pipes.tune.studies.telling import log, tell
-from lightning_pipes.tune.studies.trial import ArrayTrial, StorageLostError, as_current, storage_errors
+from lightning_pipes.tune.studies.reporting import log, report_result
+from lightning_pipes.tune.studies.trial import ArrayTrial, StorageLostError, storage_errors, using_trial
 
 OWNER = "lightning_pipes:owner"
 """The user attribute of a trial that says which process runs it."""
@@ -100,11 +100,13 @@ def optimize_array(
         if not isinstance(kind, type) or not issubclass(kind, Exception):
             raise InputError(f"catch must be a type of exceptions or a tuple of some, got {shown(catch)}")
     check_type("callbacks", callbacks, Sequence[Callable])  # type: ignore[type-arg]
-    return lead_or_follow(Announcements(), study, objective, lambda _: n_trials, array_size, timeout, catch, callbacks)
+    return run_leader_or_follower(
+        LeaderStore(), study, objective, lambda _: n_trials, array_size, timeout, catch, callbacks
+    )
 
 
-def lead_or_follow(
-    board: Announcements,
+def run_leader_or_follower(
+    leader_store: LeaderStore,
     study: Study | Callable[[], Study],
     objective: Objective,
     budget: Callable[[Study], int | None],
@@ -117,20 +119,20 @@ def lead_or_follow(
     """`optimize_array` on a board of the caller's, with a number of trials that depends on the study's; `tracebacks` of
     trials that fail are logged, or not."""
     array: JobArray[Any] = array_size if isinstance(array_size, JobArray) else JobArray(array_size)
-    if not board.leads:
-        return _Follower(board, objective).run(array, study if isinstance(study, Study) else None)
-    leader = _Leader(board, objective, timeout, catch, callbacks, tracebacks)
+    if not leader_store.is_leader:
+        return _Follower(leader_store, objective).run(array, study if isinstance(study, Study) else None)
+    leader = _Leader(leader_store, objective, timeout, catch, callbacks, tracebacks)
     try:
         led = leader.run(array, study, budget)
     except BaseException as error:
-        board.say("end", f"{type(error).__name__}: {error}")
+        leader_store.put("end", f"{type(error).__name__}: {error}")
         raise
-    board.say("end", (led.study_name, led.directions, led.user_attrs, led.get_trials(deepcopy=False)))
-    board.leave()
+    leader_store.put("end", (led.study_name, led.directions, led.user_attrs, led.get_trials(deepcopy=False)))
+    leader_store.close()
     return led
 
 
-def _made(study: Study | Callable[[], Study]) -> Study:
+def _make_study(study: Study | Callable[[], Study]) -> Study:
     made: Study = check_type("study", study if isinstance(study, Study) else study(), Study)
     return made
 
@@ -140,14 +142,14 @@ class _Leader:
 
     def __init__(
         self,
-        board: Announcements,
+        leader_store: LeaderStore,
         objective: Objective,
         timeout: float | None,
         catch: type[Exception] | tuple[type[Exception], ...],
         callbacks: Sequence[Callback],
         tracebacks: bool,
     ) -> None:
-        self._board = board
+        self._leader_store = leader_store
         self._objective = objective
         self._left: int | None = None
         self._until = None if timeout is None else time.monotonic() + timeout
@@ -162,17 +164,17 @@ class _Leader:
         self, array: JobArray[Any], study: Study | Callable[[], Study], budget: Callable[[Study], int | None]
     ) -> Study:
         with storage_errors():
-            self._study = study = _made(study)
+            self._study = study = _make_study(study)
             fail_dead_trials(study)
-            draw_others(study)
+            reseed_for_resume(study)
             self._left = budget(study)
-        forget_stop(study)
-        with in_loop(study):
+        reset_stop(study)
+        with inside_optimize_loop(study):
             lost: PeerFailure | None = None
             try:
                 for outcome in array.run(self._jobs()):
-                    self._board.say(_ended(outcome.index), None)
-                    self._end(outcome)
+                    self._leader_store.put(_ended_key(outcome.index), None)
+                    self._finish_trial(outcome)
             except PeerFailure as error:
                 lost = error
                 raise
@@ -180,7 +182,7 @@ class _Leader:
                 for trial in self._open.values():
                     with suppress(StorageLostError), storage_errors():
                         if lost is not None:
-                            try_again(study, trial.number, trial.params)
+                            enqueue_again(study, trial.number, trial.params)
                         study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
         if self._error is not None:
             raise self._error
@@ -194,34 +196,36 @@ class _Leader:
 
     def _job(self, index: int) -> Any:
         """One trial, in its sibling's thread; or nothing, if there is none to start any more."""
-        with in_loop(self._study):
+        with inside_optimize_loop(self._study):
             try:
                 with storage_errors():
-                    trial = self._next()
+                    trial = self._next_trial()
                 self._over = trial is None
-                self._board.say(f"next/{index}", None if trial is None else (trial.number, self._study.directions))
+                self._leader_store.put(
+                    f"next/{index}", None if trial is None else (trial.number, self._study.directions)
+                )
                 if trial is None:
                     sibling = current_sibling()
                     assert sibling is not None
                     sibling.counts = False
                     return None
                 self._open[index] = trial
-                return _try(self._objective, self._shared(index, trial))
+                return _run_objective(self._objective, self._array_trial(index, trial))
             finally:
                 storage_of(self._study).remove_session()  # of this thread
 
-    def _next(self) -> Trial | None:
+    def _next_trial(self) -> Trial | None:
         late = self._until is not None and time.monotonic() >= self._until
-        if is_told_to_stop(self._study) or self._error is not None or self._left == 0 or late:
+        if is_stop_requested(self._study) or self._error is not None or self._left == 0 or late:
             return None
         if self._left is not None:
             self._left -= 1
-        return ask(self._study)
+        return ask_trial(self._study)
 
-    def _shared(self, index: int, trial: Trial) -> ArrayTrial:
-        return ArrayTrial(trial.number, self._study.directions, self._board, _ended(index), trial)
+    def _array_trial(self, index: int, trial: Trial) -> ArrayTrial:
+        return ArrayTrial(trial.number, self._study.directions, self._leader_store, _ended_key(index), trial)
 
-    def _end(self, outcome: Outcome[Any]) -> None:
+    def _finish_trial(self, outcome: Outcome[Any]) -> None:
         """Tells the study how a trial has ended."""
         trial = self._open.pop(outcome.index, None)
         error = outcome.error
@@ -232,8 +236,8 @@ class _Leader:
         point("trial.tell")
         with storage_errors():
             if isinstance(error, (PeerFailure, SIGTERMException)):
-                try_again(self._study, trial.number, trial.params)
-            frozen = tell(self._study, trial, outcome.value, error, self._tracebacks)
+                enqueue_again(self._study, trial.number, trial.params)
+            frozen = report_result(self._study, trial, outcome.value, error, self._tracebacks)
         if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, self._catch):
             self._error = self._error or error
         for callback in self._callbacks:
@@ -247,10 +251,10 @@ class _Follower:
         patience: seconds for which rank 0 may go on with a trial that has failed here before the ranks had connections.
     """
 
-    patience = 60.0
+    stop_timeout = 60.0
 
-    def __init__(self, board: Announcements, objective: Objective) -> None:
-        self._board = board
+    def __init__(self, leader_store: LeaderStore, objective: Objective) -> None:
+        self._leader_store = leader_store
         self._objective = objective
         self._over = False
 
@@ -258,13 +262,13 @@ class _Follower:
         try:
             for outcome in array.run(self._jobs()):  # what becomes of it is rank 0's business
                 if outcome.error is not None and array.shared.watch is None:
-                    self._check_alike(outcome)
+                    self._check_ends_on_leader(outcome)
         except PeerFailure:
             with suppress(RankZeroEndedError):
                 self._check_ended()
             raise
-        end = self._board.hear("end")
-        self._board.leave()
+        end = self._leader_store.get("end")
+        self._leader_store.close()
         if isinstance(end, str):
             raise StudyFailedError(f"the study has ended on rank 0: {end}")
         return _with_trials(study, *end)
@@ -272,7 +276,7 @@ class _Follower:
     def _check_ended(self) -> None:
         """Raises why rank 0 has ended the study, if it says so; its array, which ends before, does not know it."""
         until = time.monotonic() + _REASON_SECONDS
-        end = self._board.hear("end", until=lambda: time.monotonic() > until)
+        end = self._leader_store.get("end", until=lambda: time.monotonic() > until)
         if isinstance(end, str):
             raise StudyFailedError(f"the study has ended on rank 0: {end}")
 
@@ -282,36 +286,36 @@ class _Follower:
                 return
             yield partial(self._job, index)
 
-    def _check_alike(self, outcome: Outcome[Any]) -> None:
+    def _check_ends_on_leader(self, outcome: Outcome[Any]) -> None:
         """Raises the error of a trial that does not end on rank 0, which would wait for this rank for ever."""
         assert outcome.error is not None
-        until = time.monotonic() + self.patience
-        self._board.hear(_ended(outcome.index), until=lambda: time.monotonic() > until)
-        if not self._board.said(_ended(outcome.index)):
+        until = time.monotonic() + self.stop_timeout
+        self._leader_store.get(_ended_key(outcome.index), until=lambda: time.monotonic() > until)
+        if not self._leader_store.has_key(_ended_key(outcome.index)):
             raise outcome.error
 
     def _job(self, index: int) -> Any:
-        ended = _ended(index)
-        following = self._board.hear(f"next/{index}", until=lambda: self._board.said(ended))
+        ended = _ended_key(index)
+        following = self._leader_store.get(f"next/{index}", until=lambda: self._leader_store.has_key(ended))
         self._over = following is None
         if following is None:
             return None
         number, directions = following
-        return _try(self._objective, ArrayTrial(number, directions, self._board, ended, None))
+        return _run_objective(self._objective, ArrayTrial(number, directions, self._leader_store, ended, None))
 
 
-def _ended(index: int) -> str:
+def _ended_key(index: int) -> str:
     """Where rank 0 says that a sibling has ended there."""
     return f"ended/{index}"
 
 
-def _try(objective: Objective, trial: ArrayTrial) -> Any:
+def _run_objective(objective: Objective, trial: ArrayTrial) -> Any:
     point("trial")
-    with as_current(trial):
+    with using_trial(trial):
         return objective(trial)
 
 
-def ask(study: Study) -> Trial:
+def ask_trial(study: Study) -> Trial:
     """A new trial of this process."""
     trial = study.ask()
     trial.set_user_attr(OWNER, str(Process.own()))
@@ -326,7 +330,7 @@ def fail_dead_trials(study: Study) -> int:
     dead = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if OWNER in trial.user_attrs and _has_ended(trial.user_attrs[OWNER]):
-            try_again(study, trial.number, trial.params)
+            enqueue_again(study, trial.number, trial.params)
             study.tell(trial.number, state=TrialState.FAIL)
             dead += 1
     if dead:
@@ -334,7 +338,7 @@ def fail_dead_trials(study: Study) -> int:
     return dead
 
 
-def draw_others(study: Study) -> None:
+def reseed_for_resume(study: Study) -> None:
     """Has a new sampler with a fixed seed draw others than when the trials of the study began, and the same ones each
     time that a study goes on from there. Otherwise it would try again what was tried."""
     begun = sum(trial.state != TrialState.WAITING for trial in study.get_trials(deepcopy=False))
@@ -343,14 +347,14 @@ def draw_others(study: Study) -> None:
             generator.seed([generator.randint(2**31), begun])
 
 
-def try_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
+def enqueue_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
     """Queues the parameters of a trial that a process has taken with it: those too that were queued for it, and that it
     had not come to suggest. Once, and before the trial is said to have failed: who is killed in between has lost
     nothing."""
     trials = study.get_trials(deepcopy=False)
-    wanted = {**trials[number].system_attrs.get("fixed_params", {}), **params}
-    if wanted and not any(trial.user_attrs.get(RETRY) == number for trial in trials):
-        study.enqueue_trial(wanted, user_attrs={RETRY: number})
+    parameters = {**trials[number].system_attrs.get("fixed_params", {}), **params}
+    if parameters and not any(trial.user_attrs.get(RETRY) == number for trial in trials):
+        study.enqueue_trial(parameters, user_attrs={RETRY: number})
 
 
 def _has_ended(owner: object) -> bool:

@@ -15,7 +15,7 @@ from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
 
 from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
 from lightning_pipes.ir import InputError, PipelineError
-from lightning_pipes.tune.studies.announcements import Announcements
+from lightning_pipes.tune.studies.leader_store import LeaderStore
 
 _trial: ContextVar[ArrayTrial | None] = ContextVar("lightning_pipes_trial", default=None)
 
@@ -35,11 +35,16 @@ class ArrayTrial(BaseTrial):
     """
 
     def __init__(
-        self, number: int, directions: Sequence[StudyDirection], board: Announcements, ended: str, trial: Trial | None
+        self,
+        number: int,
+        directions: Sequence[StudyDirection],
+        leader_store: LeaderStore,
+        ended: str,
+        trial: Trial | None,
     ) -> None:
         self.directions = list(directions)
         self._number = number
-        self._board = board
+        self._leader_store = leader_store
         self._ended = ended
         self._trial = trial
         self._calls = 0
@@ -57,19 +62,24 @@ class ArrayTrial(BaseTrial):
         """
         raise AttributeError(
             "a trial of an array has no study, for only rank 0 has one and all must do the same: stop it, or read what "
-            "it knows, in optimize_array(callbacks=[lambda study, trial: ...]); trial.twin() finds equal parameters"
+            "it knows, in optimize_array(callbacks=[lambda study, trial: ...]); trial.find_duplicate() finds equal "
+            "parameters"
         )
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
-        return float(self._ask(f"suggest_float {name}", lambda t: t.suggest_float(name, low, high, step=step, log=log)))
+        return float(
+            self._ask_leader(f"suggest_float {name}", lambda t: t.suggest_float(name, low, high, step=step, log=log))
+        )
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        return int(self._ask(f"suggest_int {name}", lambda t: t.suggest_int(name, low, high, step=step, log=log)))
+        return int(
+            self._ask_leader(f"suggest_int {name}", lambda t: t.suggest_int(name, low, high, step=step, log=log))
+        )
 
     def suggest_categorical(self, name: str, choices: Sequence[CategoricalChoiceType]) -> Any:
-        return self._ask(f"suggest_categorical {name}", lambda t: t.suggest_categorical(name, choices))
+        return self._ask_leader(f"suggest_categorical {name}", lambda t: t.suggest_categorical(name, choices))
 
     def suggest_uniform(self, name: str, low: float, high: float) -> float:
         return self.suggest_float(name, low, high)
@@ -81,58 +91,59 @@ class ArrayTrial(BaseTrial):
         return self.suggest_float(name, low, high, step=q)
 
     def report(self, value: float, step: int) -> None:
-        self._ask(f"report {step}", lambda t: t.report(value, step))
+        self._ask_leader(f"report {step}", lambda t: t.report(value, step))
 
     def should_prune(self) -> bool:
-        return bool(self._ask("should_prune", lambda t: t.should_prune()))
+        return bool(self._ask_leader("should_prune", lambda t: t.should_prune()))
 
     def set_user_attr(self, key: str, value: Any) -> None:
-        self._ask(f"set_user_attr {key}", lambda t: t.set_user_attr(key, value))
+        self._ask_leader(f"set_user_attr {key}", lambda t: t.set_user_attr(key, value))
 
     def set_constraint(self, key: str, value: float) -> None:
-        self._ask(f"set_constraint {key}", lambda t: t.set_constraint(key, value))
+        self._ask_leader(f"set_constraint {key}", lambda t: t.set_constraint(key, value))
 
     @property
     def params(self) -> dict[str, Any]:
-        return dict(self._ask("params", lambda t: t.params))
+        return dict(self._ask_leader("params", lambda t: t.params))
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
-        return dict(self._ask("distributions", lambda t: t.distributions))
+        return dict(self._ask_leader("distributions", lambda t: t.distributions))
 
     @property
     def user_attrs(self) -> dict[str, Any]:
-        return dict(self._ask("user_attrs", lambda t: t.user_attrs))
+        return dict(self._ask_leader("user_attrs", lambda t: t.user_attrs))
 
     @property
     def datetime_start(self) -> datetime | None:
-        start: datetime | None = self._ask("datetime_start", lambda t: t.datetime_start)
+        start: datetime | None = self._ask_leader("datetime_start", lambda t: t.datetime_start)
         return start
 
     @property
     def constraints(self) -> dict[str, float]:
-        return dict(self._ask("constraints", lambda t: t.constraints))
+        return dict(self._ask_leader("constraints", lambda t: t.constraints))
 
-    def twin(self) -> FrozenTrial | None:
+    def find_duplicate(self) -> FrozenTrial | None:
         """A finished trial with the same parameters, or None; an objective may return its values."""
-        found: FrozenTrial | None = self._ask("twin", twin)
+        found: FrozenTrial | None = self._ask_leader("find_duplicate", find_duplicate_trial)
         return found
 
-    def _ask(self, what: str, ask: Callable[[Trial], Any]) -> Any:
+    def _ask_leader(self, what: str, ask: Callable[[Trial], Any]) -> Any:
         """The study's answer, or its exception; `what` is the same on all ranks."""
         self._calls += 1
         key = f"trials/{self._number}/{self._calls}"
         if self._trial is None:
-            heard = self._board.hear(key, until=lambda: self._board.said(self._ended))
-            if heard is None:
+            reply = self._leader_store.get(key, until=lambda: self._leader_store.has_key(self._ended))
+            if reply is None:
                 raise SiblingFailure(f"trial {self._number} has ended on rank 0, and goes on here with {what!r}")
         else:
-            heard = (what, *_answer(self._trial, ask))
-            self._board.say(key, heard)
-        asked, answer, error = heard
+            reply = (what, *_answer(self._trial, ask))
+            self._leader_store.put(key, reply)
+        asked, answer, error = reply
         if asked != what:
             raise InputError(
-                f"trial {self._number}: rank 0 calls {asked!r}, rank {self._board.rank} {what!r}; the objective must "
+                f"trial {self._number}: rank 0 calls {asked!r}, rank {self._leader_store.rank} {what!r}; the objective "
+                f"must "
                 "do the same on all ranks, so it can't depend on the rank, the time, or unseeded random numbers"
             )
         if error is not None:
@@ -140,7 +151,7 @@ class ArrayTrial(BaseTrial):
         return answer
 
 
-def twin(trial: Trial) -> FrozenTrial | None:
+def find_duplicate_trial(trial: Trial) -> FrozenTrial | None:
     """The first finished trial of the study that has the same parameters."""
     done = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return next((one for one in done if one.params == trial.params), None)
@@ -175,7 +186,7 @@ def current_trial() -> ArrayTrial | None:
 
 
 @contextmanager
-def as_current(trial: ArrayTrial) -> Iterator[None]:
+def using_trial(trial: ArrayTrial) -> Iterator[None]:
     """In the block, `current_trial()` is `trial`."""
     token = _trial.set(trial)
     try:

@@ -19,9 +19,9 @@ from lightning_pipes.planning.measured import Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing import netlab
-from lightning_pipes.testing.emulated import Emulation, sleeping
-from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.emulated import Emulation, sleeping_layer
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.timeouts import scale_timeout
 from tests.engine.pipes import batch, connect, layers, make_stages
 
 MS = 1_000_000
@@ -61,7 +61,7 @@ def offsets(monkeypatch, ahead, takes, names=("a", "b")):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=patience(20))
+        thread.join(timeout=scale_timeout(20))
     return found
 
 
@@ -127,7 +127,7 @@ def across(rank: int) -> list[StepSample]:
     time.monotonic_ns = lambda: real() + ahead[0]
     clocks.clock = lambda: f"clock of {rank}"
     plan = Plan.even(2, 4, layers=even_partition([1.0, 1.0], 2))
-    layer = sleeping(0.001, 0.002, message_bytes=MESSAGE)
+    layer = sleeping_layer(0.001, 0.002, message_bytes=MESSAGE)
     emulation = Emulation(plan, OneFOneB().program(plan), (layer,) * 2, (1.0,) * 2)
     watch, transport = connect(rank, plan)
     engine = Engine(plan, emulation.order, emulation.stages(rank), transport, rank=rank, watch=watch)
@@ -149,7 +149,7 @@ def across(rank: int) -> list[StepSample]:
 
 @pytest.mark.alone  # beside others a message may be held up for longer than it takes
 @pytest.mark.root
-@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
+@pytest.mark.skipif(bool(netlab.lab_unavailable_reason()), reason=netlab.lab_unavailable_reason())
 def test_hosts_whose_clocks_differ_and_jump():
     with netlab.NetLab(2, BANDWIDTH) as lab:
         found = lab.run_ranks(across, timeout=60)

@@ -18,7 +18,7 @@ from lightning_pipes.engine.monitor.monitor import OVERHEAD, Monitor
 from lightning_pipes.engine.monitor.rows import History, Sample, Window
 from lightning_pipes.engine.monitor.source import Rates, Source, SourceError
 from lightning_pipes.ir import InputError
-from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.timeouts import scale_timeout
 
 NAN = math.nan
 
@@ -243,7 +243,7 @@ def test_the_thread_takes_no_more_than_its_share():
     costly = Costly()
     monitor = Monitor([costly], hertz=10)
     monitor.start()
-    assert costly.read_once.wait(patience(10))
+    assert costly.read_once.wait(scale_timeout(10))
     time.sleep(0.5)  # five more would be due
     monitor.stop()
     assert len(costly.reads) == 1, f"the next is due after {0.05 / OVERHEAD:.0f} s"
@@ -255,7 +255,7 @@ def test_this_machine_has_something_to_say():
     cpu = torch.device("cpu")
     monitor = Monitor(sources_for(cpu), hertz=10, window=1, memory=free_metrics(cpu))
     monitor.start()
-    deadline = time.monotonic() + patience(20)
+    deadline = time.monotonic() + scale_timeout(20)
     while time.monotonic() < deadline and not monitor.features().get("host.compute_run_share", 0) > 0:
         sum(range(100_000))
     monitor.stop()

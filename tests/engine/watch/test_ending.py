@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.timeouts import scale_timeout
 
 ENDS = """
 import atexit, os, subprocess, sys, threading, time
@@ -57,6 +57,6 @@ with suppress(KeyError), Asking() as asking:
 @pytest.mark.parametrize("left", LEFT)
 def test_a_call_that_comes_back_at_the_end_does_not_abort_it(left: str) -> None:
     script = ENDS.replace("<<left>>", LEFT[left])
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=patience(60))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=scale_timeout(60))
     assert ended.returncode == 3, ended.stderr
     assert "terminate called" not in ended.stderr

@@ -58,7 +58,7 @@ CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
 @pytest.mark.root
-@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+@pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
 def test_containers_with_one_host_name_leave_each_others_files_alone(tmp_path: Path) -> None:
     """In both the process has the same number, which here belongs to nobody or somebody else."""
     code = (

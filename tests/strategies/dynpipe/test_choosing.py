@@ -15,14 +15,14 @@ from lightning_pipes.strategies.dynpipe.choosing import choose_stages
 from lightning_pipes.strategies.dynpipe.meshes import Mesh, Pricing, meshes
 from lightning_pipes.strategies.dynpipe.paper import Pipeline, least_seconds, paper_seconds, true_seconds
 from lightning_pipes.strategies.dynpipe.theory import Iterations
-from lightning_pipes.testing.neighbourhood import model
+from lightning_pipes.testing.neighbourhood import layered_model
 
 SECONDS = (1.0, 2.0, 0.5, 1.5, 3.0, 1.0)
 
 
 def pricing(hosts: int = 2, each: int = 2, slow: float = 1e5, memory: int | None = None) -> Pricing:
     cluster = Cluster.from_counts(hosts, each, memory, Link(bandwidth=1e7), Link(bandwidth=slow))
-    return Pricing(model([1e-3 * t for t in SECONDS]), cluster, rows=4)
+    return Pricing(layered_model([1e-3 * t for t in SECONDS]), cluster, rows=4)
 
 
 def everything(of: Pricing, n: int, judge: Callable[[list[Pipeline]], list[float]]) -> float:
@@ -125,7 +125,7 @@ def test_the_number_of_stages_weighs_staleness_against_speed() -> None:
 
 
 def test_it_stops_after_two_rises() -> None:
-    of = Pricing(model([1e-3] * 8), Cluster.from_counts(1, 8, None, Link(bandwidth=1e9)), rows=8)
+    of = Pricing(layered_model([1e-3] * 8), Cluster.from_counts(1, 8, None, Link(bandwidth=1e9)), rows=8)
 
     def rising(stages: int) -> float:
         return 10.0**stages

@@ -9,7 +9,7 @@ from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.partitions import all_partitions
 from lightning_pipes.strategies.dynpipe.repartition import Windows
 from lightning_pipes.strategies.dynpipe.situation import Situation
-from lightning_pipes.testing.neighbourhood import Neighbourhood, model, steady
+from lightning_pipes.testing.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 
 EVEN, MOVED = (Span(0, 4), Span(4, 8)), (Span(0, 5), Span(5, 8))
 
@@ -20,9 +20,9 @@ def history(*looks: tuple[tuple[Span, ...], float]) -> History:
     assert isinstance(schedule, Schedule)
     every: list[tuple[Plan, Seen]] = []
     for layers, factor in looks:
-        world = Neighbourhood(model([1e-3] * 8), schedule, 2, 8, 4, steady((1.0, factor)))
+        world = Neighbourhood(layered_model([1e-3] * 8), schedule, 2, 8, 4, constant_slowdown((1.0, factor)))
         plan = world.plan(layers)
-        every.append((plan, world.seen(plan, 0, 20)))
+        every.append((plan, world.observe_window(plan, 0, 20)))
     plan, look = every[-1]
     windows = Windows([Situation(world.profile, plan, look, world.deployment)], world.order(plan))
     return History(windows, all_partitions(range(1, 8), 2, 8), every)

@@ -12,7 +12,7 @@ import pytest
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.replanning import Hosting, Predicted
 from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
-from lightning_pipes.testing.neighbourhood import Neighbourhood, model, steady
+from lightning_pipes.testing.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 
 Rows = Sequence[tuple[Mapping[str, float], Hosting]]
 
@@ -31,14 +31,16 @@ class Pupil:
 
 
 def told(devices: tuple[dict[str, float], ...]) -> list[tuple[Any, ...]]:
-    profile = model([1e-3] * 6, weights=100)
-    world = Neighbourhood(profile, make_schedule("1f1b"), 2, 8, 4, steady((1.0, 2.5)))
+    profile = layered_model([1e-3] * 6, weights=100)
+    world = Neighbourhood(profile, make_schedule("1f1b"), 2, 8, 4, constant_slowdown((1.0, 2.5)))
     plan = world.plan()
-    looks = [replace(world.seen(plan, 20 * n, 20), devices=devices, free=(None,) * len(devices)) for n in range(3)]
+    looks = [
+        replace(world.observe_window(plan, 20 * n, 20), devices=devices, free=(None,) * len(devices)) for n in range(3)
+    ]
     pupil = Pupil()
     planner = DynPlanner(predictor=pupil)
     for n in (2, 3):  # each call has one more look
-        planner.replan(plan, replace(world.problem(plan.layers), seen=tuple(looks[:n])))
+        planner.replan(plan, replace(world.make_problem(plan.layers), seen=tuple(looks[:n])))
     return pupil.told
 
 

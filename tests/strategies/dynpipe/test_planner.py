@@ -21,7 +21,13 @@ from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
 from lightning_pipes.strategies.dynpipe.planner import move_seconds
 from lightning_pipes.strategies.dynpipe.repartition import Windows
 from lightning_pipes.strategies.dynpipe.situation import Situation
-from lightning_pipes.testing.neighbourhood import Neighbourhood, Slowdown, model, rare, steady
+from lightning_pipes.testing.neighbourhood import (
+    Neighbourhood,
+    Slowdown,
+    constant_slowdown,
+    layered_model,
+    rare_slowdown,
+)
 
 SOME = (1.0, 1.3, 0.7, 1.0, 1.1, 0.9, 1.2, 0.8, 1.0, 1.0)
 """Layers that are not equally heavy."""
@@ -29,7 +35,7 @@ SOME = (1.0, 1.3, 0.7, 1.0, 1.1, 0.9, 1.2, 0.8, 1.0, 1.0)
 
 def place(slowdown: Slowdown, name: str = "1f1b", ranks: int = 4, m: int = 8, **more: Any) -> Neighbourhood:
     seconds = more.pop("seconds", SOME)
-    profile = model([1e-3 * t for t in seconds])
+    profile = layered_model([1e-3 * t for t in seconds])
     if name == "zero_bubble":
         layers = tuple(replace(x, input_backward=x.forward, weight_backward=x.forward) for x in profile.layers)
         profile = replace(profile, layers=layers)
@@ -38,9 +44,9 @@ def place(slowdown: Slowdown, name: str = "1f1b", ranks: int = 4, m: int = 8, **
 
 def asked(world: Neighbourhood, plan: Plan, looks: int = 2, first: int = 0, **more: Any) -> Problem:
     """After so many looks of 20 batches."""
-    seen = tuple(world.seen(plan, first + 20 * n, 20, more.get("free", ())) for n in range(looks))
+    seen = tuple(world.observe_window(plan, first + 20 * n, 20, more.get("free", ())) for n in range(looks))
     more.pop("free", None)
-    return replace(world.problem(plan.layers), seen=seen, **more)
+    return replace(world.make_problem(plan.layers), seen=seen, **more)
 
 
 def least_of_all(world: Neighbourhood, stages: int) -> float:
@@ -48,7 +54,7 @@ def least_of_all(world: Neighbourhood, stages: int) -> float:
     n = len(world.profile.layers)
     cuts = combinations(range(1, n), stages - 1)
     every = [tuple(Span(a, b) for a, b in zip((0, *c), (*c, n), strict=True)) for c in cuts]
-    tables = [world.durations(world.plan(layers), 1000, 2) for layers in every]
+    tables = [world.operation_seconds(world.plan(layers), 1000, 2) for layers in every]
     together = {key: np.concatenate([each[key] for each in tables]) for key in tables[0]}
     plan = world.plan()
     return float(replay_of(world.order(plan), plan, 2).seconds(together).mean(axis=1).min())
@@ -69,9 +75,9 @@ def lived(world: Neighbourhood, looks: int, believed: ModelProfile | None = None
         plans.append(plan)
         took += 20 * seconds(world, plan, 20 * look)
         stays += 20 * seconds(world, even, 20 * look)
-        seen = (*seen, world.seen(plan, 20 * look, 20))[-KEPT_LOOKS:]
+        seen = (*seen, world.observe_window(plan, 20 * look, 20))[-KEPT_LOOKS:]
         left = 20 * (looks - look - 1)
-        problem = replace(world.problem(plan.layers), seen=seen, before=before, remaining=left)
+        problem = replace(world.make_problem(plan.layers), seen=seen, before=before, remaining=left)
         new = DynPlanner().replan(plan, replace(problem, profile=believed or world.profile))
         if new is not None:
             took += move_seconds(world.profile, plan, new.layers, world.deployment)
@@ -97,7 +103,9 @@ def test_it_recovers_within_60_batches(name: str, ranks: int, factor: float, ons
     """To within 10 % of the best of all partitions."""
     slow = [factor if rank == 1 else 1.0 for rank in range(ranks)]
     layers = 10 if ranks == 4 else 14
-    world = place(steady(slow, since=onset), name, ranks=ranks, seconds=np.linspace(0.8, 1.2, layers).tolist())
+    world = place(
+        constant_slowdown(slow, since=onset), name, ranks=ranks, seconds=np.linspace(0.8, 1.2, layers).tolist()
+    )
     plans, *_ = lived(world, 8)
     after = plans[-(-(onset + 60) // 20)]
     assert seconds(world, after, batches=2) <= 1.1 * least_of_all(world, ranks)
@@ -142,7 +150,7 @@ def test_neighbours_of_all_ranks(name: str, stays_for: int, most: float, seed: i
 @pytest.mark.parametrize("name", ["1f1b", "kfkb", "gpipe", "zero_bubble", "dynpipe", "pipedream_2bw"])
 @pytest.mark.parametrize("factors", [(1.0, 2.0, 1.0, 1.0), (3.0, 1.0, 1.0, 1.5)])
 def test_it_finds_the_best_of_all_partitions(name: str, factors: Sequence[float]) -> None:
-    world = place(steady(factors), name)
+    world = place(constant_slowdown(factors), name)
     plan = world.plan()
     new = DynPlanner().replan(plan, asked(world, plan))
     assert new is not None
@@ -151,7 +159,7 @@ def test_it_finds_the_best_of_all_partitions(name: str, factors: Sequence[float]
 
 
 def test_several_stages_a_rank() -> None:
-    world = place(steady((1.0, 2.0)), "interleaved", ranks=2)
+    world = place(constant_slowdown((1.0, 2.0)), "interleaved", ranks=2)
     plan = world.plan()
     assert plan.n_stages == 4
     new = DynPlanner().replan(plan, asked(world, plan))
@@ -161,7 +169,7 @@ def test_several_stages_a_rank() -> None:
 
 def medians(world: Neighbourhood, plan: Plan) -> float:
     """A step by the median of what each stage takes."""
-    found = world.seen(plan, 0, 20)
+    found = world.observe_window(plan, 0, 20)
     known = {key: ((1, float(np.median(table))),) for key, table in found.operations.items()}
     costs = CostModel({**found.costs.seconds, **known})
     return makespan(world.order(plan), plan, costs) / 1e9
@@ -181,7 +189,7 @@ def medians(world: Neighbourhood, plan: Plan) -> float:
 def test_what_is_rare_counts(name: str, share: float, factor: float) -> None:
     """Of a stage some operations are slow. The step is predicted within 5 %, also that of another partition, in batches
     with other slow operations; medians are far too low."""
-    world = place(rare(1, factor, share, seed=3), name, m=16)
+    world = place(rare_slowdown(1, factor, share, seed=3), name, m=16)
     plan = world.plan()
     problem = asked(world, plan, looks=3)
     new = DynPlanner(gain=0.02).replan(plan, problem)
@@ -206,7 +214,7 @@ class TestNothingMoves:
 
     @pytest.mark.parametrize("name", ["1f1b", "dynpipe"])
     def test_when_all_stages_are_slowed_alike(self, name: str) -> None:
-        world = place(steady((2.0,) * 4), name, seconds=(1.0,) * 12)
+        world = place(constant_slowdown((2.0,) * 4), name, seconds=(1.0,) * 12)
         plan = world.plan()
         assert DynPlanner().replan(plan, asked(world, plan)) is None
 
@@ -236,7 +244,7 @@ class TestNothingMoves:
         assert took < 1.05 * stays
 
     def test_before_it_has_been_so_for_several_looks(self) -> None:
-        world = place(steady((1.0, 2.0, 1.0, 1.0), since=20))
+        world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0), since=20))
         plan = world.plan()
         assert DynPlanner().replan(plan, asked(world, plan, looks=1, first=20)) is None
         assert DynPlanner().replan(plan, asked(world, plan, looks=2)) is None  # the first of which was quiet
@@ -246,7 +254,7 @@ class TestNothingMoves:
     def test_while_everything_takes_as_long_as_in_looks_before(self) -> None:
         """The answer is that of the look before, which would not be asked for again; but where there are twice as many
         looks, and every so often, as times may drift."""
-        world = place(steady((1.0, 2.0, 1.0, 1.0)))
+        world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)))
         plan = world.plan()
         quick = DynPlanner(horizon=10**9)
         for looks in (2, 4, 8):
@@ -255,11 +263,11 @@ class TestNothingMoves:
         assert quick.replan(plan, asked(world, plan, looks=KEPT_LOOKS)) is None  # there will never be more
         assert quick.replan(plan, asked(world, plan, looks=5, remaining=20 * 9)) is None
         assert quick.replan(plan, asked(world, plan, looks=5, remaining=20 * 8)) is not None
-        changes = place(steady((1.0, 2.0, 1.0, 1.0), since=40))
+        changes = place(constant_slowdown((1.0, 2.0, 1.0, 1.0), since=40))
         assert quick.replan(plan, asked(changes, plan, looks=5)) is not None
 
     def test_when_it_takes_longer_than_it_saves(self) -> None:
-        world = place(steady((1.0, 2.0, 1.0, 1.0)))
+        world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)))
         plan = world.plan()
         new = DynPlanner().replan(plan, asked(world, plan))
         assert new is not None
@@ -275,7 +283,7 @@ class TestNothingMoves:
 
     def test_when_a_stream_has_to_run_dry_for_too_little(self) -> None:
         """Stages finish their batches, and fill again: as long as half a batch on 4 stages with 8 micro-batches."""
-        world = place(steady((1.0, 1.5, 1.0, 1.0)), "dynpipe", link=Link(bandwidth=1e15))
+        world = place(constant_slowdown((1.0, 1.5, 1.0, 1.0)), "dynpipe", link=Link(bandwidth=1e15))
         plan = world.plan()
         new = DynPlanner().replan(plan, asked(world, plan))
         assert new is not None
@@ -286,7 +294,7 @@ class TestNothingMoves:
         assert DynPlanner().replan(plan, asked(world, plan, remaining=int(least) + 2)) is not None
 
     def test_without_what_it_needs(self) -> None:
-        world = place(steady((1.0, 2.0, 1.0, 1.0)))
+        world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)))
         plan = world.plan()
         whole = asked(world, plan)
         for less in (replace(whole, profile=None), replace(whole, seen=())):
@@ -296,7 +304,7 @@ class TestNothingMoves:
 
     def test_of_layers_that_share_a_parameter(self) -> None:
         """Layers 0 and 9 do, at both ends; then 3 and 4, in one stage; then 4 and 5, in two."""
-        world = place(steady((1.0, 2.0, 1.0, 1.0)))
+        world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)))
         plan = world.plan()
         spans = [tuple(span) for span in plan.layers]
         for tied in ((0, 9), (3, 4), (4, 5)):
@@ -310,7 +318,7 @@ class TestNothingMoves:
 
 def test_a_bad_measurement_is_no_operation() -> None:
     """What nobody saw is as long as the others were."""
-    world = place(steady((1.0, 2.0, 1.0, 1.0)))
+    world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)))
     plan = world.plan()
     whole = asked(world, plan)
     expected = DynPlanner().replan(plan, whole)
@@ -321,7 +329,7 @@ def test_a_bad_measurement_is_no_operation() -> None:
 
 def test_what_is_free_limits_what_a_device_takes() -> None:
     """A layer needs 4 MB; only rank 3 has room for one more."""
-    world = place(steady((1.0, 2.0, 1.0, 1.0)), seconds=(1.0,) * 12)
+    world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)), seconds=(1.0,) * 12)
     plan = world.plan()
     free = (10**6, None, 10**6, 5 * 10**6)
     new = DynPlanner().replan(plan, asked(world, plan, free=free))
@@ -334,7 +342,7 @@ def test_what_is_free_limits_what_a_device_takes() -> None:
 
 
 def test_only_neighbours_take_over_what_moves_step_by_step() -> None:
-    world = place(steady((1.0, 3.0, 1.0, 1.0)), seconds=(1.0,) * 16)
+    world = place(constant_slowdown((1.0, 3.0, 1.0, 1.0)), seconds=(1.0,) * 16)
     plan = world.plan()
     planner = planner_of(DynPipe(incremental=True))
     assert isinstance(planner, DynPlanner)
@@ -394,14 +402,14 @@ def test_a_predictor_says_what_other_layers_suffer() -> None:
 def test_after_a_move_in_vain_the_next_one_has_to_promise_more() -> None:
     """Stage 1 takes long because layer 4 takes three times what its profile says, and not because of its device. So the
     move of a layer away from it brings less than promised."""
-    true = place(steady((1.0,) * 4), seconds=[3.0 if n == 4 else 1.0 for n in range(16)])
-    believed = place(steady((1.0,) * 4), seconds=(1.0,) * 16)
+    true = place(constant_slowdown((1.0,) * 4), seconds=[3.0 if n == 4 else 1.0 for n in range(16)])
+    believed = place(constant_slowdown((1.0,) * 4), seconds=(1.0,) * 16)
     plan = believed.plan()
     planner = DynPlanner()
 
     def problem(of: Plan, looks: int, before: Any) -> Problem:
-        seen = tuple(true.seen(of, 20 * n, 20) for n in range(looks))
-        return replace(believed.problem(of.layers), seen=seen, before=before)
+        seen = tuple(true.observe_window(of, 20 * n, 20) for n in range(looks))
+        return replace(believed.make_problem(of.layers), seen=seen, before=before)
 
     moves: list[Plan] = [plan]
     before: tuple[tuple[Plan, Seen], ...] = ()
@@ -425,8 +433,8 @@ def looked(
     at = worlds[0]
     plans, seen, before = [plan or at.plan()], (), ()
     for n, world in enumerate(worlds):
-        seen = (*seen, world.seen(plans[-1], first + 20 * n, 20))
-        problem = replace(at.problem(plans[-1].layers), seen=seen, before=before)
+        seen = (*seen, world.observe_window(plans[-1], first + 20 * n, 20))
+        problem = replace(at.make_problem(plans[-1].layers), seen=seen, before=before)
         new = planner.replan(plans[-1], problem)
         if new is not None:
             before, seen = (*before, *((plans[-1], look) for look in seen)), ()
@@ -439,7 +447,7 @@ def test_where_neighbours_soon_go_layers_stop_following_them(name: str) -> None:
     """One is there for two looks, and then on another rank for two: whatever follows it comes too late each time. Soon
     nothing moves any more, as what was seen of earlier plans counts, too; once it stays, layers move."""
     quiet, *slow = (
-        place(steady([2.0 if rank == at else 1.0 for rank in range(4)]), name, seconds=(1.0,) * 16)
+        place(constant_slowdown([2.0 if rank == at else 1.0 for rank in range(4)]), name, seconds=(1.0,) * 16)
         for at in (9, 0, 1, 2, 3)
     )
     plans = looked(DynPlanner(), [slow[n // 2 % 4] for n in range(40)] + [slow[1]] * 16)
@@ -451,7 +459,8 @@ def test_where_neighbours_soon_go_layers_stop_following_them(name: str) -> None:
 def test_layers_follow_a_neighbour_that_stays() -> None:
     """It comes to one rank after another, for ten looks each: they have moved once, two or three looks after it."""
     worlds = [
-        place(steady([2.0 if r == n else 1.0 for r in range(4)]), seconds=(1.0,) * 16) for n in (0, 1, 2, 3, 0, 1)
+        place(constant_slowdown([2.0 if r == n else 1.0 for r in range(4)]), seconds=(1.0,) * 16)
+        for n in (0, 1, 2, 3, 0, 1)
     ]
     plans = looked(DynPlanner(), [world for world in worlds for _ in range(10)])
     for n, world in enumerate(worlds):
@@ -463,7 +472,7 @@ def test_layers_follow_a_neighbour_that_stays() -> None:
 def test_the_price_of_a_move_depends_on_how_layers_move(name: str) -> None:
     """Where everybody waits while they travel it has to be won back; where they travel beside the batches only the
     last gradient, but until then nothing is gained."""
-    world = place(steady((1.0, 2.0, 1.0, 1.0)), name)
+    world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)), name)
     plan = world.plan()
     new = DynPlanner().replan(plan, asked(world, plan))
     assert new is not None

@@ -13,14 +13,14 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.strategies.dynpipe.partitions import all_partitions, spans_of
 from lightning_pipes.strategies.dynpipe.repartition import Windows, step_bounds
 from lightning_pipes.strategies.dynpipe.situation import Situation
-from lightning_pipes.testing.neighbourhood import Neighbourhood, model, steady
+from lightning_pipes.testing.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 
 
 def world(name: str, ranks: int, seed: int, slow: float = 1e6) -> Neighbourhood:
     rng = np.random.default_rng(seed)
-    profile = model((rng.uniform(0.5, 2, 9) * 1e-3).tolist())
+    profile = layered_model((rng.uniform(0.5, 2, 9) * 1e-3).tolist())
     layers = tuple(replace(x, input_backward=x.forward, weight_backward=x.forward) for x in profile.layers)
-    slowdown = steady(rng.uniform(1, 3, ranks).tolist())
+    slowdown = constant_slowdown(rng.uniform(1, 3, ranks).tolist())
     return Neighbourhood(
         replace(profile, layers=layers), make_schedule(name), ranks, 8, 4, slowdown, Link(bandwidth=slow)
     )
@@ -35,7 +35,7 @@ def test_no_partition_is_faster_than_its_bound(name: str, ranks: int, slow: floa
     at = world(name, ranks, 7, slow)
     plan = at.plan()
     every = all_partitions(range(1, 9), plan.n_stages, 9)
-    situation = Situation(at.profile, plan, at.seen(plan, 0, 12), at.deployment)
+    situation = Situation(at.profile, plan, at.observe_window(plan, 0, 12), at.deployment)
     windows = Windows([situation], at.order(plan))
     endless = not at.schedule.flushes
     bounds = step_bounds(situation.means(every), plan, endless)
@@ -50,7 +50,7 @@ def test_another_partition_is_priced_as_it_turns_out() -> None:
     for name in ("1f1b", "interleaved", "dynpipe"):
         at = world(name, 2, 3)
         plan = at.plan()
-        situation = Situation(at.profile, plan, at.seen(plan, 0, 4), at.deployment)
+        situation = Situation(at.profile, plan, at.observe_window(plan, 0, 4), at.deployment)
         every = all_partitions(range(1, 9), plan.n_stages, 9)[:20]
         predicted = Windows([situation], at.order(plan)).mean(every)
         for cuts, seconds in zip(every, predicted, strict=True):
@@ -61,14 +61,14 @@ def test_another_partition_is_priced_as_it_turns_out() -> None:
 def test_slowdowns_are_those_of_the_devices() -> None:
     at = world("1f1b", 3, 5)
     plan = at.plan()
-    found = Situation(at.profile, plan, at.seen(plan, 0, 4), at.deployment).slowdowns()
+    found = Situation(at.profile, plan, at.observe_window(plan, 0, 4), at.deployment).slowdowns()
     assert found == pytest.approx([float(at.slowdown(rank, 0, 1).item()) for rank in range(3)])
 
 
 def test_a_stage_that_recomputes_runs_its_forward_again() -> None:
     at = world("1f1b", 2, 1)
     plan = replace(at.plan(), recompute=(True, False))
-    seen = at.seen(at.plan(), 0, 2)
+    seen = at.observe_window(at.plan(), 0, 2)
     twice = {**seen.operations, (Kind.B, 0): seen.operations[Kind.B, 0] + seen.operations[Kind.F, 0]}
     situation = Situation(at.profile, plan, replace(seen, operations=twice), at.deployment)
     assert situation.slowdowns()[0] == pytest.approx(float(at.slowdown(0, 0, 1).item()))

@@ -14,11 +14,11 @@ from lightning_pipes.ir import Plan, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.replanning import Seen
 from lightning_pipes.strategies.dynpipe.work import estimate_work
-from lightning_pipes.testing.neighbourhood import Neighbourhood, Slowdown, model, steady
+from lightning_pipes.testing.neighbourhood import Neighbourhood, Slowdown, constant_slowdown, layered_model
 
-TRUE = model([0.01] * 12)
-QUIET = steady((1.0,) * 4)
-NEIGHBOUR = steady((1.0, 3.0, 1.0, 1.0))
+TRUE = layered_model([0.01] * 12)
+QUIET = constant_slowdown((1.0,) * 4)
+NEIGHBOUR = constant_slowdown((1.0, 3.0, 1.0, 1.0))
 
 
 def spans(*sizes: int) -> tuple[Span, ...]:
@@ -31,7 +31,7 @@ def looks(
 ) -> list[tuple[Plan, Seen]]:
     world = Neighbourhood(true, make_schedule(name), 4, 8, 4, slowdown)
     plan = world.plan(layers)
-    return [(plan, world.seen(plan, 10 * n, 10)) for n in range(count)]
+    return [(plan, world.observe_window(plan, 10 * n, 10)) for n in range(count)]
 
 
 def work(profile: ModelProfile) -> Sequence[float]:
@@ -59,7 +59,7 @@ def test_plans_tell_which_layers_it_is() -> None:
 
 def test_a_correction_that_went_too_far_is_taken_back() -> None:
     """Twelve cuts by chance: what explains one of them is not what explains all."""
-    true, chance = model([0.01] * 24), np.random.default_rng(0)
+    true, chance = layered_model([0.01] * 24), np.random.default_rng(0)
     seen: list[tuple[Plan, Seen]] = []
     for _ in range(12):
         ends = [0, *sorted(chance.choice(np.arange(1, 24), 3, replace=False).tolist()), 24]
@@ -93,6 +93,6 @@ def test_what_runs_around_the_layers_is_with_the_ends() -> None:
 def test_with_recomputation_a_backward_has_the_forward_in_it() -> None:
     world = Neighbourhood(TRUE, make_schedule("1f1b"), 4, 8, 4, QUIET)
     plan = replace(world.plan(EVEN), recompute=(True,) * 4)
-    seen = world.seen(world.plan(EVEN), 0, 10)
+    seen = world.observe_window(world.plan(EVEN), 0, 10)
     again = {key: table * (4 / 3 if str(key[0]) == "B" else 1.0) for key, table in seen.operations.items()}
     assert estimate_work(TRUE, [(plan, replace(seen, operations=again))] * 2, 2) is TRUE

@@ -37,7 +37,7 @@ def test_all_is_equal_on_any_number_of_stages(
         assert (found.orders, found.losses) == ((), 2 * BATCHES)
     net, subnets = supernet("sequential"), explorer("sequential")
     assert isinstance(subnets, Uniform)
-    uses = [net.layers_of(subnets.choices(n)) for n in range(2 * BATCHES)]
+    uses = [net.layers_of(subnets.choose_subnet(n)) for n in range(2 * BATCHES)]
     for layer in first.accesses:
         users = [n for n, use in enumerate(uses) if layer in use]
         assert first.order(layer) == " ".join(f"{n}F {n}B" for n in users)

@@ -18,8 +18,8 @@ from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.shown.slowest import Slowest
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import uniform
-from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.timeouts import scale_timeout
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from tests.trainer.lit import Lit
 from tests.trainer.reports.runs import fit
@@ -132,7 +132,7 @@ def test_batches_that_only_accumulate_are_not_logged_twice(ranks, folder):
 
 def test_it_is_cheap(ranks):
     median = ranks[0]["seconds"][len(ranks[0]["seconds"]) // 2]
-    assert median < patience(0.1)  # 1.5 ms were seen; two small gathers, and a row in two loggers
+    assert median < scale_timeout(0.1)  # 1.5 ms were seen; two small gathers, and a row in two loggers
 
 
 def test_mistakes():

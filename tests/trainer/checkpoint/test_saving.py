@@ -18,8 +18,8 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError, PlanError
-from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.testing.timeouts import scale_timeout
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
 from lightning_pipes.trainer.checkpoint.saving import Saver, snapshot
 from lightning_pipes.trainer.module.checks import check_async
@@ -106,7 +106,7 @@ def test_after_trouble_everybody_ends_and_the_checkpoint_before_is_good(number, 
     _, rank, how, said = TROUBLES[number]
     for outcome in outcomes:
         assert outcome.error, f"rank {outcome.rank} went on"
-        assert outcome.seconds < patience(SOON), f"rank {outcome.rank}: {outcome.error}"
+        assert outcome.seconds < scale_timeout(SOON), f"rank {outcome.rank}: {outcome.error}"
         if outcome.rank != rank or how == "full disk":
             assert said.format(path=f"{folder}/step=4.ckpt") in outcome.error
             assert how != "full disk" or (f"rank {rank} could not" in outcome.error and "step=4.ckpt" in outcome.error)
@@ -130,7 +130,7 @@ def failing(rank: int, folder: str, strategy: dict[str, Any]) -> None:
 @pytest.mark.parametrize("strategy", [{}, {**SHARDED, **ASYNC}])
 def test_the_parts_of_a_failing_run_replace_nothing(strategy, tmp_path):
     outcomes = watch_ranks(failing, 2, str(tmp_path), strategy, timeout=30)
-    assert all("a bad day" in outcome.error and outcome.seconds < patience(SOON) for outcome in outcomes)
+    assert all("a bad day" in outcome.error and outcome.seconds < scale_timeout(SOON) for outcome in outcomes)
     parts = {f"{name}.ckpt.rank{rank}of2" for name in ("step=4", "last-step=4") for rank in (0, 1)}
     assert set(os.listdir(tmp_path)) == {"step=3.ckpt", "last-step=3.ckpt", *parts}
 

@@ -19,8 +19,8 @@ from torch import nn
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.watch.points import Fault
 from lightning_pipes.ir import Plan, PlanError, Span
-from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.testing.timeouts import scale_timeout
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.moves.part import Part
@@ -278,4 +278,4 @@ def test_a_rank_that_dies_while_layers_move_is_named(place: str) -> None:
     other, victim = watch_ranks(dying, 2, folder, timeout=60, env=dict(fault.environment()))
     assert victim.exitcode == -9
     assert "rank 1 (stage 0) has ended" in other.error
-    assert other.seconds - victim.seconds < patience(10.0)
+    assert other.seconds - victim.seconds < scale_timeout(10.0)

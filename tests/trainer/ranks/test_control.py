@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_pipes.engine import FailureWatch
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.testing.patience import patience
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.testing.timeouts import scale_timeout
 from lightning_pipes.trainer.ranks import control as controls
 from lightning_pipes.trainer.ranks.control import Coming, Control, close_all
 
@@ -27,7 +27,7 @@ MESH, NONE, HOSTS = "mesh", "none", "hosts"
 
 def joined(rank: int, ranks: int, how: str, idle: Callable[[Callable[[], bool]], None] | None = None) -> Control:
     dist.init_process_group("gloo")
-    control = Control(range(ranks), FailureWatch(None, rank), timedelta(seconds=patience(20)), idle=idle)
+    control = Control(range(ranks), FailureWatch(None, rank), timedelta(seconds=scale_timeout(20)), idle=idle)
     if how == NONE:
         controls.MOST = 1
     if how == HOSTS:
@@ -124,7 +124,7 @@ def test_nobody_waits_for_the_dead(how: str) -> None:
     first, _ = watch_ranks(waits_for_the_dead, 2, how, timeout=60)
     message, seconds = first.value
     assert message.startswith("another rank has ended without a word while this one waited for it")
-    assert seconds < patience(5)
+    assert seconds < scale_timeout(5)
 
 
 def idles(rank: int) -> list[bool]:
@@ -140,7 +140,7 @@ def idles(rank: int) -> list[bool]:
         if len(seen) == 3:
             store.set("three", "")
 
-    control = Control(range(2), FailureWatch(None, rank), timedelta(seconds=patience(20)), idle=idle)
+    control = Control(range(2), FailureWatch(None, rank), timedelta(seconds=scale_timeout(20)), idle=idle)
     control.connect()
     connected.set()
     if rank == 1:
@@ -194,7 +194,7 @@ def test_connections_end_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Group:
         def __del__(self) -> None:
-            closed.append(everybody.wait(timeout=patience(30)))
+            closed.append(everybody.wait(timeout=scale_timeout(30)))
 
     monkeypatch.setattr(controls, "MOST", 1)
     monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: Group())

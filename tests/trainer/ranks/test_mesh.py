@@ -13,7 +13,7 @@ from lightning_pipes.engine import FailureWatch
 from lightning_pipes.engine.messages import local
 from lightning_pipes.engine.messages.local_transport import Listener
 from lightning_pipes.engine.watch.trust import ForgedError
-from lightning_pipes.testing.patience import patience
+from lightning_pipes.testing.timeouts import scale_timeout
 from lightning_pipes.trainer.ranks.mesh import Letter, Mesh
 
 RANKS = (3, 5, 8)
@@ -32,7 +32,7 @@ def connected() -> dict[int, Mesh]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(patience(30))
+        thread.join(scale_timeout(30))
     for listener in listeners.values():
         listener.close()
     return found
@@ -47,7 +47,7 @@ def meshes() -> Iterator[dict[int, Mesh]]:
 
 
 def until(mesh: Mesh, done: Callable[[], bool]) -> bool:
-    end = time.monotonic() + patience(10)
+    end = time.monotonic() + scale_timeout(10)
     while not mesh.come(done, 0.01) and time.monotonic() < end:
         pass
     return mesh.come(done)

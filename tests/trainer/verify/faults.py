@@ -704,7 +704,7 @@ def trained(rank: int, each: Fault, verify: int | str = 4, **settings: Any) -> s
     if isinstance(module, Search):
         space = module.net.space
         seed = rank * module.seed
-        loader, validation = SubnetStream(Uniform(space, seed=seed)).paired(loader), None
+        loader, validation = SubnetStream(Uniform(space, seed=seed)).pair_with(loader), None
         options = {"max_epochs": 1}
     trainer = pl.Trainer(
         accelerator="cpu",

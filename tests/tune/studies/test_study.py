@@ -29,7 +29,7 @@ from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
 from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from lightning_pipes.tune.studies.announcements import Announcements
+from lightning_pipes.tune.studies.leader_store import LeaderStore
 from lightning_pipes.tune.studies.study import OWNER, RETRY, StudyFailedError, _Follower, fail_dead_trials
 from lightning_pipes.tune.studies.trial import StorageLostError, current_trial
 from tests.launch.example import ROOT, environment
@@ -41,7 +41,7 @@ STATES = ["COMPLETE", "COMPLETE", "COMPLETE", "PRUNED", "COMPLETE", "COMPLETE", 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     logging.getLogger("optuna.lightning_pipes").setLevel(logging.ERROR)
-    monkeypatch.setattr("os.environ", os.environ.copy())  # a board leaves its address there
+    monkeypatch.setattr("os.environ", os.environ.copy())  # a leader store leaves its address there
 
 
 def study_and_alone(rank: int, size: int) -> tuple[list[Any], list[float], int]:
@@ -427,7 +427,7 @@ def apart(rank: int, flag: str) -> str:
         time.sleep(1.0)
         return 1.0
 
-    _Follower.patience = 0.1
+    _Follower.stop_timeout = 0.1
     try:
         optimize_array(new_study(), one, 1, 1)
     except KeyError as error:
@@ -539,8 +539,8 @@ def test_every_launcher_gives_the_same_trials(launcher: list[str], tmp_path: Pat
     assert len(study.trials) == 6
 
 
-def test_a_board_of_one_process() -> None:
-    board = Announcements()
-    board.say("key", [1])
-    assert (board.leads, board.hear("key"), board.hear("other", until=lambda: True)) == (True, [1], None)
+def test_a_store_of_one_process() -> None:
+    store = LeaderStore()
+    store.put("key", [1])
+    assert (store.is_leader, store.get("key"), store.get("other", until=lambda: True)) == (True, [1], None)
     assert issubclass(StudyFailedError, Exception)

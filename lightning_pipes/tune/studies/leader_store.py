@@ -32,8 +32,8 @@ from lightning_pipes.ir import InputError, PipelineError
 ADDRESS = "LIGHTNING_PIPES_BOARD"
 """The port at which rank 0 listens, for the processes that Lightning starts with a copy of its environment."""
 _TIMEOUT = timedelta(minutes=30)
-_LOOK_SECONDS = 0.005
-_LEAVE_SECONDS = 30.0
+_POLL_SECONDS = 0.005
+_CLOSE_SECONDS = 30.0
 plain.allow(FrozenTrial, *(kind for kind in vars(distributions).values() if isinstance(kind, type)))
 
 
@@ -41,7 +41,7 @@ class RankZeroEndedError(PipelineError):
     """Rank 0, which says what is tried next, has ended or can't be reached."""
 
 
-class Announcements:
+class LeaderStore:
     """Words of rank 0 for one purpose. Ranks that make equally many have the same.
 
     Attributes:
@@ -54,19 +54,19 @@ class Announcements:
     """
 
     def __init__(self) -> None:
-        self._line = _line()
-        self.rank = self._line.rank
-        self.leads = self.rank == 0
-        self.is_signed = self._line.seal is not None
-        self._line.boards += 1
-        self._line.open()
-        self._store = part_of(self._line.store, f"lightning_pipes/boards/{self._line.boards}")
+        self._connection = _store_connection()
+        self.rank = self._connection.rank
+        self.is_leader = self.rank == 0
+        self.is_signed = self._connection.seal is not None
+        self._connection.n_stores += 1
+        self._connection.open()
+        self._store = part_of(self._connection.store, f"lightning_pipes/boards/{self._connection.n_stores}")
 
-    def say(self, key: str, value: object) -> None:
+    def put(self, key: str, value: object) -> None:
         """Lets the other ranks know."""
-        self._store.set(key, dumps(value, self._line.seal))
+        self._store.set(key, dumps(value, self._connection.seal))
 
-    def hear(self, key: str, until: Callable[[], bool] = lambda: False) -> Any:
+    def get(self, key: str, until: Callable[[], bool] = lambda: False) -> Any:
         """The value that rank 0 gives under `key`, or None where `until()` comes first; a sibling lets others compute
         meanwhile.
 
@@ -74,17 +74,19 @@ class Announcements:
             RankZeroEndedError: it will not say anything.
         """
 
-        def ready() -> bool:
-            return self.said(key) or until()
+        def is_ready() -> bool:
+            return self.has_key(key) or until()
 
         sibling = current_sibling()
         if sibling is not None:
-            sibling.wait_until(ready)
-        while not ready():
-            time.sleep(_LOOK_SECONDS)
-        return loads(self._ask(partial(self._store.get, key)), self._line.seal) if self.said(key) else None
+            sibling.wait_until(is_ready)
+        while not is_ready():
+            time.sleep(_POLL_SECONDS)
+        return (
+            loads(self._call_store(partial(self._store.get, key)), self._connection.seal) if self.has_key(key) else None
+        )
 
-    def said(self, key: str) -> bool:
+    def has_key(self, key: str) -> bool:
         """Whether there is a word under `key`.
 
         Raises:
@@ -92,39 +94,41 @@ class Announcements:
             RankStoppedError: nobody can tell, as rank 0 is stopped.
         """
         try:
-            return bool(self._ask(partial(self._store.check, [key])))
+            return bool(self._call_store(partial(self._store.check, [key])))
         except PipelineError:
             raise
         except RuntimeError as error:
             raise RankZeroEndedError(f"rank 0, which holds the study or sweep, has ended ({error})") from error
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Called by all when they have heard all: rank 0 stays for them where it hosts the store."""
-        if not self.leads:
-            self._ask(partial(self._store.set, f"left/{self.rank}", ""))
-        elif self._line.hosted:
+        if not self.is_leader:
+            self._call_store(partial(self._store.set, f"left/{self.rank}", ""))
+        elif self._connection.hosted:
             others = range(1, dist.get_world_size() if dist.is_initialized() else 1)
-            until = time.monotonic() + _LEAVE_SECONDS
-            while not all(self.said(f"left/{rank}") for rank in others) and time.monotonic() < until:
-                time.sleep(_LOOK_SECONDS)
-        self._line.leave()
+            until = time.monotonic() + _CLOSE_SECONDS
+            while not all(self.has_key(f"left/{rank}") for rank in others) and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+        self._connection.close()
 
-    def _ask(self, call: Callable[[], Any]) -> Any:
+    def _call_store(self, call: Callable[[], Any]) -> Any:
         """The result of a call of the store, which would never return where rank 0 is stopped."""
-        return call() if self._line.hosted else self._line.asking(call, self._line.company.check)
+        return (
+            call() if self._connection.hosted else self._connection.caller(call, self._connection.startup_watch.check)
+        )
 
 
-class _Line:
+class _StoreConnection:
     """This process's connection to the store in which the boards of its run are."""
 
     def __init__(self) -> None:
-        self.boards = 0
+        self.n_stores = 0
         self.hosted = False
         self._open = 0
         self._variables: dict[str, str] = {}
         self._environment = ExitStack()
-        self.asking = Asking()
-        self.company = company = Company()
+        self.caller = Asking()
+        self.startup_watch = company = Company()
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, size = dist.get_rank(), dist.get_world_size()
             self.store = made_store() or adopted_store(default_store(), self.rank, size, 1)
@@ -138,7 +142,7 @@ class _Line:
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=_TIMEOUT)
             self.store = sealed(store, self.rank, one_host=True)
         else:
-            if _started_by_others():
+            if _has_other_launcher():
                 raise InputError(
                     "another launcher than Lightning or torchrun starts the processes, and they can't find rank 0 "
                     "before they train: start the script by torchrun, on SLURM by srun torchrun"
@@ -158,14 +162,14 @@ class _Line:
             self._environment.enter_context(environment_for_children(self._variables))
         self._open += 1
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Undo one `open`; the last one takes the way to the board out of the environment."""
         self._open -= 1
         if not self._open:
             self._environment.close()
 
 
-def _started_by_others() -> bool:
+def _has_other_launcher() -> bool:
     """Whether this process has brothers that Lightning has not started."""
     if "SLURM_PROCID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
         return int(os.environ.get("SLURM_NTASKS", "1")) > 1
@@ -173,5 +177,5 @@ def _started_by_others() -> bool:
 
 
 @cache
-def _line() -> _Line:
-    return _Line()
+def _store_connection() -> _StoreConnection:
+    return _StoreConnection()

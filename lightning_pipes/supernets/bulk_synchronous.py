@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from lightning_pipes.ir import Delayed, InputError, check_count, check_type, shown
 
 
-def in_bulks(layers: Mapping[str, bool | Delayed], number: int, bulk: int) -> dict[str, bool | Delayed]:
+def bulk_synchronous(layers: Mapping[str, bool | Delayed], number: int, bulk: int) -> dict[str, bool | Delayed]:
     """The layers of subnet `number`, read as they were at the start of its bulk: GPipe's bulk-synchronous order over
     subnets (NASPipe, Zhao et al. 2022, S2.2, BSP). Updates come in the order of subnets, at the next bulk's start all
     of them are there.

@@ -11,19 +11,21 @@ import optuna
 from optuna import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from lightning_pipes.tune.studies.private_optuna import log_completed, stored, tell_with_warning
+from lightning_pipes.tune.studies.private_optuna import log_completed, stored_trial, tell_with_warning
 
 log = optuna.logging.get_logger("optuna.lightning_pipes")
 """Below Optuna's own logger, so that `optuna.logging.set_verbosity` is about it, too."""
 
 
-def tell(study: Study, trial: Trial, value: Any, error: BaseException | None, traceback: bool = True) -> FrozenTrial:
+def report_result(
+    study: Study, trial: Trial, value: Any, error: BaseException | None, traceback: bool = True
+) -> FrozenTrial:
     """Ends a trial by what its objective returned or raised; what is no number makes it fail."""
     pruned = isinstance(error, optuna.TrialPruned)
     state = None if error is None else TrialState.PRUNED if pruned else TrialState.FAIL
     returned = value if error is None else None
     state, values, why = tell_with_warning(study, trial, returned, state, skip_if_finished=True, suppress_warning=True)
-    frozen = stored(study, trial)
+    frozen = stored_trial(study, trial)
     if state == TrialState.COMPLETE:
         assert values is not None
         log_completed(study, values, frozen)
@@ -39,7 +41,7 @@ def tell(study: Study, trial: Trial, value: Any, error: BaseException | None, tr
 
 
 @contextmanager
-def in_root_log() -> Iterator[None]:
+def optuna_in_root_log() -> Iterator[None]:
     """In the block, Optuna's messages go where all others go, once and in their form."""
     logger = logging.getLogger("optuna")
     before = logger.propagate, logger.handlers[:]

@@ -13,14 +13,14 @@ from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import Listener
 
 
-class Explores(pl.Callback):
+class ExplorerFeedback(pl.Callback):
     """Tells the stream the training loss of each subnet, in their order, with any strategy.
 
     Where batches overlap losses come late. When the next subnet depends on them, as it does between two generations of
     an evolution, the batches under way are ended first: at the same subnet on any number of stages.
 
     Args:
-        stream: whose subnets are the last entry of the batches, as `stream.paired` makes them.
+        stream: whose subnets are the last entry of the batches, as `stream.pair_with` makes them.
 
     Raises:
         InputError: it is no stream of subnets.
@@ -32,27 +32,27 @@ class Explores(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if _streams(trainer):
-            trainer.strategy.running.listeners.append(_Hears(self.stream))  # type: ignore[attr-defined]
+            trainer.strategy.running.listeners.append(_LossListener(self.stream))  # type: ignore[attr-defined]
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        subnet = subnet_of(batch)
+        subnet = subnet_of_batch(batch)
         if not _streams(trainer):
-            self.stream.tell(subnet, loss_of(outputs))
-        elif self.stream.waits_after(subnet.id):
+            self.stream.report_loss(subnet, loss_of_output(outputs))
+        elif self.stream.must_wait_after(subnet.id):
             trainer.strategy.running.drain()  # type: ignore[attr-defined]
 
 
-class _Hears(Listener):
+class _LossListener(Listener):
     def __init__(self, stream: SubnetStream) -> None:
         self._stream = stream
 
     def heard(self, number: int, batch: Any, out: Any) -> None:
-        self._stream.tell(subnet_of(batch), loss_of(out))
+        self._stream.report_loss(subnet_of_batch(batch), loss_of_output(out))
 
 
-def subnet_of(batch: Any) -> Subnet:
+def subnet_of_batch(batch: Any) -> Subnet:
     """The subnet at the end of a batch.
 
     Raises:
@@ -60,11 +60,13 @@ def subnet_of(batch: Any) -> Subnet:
     """
     last = batch[-1] if isinstance(batch, (list, tuple)) and batch else None
     if not isinstance(last, Subnet):
-        raise PipelineError(f"a batch ends with a {type(last).__name__}, not a Subnet: train on stream.paired(loader)")
+        raise PipelineError(
+            f"a batch ends with a {type(last).__name__}, not a Subnet: train on stream.pair_with(loader)"
+        )
     return last
 
 
-def loss_of(out: Any) -> float:
+def loss_of_output(out: Any) -> float:
     """The loss in what a training step gave."""
     return float(out["loss"] if isinstance(out, dict) else out)
 

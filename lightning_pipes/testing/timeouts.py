@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def patience(seconds: float) -> float:
+def scale_timeout(seconds: float) -> float:
     """`seconds`, times twice as many processes as want each of the machine's cores now, or did in the last minutes; at
     least one and at most 20. What hangs on a quiet machine is still noticed soon."""
     waiting = max(os.getloadavg()) / (os.cpu_count() or 1)

@@ -14,9 +14,9 @@ import pytest
 
 from lightning_pipes.engine.watch.asking import Asking
 from lightning_pipes.engine.watch.launcher import RankStoppedError
-from lightning_pipes.testing.interpreters import environment, processes, wait_until
-from lightning_pipes.testing.patience import patience
-from lightning_pipes.tune.studies.announcements import ADDRESS, Announcements
+from lightning_pipes.testing.interpreters import find_processes, run_environment, wait_until
+from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.tune.studies.leader_store import ADDRESS, LeaderStore
 
 
 def test_who_hears_nothing_of_a_stopped_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,21 +30,21 @@ def test_who_hears_nothing_of_a_stopped_rank_0_ends(monkeypatch: pytest.MonkeyPa
     def look() -> Any:
         raise RankStoppedError("local rank 0 has been stopped")
 
-    board = Announcements()
-    line = SimpleNamespace(hosted=False, asking=Asking(), company=SimpleNamespace(check=look), seal=None)
-    monkeypatch.setattr(board, "_line", line)
-    monkeypatch.setattr(board, "_store", SimpleNamespace(check=check))
+    store = LeaderStore()
+    line = SimpleNamespace(hosted=False, caller=Asking(), startup_watch=SimpleNamespace(check=look), seal=None)
+    monkeypatch.setattr(store, "_connection", line)
+    monkeypatch.setattr(store, "_store", SimpleNamespace(check=check))
     with pytest.raises(RankStoppedError):
-        board.hear("end")
+        store.get("end")
     answer.set()
 
 
 _RANK_1 = """
 import os, sys
-from lightning_pipes.tune.studies.announcements import Announcements
+from lightning_pipes.tune.studies.leader_store import LeaderStore
 print("here", flush=True)
 sys.stdin.read()  # until the launcher has ended
-Announcements()
+LeaderStore()
 """
 _LAUNCHER = """
 import os, subprocess, sys
@@ -58,10 +58,10 @@ os._exit(1)
 
 def test_who_waits_for_rank_0_before_any_training_ends_with_its_launcher(tmp_path: Path) -> None:
     """Lightning's launcher is rank 0: it has started the others and dies before it listens."""
-    token = f"announcements {os.getpid()}"
-    env = {**environment(token, tmp_path), "LOCAL_RANK": "1", ADDRESS: "9"}  # where nobody listens
+    token = f"leader_store {os.getpid()}"
+    env = {**run_environment(token, tmp_path), "LOCAL_RANK": "1", ADDRESS: "9"}  # where nobody listens
     command = [sys.executable, "-c", _LAUNCHER, _RANK_1]
     out = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}  # the rank has the latter too
-    done = subprocess.run(command, env=env, text=True, timeout=patience(60), check=False, **out)
+    done = subprocess.run(command, env=env, text=True, timeout=scale_timeout(60), check=False, **out)
     assert int(done.stdout)
-    assert wait_until(lambda: not processes(token), patience(20))
+    assert wait_until(lambda: not find_processes(token), scale_timeout(20))
