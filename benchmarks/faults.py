@@ -2,7 +2,7 @@
 
 Trainings, job arrays and studies run as a user's script does, started by Lightning, by torchrun, or on hosts of their
 own, on 2 to 4 ranks, with every form of checkpoint. One process is killed or stopped, or its host's link is cut, at a
-random instant from launch to exit, or at one of the places that lightning_pipes.engine.watch.points names.
+random instant from launch to exit, or at one of the places that lightning_pipes.engine.watch.fault_points names.
 
 An end is clean if every other process has ended within ten seconds of when it can know (of a kill at once, of a stop
 or a cut link after heartbeat_timeout, before hosts are connected after timeout), by itself and with an error, if
@@ -37,7 +37,7 @@ from pathlib import Path
 
 from benchmarks.harness.fault_job import Job, again
 from benchmarks.harness.report import make_parser
-from lightning_pipes.engine.watch.points import Fault
+from lightning_pipes.engine.watch.fault_points import Fault
 from lightning_pipes.engine.watch.trust import SECRET
 from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.interpreters import (
@@ -281,7 +281,7 @@ class Run:
             if self.case.point:
                 act = "wait" if self.case.act == "cut" else self.case.act
                 fault = Fault(self.case.victim, self.case.point, str(self.file), self.case.nth, act, self.case.delay)
-                env |= fault.environment()
+                env |= fault.to_environment()
             said = stack.enter_context(open(Path(self.job.folder, "launcher.said"), "w"))
             if self.case.launcher == "hosts":
                 self.hosts = stack.enter_context(namespaces.Hosts(self.case.ranks))

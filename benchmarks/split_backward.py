@@ -21,7 +21,7 @@ from torch import nn
 from benchmarks.engine import Block
 from benchmarks.harness.report import make_parser
 from lightning_pipes.cost import CostModel
-from lightning_pipes.engine.compute.autograd import Saved, backward, enter, leave
+from lightning_pipes.engine.compute.autograd import SavedForward, backward, enter_stage, leave_stage
 from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.ir import Kind, Plan, Span, prepared
 from lightning_pipes.ir.registry import make_schedule
@@ -39,9 +39,9 @@ class Parts:
         self.net = nn.Sequential(*(Block(width, width // 32) for _ in range(blocks)))
         self.x, self.gradient = torch.randn(2, SAMPLES, TOKENS, width)
 
-    def forward(self) -> Saved:
-        saved = Saved(Span(0, SAMPLES), None)
-        leave(self.net(enter(self.x.clone(), (True,), saved)), saved)
+    def forward(self) -> SavedForward:
+        saved = SavedForward(Span(0, SAMPLES), None)
+        leave_stage(self.net(enter_stage(self.x.clone(), (True,), saved)), saved)
         return saved
 
     def whole(self) -> tuple[float, ...]:

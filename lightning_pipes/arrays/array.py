@@ -40,7 +40,7 @@ from lightning_pipes.arrays.siblings.shared import Shared
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Outcome, Sibling, current_sibling
 from lightning_pipes.arrays.siblings.sibling_board import Board, Failure, NoMore, Return
 from lightning_pipes.engine.engine import Engine
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, PlanError, check_count, check_type, shown
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.timeline import Timeline
@@ -258,7 +258,7 @@ class JobArray(Generic[T]):
         try:
             memory.end_turn(sibling.index, trainer.lightning_module, trainer.optimizers, trainer.strategy.root_device)
         except PlanError as error:
-            sibling.fail(error)
+            sibling.report_failure(error)
             sibling.fail_at(sibling.turns + 1, error)
 
     def _agree_on_size(self, sibling: Sibling[T]) -> None:
@@ -353,7 +353,7 @@ class JobArray(Generic[T]):
         if shared.transport is None:
             time.sleep(_LOOK_SECONDS)
         else:
-            shared.transport.mailbox.wait_some(_LOOK_SECONDS)
+            shared.transport.mailbox.wait_any(_LOOK_SECONDS)
         now = time.monotonic()
         if now > self._looked + _NOTICE_SECONDS:
             self._looked = now
@@ -384,7 +384,7 @@ class JobArray(Generic[T]):
         shared, board, events = self.shared, self.shared.board, self._record.events
         if not board.others:
             return [events]
-        point("array.gather")
+        fault_point("array.gather")
         board.tell("last", shared.greeting(self.size))
         self._work_until(lambda: board.all_told("last"))
         return shared.gathered(board.values("last"), events)
@@ -393,7 +393,7 @@ class JobArray(Generic[T]):
         """Ends all siblings that are left, none of which may count on other ranks any more."""
         watch = self.shared.watch
         if self._living and watch is not None and watch.error is None:
-            watch.fail(error)
+            watch.report_failure(error)
         for sibling in self._living.values():
             self.release(sibling.index)
         cancelled = error
@@ -409,7 +409,7 @@ class JobArray(Generic[T]):
         if self._display is not None:
             self._display.close()
         self.memory.close()
-        point("array.close")
+        fault_point("array.close")
         shared.close()
 
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from lightning_pipes.engine.watch.ending import give_up, leave_thread
 from lightning_pipes.engine.watch.launcher import signal_launched
+from lightning_pipes.engine.watch.process_exit import abandon_thread, give_up
 from lightning_pipes.trainer.loop.stopping import terminated
 
 
@@ -68,5 +68,5 @@ class Interrupts:
         if not self._is_heeded():
             self.raised_at_once = True
             give_up()
-            leave_thread()
+            abandon_thread()
             raise terminated()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.arrays.sibling_memory import SiblingMemory
-from lightning_pipes.engine.residency.binding import Binding, kept
+from lightning_pipes.engine.residency.binding import Binding, still_bound
 from lightning_pipes.engine.residency.copier import SlabCopier, copier_for
 from lightning_pipes.engine.residency.stopwatch import Stopwatch
 from lightning_pipes.engine.residency.swap import Swap
@@ -172,7 +172,7 @@ class MemorySwap(SiblingMemory, Callback):
             return
         self._swap.close()
         found, rate = self._all or self.statistics, self._copier.bandwidth
-        shortest = float("inf") if self._blocks is None else self._blocks.shortest()
+        shortest = float("inf") if self._blocks is None else self._blocks.shortest_seconds()
         if rate is not None and shortest < float("inf"):
             self.switching = Switching(tuple(sorted(self._stages)), self._largest / rate, shortest)
         self._swap = self._copier = None
@@ -196,11 +196,11 @@ class MemorySwap(SiblingMemory, Callback):
         return most // max(1, self._largest)
 
     def holds(self, index: int) -> bool:
-        return self._swap is not None and self._swap.holds(index)
+        return self._swap is not None and self._swap.is_leased(index)
 
     def has_room(self, index: int) -> bool:
         swap = self._swap
-        return swap is None or index not in swap or swap.holds(index) or swap.has_room(index)
+        return swap is None or index not in swap or swap.is_leased(index) or swap.has_room(index)
 
     def begin_turn(self, index: int) -> None:
         if self._swap is not None and index in self._swap:
@@ -209,9 +209,9 @@ class MemorySwap(SiblingMemory, Callback):
 
     def end_turn(self, index: int, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         swap = self.states(device)
-        if kept(swap, index, module, optimizers, device):
+        if still_bound(swap, index, module, optimizers, device):
             swap.release(index)
-            swap.relieve(index)
+            swap.write_back(index)
             return
         self.leave(index)
         found = Binding(module, optimizers, device)
@@ -219,8 +219,8 @@ class MemorySwap(SiblingMemory, Callback):
 
     def begin_block(self, index: int, stage: int) -> None:
         self._stages.add(stage)
-        if self._swap is not None and not self._swap.holds(index):
-            bound = self._swap.bound(index)
+        if self._swap is not None and not self._swap.is_leased(index):
+            bound = self._swap.bound_tensors(index)
             if isinstance(bound, Binding):
                 self._swap.acquire(index, write=bound.has_buffers)
         if self._blocks is not None:
@@ -236,7 +236,7 @@ class MemorySwap(SiblingMemory, Callback):
         if self._swap is not None:
             self._swap.predict(coming)
             if self.prefetch:
-                self._swap.prefetch()
+                self._swap.prefetch_states()
 
     def leave(self, index: int) -> None:
         if self._swap is not None:

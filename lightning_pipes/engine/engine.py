@@ -15,10 +15,10 @@ from torch import nn
 from lightning_pipes.cost import Link
 from lightning_pipes.engine.compute.executor import Executor
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.order import Order, ReadyOrder, StaticOrder
+from lightning_pipes.engine.compute.order import InstructionOrder, ReadyOrder, StaticOrder
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.stage import Stage
-from lightning_pipes.engine.compute.weights import TurningVersions, WeightVersions
+from lightning_pipes.engine.compute.weights import OffloadedVersions, WeightVersions
 from lightning_pipes.engine.messages.clocks import measure_offsets
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.engine.messages.mailbox import Transport
@@ -53,7 +53,7 @@ class Watch(Protocol):
     def check(self) -> None:
         """Raises PeerFailure if any rank has failed."""
 
-    def fail(self, error: BaseException, where: str = "") -> None:
+    def report_failure(self, error: BaseException, where: str = "") -> None:
         """Tells the other ranks."""
 
 
@@ -77,7 +77,7 @@ _AFTER = SENDS | {Kind.STEP}
 class _Window:
     """The batches between two flushes, under way."""
 
-    order: Order
+    order: InstructionOrder
     executor: Executor
     training: bool = True
 
@@ -186,8 +186,8 @@ class Engine:
         for stage in self._stages:
             if item.use is not None:
                 stage.check_use(item.use)
-                if stage.turns is not None:
-                    stage.turns.enter(item.use)
+                if stage.offload is not None:
+                    stage.offload.enter(item.use)
         batch = self._batches[item.job]
         whole = self._whole if self._mirrors is None else Use.whole(window.executor.plan)
         window.order.add((item.job, batch), item.rows, item.use or whole)
@@ -219,7 +219,7 @@ class Engine:
     @property
     def satisfied(self) -> bool:
         """Whether nothing is left to run without another batch."""
-        return self._window is None or self._window.order.satisfied
+        return self._window is None or self._window.order.is_satisfied
 
     def drain(self) -> None:
         """Runs everything that is left of the window and closes it."""
@@ -254,7 +254,7 @@ class Engine:
             )
         self._mirrors = mirrors, layers
         for stage in self._stages:
-            stage.mirror(mirrors, layers)
+            stage.use_mirrors(mirrors, layers)
 
     def take_turns(self, memory: LayerMemory) -> None:
         """From the next window on, the layers that batches use are brought to the device for them.
@@ -266,7 +266,7 @@ class Engine:
             raise PlanError("layers begin to take turns between two windows only; drain first")
         self._memory = memory
         for stage in self._stages:
-            stage.take_turns(memory)
+            stage.enable_offload(memory)
 
     def stash(self, memory: VersionMemory) -> None:
         """From the next window on, the versions of weights take turns in `memory`, those of stages that recompute.
@@ -328,7 +328,9 @@ class Engine:
     def upcoming(self) -> Instruction | None:
         """An instruction that can be run now; None if there is none."""
         window = self._window
-        return None if window is None else window.order.next(self._transport.mailbox, window.executor.window)
+        return (
+            None if window is None else window.order.next_instruction(self._transport.mailbox, window.executor.window)
+        )
 
     def upcoming_since(self) -> int | None:
         """Since when that could be run, in nanoseconds of the monotonic clock; None if nothing can. What waits for no
@@ -336,7 +338,7 @@ class Engine:
         i = self.upcoming()
         if i is None or self._window is None:
             return None
-        return self._transport.mailbox.arrived((self._window.executor.window, i)) or time.monotonic_ns()
+        return self._transport.mailbox.arrival_time((self._window.executor.window, i)) or time.monotonic_ns()
 
     def advance(self) -> None:
         """Runs what comes next, to the end of one computation and its sends. The caller's random state changes."""
@@ -381,9 +383,9 @@ class Engine:
         for stage in self._stages:
             stage.seed, stage.device = self._seed, self._device
             if self._mirrors is not None:
-                stage.mirror(*self._mirrors)
+                stage.use_mirrors(*self._mirrors)
             if self._memory is not None:
-                stage.take_turns(self._memory)
+                stage.enable_offload(self._memory)
 
     def _finish(self) -> None:
         if self._turns is None:
@@ -393,16 +395,16 @@ class Engine:
 
     def _progress(self, window: _Window, wait: bool) -> bool:
         ran = False
-        while not window.order.asks:
-            i = window.order.next(self._transport.mailbox, window.executor.window)
+        while not window.order.needs_next_batch:
+            i = window.order.next_instruction(self._transport.mailbox, window.executor.window)
             if i is not None:
                 self._run(window, i)
                 ran = True
                 continue
-            if window.order.satisfied or not wait:
+            if window.order.is_satisfied or not wait:
                 return ran
             if self._watch is not None:
-                self._watch.doing = window.order.awaited
+                self._watch.doing = window.order.waiting_for
             window.order.wait(self._transport.mailbox, window.executor.window)
             if self._watch is not None:
                 self._watch.doing = None
@@ -415,19 +417,21 @@ class Engine:
             return _Window(self._ready_order(order, plan), executor)
         static = StaticOrder(order, self._rank)
         if self._stash is not None:
-            self._stash.coming = lambda: (version.key for version in executor.versions(static.coming()))
+            self._stash.upcoming = lambda: (
+                version.key for version in executor.upcoming_versions(static.upcoming_instructions())
+            )
         return _Window(static, executor)
 
     def _ready_order(self, policy: Policy, plan: Plan) -> ReadyOrder:
         if self._mirrors is not None and policy.endless:
             order = ReadyOrder(policy, plan, self._rank)
-            order.deliver(self._mirrors[0], self._transport.mailbox, self._windows)
+            order.enable_deliveries(self._mirrors[0], self._transport.mailbox, self._windows)
             return order
         if self._memory is None or not policy.endless:
             return ReadyOrder(policy, plan, self._rank)
-        turns = {stage.number: stage.turns for stage in self._stages if stage.turns is not None}
+        turns = {stage.number: stage.offload for stage in self._stages if stage.offload is not None}
         order = ReadyOrder(policy, plan, self._rank, lambda stage, use: turns[stage].has_room(use), AHEAD)
-        self._memory.coming = order.coming
+        self._memory.upcoming = order.upcoming_layers
         return order
 
     @property
@@ -439,17 +443,17 @@ class Engine:
         self._batches.clear()
 
     def _run(self, window: _Window, i: Instruction) -> None:
-        window.order.begin(i)
+        window.order.mark_begun(i)
         try:
             window.executor.run(i)
         except BaseException as error:
             where = f"instruction {i} of stage {i.stage} (rank {self._rank} of the pipeline)"
             if self._watch is not None and not isinstance(error, PeerFailure):
-                self._watch.fail(error, where)
+                self._watch.report_failure(error, where)
             error.add_note(f"in {where}")
             self._discard()
             raise
-        window.order.done(i)
+        window.order.mark_done(i)
 
     def _lowered(self, plan: Plan, order: Program | Policy) -> Program | Policy:
         self._give_versions(plan)
@@ -463,8 +467,8 @@ class Engine:
         for stage in self._stages:
             most = plan.versions[stage.number] if plan.shared_weights else 1
             if self._stash is not None and most > 1 and stage.recompute:
-                stage.weights = TurningVersions(stage.layers, most, stage.number, self._stash, self._device)
-            elif stage.weights.most != most:
+                stage.weights = OffloadedVersions(stage.layers, most, stage.number, self._stash, self._device)
+            elif stage.weights.max_versions != most:
                 stage.weights = WeightVersions(stage.layers, most)
 
 

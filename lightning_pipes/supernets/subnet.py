@@ -63,7 +63,7 @@ class Subnet:
         return self.choices, self.id, self.space
 
 
-plain.allow(Subnet)
+plain.allow_classes(Subnet)
 
 MAX_CANDIDATES = 2**20
 """Candidates of a block."""

@@ -201,7 +201,7 @@ def _rank_main(
     if dist.is_initialized() and not error:
         dist.destroy_process_group()
     if not error:
-        heartbeat.end()
+        heartbeat.stop_heartbeat()
     sys.stdout.flush()
     sys.stderr.flush()
     if error:  # ends as an interpreter of its own does: there, too, nobody may wait for the dead

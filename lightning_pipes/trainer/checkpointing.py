@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, shown
 from lightning_pipes.trainer.checkpoint import checkpoints
 from lightning_pipes.trainer.checkpoint.data_state import KEY, TrainingData
@@ -121,7 +121,7 @@ class Checkpointing:
         self._writing.io.save_checkpoint(checkpoint, f"{path}.rank{grid.rank}of{grid.size}", storage_options)
 
     def _add_place(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
-        point("checkpoint")
+        fault_point("checkpoint")
         if "optimizer_states" in checkpoint:  # not for weights alone
             checkpoint[KEY] = self.data.state(trainer)
             checkpoint[KEY]["module"] = self.container

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.connected import Connected
 from lightning_pipes.trainer.loop.about import describe_run, gather_run
@@ -79,7 +79,7 @@ class Running:
             about = describe_run(host, links.trainings)
             reported = gather_run(self.run, ranks.pipeline, host.optimizers, ranks.device, gather, about)
             links.check()
-        point("teardown.gathered")
+        fault_point("teardown.gathered")
         self.run.close()
-        point("teardown.closed")
+        fault_point("teardown.closed")
         return reported

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_pipes.engine.compute.rng import replica_seed
-from lightning_pipes.engine.residency.layer_memory import States
+from lightning_pipes.engine.residency.layer_memory import StateMemory
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.planning.planner import Planner
 from lightning_pipes.trainer import private_lightning as private
@@ -147,7 +147,7 @@ class PipelineSetup:
             self._links.check_later,
         )
 
-    def training(self, memory: States | None) -> Callable[[PipelineRun], Training]:
+    def training(self, memory: StateMemory | None) -> Callable[[PipelineRun], Training]:
         """A function that makes what trains by the schedule; with `memory` layers or weight versions take turns there.
 
         Raises:

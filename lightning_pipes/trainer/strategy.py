@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipes.engine.watch.ending import hurry
 from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT
-from lightning_pipes.engine.watch.launcher import heed_launcher
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
+from lightning_pipes.engine.watch.launcher import exit_with_launcher
+from lightning_pipes.engine.watch.process_exit import skip_final_gc
 from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type
 from lightning_pipes.planning.planner import DRAIN
 from lightning_pipes.trainer import private_lightning as private
@@ -181,7 +181,7 @@ class PipelineStrategy(PipelineHost):
             process_group_backend,
             verify,
         )
-        heed_launcher(self._settings.heartbeat_timeout)
+        exit_with_launcher(self._settings.heartbeat_timeout)
         self._writing = Writing(check_type("async_checkpoint", async_checkpoint, bool))
         self.checkpoint_io = checkpoint_io
         self._standing = Standing()
@@ -342,7 +342,7 @@ class PipelineStrategy(PipelineHost):
         return parameter_names(module, self.optimizers)
 
     def teardown(self) -> None:
-        point("teardown")
+        fault_point("teardown")
         module, cut, current = self.lightning_module, self._cut, self._current
         for undo in self._undo:
             undo()
@@ -648,7 +648,7 @@ class PipelineStrategy(PipelineHost):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):
             as_terminated(exception)
-            atexit.register(hurry)
+            atexit.register(skip_final_gc)
         if self._leaving_together and isinstance(exception, SIGTERMException):
             self.control.barrier()  # whoever started them may end all when the first one has ended
         else:

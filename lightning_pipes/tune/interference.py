@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine.compute.footprint import saved_for_backward
-from lightning_pipes.engine.monitor.ladder import sources_for
 from lightning_pipes.engine.monitor.monitor import Monitor
+from lightning_pipes.engine.monitor.sources import sources_for
 from lightning_pipes.planning.replanning import Hosting
 from lightning_pipes.testing.neighbours import Neighbour, Quota, why_no_quota
 
@@ -179,7 +179,7 @@ def sampled() -> Iterator[Callable[[], dict[str, float]]]:
         thread.submit(monitor.open).result()
 
         def look() -> dict[str, float]:
-            thread.submit(monitor.tick).result()
+            thread.submit(monitor.take_sample).result()
             return dict(monitor.since_last()[0])
 
         yield look

@@ -109,7 +109,7 @@ def connect(rank: int, plan: Plan, transport: str = "auto") -> tuple[FailureWatc
     def over_gloo(store: PrefixStore, end: int) -> Any:
         return ProcessGroupGloo(store, end, 2)
 
-    return watch, GlooTransport(plan, rank, ranks, cpu, watch, watch.store(), over_gloo)
+    return watch, GlooTransport(plan, rank, ranks, cpu, watch, watch.sub_store(), over_gloo)
 
 
 def gradients(model: Sequence[nn.Module]) -> dict[str, torch.Tensor | None]:

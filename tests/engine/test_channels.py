@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_pipes.engine import Engine, Item, Mailbox
-from lightning_pipes.engine.messages.message import Decoder, Encoder, Message, Slot, Wire
+from lightning_pipes.engine.messages.message import Decoder, Encoder, Message, ReceiveBuffer, Wire
 from lightning_pipes.ir import (
     DeadlockError,
     Instruction,
@@ -106,16 +106,16 @@ def test_wires_are_used_again_and_dropped() -> None:
         for _ in range(5):
             x = torch.randn(2, 3)
             wire, tensors = encoder.encode((turn, RECEIVE), x, (True,), 0)
-            wire.fill(tensors)
+            wire.copy_tensors(tensors)
             message = decoder.decode(wire.buffer, 0, 0)
             assert torch.equal(message.tree, x)
             assert message.flags == (True,)
             assert message.key == (turn, RECEIVE)
-            encoder.give_back(wire)
+            encoder.release(wire)
     assert len(made) == 2
     for size in range(4, 104):  # shapes that never come back
         wire, _ = encoder.encode((9, RECEIVE), torch.randn(2, size), (True,), 0)
-        encoder.give_back(wire)
+        encoder.release(wire)
     assert len(made) - len(dropped) <= 8
 
 
@@ -124,13 +124,13 @@ def test_what_was_copied_from_a_slot_stays_when_the_slot_is_filled_again() -> No
     first, _ = encoder.encode((0, RECEIVE), torch.zeros(2), (True,), 0)
     decoder.decode(first.buffer, 0, 0)  # tells the structure
     wire, _ = encoder.encode((1, RECEIVE), torch.zeros(2), (True,), 5)
-    slot, came = Slot(wire.buffer), []
+    slot, came = ReceiveBuffer(wire.buffer), []
     for turn in range(1, 4):
-        encoder.give_back(wire)
+        encoder.release(wire)
         again, tensors = encoder.encode((turn, RECEIVE), torch.full((2,), float(turn)), (True,), 5)
         assert again is wire
-        wire.fill(tensors)
-        came.append(decoder.copied(slot, 7))
+        wire.copy_tensors(tensors)
+        came.append(decoder.decode_copy(slot, 7))
     assert [m.tree.tolist() for m in came] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
     assert [(m.key, m.flags, m.sent, m.arrived) for m in came] == [((t, RECEIVE), (True,), 5, 7) for t in (1, 2, 3)]
 
@@ -139,14 +139,14 @@ def test_a_mailbox_whose_owner_never_waits_stays_small() -> None:
     box = Mailbox()
     for turn in range(1000):
         box.put(Message((turn, RECEIVE), None, ()))
-        assert box.take((turn, RECEIVE)) is not None
-    assert box._bell.qsize() == 0
-    assert box.fresh(1) == []
+        assert box.take_message((turn, RECEIVE)) is not None
+    assert box._changes.qsize() == 0
+    assert box.take_new(1) == []
     box.put(Message((1, RECEIVE), None, ()))
     box.put(Message((2, RECEIVE), None, ()))
-    box.take((1, RECEIVE))
-    assert box.wait_fresh(2) == [RECEIVE]  # the ring that `take` swallowed is not missed
-    assert box.holds((2, RECEIVE))
+    box.take_message((1, RECEIVE))
+    assert box.wait_new(2) == [RECEIVE]  # the ring that `take` swallowed is not missed
+    assert box.has_message((2, RECEIVE))
 
 
 @dataclass(frozen=True)

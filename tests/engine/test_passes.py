@@ -15,7 +15,7 @@ from torch import nn
 from lightning_pipes.cost import CostModel, Link, Table
 from lightning_pipes.engine import Item, Stage
 from lightning_pipes.engine.compute.executor import Executor
-from lightning_pipes.engine.compute.footprint import footprint
+from lightning_pipes.engine.compute.footprint import measure_footprint
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS
 from lightning_pipes.ir import STEP, B, Cut, F, I, Instruction, Kind, Plan, PlanError, Program, Span, W
 from lightning_pipes.ir.registry import make_schedule
@@ -199,13 +199,13 @@ def test_what_is_held_is_what_is_said(whole: bool) -> None:
     wanted = {}
     order = [F(0, Span(0, 4)), F(1, Span(0, 4)), F(2, Span(0, 4)), B(2, Span(0, 4))]
     order += [B(1, span) for span in cut(1, 1, 2)]
-    with footprint(torch.device("cpu")) as found:
+    with measure_footprint(torch.device("cpu")) as found:
         executor.add(Item(0, 4, torch.rand(4, width, requires_grad=False)), 0)
         before = 0
         for i in order:
             executor.run(i)
-            wanted[i] = found.left - before
-            before = found.left
+            wanted[i] = found.live_bytes - before
+            before = found.live_bytes
     activations = 10 * row  # inputs of five products and of five sines; the weights are no activations
     kept = row if whole else activations
     forward = wanted[F(0, Span(0, 4))] + wanted[F(1, Span(0, 4))]  # the second takes what the first has made

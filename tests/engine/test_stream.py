@@ -171,7 +171,7 @@ def stages_of(plan: Plan, rank: int, layers: Sequence[nn.Module], body: Any = bo
 
 
 def step(stage: Stage, item: Item, optimizer: torch.optim.Optimizer) -> None:
-    mine = {id(p) for p in stage.stepped(item)}
+    mine = {id(p) for p in stage.stepped_parameters(item)}
     others = {p: p.grad for g in optimizer.param_groups for p in g["params"] if id(p) not in mine}
     for p in others:
         p.grad = None

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.engine.watch.failure import PeerFailure
-from lightning_pipes.engine.watch.points import Fault
+from lightning_pipes.engine.watch.fault_points import Fault
 from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
 from lightning_pipes.testing.timeouts import scale_timeout
 from tests.faults.training import ROWS, Net, Run, pairs, terminate, train
@@ -47,7 +47,7 @@ KILLED = {
 
 def killed(fault: Fault, folder: Path) -> list[RankResult]:
     fault = Fault(fault.rank, fault.point, str(folder / "when"), fault.nth)
-    return watch_ranks(train, 2, Run(str(folder)), timeout=60, env=dict(fault.environment()))
+    return watch_ranks(train, 2, Run(str(folder)), timeout=60, env=dict(fault.to_environment()))
 
 
 @pytest.fixture(scope="module")

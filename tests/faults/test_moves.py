@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pipes.engine.watch.points import Fault
+from lightning_pipes.engine.watch.fault_points import Fault
 from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
 from lightning_pipes.testing.timeouts import scale_timeout
 from tests.one_thread import one_thread  # noqa: F401  # a fixture
@@ -73,7 +73,7 @@ def after(deaths: tuple[Death, ...]) -> list[tuple[list[RankResult], list[Any]]]
     ends = []
     for death, folder in zip(deaths, folders, strict=True):
         fault = Fault(death.victim, death.point, f"{folder}/when", nth=death.nth, delay=death.delay)
-        ends.append(watch_ranks(dies, 2, death.way, folder, timeout=60, env=dict(fault.environment())))
+        ends.append(watch_ranks(dies, 2, death.way, folder, timeout=60, env=dict(fault.to_environment())))
     assert all(Path(folder, "when").exists() for folder in folders), "somebody was not there any more when it was time"
     again = [(death.way, folder) for death, folder in zip(deaths, folders, strict=True)]
     both = run_ranks(go_on, 2, again, timeout=180)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.engine.watch.heartbeat import Silence
+from lightning_pipes.engine.watch.heartbeat import StallTimer
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import RankResult, watch_ranks
 from lightning_pipes.testing.timeouts import scale_timeout
@@ -120,11 +120,11 @@ def test_who_was_only_late_is_not_declared_dead(name, outcomes):
 
 
 def test_silence_is_measured_in_the_time_of_who_listens():
-    silence = Silence(gap=2.0)
-    assert [silence.seconds(7, now) for now in (100.0, 101.0, 102.5)] == [0.0, 1.0, 2.5]
-    assert silence.seconds(8, 103.0) == 0.0
-    assert silence.seconds(8, 104.0) == 1.0
-    assert silence.seconds(8, 1104.0) == 3.0  # who listens was stopped itself for the most of it
+    silence = StallTimer(gap=2.0)
+    assert [silence.stalled_seconds(7, now) for now in (100.0, 101.0, 102.5)] == [0.0, 1.0, 2.5]
+    assert silence.stalled_seconds(8, 103.0) == 0.0
+    assert silence.stalled_seconds(8, 104.0) == 1.0
+    assert silence.stalled_seconds(8, 1104.0) == 3.0  # who listens was stopped itself for the most of it
 
 
 def test_heartbeat_timeout_is_checked_at_once():

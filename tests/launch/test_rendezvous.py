@@ -16,9 +16,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_pipes.engine.watch import meeting, rendezvous
-from lightning_pipes.engine.watch.meeting import run_store
-from lightning_pipes.engine.watch.rendezvous import agreed_name, launcher_store
+from lightning_pipes.engine.watch import rendezvous, shared_store
+from lightning_pipes.engine.watch.rendezvous import agree_on_name, launcher_store
+from lightning_pipes.engine.watch.shared_store import run_store
 from lightning_pipes.tune.run_name import run_name
 
 SOON = timedelta(seconds=20)
@@ -31,7 +31,7 @@ def store() -> TCPStore:
 
 def join(pool: ThreadPoolExecutor, store: TCPStore, rank: int) -> Future[str]:
     connection = TCPStore("127.0.0.1", store.port, is_master=False)
-    return pool.submit(agreed_name, connection, rank, 3, SOON)
+    return pool.submit(agree_on_name, connection, rank, 3, SOON)
 
 
 def test_each_attempt_agrees_on_a_name_of_its_own(store):
@@ -50,7 +50,7 @@ def test_each_attempt_agrees_on_a_name_of_its_own(store):
 def test_who_asks_again_at_once_is_not_given_the_same_name(store):
     def twice(rank: int) -> list[str]:
         connection = TCPStore("127.0.0.1", store.port, is_master=False, timeout=SOON / 4)
-        return [agreed_name(connection, rank, 2, SOON / 4) for _ in range(2)]
+        return [agree_on_name(connection, rank, 2, SOON / 4) for _ in range(2)]
 
     with ThreadPoolExecutor(2) as pool:
         zero, one = pool.map(twice, range(2))
@@ -60,7 +60,7 @@ def test_who_asks_again_at_once_is_not_given_the_same_name(store):
 
 def test_rank_zero_does_not_wait_for_ever(store):
     with pytest.raises(TimeoutError, match="rank 1, 2 did not come within 0 s"):
-        agreed_name(store, 0, 3, timedelta(seconds=0.1))
+        agree_on_name(store, 0, 3, timedelta(seconds=0.1))
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_launcher_that_is_stopped_while_ranks_meet_is_not_waited_for_without_e
         environment.setenv("MASTER_ADDR", "127.0.0.1")
         environment.setenv("MASTER_PORT", host.stdout.readline().strip())
         environment.setenv("GLOO_SOCKET_IFNAME", "lo")
-        monkeypatch.setattr(meeting, "_store", None)
+        monkeypatch.setattr(shared_store, "_store", None)
         looks = itertools.count()
 
         def check():
@@ -157,11 +157,11 @@ def test_who_was_alive_and_has_ended_is_not_waited_for(monkeypatch):
 
     monkeypatch.setattr(rendezvous.Process, "parse", Seen)
     store = Store({"lightning_pipes/asks/1": b"7", "lightning_pipes/place/7": b"old"})
-    living = rendezvous._Living(store)
-    living.look_after(2)
-    living.look_after(1)
+    living = rendezvous._LivenessCheck(store)
+    living.check_rank(2)
+    living.check_rank(1)
     store |= {"lightning_pipes/asks/1": b"8", "lightning_pipes/place/8": b"own"}
-    living.look_after(1)
+    living.check_rank(1)
     alive["own"] = False
     with pytest.raises(ConnectionAbortedError, match="rank 1 has ended before all ranks had come"):
-        living.look_after(1)
+        living.check_rank(1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_pipes.cost import Link
-from lightning_pipes.engine.compute.autograd import Saved, backward, enter, leave
+from lightning_pipes.engine.compute.autograd import SavedForward, backward, enter_stage, leave_stage
 from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.ir import I, Kind, Span
 from lightning_pipes.sim import simulate
@@ -36,8 +36,8 @@ def timed(work):
 
 
 def forward(layer):
-    saved = Saved(Span(0, 2), None)
-    seconds, _ = timed(lambda: leave(layer(enter(torch.ones(2, 3), (True,), saved)), saved))
+    saved = SavedForward(Span(0, 2), None)
+    seconds, _ = timed(lambda: leave_stage(layer(enter_stage(torch.ones(2, 3), (True,), saved)), saved))
     return seconds, saved
 
 

@@ -49,7 +49,7 @@ class Counts(Callback):
         for stage in run.stages.values():
             found = 1 + len(getattr(stage.weights, "_kept", ()))
             self.most = max(self.most, found)
-            assert found <= stage.weights.most
+            assert found <= stage.weights.max_versions
 
 
 def fit(case: Stashing, folder: str, memory: MemorySwap | None, resume: str | None = None) -> dict[str, Any]:

@@ -43,10 +43,10 @@ class Arrivals(Mailbox):
         super().__init__()
         self.come: list[Instruction] = []
 
-    def holds(self, key: Key) -> bool:
+    def has_message(self, key: Key) -> bool:
         return False
 
-    def fresh(self, window: int) -> list[Instruction]:
+    def take_new(self, window: int) -> list[Instruction]:
         come, self.come = self.come, []
         return come
 
@@ -64,8 +64,8 @@ def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, d
     spent = 0
     left = dict.fromkeys(range(subnets), microbatches)
     entered = 0
-    while entered < subnets or not order.satisfied:
-        while entered < subnets and order.satisfied:
+    while entered < subnets or not order.is_satisfied:
+        while entered < subnets and order.is_satisfied:
             begun = process_time_ns()
             order.add((0, entered), microbatches, uses[entered])
             entering.append(process_time_ns() - begun)
@@ -75,10 +75,10 @@ def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, d
             if entered == subnets:
                 order.close()
         begun = process_time_ns()
-        i: Instruction | None = order.next(mailbox, 0)
+        i: Instruction | None = order.next_instruction(mailbox, 0)
         assert i is not None, "everything that a stage waits for has arrived"
-        order.begin(i)
-        order.done(i)
+        order.mark_begun(i)
+        order.mark_done(i)
         spent += process_time_ns() - begun
         if i.kind in RECEIVES or i.kind in SENDS:
             continue

@@ -32,7 +32,7 @@ from benchmarks.harness.report import make_parser
 from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine import Engine, Item, make_transport
-from lightning_pipes.engine.messages.parcels import Parcels
+from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.planning.planner import WAYS as WAYS_OF_MOVING
 from lightning_pipes.strategies.deep import Deep
@@ -93,8 +93,10 @@ class Rank:
         stages = Emulation(plan, order, (layer, layer), (1.0, 1.0)).stages(rank)
         transport = make_transport(plan, rank, range(2), torch.device("cpu"), self.watch)
         self.engine = Engine(plan, order, stages, transport, rank=rank)
-        self.offices = {kind: Parcels(rank, range(2), self.watch, priority=kind == "priority") for kind in KINDS[1:]}
-        self.offices["neither"].gate(lambda: False)
+        self.offices = {
+            kind: BulkTransfer(rank, range(2), self.watch, priority=kind == "priority") for kind in KINDS[1:]
+        }
+        self.offices["neither"].set_gate(lambda: False)
         self.number = 0
 
     def step(self) -> float:
@@ -108,7 +110,7 @@ class Rank:
     def send(self, kind: str, key: Any, content: Any) -> Any:
         """The parcel's handle, at either end."""
         parcels = self.offices[kind]
-        return parcels.send(1, key, content) if self.rank == 0 else parcels.expect(0, key)
+        return parcels.send(1, key, content) if self.rank == 0 else parcels.receive(0, key)
 
     def slowed(self) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
         """Seconds of steps, and bytes a second of parcels meanwhile, by kind."""

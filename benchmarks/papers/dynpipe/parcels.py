@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.harness.ranks import join_ranks
 from benchmarks.harness.report import make_parser
 from lightning_pipes.engine import Engine, Item, make_transport
-from lightning_pipes.engine.messages.parcels import Parcels
+from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
 from lightning_pipes.engine.messages.socket_queues import SocketQueues
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.strategies.kfkb import KFKB
@@ -55,8 +55,8 @@ def rank_main(rank: int, trial: Trial) -> tuple[dict[str, list[float]], dict[str
     order = KFKB(trial.k).program(plan)
     stages = Emulation(plan, order, (layer, layer), (1.0, 1.0)).stages(rank)
     engine = Engine(plan, order, stages, make_transport(plan, rank, range(2), torch.device("cpu"), watch), rank=rank)
-    parcels = Parcels(rank, range(2), watch)
-    gates = {"gated": SocketQueues().busy, "ungated": lambda: False}
+    parcels = BulkTransfer(rank, range(2), watch)
+    gates = {"gated": SocketQueues().has_unsent_bytes, "ungated": lambda: False}
     busy = max(1.0, trial.x) * trial.forward * 3 * trial.microbatches
     content = torch.zeros(int(trial.bandwidth * busy) // 4)
     steps: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -66,9 +66,9 @@ def rank_main(rank: int, trial: Trial) -> tuple[dict[str, list[float]], dict[str
             dist.barrier()
             handle = None
             if kind != "alone":
-                parcels.gate(gates[kind])
+                parcels.set_gate(gates[kind])
                 key = (kind, number)
-                handle = parcels.send(1, key, content) if rank == 0 else parcels.expect(0, key)
+                handle = parcels.send(1, key, content) if rank == 0 else parcels.receive(0, key)
                 time.sleep(0.05)  # so that it is under way
             sent, begun = parcels.traffic.sent, time.monotonic()
             engine.inject(Item(number, plan.jobs[0].rows))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_pipes.engine.compute.rng import random_state, set_random_state
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
 
 
 class Runner:
@@ -52,7 +52,7 @@ class Runner:
     def pause(self) -> None:
         """Called by the function: returns at the next `go`. The random state may be another then."""
         self._device = _device()
-        point("sibling.pause")
+        fault_point("sibling.pause")
         self._back.release()
         self._go.acquire()
 

@@ -108,4 +108,4 @@ class SiblingConnections:
         pass
 
     def fail(self, error: BaseException) -> None:
-        self.sibling.fail(error)
+        self.sibling.report_failure(error)

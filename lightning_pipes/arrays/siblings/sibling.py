@@ -21,7 +21,7 @@ from lightning_pipes.arrays.siblings.sibling_board import Failure, Return
 from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure, error_elsewhere, packed_error
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.failure import FailureWatch
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, PipelineError
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ class Sibling(Generic[T]):
         self._meetings += 1
         meeting = f"meetings/{self.index}/{self._meetings}"
         board.tell(meeting, word)
-        point("sibling.meet")
+        fault_point("sibling.meet")
         self.wait_until(lambda: board.all_told(meeting))
         return board.values(meeting) if board.others else [word]
 
@@ -184,7 +184,7 @@ class Sibling(Generic[T]):
             *_, check = self._checks.popleft()
             check()
 
-    def fail(self, error: BaseException, where: str = "") -> None:
+    def report_failure(self, error: BaseException, where: str = "") -> None:
         """Tells the other ranks that it ends by `error`, unless they know."""
         heard = error is self._heard or isinstance(error, (SiblingFailure, ArrayCancelledError, SIGTERMException))
         if not self._failed and not heard:
@@ -215,11 +215,11 @@ class Sibling(Generic[T]):
         token = _current.set(self)
         try:
             value = self._fn()
-            point("sibling.ended")
+            fault_point("sibling.ended")
             self.array.shared.board.tell_news(Return(self.index, self.turns, self._meetings))
             self.outcome = Outcome(self.index, value=value)
         except BaseException as error:  # SystemExit of one sibling must not end the others
-            self.fail(error)
+            self.report_failure(error)
             self.outcome = Outcome(self.index, error=error)
             self._checks.clear()
         finally:
@@ -239,7 +239,7 @@ class Sibling(Generic[T]):
 
     def begin_turn(self) -> None:
         """Its next turn comes now; `go_on` until it is over."""
-        point("sibling.turn")
+        fault_point("sibling.turn")
         self.turns += 1
         self.in_turn = True
 
@@ -258,7 +258,7 @@ class Sibling(Generic[T]):
                 engine.advance()
             except BaseException as error:
                 if not self._wrong(_REASON_SECONDS):  # else that is the reason, and other ranks find it, too
-                    self.fail(error)
+                    self.report_failure(error)
                     self.fail_at(self.next_turn, error)
 
         self._task = task
@@ -338,9 +338,9 @@ class SiblingWatch:
         """Raises PeerFailure if a rank has died."""
         self._watch.check()
 
-    def fail(self, error: BaseException, where: str = "") -> None:
+    def report_failure(self, error: BaseException, where: str = "") -> None:
         """Tells the other ranks."""
-        self._sibling.fail(error, where)
+        self._sibling.report_failure(error, where)
 
 
 def wait_in_turn(ready: Callable[[], bool]) -> None:

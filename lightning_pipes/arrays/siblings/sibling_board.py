@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from lightning_pipes.engine.watch.failure import FailureWatch, PeerFailure
-from lightning_pipes.engine.watch.trust import printable
+from lightning_pipes.engine.watch.trust import to_printable
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Board:
         early, self._early = self._early or [], None
         if ranks > 1:
             self.others = [other for other in range(ranks) if other != rank]
-            self.rank, self._watch, self._store = rank, watch, watch.store()
+            self.rank, self._watch, self._store = rank, watch, watch.sub_store()
             for say in early:
                 say()
 
@@ -137,7 +137,7 @@ class Board:
             yield
         except RuntimeError as error:
             assert self._watch is not None
-            self._watch.learn_reason()
+            self._watch.raise_reason()
             raise PeerFailure(f"the store through which ranks know of each other does not answer ({error})") from error
 
 
@@ -153,6 +153,6 @@ def _unpacked(packed: bytes) -> tuple[int, News]:
     rank, kind, fields = json.loads(packed)
     if kind == Failure.__name__:
         fields["error"] = base64.b64decode(fields["error"])
-        fields["text"] = printable(fields["text"])
+        fields["text"] = to_printable(fields["text"])
         return rank, Failure(**fields)
     return rank, Return(**fields) if kind == Return.__name__ else NoMore(**fields)

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.compute.weights import Version
+from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.private_torch import FunctionNode, like_root, run_backward
 from lightning_pipes.ir import Span
 
@@ -31,7 +31,7 @@ def _root(tensor: torch.Tensor) -> Root:
 
 
 @dataclass(eq=False)
-class Saved:
+class SavedForward:
     """The tensors that a forward leaves for its backward.
 
     Attributes:
@@ -46,7 +46,7 @@ class Saved:
     """
 
     span: Span
-    version: Version | None
+    version: WeightVersion | None
     outputs: list[Root | None] = field(default_factory=list)
     entered: list[torch.Tensor] = field(default_factory=list)
     received: Any = None
@@ -54,7 +54,7 @@ class Saved:
     sent_flags: Flags = ()
 
 
-def enter(tree: Any, flags: Flags, saved: Saved) -> Any:
+def enter_stage(tree: Any, flags: Flags, saved: SavedForward) -> Any:
     """The tree with those tensors that want gradients made leaves of a graph."""
     if isinstance(tree, torch.Tensor):
         if flags[0]:
@@ -75,7 +75,7 @@ def enter(tree: Any, flags: Flags, saved: Saved) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def leave(tree: Any, saved: Saved, flags: Flags | None = None) -> tuple[Any, Flags]:
+def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> tuple[Any, Flags]:
     """The tree cut off from the graph, and which of its tensors want gradients; remembers where backward starts.
 
     With `flags`, which were sent before the graph existed, those tensors count that they name.
@@ -106,7 +106,7 @@ def may_want_gradients(tree: Any) -> Flags:
     )
 
 
-def input_gradients(saved: Saved) -> list[Any]:
+def input_gradients(saved: SavedForward) -> list[Any]:
     """Takes the gradients to send back: one entry per tensor that the sender marked, None where nothing flowed."""
     gradients = [t.grad for t in saved.entered]
     for t in saved.entered:
@@ -114,7 +114,7 @@ def input_gradients(saved: Saved) -> list[Any]:
     return gradients
 
 
-def backward(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None:
+def backward(records: Sequence[tuple[SavedForward, Sequence[Any]]], last: bool) -> None:
     """Full backward of several forwards at once; gradients add to the parameters and to what entered."""
     roots, gradients = roots_of(records, last)
     if roots and all(g is not None and g.device.type == "cpu" for g in gradients):
@@ -124,7 +124,7 @@ def backward(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> None
 
 
 def roots_of(
-    records: Sequence[tuple[Saved, Sequence[Any]]], last: bool
+    records: Sequence[tuple[SavedForward, Sequence[Any]]], last: bool
 ) -> tuple[list[Root], list[torch.Tensor | None]]:
     """Where backward starts, and with which gradients; None stands for that of what is no loss and is taken for one."""
     roots: list[Root] = []
@@ -133,14 +133,14 @@ def roots_of(
         for number, edge in enumerate(saved.outputs):
             if edge is None:
                 continue
-            gradient = _one(edge) if last else received[number]
+            gradient = _loss_gradient(edge) if last else received[number]
             if last or gradient is not None:
                 roots.append(edge)
                 gradients.append(gradient)
     return roots, gradients
 
 
-def _one(loss: Root) -> torch.Tensor | None:
+def _loss_gradient(loss: Root) -> torch.Tensor | None:
     """The gradient of a loss by itself; None for what has none by itself, as autograd says."""
     like = like_root(loss)
     if math.prod(like.shape) != 1 or not like.dtype.is_floating_point:

@@ -12,13 +12,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute import autograd, split
-from lightning_pipes.engine.compute.autograd import Saved
+from lightning_pipes.engine.compute.autograd import SavedForward
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.spans import Shelf, take_rows
+from lightning_pipes.engine.compute.spans import SpanBuffer, take_rows
 from lightning_pipes.engine.compute.stage import Stage
-from lightning_pipes.engine.compute.weights import LateWeights, Version
+from lightning_pipes.engine.compute.weights import LateWeights, WeightVersion
 from lightning_pipes.engine.messages.mailbox import Transport
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import (
     COMPUTE,
     RECEIVES,
@@ -34,7 +34,7 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.sim.event import Event
 
-Records = list[tuple[Saved, Sequence[Any]]]
+Records = list[tuple[SavedForward, Sequence[Any]]]
 """Forwards and the gradients of their outputs."""
 
 _NOTHING = nullcontext()
@@ -64,10 +64,10 @@ class Executor:
         self._transport = transport
         self._offsets = offsets or {}
         self._items: dict[tuple[int, int], Item] = {}
-        self._shelves: dict[tuple[Kind, int, int, int], Shelf] = {}
-        self._saved: dict[tuple[int, int, int], list[Saved]] = defaultdict(list)
-        self._split: dict[Instruction, tuple[split.WeightGradients, list[Version | None]]] = {}
-        self._versions: dict[tuple[int, int, int], Version | None] = {}
+        self._buffers: dict[tuple[Kind, int, int, int], SpanBuffer] = {}
+        self._saved: dict[tuple[int, int, int], list[SavedForward]] = defaultdict(list)
+        self._split: dict[Instruction, tuple[split.WeightGradients, list[WeightVersion | None]]] = {}
+        self._versions: dict[tuple[int, int, int], WeightVersion | None] = {}
         self._late: dict[tuple[int, int], LateWeights] = {}
         self._rows_left: dict[tuple[int, int, int], int] = {}  # whose weight gradients are to come
         self._steps: Counter[tuple[int, int]] = Counter()
@@ -85,9 +85,9 @@ class Executor:
     def run(self, i: Instruction) -> None:
         """Runs one instruction; its needs must be met."""
         item = self._items[i.job, i.batch]
-        point(i.kind)
+        fault_point(i.kind)
         if i.kind is Kind.STEP:
-            with self._stages[i.stage, i.job].around(i.kind, item):
+            with self._stages[i.stage, i.job].task_context(i.kind, item):
                 started = time.monotonic_ns()
                 self._step(i, item)
                 self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
@@ -102,14 +102,14 @@ class Executor:
         else:
             stage = self._stages[i.stage, i.job]
             version = self._version_of(stage, i) if item.training else None
-            with stage.computing(i.kind, item, version):
+            with stage.compute_context(i.kind, item, version):
                 started = time.monotonic_ns()
                 self._compute(i, item, span)
                 self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
 
-    def versions(self, coming: Iterable[Instruction]) -> Iterator[Version]:
+    def upcoming_versions(self, upcoming: Iterable[Instruction]) -> Iterator[WeightVersion]:
         """The weights that these will read, in their order, as far as forwards have chosen them."""
-        for i in coming:
+        for i in upcoming:
             version = self._versions.get((i.stage, i.job, i.batch))
             if version is not None and i.kind in COMPUTE and i.kind is not Kind.STEP:
                 yield version
@@ -125,26 +125,28 @@ class Executor:
             return
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
         if i.kind is Kind.W:
-            with self._completing(stage, i, item, span):
+            with self._last_backward_context(stage, i, item, span):
                 left, versions = self._split.pop(i)
                 left.compute()
-                stage.weights.collect(versions)
+                stage.weights.collect_gradients(versions)
             return
         records = self._take_saved(i, item, span)
         if i.kind is Kind.I:
             left = split.backward_inputs(records, last)
             if left.inseparable:
-                stage.say_inseparable(left.inseparable)
+                stage.warn_not_splittable(left.inseparable)
             self._split[i._replace(kind=Kind.W)] = left, [saved.version for saved, _ in records]
         else:
-            with self._completing(stage, i, item, span):
+            with self._last_backward_context(stage, i, item, span):
                 autograd.backward(records, last)
-                stage.weights.collect(saved.version for saved, _ in records)
+                stage.weights.collect_gradients(saved.version for saved, _ in records)
         if i.stage > 0:
             for saved, _ in records:
-                self._hand_on(Kind.SB, i, saved.span, autograd.input_gradients(saved))
+                self._pass_on(Kind.SB, i, saved.span, autograd.input_gradients(saved))
 
-    def _completing(self, stage: Stage, i: Instruction, item: Item, span: Span) -> AbstractContextManager[None]:
+    def _last_backward_context(
+        self, stage: Stage, i: Instruction, item: Item, span: Span
+    ) -> AbstractContextManager[None]:
         """The stage's context around the weight gradients of the batch's last samples, whichever these are."""
         batch = (i.stage, i.job, i.batch)
         left = self._rows_left[batch] = self._rows_left.get(batch, item.rows) - span.rows
@@ -157,7 +159,7 @@ class Executor:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
         version = self._version_of(stage, i) if item.training else None
         for part, kept in self._runs(i, item):
-            received, flags = (None, ()) if i.stage == 0 else self._shelf(Kind.RF, i).take(part)
+            received, flags = (None, ()) if i.stage == 0 else self._buffer_of(Kind.RF, i).take_span(part)
             wanted: autograd.Flags = ()
             if not item.training:
                 output = stage.forward(item, part, received, None)
@@ -166,16 +168,16 @@ class Executor:
                     output = stage.forward(item, part, received, version, in_parts=len(kept) > 1)
                 wanted = autograd.may_want_gradients(output)
                 for span in kept:
-                    saved = Saved(span, version, recompute=True, sent_flags=wanted)
-                    saved.received = (_own_rows(received, part, span), flags)
+                    saved = SavedForward(span, version, recompute=True, sent_flags=wanted)
+                    saved.received = (_copy_rows(received, part, span), flags)
                     self._saved[i.stage, i.job, i.batch].append(saved)
             else:
-                saved = Saved(part, version)
-                output = stage.forward(item, part, autograd.enter(received, flags, saved), version)
-                output, wanted = autograd.leave(output, saved)
+                saved = SavedForward(part, version)
+                output = stage.forward(item, part, autograd.enter_stage(received, flags, saved), version)
+                output, wanted = autograd.leave_stage(output, saved)
                 self._saved[i.stage, i.job, i.batch].append(saved)
             if not last:
-                self._hand_on(Kind.SF, i, part, (output, wanted))
+                self._pass_on(Kind.SF, i, part, (output, wanted))
             elif not item.training:
                 self.outputs.append((part, output))
 
@@ -190,18 +192,18 @@ class Executor:
             return [(whole, kept)]
         return [(part, [part]) for part in kept]
 
-    def _version_of(self, stage: Stage, i: Instruction) -> Version | None:
+    def _version_of(self, stage: Stage, i: Instruction) -> WeightVersion | None:
         """The weights that the first forward of this batch read: all of it goes through the same weights."""
         batch = (i.stage, i.job, i.batch)
         if batch not in self._versions:
             late = self._late.get((i.stage, i.job))
-            self._versions[batch] = stage.weights.current() if late is None else late.version(i.batch)
+            self._versions[batch] = stage.weights.current_version() if late is None else late.make_version(i.batch)
         return self._versions[batch]
 
     def _take_saved(self, i: Instruction, item: Item, span: Span) -> Records:
         """The forwards that a backward differentiates, each with the gradients of its outputs."""
         held = self._saved[i.stage, i.job, i.batch]
-        mine, others = list[Saved](), list[Saved]()
+        mine, others = list[SavedForward](), list[SavedForward]()
         for saved in held:
             (mine if saved.span.overlaps(span) else others).append(saved)
         self._saved[i.stage, i.job, i.batch] = others
@@ -210,13 +212,13 @@ class Executor:
             if saved.recompute:
                 received, flags = saved.received
                 saved.received = None
-                entered = autograd.enter(received, flags, saved)
+                entered = autograd.enter_stage(received, flags, saved)
                 output = stage.forward(item, saved.span, entered, saved.version, again=True)
-                autograd.leave(output, saved, saved.sent_flags)
+                autograd.leave_stage(output, saved, saved.sent_flags)
         if self._is_last(i.stage):
             return [(saved, ()) for saved in mine]
-        gradients = self._shelf(Kind.RB, i)
-        return [(saved, gradients.take(saved.span)) for saved in mine]
+        gradients = self._buffer_of(Kind.RB, i)
+        return [(saved, gradients.take_span(saved.span)) for saved in mine]
 
     def _step(self, i: Instruction, item: Item) -> None:
         stage, late = self._stages[i.stage, i.job], self._late.get((i.stage, i.job))
@@ -226,39 +228,39 @@ class Executor:
         stage.weights.before_update(others)
         if stage.step is not None:
             stage.step(item)
-        stage.weights.updated()
+        stage.weights.after_update()
         if late is not None:
-            late.stepped(i.batch)
+            late.after_step(i.batch)
         batch = (i.stage, i.job, i.batch)
         self._saved.pop(batch, None)
         self._versions.pop(batch, None)
         for kind in SENDS | RECEIVES:
-            self._shelves.pop((kind, *batch), None)
+            self._buffers.pop((kind, *batch), None)
         self._steps[i.job, i.batch] += 1
         if self._steps[i.job, i.batch] == len(self.plan.stages[self.rank]):  # this rank is through with the batch
             del self._steps[i.job, i.batch], self._items[i.job, i.batch]
 
-    def _hand_on(self, send: Kind, i: Instruction, span: Span, tree: Any) -> None:
+    def _pass_on(self, send: Kind, i: Instruction, span: Span, tree: Any) -> None:
         """To the neighbour's shelf, or where it is on another rank to ours until the message is complete."""
         if self.plan.ranks[i.stage + (1 if send is Kind.SF else -1)] == self.rank:
             receive = receive_of(i._replace(kind=send))
-            self._shelf(receive.kind, receive).put(span, tree)
+            self._buffer_of(receive.kind, receive).put(span, tree)
         else:
-            self._shelf(send, i).put(span, tree)
+            self._buffer_of(send, i).put(span, tree)
 
     def _send(self, i: Instruction, span: Span) -> None:
         receive = receive_of(i)
-        content = self._shelf(i.kind, i).take(span)
+        content = self._buffer_of(i.kind, i).take_span(span)
         tree, flags = content if i.kind is Kind.SF else (content[0] if len(content) == 1 else content, ())
         self._transport.send(self.plan.ranks[receive.stage], (self.window, receive), tree, flags)
 
     def _receive(self, i: Instruction, span: Span) -> None:
-        message = self._transport.mailbox.take((self.window, i))
+        message = self._transport.mailbox.take_message((self.window, i))
         assert message is not None, f"{i} was run before its message was there"
         if i.kind is Kind.RF:
-            self._shelf(i.kind, i).put(span, (message.tree, message.flags))
+            self._buffer_of(i.kind, i).put(span, (message.tree, message.flags))
         else:  # a list of gradients; a single one travels bare
-            self._shelf(i.kind, i).put(span, message.tree if isinstance(message.tree, list) else [message.tree])
+            self._buffer_of(i.kind, i).put(span, message.tree if isinstance(message.tree, list) else [message.tree])
         if message.arrived:
             send = send_of(i)
             source = self.plan.ranks[send.stage]
@@ -267,18 +269,18 @@ class Executor:
             self._last_arrival[source, i.kind] = message.arrived
             self.events.append(Event(source, send, min(started, message.arrived), message.arrived))
 
-    def _shelf(self, kind: Kind, i: Instruction) -> Shelf:
+    def _buffer_of(self, kind: Kind, i: Instruction) -> SpanBuffer:
         key = (kind, i.stage, i.job, i.batch)
-        shelf = self._shelves.get(key)
-        if shelf is None:
-            shelf = self._shelves[key] = Shelf(gradients=kind is Kind.SB or kind is Kind.RB)
-        return shelf
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = SpanBuffer(gradients=kind is Kind.SB or kind is Kind.RB)
+        return buffer
 
     def _is_last(self, stage: int) -> bool:
         return stage == self.plan.n_stages - 1
 
 
-def _own_rows(tree: Any, span: Span, part: Span) -> Any:
+def _copy_rows(tree: Any, span: Span, part: Span) -> Any:
     """Like `take_rows`, in memory of their own, so that each part can be let go by itself."""
     rows = take_rows(tree, span, part)
     return rows if part == span else pytree.tree_map_only(torch.Tensor, torch.clone, rows)

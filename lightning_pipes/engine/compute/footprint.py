@@ -13,23 +13,23 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.private_torch import TorchDispatchMode
 
 
-class Footprint:
+class MemoryFootprint:
     """Bytes of tensors that were made in a block."""
 
     def __init__(self) -> None:
         self._peak = self._left = 0
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """The most that lived at once since the block began, or since `restart`."""
         return self._peak
 
     @property
-    def left(self) -> int:
+    def live_bytes(self) -> int:
         """Bytes that live now."""
         return self._left
 
-    def restart(self) -> None:
+    def reset_peak(self) -> None:
         """From now on the peak counts anew."""
         self._peak = self._left
 
@@ -39,7 +39,7 @@ class Footprint:
         self._peak = max(self._peak, self._left)
 
 
-class _OnDevice(Footprint):
+class _CudaFootprint(MemoryFootprint):
     """Bytes by the CUDA allocator."""
 
     def __init__(self, device: torch.device) -> None:
@@ -50,21 +50,21 @@ class _OnDevice(Footprint):
         torch.cuda.reset_peak_memory_stats(device)
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self._device)) - self._before
 
     @property
-    def left(self) -> int:
+    def live_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self._device)) - self._before
 
-    def restart(self) -> None:
+    def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations make on the CPU, each until its last tensor is gone."""
 
-    def __init__(self, footprint: Footprint) -> None:
+    def __init__(self, footprint: MemoryFootprint) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._footprint = footprint
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -83,11 +83,11 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         footprint, seen = self._footprint, self._seen
 
-        def freed(_: object) -> None:
+        def on_freed(_: object) -> None:
             seen.pop(key, None)
             footprint.add(-size)
 
-        seen[key] = weakref.ref(tensor.untyped_storage(), freed)
+        seen[key] = weakref.ref(tensor.untyped_storage(), on_freed)
         footprint.add(size)
 
 
@@ -102,12 +102,12 @@ def saved_for_backward() -> Iterator[dict[tuple[int, int], torch.Tensor]]:
     so that no later storage comes to lie where one of them was."""
     found: dict[tuple[int, int], torch.Tensor] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep_alias(tensor: torch.Tensor) -> torch.Tensor:
         alias = tensor.detach()  # a tensor would keep its graph, which keeps this function, beyond any collector
         found.setdefault(storage_of(tensor), alias)
         return alias
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(keep_alias, lambda tensor: tensor):
         yield found
 
 
@@ -120,12 +120,12 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @contextmanager
-def footprint(device: torch.device) -> Iterator[Footprint]:
+def measure_footprint(device: torch.device) -> Iterator[MemoryFootprint]:
     """Bytes of the tensors that this thread makes in the block: every storage on the CPU, which costs time with every
     operation, and what the allocator says on a GPU."""
     if device.type == "cuda":
-        yield _OnDevice(device)
+        yield _CudaFootprint(device)
         return
-    found = Footprint()
-    with _Storages(found):
+    found = MemoryFootprint()
+    with _StorageCounter(found):
         yield found

@@ -11,7 +11,7 @@ from itertools import chain, count, tee, zip_longest
 from typing import Protocol
 
 from lightning_pipes.engine.messages.mailbox import Mailbox
-from lightning_pipes.engine.residency.deliveries import Deliveries
+from lightning_pipes.engine.residency.deliveries import LayerDeliveries
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import (
     RECEIVES,
@@ -40,17 +40,17 @@ Item = tuple[int, int]
 """A job and the number of its batch in the window."""
 
 
-class Order(Protocol):
+class InstructionOrder(Protocol):
     """Decides for one rank and one window."""
 
     def add(self, item: Item, rows: int, use: Use) -> None:
         """One more batch may be worked on, which uses these layers."""
 
-    def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
+    def next_instruction(self, mailbox: Mailbox, number: int) -> Instruction | None:
         """The instruction to run now; None if nothing can be run yet. `number` is the window's. Whoever asks again
         before it is begun may hear of a better one, which has become ready."""
 
-    def begin(self, i: Instruction) -> None:
+    def mark_begun(self, i: Instruction) -> None:
         """`i`, which `next` gave, is run now."""
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
@@ -61,28 +61,28 @@ class Order(Protocol):
         """
 
     @property
-    def awaited(self) -> str:
+    def waiting_for(self) -> str:
         """A phrase for that which `wait` waits for."""
 
-    def done(self, i: Instruction) -> None:
+    def mark_done(self, i: Instruction) -> None:
         """`i`, which was begun, has been run."""
 
     def close(self) -> None:
         """No more batches come in this window."""
 
     @property
-    def asks(self) -> bool:
+    def needs_next_batch(self) -> bool:
         """Whether another batch is to be known before anything else runs."""
 
     @property
-    def satisfied(self) -> bool:
+    def is_satisfied(self) -> bool:
         """Nothing is left to do without another batch."""
 
 
 class StaticOrder:
     """The rank's row of a lowered program. A receive is run when its message is there, everything else at once."""
 
-    asks = False
+    needs_next_batch = False
 
     def __init__(self, program: Program, rank: int) -> None:
         self._program, self._rank = program, rank
@@ -102,16 +102,16 @@ class StaticOrder:
         self._batches[item[0]] += 1
         self._rows[item] = rows
 
-    def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
+    def next_instruction(self, mailbox: Mailbox, number: int) -> Instruction | None:
         i = self._current()
-        if i is None or (i.kind in RECEIVES and not mailbox.holds((number, i))):
+        if i is None or (i.kind in RECEIVES and not mailbox.has_message((number, i))):
             return None
         return i
 
-    def begin(self, i: Instruction) -> None:
+    def mark_begun(self, i: Instruction) -> None:
         pass
 
-    def done(self, i: Instruction) -> None:
+    def mark_done(self, i: Instruction) -> None:
         self._advance()
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
@@ -120,7 +120,7 @@ class StaticOrder:
         mailbox.wait((number, i))
 
     @property
-    def awaited(self) -> str:
+    def waiting_for(self) -> str:
         i = self._current()
         return "nothing" if i is None else f"instruction {i} of stage {i.stage}, sent by stage {send_of(i).stage}"
 
@@ -134,10 +134,10 @@ class StaticOrder:
             self._next = next(self._upcoming, None)
 
     @property
-    def satisfied(self) -> bool:
+    def is_satisfied(self) -> bool:
         return self._current() is None
 
-    def coming(self) -> Iterator[Instruction]:
+    def upcoming_instructions(self) -> Iterator[Instruction]:
         """The instructions that are left of the batches that are known, in order, from the one that is run now."""
         program, rank, others = self._program, self._rank, 0
         most = len(program.head[rank]) + len(program.cycle[rank]) if program.endless else None
@@ -203,53 +203,53 @@ class ReadyOrder:
         self._receives = 0  # those not run yet
         self._in_flight: dict[int, int] = dict.fromkeys(plan.stages[rank], 0)
         self._last: Instruction | None = None
-        self._deliveries: Deliveries | None = None
+        self._deliveries: LayerDeliveries | None = None
 
-    def deliver(self, mirrors: Mirrors, mailbox: Mailbox, number: int) -> None:
+    def enable_deliveries(self, mirrors: Mirrors, mailbox: Mailbox, number: int) -> None:
         """From now on, before the first batch, layers go to the ranks where batches use them; the window is that of
         `number`, and who waits for `mailbox` is woken."""
-        self._deliveries = Deliveries(self._ledger, self._rank, number, mirrors, mailbox.ring)
+        self._deliveries = LayerDeliveries(self._ledger, self._rank, number, mirrors, mailbox.notify)
 
     def add(self, item: Item, rows: int, use: Use) -> None:
         self._rows[item] = rows
         mine = window(self._plan, self._rank, *item)
         self._left[item] = len(mine)
         self._newest = item[1]
-        waits = self._waits(use) if self._policy.endless else None
-        self._sort(self._tracker.add(mine, waits))
+        waits = self._needs_of_newest(use) if self._policy.endless else None
+        self._add_ready(self._tracker.add(mine, waits))
         receives = [i for i in mine if i.kind in RECEIVES]
         self._unchecked += receives
         self._receives += len(receives)
         for i in mine:
             if i.kind in RECEIVES and not i.span.clip(rows).rows:  # nothing will be sent for rows that are not there
-                self._sort(self._tracker.complete(send_of(i)))
+                self._add_ready(self._tracker.complete(send_of(i)))
 
-    def _waits(self, use: Use) -> dict[Instruction, tuple[Instruction | Transfer, ...]]:
+    def _needs_of_newest(self, use: Use) -> dict[Instruction, tuple[Instruction | Transfer, ...]]:
         """The needs of the newest batch, besides its data: other batches, and layers that have to come here."""
         batch, plan = self._newest, self._plan
         waits: dict[Instruction, tuple[Instruction | Transfer, ...]] = {**self._ledger.enter(batch, use)}
         if self._deliveries is not None:
             self._deliveries.enter(batch)
             for stage in plan.stages[self._rank]:
-                missing = self._deliveries.missing(batch, stage)
+                missing = self._deliveries.missing_transfers(batch, stage)
                 for span in plan.spans(Kind.F, stage) if missing else ():
                     i = F(stage, span, batch=batch)
                     waits[i] = (*waits.get(i, ()), *missing)
         return waits
 
-    def _deliver(self) -> None:
+    def _take_deliveries(self) -> None:
         """Takes in the layers that have come; when all batches are over, lets them go home."""
         if self._deliveries is not None:
-            for transfer in self._deliveries.arrived():
-                self._sort(self._tracker.complete(transfer))
+            for transfer in self._deliveries.take_arrived():
+                self._add_ready(self._tracker.complete(transfer))
             if self._closed and not self._left:
-                self._deliveries.go_home()
+                self._deliveries.return_layers()
 
-    def next(self, mailbox: Mailbox, number: int) -> Instruction | None:
-        self._deliver()
-        self._arrived(i for i in self._unchecked if mailbox.holds((number, i)))
+    def next_instruction(self, mailbox: Mailbox, number: int) -> Instruction | None:
+        self._take_deliveries()
+        self._complete_receives(i for i in self._unchecked if mailbox.has_message((number, i)))
         self._unchecked.clear()
-        self._arrived(mailbox.fresh(number))
+        self._complete_receives(mailbox.take_new(number))
         if self._transfers:
             return self._transfers[0]
         if not self._ready:
@@ -265,7 +265,7 @@ class ReadyOrder:
             raise ProgramError(f"policy {self._policy.name!r} picked {picked} on rank {self._rank}, which is not ready")
         return picked
 
-    def begin(self, i: Instruction) -> None:
+    def mark_begun(self, i: Instruction) -> None:
         if i.kind in SENDS or i.kind in RECEIVES:
             self._transfers.remove(i)
             return
@@ -274,7 +274,7 @@ class ReadyOrder:
         if i.kind is Kind.F and self._deliveries is not None:
             self._deliveries.before_forward(i.batch, i.stage)
 
-    def coming(self) -> Iterator[str]:
+    def upcoming_layers(self) -> Iterator[str]:
         """The layers of the tasks that will probably run next, the first one first: what is ready but forwards, and
         batches of which a stage has run some forwards or backwards and not all. Then in turn a forward that is ready
         and a batch that is to come back, for nobody knows which is first; so all under way."""
@@ -299,7 +299,7 @@ class ReadyOrder:
         rows = i.span.clip(self._rows[i.job, i.batch]).rows
         return self._in_flight[i.stage] + rows <= self._plan.limits[i.stage]
 
-    def done(self, i: Instruction) -> None:
+    def mark_done(self, i: Instruction) -> None:
         item = i.job, i.batch
         self._receives -= i.kind in RECEIVES
         rows = i.span.clip(self._rows[item]).rows
@@ -312,18 +312,18 @@ class ReadyOrder:
             self._halfway.pop((i.stage, i.batch), None)
             self._ledger.done(i)
             if self._deliveries is not None:
-                self._deliveries.stepped(i)
+                self._deliveries.after_step(i)
         if i.kind in (Kind.F, Kind.B, Kind.I):
             if i.span.stop < self._rows[item]:
                 self._halfway[i.stage, i.batch] = None
             else:
                 self._halfway.pop((i.stage, i.batch), None)
-        self._sort(self._tracker.complete(i))
+        self._add_ready(self._tracker.complete(i))
         self._left[item] -= 1
         if not self._left[item]:
-            self._end(item)
+            self._forget_batch(item)
 
-    def _end(self, item: Item) -> None:
+    def _forget_batch(self, item: Item) -> None:
         """All of the batch has run here."""
         del self._left[item]
         self._begun.pop(item[1], None)
@@ -333,44 +333,44 @@ class ReadyOrder:
             self._tracker.forget(*item)
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
-        if not self._receives and not self._travelling:
+        if not self._receives and not self._n_expected_layers:
             raise DeadlockError(
                 f"rank {self._rank} waits although nothing is on its way: policy {self._policy.name!r} or the limits "
                 f"{self._plan.limits} hold back {', '.join(map(str, self._ready))}"
             )
-        self._arrived(mailbox.wait_fresh(number))
+        self._complete_receives(mailbox.wait_new(number))
 
     @property
-    def awaited(self) -> str:
+    def waiting_for(self) -> str:
         stages = ", ".join(map(str, self._in_flight))
-        layers = f" and {self._travelling} layers" if self._travelling else ""
+        layers = f" and {self._n_expected_layers} layers" if self._n_expected_layers else ""
         return f"any of {self._receives} messages{layers} to stage {stages}"
 
     @property
-    def _travelling(self) -> int:
-        return 0 if self._deliveries is None else self._deliveries.expected
+    def _n_expected_layers(self) -> int:
+        return 0 if self._deliveries is None else self._deliveries.n_expected
 
     def close(self) -> None:
         self._closed = True
 
     @property
-    def asks(self) -> bool:
+    def needs_next_batch(self) -> bool:
         if self._closed or self._transfers or len(self._left) - len(self._begun) >= self._ahead:
             return False
-        return self.satisfied
+        return self.is_satisfied
 
     @property
-    def satisfied(self) -> bool:
+    def is_satisfied(self) -> bool:
         if self._closed or not self._policy.endless:
-            return not self._left and (self._deliveries is None or self._deliveries.over)
+            return not self._left and (self._deliveries is None or self._deliveries.is_over)
         oldest = next((batch for _, batch in self._left), self._newest + 1)
         return self._newest + 1 - oldest < self._policy.depth
 
-    def _arrived(self, receives: Iterable[Instruction]) -> None:
+    def _complete_receives(self, receives: Iterable[Instruction]) -> None:
         for i in receives:
-            self._sort(self._tracker.complete(send_of(i)))
+            self._add_ready(self._tracker.complete(send_of(i)))
 
-    def _sort(self, ready: list[Instruction]) -> None:
+    def _add_ready(self, ready: list[Instruction]) -> None:
         for i in ready:
             if i.kind in SENDS or i.kind in RECEIVES:
                 self._transfers.append(i)

@@ -19,11 +19,11 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.cost import LayerProfile, ModelProfile, Table
 from lightning_pipes.engine.compute import autograd
-from lightning_pipes.engine.compute.autograd import Saved
-from lightning_pipes.engine.compute.footprint import footprint, saved_for_backward, storage_of, tensors_in
+from lightning_pipes.engine.compute.autograd import SavedForward
+from lightning_pipes.engine.compute.footprint import measure_footprint, saved_for_backward, storage_of, tensors_in
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.split import backward_inputs
-from lightning_pipes.engine.compute.stage import IN_PLACE, fresh
+from lightning_pipes.engine.compute.stage import IN_PLACE, clone_leaf
 from lightning_pipes.ir import InputError, Kind, Span
 
 REPEATS = 5
@@ -36,7 +36,7 @@ Progress = Callable[[str, float], None]
 
 
 @dataclass
-class _Seen:
+class _LayerMeasurements:
     """Measurements of one layer, by number of rows."""
 
     times: dict[Kind, dict[int, list[float]]] = field(default_factory=lambda: {k: {} for k in Kind})
@@ -47,7 +47,7 @@ class _Seen:
     in_place: bool = False
     """Whether the layer works in place on what comes in, which is to be a copy then, as on a stage."""
 
-    def table(self, kind: Kind) -> Table:
+    def median_table(self, kind: Kind) -> Table:
         return tuple((rows, median(found)) for rows, found in sorted(self.times[kind].items()))
 
 
@@ -85,7 +85,7 @@ def profile_layers(
     if not layers or not inputs:
         raise InputError(f"there is nothing to profile: {len(layers)} layers, {len(inputs)} inputs")
     device = device or torch.device("cpu")
-    measured = [_Seen() for _ in layers]
+    measured = [_LayerMeasurements() for _ in layers]
     started = time.perf_counter()
     total, done = len(inputs) * (repeats + 1), 0
     with forked_rng(device), _unchanged(layers), torch.enable_grad():
@@ -116,22 +116,22 @@ def joining_seconds(device: torch.device) -> float:
     halves = [torch.zeros(JOINED_BYTES // 8, device=device) for _ in range(2)]
     times = []
     for _ in range(REPEATS + 1):
-        synchronize(device)
+        wait_for_device(device)
         begun = time.perf_counter()
         torch.cat(halves)
-        synchronize(device)
+        wait_for_device(device)
         times.append(time.perf_counter() - begun)
     return median(times[1:]) / JOINED_BYTES
 
 
-def _profile(name: str, seen: _Seen, layer: nn.Module, step: float, optimizer_bytes: int) -> LayerProfile:
+def _profile(name: str, seen: _LayerMeasurements, layer: nn.Module, step: float, optimizer_bytes: int) -> LayerProfile:
     trained = [p for p in layer.parameters() if p.requires_grad]
     return LayerProfile(
         name,
-        forward=seen.table(Kind.F),
-        backward=seen.table(Kind.B),
-        input_backward=seen.table(Kind.I),
-        weight_backward=seen.table(Kind.W),
+        forward=seen.median_table(Kind.F),
+        backward=seen.median_table(Kind.B),
+        input_backward=seen.median_table(Kind.I),
+        weight_backward=seen.median_table(Kind.W),
         step=step,
         weight_bytes=sum(t.nbytes for t in (*layer.parameters(), *layer.buffers())),
         gradient_bytes=sum(p.nbytes for p in trained),
@@ -143,22 +143,22 @@ def _profile(name: str, seen: _Seen, layer: nn.Module, step: float, optimizer_by
     )
 
 
-def _copied(x: Any) -> Any:
+def _copy_input(x: Any) -> Any:
     """A copy, which a first layer may change."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, x)
 
 
-def _entered(seen: _Seen, x: Any, flags: autograd.Flags, saved: Saved) -> Any:
+def _enter_layer(seen: _LayerMeasurements, x: Any, flags: autograd.Flags, saved: SavedForward) -> Any:
     """The input of a layer, where gradients are wanted that come out of it."""
-    x = autograd.enter(x, flags, saved) if flags else x
-    return pytree.tree_map(fresh, x) if seen.in_place else x
+    x = autograd.enter_stage(x, flags, saved) if flags else x
+    return pytree.tree_map(clone_leaf, x) if seen.in_place else x
 
 
 def _measure_times(
     layers: Sequence[nn.Module],
     rows: int,
     x: Any,
-    measured: Sequence[_Seen],
+    measured: Sequence[_LayerMeasurements],
     call: CallLayer,
     device: torch.device,
     in_two: bool,
@@ -166,58 +166,63 @@ def _measure_times(
 ) -> None:
     span = Span(0, rows)
 
-    def timed(layer: int, kind: Kind, work: Callable[[], Any]) -> Any:
-        synchronize(device)
+    def run_timed(layer: int, kind: Kind, work: Callable[[], Any]) -> Any:
+        wait_for_device(device)
         begun = time.perf_counter()
         result = work()
-        synchronize(device)
+        wait_for_device(device)
         if count:
             measured[layer].times[kind].setdefault(rows, []).append(time.perf_counter() - begun)
         return result
 
-    x = _copied(x)
+    x = _copy_input(x)
     flags: autograd.Flags = ()
     for number, layer in enumerate(layers):
-        saved = Saved(span, None)
+        saved = SavedForward(span, None)
 
-        x = _entered(measured[number], x, flags, saved)
+        x = _enter_layer(measured[number], x, flags, saved)
 
-        def forward(layer: nn.Module = layer, saved: Saved = saved, x: Any = x) -> Any:
-            return autograd.leave(call(layer, x), saved)
+        def forward(layer: nn.Module = layer, saved: SavedForward = saved, x: Any = x) -> Any:
+            return autograd.leave_stage(call(layer, x), saved)
 
-        x, flags = timed(number, Kind.STEP if in_two else Kind.F, forward)
+        x, flags = run_timed(number, Kind.STEP if in_two else Kind.F, forward)
         if not any(flags):
             continue  # nothing up to here is trained
         # At once, not after all other layers: at the peak of a whole model's activations one layer would pay for
         # memory that the allocator has given back to the system in between.
         records = [(saved, [torch.ones_like(t) for t, flag in zip(tensors_in(x), flags, strict=True) if flag])]
         if in_two:
-            left = timed(number, Kind.I, partial(backward_inputs, records, False))
-            timed(number, Kind.W, left.compute)
+            left = run_timed(number, Kind.I, partial(backward_inputs, records, False))
+            run_timed(number, Kind.W, left.compute)
         else:
-            timed(number, Kind.B, partial(autograd.backward, records, False))
+            run_timed(number, Kind.B, partial(autograd.backward, records, False))
 
 
 def _measure_saved(
-    layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer, entered: bool
+    layers: Sequence[nn.Module],
+    rows: int,
+    x: Any,
+    measured: Sequence[_LayerMeasurements],
+    call: CallLayer,
+    entered: bool,
 ) -> None:
     """Bytes that every layer saves for backward, and hands on; what the layer before it has saved counts once."""
-    x = _copied(x)
+    x = _copy_input(x)
     weights = {storage_of(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
     counted = {storage_of(t) for t in tensors_in(x)} if entered else set()
     flags: autograd.Flags = ()
     for layer, seen in zip(layers, measured, strict=True):
         given = {storage_of(t) for t in tensors_in(x)}
         with saved_for_backward() as found:
-            saved = Saved(Span(0, rows), None)
+            saved = SavedForward(Span(0, rows), None)
             try:
-                out = call(layer, _entered(seen, x, flags, saved))
+                out = call(layer, _enter_layer(seen, x, flags, saved))
             except RuntimeError as error:
                 if IN_PLACE not in str(error):
                     raise
-                seen.in_place, saved = True, Saved(Span(0, rows), None)
-                out = call(layer, _entered(seen, x, flags, saved))
-        x, flags = autograd.leave(out, saved)
+                seen.in_place, saved = True, SavedForward(Span(0, rows), None)
+                out = call(layer, _enter_layer(seen, x, flags, saved))
+        x, flags = autograd.leave_stage(out, saved)
         seen.keeps_input = bool(given & found.keys() & counted)
         seen.saved[rows] = sum(size for _, size in found.keys() - weights - counted)
         seen.output[rows] = sum(t.nbytes for t in tensors_in(x))
@@ -225,23 +230,28 @@ def _measure_saved(
 
 
 def _measure_working(
-    layers: Sequence[nn.Module], rows: int, x: Any, measured: Sequence[_Seen], call: CallLayer, device: torch.device
+    layers: Sequence[nn.Module],
+    rows: int,
+    x: Any,
+    measured: Sequence[_LayerMeasurements],
+    call: CallLayer,
+    device: torch.device,
 ) -> None:
     """Bytes that every layer needs while it runs, besides those that it saves and hands on."""
-    x = _copied(x)
+    x = _copy_input(x)
     flags: autograd.Flags = ()
     for layer, seen in zip(layers, measured, strict=True):
-        saved = Saved(Span(0, rows), None)
+        saved = SavedForward(Span(0, rows), None)
         for p in layer.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None  # as from the second micro-batch on
-        with footprint(device) as bytes_:
-            x, flags = autograd.leave(call(layer, _entered(seen, x, flags, saved)), saved)
-            forward = bytes_.peak - bytes_.left
+        with measure_footprint(device) as bytes_:
+            x, flags = autograd.leave_stage(call(layer, _enter_layer(seen, x, flags, saved)), saved)
+            forward = bytes_.peak_bytes - bytes_.live_bytes
             gradients = [torch.ones_like(t) for t, flag in zip(tensors_in(x), flags, strict=True) if flag]
-            bytes_.restart()
-            held = bytes_.left
+            bytes_.reset_peak()
+            held = bytes_.live_bytes
             autograd.backward([(saved, gradients)], False)
-            backward = bytes_.peak - held
+            backward = bytes_.peak_bytes - held
         seen.working[rows] = max(forward, backward, 0)
         for p in layer.parameters():
             p.grad = None
@@ -252,10 +262,10 @@ def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -
     own = _stepped_copy(layer, optimizer)
     if own is None:
         return 0.0, 0
-    synchronize(device)
+    wait_for_device(device)
     begun = time.perf_counter()
     own.step()
-    synchronize(device)
+    wait_for_device(device)
     return time.perf_counter() - begun, sum(t.nbytes for t in _state_tensors(own))
 
 
@@ -302,7 +312,7 @@ def _unchanged(layers: Iterable[nn.Module]) -> Iterator[None]:
                 b.copy_(before)
 
 
-def synchronize(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Waits for what a GPU has to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -61,26 +61,26 @@ class Bucket:
         self._flat, self._wait = None, lambda: None
 
 
-class Trained:
+class TrainableParameters:
     """The parameters that have been trainable at some time: a hook may freeze and unfreeze them."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = tuple(parameters)
         self._known: set[int] = set()
-        self.grow()
+        self.add_trainable()
 
-    def grow(self) -> bool:
+    def add_trainable(self) -> bool:
         """Add those that are trainable now; return whether any of them is new."""
         before = len(self._known)
         self._known.update(id(p) for p in self._parameters if p.requires_grad)
         return len(self._known) > before
 
-    def has(self, parameter: nn.Parameter) -> bool:
+    def is_known(self, parameter: nn.Parameter) -> bool:
         """Return whether it is one of them."""
         return id(parameter) in self._known
 
 
-def buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET_BYTES) -> list[Bucket]:
+def make_buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET_BYTES) -> list[Bucket]:
     """Parameters in buckets of about `size` bytes: the last ones first, as backward reaches them."""
     found: list[Bucket] = []
     groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
@@ -115,11 +115,11 @@ class Reducer:
         size: int = BUCKET_BYTES,
     ) -> None:
         self._parameters = {stage: tuple(found) for stage, found in parameters.items()}
-        self._trained = Trained(p for found in self._parameters.values() for p in found)
+        self._trained = TrainableParameters(p for found in self._parameters.values() for p in found)
         self._size = size
         self._all_reduce = all_reduce
         self._replicas = replicas
-        self._under_way: list[Bucket] = []
+        self._in_flight: list[Bucket] = []
         self._started = 0
         self._waiting: list[tuple[Bucket, set[int]]] = []
         """Buckets of the stage under way, in order, each with the ids of the parameters that are not complete."""
@@ -133,7 +133,7 @@ class Reducer:
         Raises:
             PipelineError: a gradient is sparse, or comes in two parts.
         """
-        if self._trained.grow():
+        if self._trained.add_trainable():
             self.remove()
             self._fill()
         self._started = 0
@@ -146,11 +146,11 @@ class Reducer:
 
     def finish(self) -> None:
         """Waits for all buckets; every `.grad` is the average over the replicas."""
-        for bucket in self._under_way:
+        for bucket in self._in_flight:
             bucket.finish(self._replicas)
-        self._under_way = []
+        self._in_flight = []
 
-    def owns(self, hook: Callable[..., object]) -> bool:
+    def is_own_hook(self, hook: Callable[..., object]) -> bool:
         """Whether a hook of a parameter is of this reducer."""
         return getattr(hook, "__self__", None) is self
 
@@ -160,8 +160,8 @@ class Reducer:
             hook.remove()
 
     def _fill(self) -> None:
-        trained = {stage: [*filter(self._trained.has, found)] for stage, found in self._parameters.items()}
-        self._buckets = {stage: buckets(found, self._size) for stage, found in trained.items()}
+        trained = {stage: [*filter(self._trained.is_known, found)] for stage, found in self._parameters.items()}
+        self._buckets = {stage: make_buckets(found, self._size) for stage, found in trained.items()}
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._complete)  # type: ignore[no-untyped-call]
             for found in trained.values()
@@ -187,5 +187,5 @@ class Reducer:
     def _start(self, until: int) -> None:
         for bucket, _ in self._waiting[self._started : until]:
             bucket.start(self._all_reduce)
-            self._under_way.append(bucket)
+            self._in_flight.append(bucket)
         self._started = max(self._started, until)

@@ -53,32 +53,32 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-class Draws:
+class RngUse:
     """Sees whether anybody draws random numbers between `begin` and `look`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seen = False
+        self.was_used = False
         self._device = device
         self._state: Any = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """From here on."""
         self._state = self._now()
 
-    def look(self) -> None:
+    def stop(self) -> None:
         """Until here."""
-        self.seen = self.seen or self._now() != self._state
+        self.was_used = self.was_used or self._now() != self._state
 
     def _now(self) -> Any:
-        return comparable(random_state(self._device))
+        return comparable_state(random_state(self._device))
 
 
-def comparable(state: Any) -> Any:
+def comparable_state(state: Any) -> Any:
     """The state of generators as what can be told apart by `==`."""
     if isinstance(state, dict):
-        return {name: comparable(part) for name, part in state.items()}
+        return {name: comparable_state(part) for name, part in state.items()}
     if isinstance(state, tuple):
-        return [comparable(part) for part in state]
+        return [comparable_state(part) for part in state]
     if isinstance(state, torch.Tensor):
         return state.numpy().tobytes()
     return state.tobytes() if isinstance(state, np.ndarray) else state
@@ -86,7 +86,7 @@ def comparable(state: Any) -> Any:
 
 def same_random_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether two results of `random_state` would give the same random numbers, as far as both say."""
-    return all(comparable(a[name]) == comparable(b[name]) for name in a.keys() & b.keys())
+    return all(comparable_state(a[name]) == comparable_state(b[name]) for name in a.keys() & b.keys())
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def seed_all(seed: int, device: torch.device, everything: bool = False) -> None:
         np.random.seed(seed % 2**32)
 
 
-def seed_as(layer: int, seed: int, device: torch.device) -> None:
+def seed_for_layer(layer: int, seed: int, device: torch.device) -> None:
     """Seeds for what runs as that layer: torch's generators, for code before the layers Python's and NumPy's too. They
     go on in code after the layers, for layers do not seed them."""
     seed_all(seed, device, everything=layer == BEFORE_LAYERS)

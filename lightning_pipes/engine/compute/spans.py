@@ -39,7 +39,7 @@ def join_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
         return pieces[0][1]
     for span, tree in pieces:
         _refuse_lists(tree, span)
-    leaves, spec = _flatten_alike(pieces)
+    leaves, spec = _flatten_same_structure(pieces)
     joined = []
     for column in leaves:
         rows = all(_holds_rows(leaf, span) for leaf, (span, _) in zip(column, pieces, strict=True))
@@ -100,7 +100,7 @@ def _refuse_lists(tree: Any, span: Span) -> None:
         )
 
 
-def _flatten_alike(pieces: Sequence[tuple[Span, Any]]) -> tuple[list[tuple[Any, ...]], Any]:
+def _flatten_same_structure(pieces: Sequence[tuple[Span, Any]]) -> tuple[list[tuple[Any, ...]], Any]:
     flat = [pytree.tree_flatten(tree) for _, tree in pieces]
     spec = flat[0][1]
     for (span, _), (_, other) in zip(pieces, flat, strict=True):
@@ -112,7 +112,7 @@ def _flatten_alike(pieces: Sequence[tuple[Span, Any]]) -> tuple[list[tuple[Any, 
     return list(zip(*(leaves for leaves, _ in flat), strict=True)), spec
 
 
-class Shelf:
+class SpanBuffer:
     """Rows that were made or have arrived and wait to be used; whatever cut they come and go in."""
 
     def __init__(self, gradients: bool) -> None:
@@ -125,7 +125,7 @@ class Shelf:
         """Keeps the tree that holds the rows `span`."""
         self._pieces[span] = tree
 
-    def take(self, span: Span) -> Any:
+    def take_span(self, span: Span) -> Any:
         """The tree with the rows `span`, which are gone from here then.
 
         Raises:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from lightning_pipes.engine.compute.autograd import Root, Saved, roots_of
+from lightning_pipes.engine.compute.autograd import Root, SavedForward, roots_of
 from lightning_pipes.engine.private_torch import CheckpointNode, FunctionNode, has_gradient_hooks, saved_tensors
 
 Gradient = torch.Tensor | None
@@ -83,7 +83,7 @@ def _backward(roots: Sequence[tuple[GradientEdge, Gradient]], leaves: Sequence[t
         torch.autograd.backward([e for e, _ in roots], [g for _, g in roots], inputs=leaves)
 
 
-def backward_inputs(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) -> WeightGradients:
+def backward_inputs(records: Sequence[tuple[SavedForward, Sequence[Any]]], last: bool) -> WeightGradients:
     """Gradients of the entering tensors, and what is left to do for those of the weights.
 
     Where they can't be had apart, both are computed now: layers written as autograd functions in Python, reentrant
@@ -102,7 +102,7 @@ def backward_inputs(records: Sequence[tuple[Saved, Sequence[Any]]], last: bool) 
     if not inside:
         return WeightGradients(_whole=(roots, gradients))
     try:
-        forks, vectors = graph.forks()
+        forks, vectors = graph.find_forks()
     except _InseparableError as why:
         torch.autograd.backward(edges, gradients)
         return WeightGradients(inseparable=str(why))
@@ -154,7 +154,7 @@ class _Graph:
             elif n is not None:
                 self._branches.setdefault(node, []).append(GradientEdge(n, number))
 
-    def forks(self) -> tuple[list[_Fork], list[GradientEdge]]:
+    def find_forks(self) -> tuple[list[_Fork], list[GradientEdge]]:
         """The nodes of the trunk with branches, from the outputs on; and where gradients of vectors arrive that are
         better computed along the trunk: those of norms, whose two halves would each read everything.
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.compute.in_parts import InParts
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.parts import Parts
-from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, seed_all, seed_as, stream_seed
-from lightning_pipes.engine.compute.taking_turns import TakingTurns
-from lightning_pipes.engine.compute.weights import BuffersBefore, LateWeights, Version, WeightVersions
+from lightning_pipes.engine.compute.layer_offload import LayerOffload
+from lightning_pipes.engine.compute.layer_parameters import LayerParameters
+from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, seed_all, seed_for_layer, stream_seed
+from lightning_pipes.engine.compute.sample_independence import SampleIndependenceCheck
+from lightning_pipes.engine.compute.weights import BuffersBefore, LateWeights, WeightVersion, WeightVersions
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrored import MirroredLayers
 from lightning_pipes.engine.residency.mirrors import Mirrors
@@ -36,7 +36,7 @@ IN_PLACE = "a leaf Variable that requires grad"
 """How autograd refuses a layer that works in place on what the stage received, which is a leaf only here."""
 
 
-def fresh(leaf: Any) -> Any:
+def clone_leaf(leaf: Any) -> Any:
     """A copy of what a stage received, for a layer that works in place."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf else leaf
 
@@ -70,7 +70,7 @@ class Stage:
     ) -> None:
         self.number = number
         self.layers = dict(layers)
-        self._parts = Parts(number, self.layers if named is None else named)
+        self._parts = LayerParameters(number, self.layers if named is None else named)
         self._mirrored: MirroredLayers | None = None
         self.body = body
         self.step = step
@@ -80,15 +80,15 @@ class Stage:
         self.device = torch.device("cpu")
         self.recomputing = False
         """Whether the body runs for the second time on the same samples."""
-        self.weights = WeightVersions(self.layers, most=1)
-        self.turns: TakingTurns | None = None
+        self.weights = WeightVersions(self.layers, max_versions=1)
+        self.offload: LayerOffload | None = None
         """Has the layers on the device where they take turns there."""
-        self._version: Version | None = None
-        self._only_read: frozenset[int] = frozenset()  # ids of parameters that the batch does not step
+        self._version: WeightVersion | None = None
+        self._read_only_ids: frozenset[int] = frozenset()  # ids of parameters that the batch does not step
         self._recompute = recompute
         self._buffers = BuffersBefore()
-        self._in_parts: InParts | None = None
-        self._said_inseparable = False
+        self._in_parts: SampleIndependenceCheck | None = None
+        self._warned_not_splittable = False
         self._changes_input: bool | None = None  # whether a layer works in place on what was received; None: unknown
 
     @property
@@ -101,7 +101,7 @@ class Stage:
         item: Item,
         span: Span,
         received: Any,
-        version: Version | None,
+        version: WeightVersion | None,
         again: bool = False,
         in_parts: bool = False,
     ) -> Any:
@@ -116,42 +116,42 @@ class Stage:
         """
         self._version, self.recomputing = version, again
         if item.use is None:
-            self._only_read, kept = frozenset(), {}
+            self._read_only_ids, kept = frozenset(), {}
         else:
-            self._only_read = self._parts.only_read(item.use)
-            kept = {name: (buffer, buffer._version) for name, buffer in self._parts.not_written(item.use).items()}
-        self._in_parts = InParts(self.number, span, self.device) if in_parts else None
+            self._read_only_ids = self._parts.read_only_ids(item.use)
+            kept = {name: (buffer, buffer._version) for name, buffer in self._parts.read_only_buffers(item.use).items()}
+        self._in_parts = SampleIndependenceCheck(self.number, span, self.device) if in_parts else None
         try:
             out = self.body(self, item, span, received)
             if self._in_parts is not None:
                 self._in_parts.check_drawn()
             if kept:
-                self._check_kept(item, kept)
+                self._check_read_only(item, kept)
             return out
         finally:
             self._version, self._in_parts, self.recomputing = None, None, False
 
-    def mirror(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
+    def use_mirrors(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
         """From now on batches with a cut of their own may run any of `layers` here, which are all of the model, as
         `Stage` takes them."""
         self._mirrored = MirroredLayers(self.number, mirrors, layers)
-        self._parts = Parts(self.number, mirrors.layers, mirrors)
+        self._parts = LayerParameters(self.number, mirrors.layers, mirrors)
 
-    def take_turns(self, memory: LayerMemory) -> None:
+    def enable_offload(self, memory: LayerMemory) -> None:
         """From now on the layers that tasks need are brought to the device for them."""
-        self.turns = TakingTurns(memory, self.number, self._parts, self._recompute)
+        self.offload = LayerOffload(memory, self.number, self._parts, self._recompute)
 
-    def around(self, kind: Kind, item: Item) -> AbstractContextManager[None]:
+    def task_context(self, kind: Kind, item: Item) -> AbstractContextManager[None]:
         """The context for a task to run in: its layers are on the device."""
-        return nullcontext() if self.turns is None else self.turns.around(kind, item)
+        return nullcontext() if self.offload is None else self.offload.task_context(kind, item)
 
-    def computing(self, kind: Kind, item: Item, version: Version | None) -> AbstractContextManager[None]:
+    def compute_context(self, kind: Kind, item: Item, version: WeightVersion | None) -> AbstractContextManager[None]:
         """The same for a task that reads the weights of `version`."""
-        return self.weights.at_hand(version) if self.turns is None else self._both(kind, item, version)
+        return self.weights.on_device(version) if self.offload is None else self._task_and_weights(kind, item, version)
 
     @contextmanager
-    def _both(self, kind: Kind, item: Item, version: Version | None) -> Iterator[None]:
-        with self.around(kind, item), self.weights.at_hand(version):
+    def _task_and_weights(self, kind: Kind, item: Item, version: WeightVersion | None) -> Iterator[None]:
+        with self.task_context(kind, item), self.weights.on_device(version):
             yield
 
     def check_use(self, use: Use) -> None:
@@ -166,7 +166,7 @@ class Stage:
         """The keeper of the versions of these layers that batches of a new window read late."""
         return LateWeights(self.number, self.layers, self._parts)
 
-    def _check_kept(self, item: Item, kept: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+    def _check_read_only(self, item: Item, kept: Mapping[str, tuple[torch.Tensor, int]]) -> None:
         for name, (buffer, before) in kept.items():
             if buffer._version != before:
                 raise PlanError(
@@ -176,15 +176,15 @@ class Stage:
                     "a delay; or take track_running_stats=False, another norm, or eval() for it"
                 )
 
-    def stepped(self, item: Item) -> list[nn.Parameter]:
+    def stepped_parameters(self, item: Item) -> list[nn.Parameter]:
         """The parameters of the layers that `item` steps here."""
         if item.use is None:
             return [p for layer in self.layers.values() for p in layer.parameters()]
         return self._parts.parameters(item.use.stepped(self.number))
 
-    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+    def named_tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Parameters and buffers of a layer, or of a part of one, as this stage has them, by name in it."""
-        return self._parts.tensors(name)
+        return self._parts.named_tensors(name)
 
     def run_layers(self, item: Item, span: Span, x: Any) -> Any:
         """`x` through the layers; each layer draws from its own random stream."""
@@ -215,28 +215,28 @@ class Stage:
                         raise
                 self._changes_input = True
                 seed_all(seed, self.device)
-            x = self._run_layer(item, span, number, layer, pytree.tree_map(fresh, x))
+            x = self._run_layer(item, span, number, layer, pytree.tree_map(clone_leaf, x))
         return x
 
     def _run_layer(self, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:
-        if self._mirrored is not None and item.use is not None and self._mirrored.away(number):
+        if self._mirrored is not None and item.use is not None and self._mirrored.is_remote(number):
             changes = item.training and not self.recomputing
-            return self._mirrored.run(item.use, number, layer, x, self._only_read, changes)
+            return self._mirrored.run(item.use, number, layer, x, self._read_only_ids, changes)
         tensors = self._tensors(number, layer)
         key = item.number, span, number
         if self.recomputing:  # running statistics have seen this micro-batch already
-            before = self._buffers.take(key)
+            before = self._buffers.take_kept(key)
             tensors.update({name: before.get(name, b).clone() for name, b in layer.named_buffers()})
         elif self.recompute and item.training:
             parts, buffers = self._in_parts, self._buffers
-            with parts.check_buffers(number, layer) if parts is not None else buffers.keep(key, number, layer):
+            with parts.check_buffers(number, layer) if parts is not None else buffers.keep_before(key, number, layer):
                 return functional_call(layer, tensors, (x,)) if tensors else layer(x)
         return functional_call(layer, tensors, (x,)) if tensors else layer(x)
 
-    def say_inseparable(self, why: str) -> None:
+    def warn_not_splittable(self, why: str) -> None:
         """Warns, once, that a split backward gains nothing on this stage."""
-        if not self._said_inseparable:
-            self._said_inseparable = True
+        if not self._warned_not_splittable:
+            self._warned_not_splittable = True
             warnings.warn(
                 f"stage {self.number} computes its weight gradients together with its input gradients, because of "
                 f"{why}; there a schedule that splits backward gains nothing over one that does not, such as '1f1b'",
@@ -260,17 +260,17 @@ class Stage:
         """Seeds for a layer, or for user code around the layers."""
         if self._in_parts is not None:
             self._in_parts.check_drawn()
-        seed_as(layer, seed, self.device)
+        seed_for_layer(layer, seed, self.device)
         if self._in_parts is not None:
             around = layer in (BEFORE_LAYERS, AFTER_LAYERS)
-            self._in_parts.seeded("the step around the layers" if around else f"layer {layer}", everything=around)
+            self._in_parts.note_seeded("the step around the layers" if around else f"layer {layer}", everything=around)
 
     def _tensors(self, number: int, layer: nn.Module) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         if self._version is not None:
             tensors.update(self._version.parameters.get(number, {}))
-        if self._only_read:
+        if self._read_only_ids:
             for name, p in layer.named_parameters():
-                if id(p) in self._only_read:
+                if id(p) in self._read_only_ids:
                     tensors[name] = tensors.get(name, p).detach()
         return tensors

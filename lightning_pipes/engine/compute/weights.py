@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lightning_pipes.engine.compute.parts import Parts
+from lightning_pipes.engine.compute.layer_parameters import LayerParameters
 from lightning_pipes.engine.residency.binding import Binding
 from lightning_pipes.engine.residency.version_memory import VersionMemory
 from lightning_pipes.ir import PipelineError, Use
@@ -31,7 +31,7 @@ _NOTHING = nullcontext()
 
 
 @dataclass(eq=False)
-class Version:
+class WeightVersion:
     """Parameters by layer and name as they once were; they collect gradients of their own.
 
     Attributes:
@@ -43,10 +43,10 @@ class Version:
     late: bool = False
     key: Hashable = None
 
-    def binding(self, device: torch.device) -> Binding:
+    def bind_to(self, device: torch.device) -> Binding:
         """Those on `device`, which can be on the host while nothing computes with them; see `Swap`."""
         named = {f"{n}.{name}": p for n, each in self.parameters.items() for name, p in each.items()}
-        return Binding.of(named, device)
+        return Binding.from_parameters(named, device)
 
 
 class WeightVersions:
@@ -57,18 +57,18 @@ class WeightVersions:
         most: how many versions may live; with one, the live parameters are used and nothing is copied.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module], most: int) -> None:
-        self.most = most
+    def __init__(self, layers: Mapping[int, nn.Module], max_versions: int) -> None:
+        self.max_versions = max_versions
         self._layers = layers
-        self._newest: Version | None = None
+        self._newest: WeightVersion | None = None
 
-    def current(self) -> Version | None:
+    def current_version(self) -> WeightVersion | None:
         """The version to read now; None stands for the live parameters."""
-        if self.most == 1:
+        if self.max_versions == 1:
             return None
         if self._newest is None:
             with torch.no_grad():
-                self._newest = Version(
+                self._newest = WeightVersion(
                     {
                         number: {
                             name: nn.Parameter(self._read(p), requires_grad=p.requires_grad)
@@ -80,16 +80,16 @@ class WeightVersions:
                 )
         return self._newest
 
-    def at_hand(self, version: Version | None) -> AbstractContextManager[None]:
+    def on_device(self, version: WeightVersion | None) -> AbstractContextManager[None]:
         """The context for a computation that reads `version`: its weights are on the device."""
         return _NOTHING
 
-    def before_update(self, others: Iterable[Version | None]) -> None:
+    def before_update(self, others: Iterable[WeightVersion | None]) -> None:
         """The live parameters are about to change, and `others` still to be read."""
 
-    def collect(self, versions: Iterable[Version | None]) -> None:
+    def collect_gradients(self, versions: Iterable[WeightVersion | None]) -> None:
         """Moves the gradients of versions to the live parameters, adding to what is there."""
-        if self.most == 1:
+        if self.max_versions == 1:
             return
         for version in {id(v): v for v in versions if v is not None and not v.late}.values():
             for number, copies in version.parameters.items():
@@ -99,7 +99,7 @@ class WeightVersions:
                         live.grad = gradient if live.grad is None else live.grad + gradient
                         copies[name].grad = None
 
-    def updated(self) -> None:
+    def after_update(self) -> None:
         """The live parameters have changed."""
         self._newest = None
 
@@ -110,7 +110,7 @@ class WeightVersions:
         return None
 
 
-class TurningVersions(WeightVersions):
+class OffloadedVersions(WeightVersions):
     """The versions of a stage that runs forward again before backward: a device has a few of them, the host the rest.
 
     Between a forward and its backward nothing refers to the weights then. So the newest version is the live parameters
@@ -130,24 +130,24 @@ class TurningVersions(WeightVersions):
     def __init__(
         self,
         layers: Mapping[int, nn.Module],
-        most: int,
+        max_versions: int,
         stage: int,
         memory: VersionMemory,
         device: torch.device,
     ) -> None:
-        super().__init__(layers, most)
+        super().__init__(layers, max_versions)
         self._stage, self._memory, self._device = stage, memory, device
         self._made = 0
         self._changes: list[int] = []  # how often each live parameter had changed when the newest was read first
         self._kept: set[Hashable] = set()
 
-    def current(self) -> Version | None:
+    def current_version(self) -> WeightVersion | None:
         if self._newest is None:
-            self._changes = self._counted()
-        return super().current()
+            self._changes = self._change_counts()
+        return super().current_version()
 
     @contextmanager
-    def at_hand(self, version: Version | None) -> Iterator[None]:
+    def on_device(self, version: WeightVersion | None) -> Iterator[None]:
         """The context for a computation that reads `version`: its weights are on the device, and those that come next
         are brought.
 
@@ -155,21 +155,21 @@ class TurningVersions(WeightVersions):
             PipelineError: somebody else than the optimizers has changed the live ones.
         """
         if version is not None and version.key in self._kept:
-            with self._memory.lease(version.key):
+            with self._memory.lease_version(version.key):
                 yield
             return
         self._check_unchanged()
         self._memory.look_ahead()
         yield
 
-    def before_update(self, others: Iterable[Version | None]) -> None:
+    def before_update(self, others: Iterable[WeightVersion | None]) -> None:
         self._check_unchanged()
         wanted = {version.key: version for version in others if version is not None}
         for key in self._kept - wanted.keys():
-            self._memory.drop(key)
+            self._memory.drop_version(key)
         self._kept &= wanted.keys()
         if self._newest is not None and self._newest.key in wanted:
-            self._memory.keep(self._newest.key, self._newest.binding(self._device))
+            self._memory.add_version(self._newest.key, self._newest.bind_to(self._device))
             self._kept.add(self._newest.key)
         self._memory.look_ahead()
 
@@ -180,11 +180,11 @@ class TurningVersions(WeightVersions):
         self._made += 1
         return f"weights {self._made} of stage {self._stage}"
 
-    def _counted(self) -> list[int]:
+    def _change_counts(self) -> list[int]:
         return [p._version for layer in self._layers.values() for p in layer.parameters()]
 
     def _check_unchanged(self) -> None:
-        if self._newest is not None and self._counted() != self._changes:
+        if self._newest is not None and self._change_counts() != self._changes:
             raise PipelineError(
                 f"weights of stage {self._stage} were changed between a batch's forward and its backward, and not by "
                 "an optimizer's step: with MemorySwap the newest weights are not copied, and gradients would be those "
@@ -212,13 +212,13 @@ class LateWeights:
         parts: the names in them.
     """
 
-    def __init__(self, stage: int, layers: Mapping[int, nn.Module], parts: Parts) -> None:
+    def __init__(self, stage: int, layers: Mapping[int, nn.Module], parts: LayerParameters) -> None:
         self._stage, self._layers, self._parts = stage, layers, parts
         self._places: dict[str, list[_Place]] = {}
         self._copies: dict[str, deque[tuple[int, list[torch.Tensor]]]] = {}  # with the batch that has left them
         self._reads: dict[int, dict[str, int]] = {}  # of batches that have not begun
         self._latest: dict[str, int] = {}
-        self._made: dict[int, Version] = {}
+        self._made: dict[int, WeightVersion] = {}
         self._steps: dict[int, frozenset[str]] = {}
 
     def enter(self, batch: int, use: Use | None) -> None:
@@ -227,15 +227,15 @@ class LateWeights:
         here = {name: max(-1, batch - delay.by) for name, delay in delays}
         for name in here:
             if name not in self._places:
-                self._places[name] = self._found(name)
+                self._places[name] = self._find_places(name)
                 self._copies[name] = deque()
                 self._keep(name, -1)
         self._reads[batch] = here
         self._latest |= here
         self._steps[batch] = frozenset(here)
-        self._forget()
+        self._drop_old()
 
-    def version(self, batch: int) -> Version | None:
+    def make_version(self, batch: int) -> WeightVersion | None:
         """The weights for the batch, which collect its gradients; None where it reads nothing late here."""
         reads = self._reads.pop(batch, {})
         made: dict[int, dict[str, nn.Parameter]] = {}
@@ -245,7 +245,7 @@ class LateWeights:
                 own = nn.Parameter(tensor, requires_grad=place.live.requires_grad)
                 made.setdefault(place.layer, {})[place.name] = own
         if made:
-            self._made[batch] = Version(made, late=True)
+            self._made[batch] = WeightVersion(made, late=True)
         return self._made.get(batch)
 
     def before_step(self, batch: int) -> None:
@@ -256,13 +256,13 @@ class LateWeights:
                 for place in self._places[name]:
                     place.live.grad = version.parameters[place.layer][place.name].grad
 
-    def stepped(self, batch: int) -> None:
+    def after_step(self, batch: int) -> None:
         """The live weights are what the batch leaves."""
         for name in self._steps.pop(batch, ()):
             self._keep(name, batch)
-        self._forget()
+        self._drop_old()
 
-    def _found(self, name: str) -> list[_Place]:
+    def _find_places(self, name: str) -> list[_Place]:
         number = int(name.partition(".")[0])
         mine = {id(p) for p in self._parts.parameters([name])}
         return [_Place(number, at, p) for at, p in self._layers[number].named_parameters() if id(p) in mine]
@@ -270,7 +270,7 @@ class LateWeights:
     def _keep(self, name: str, batch: int) -> None:
         self._copies[name].append((batch, [place.live.detach().clone() for place in self._places[name]]))
 
-    def _forget(self) -> None:
+    def _drop_old(self) -> None:
         """Versions that no batch will ask for: later ones never ask for older ones."""
         for name, copies in self._copies.items():
             if len(copies) > 1:
@@ -295,7 +295,7 @@ class BuffersBefore:
         self._kept: dict[Hashable, dict[str, torch.Tensor]] = {}
 
     @contextmanager
-    def keep(self, key: Hashable, number: int, layer: nn.Module) -> Iterator[None]:
+    def keep_before(self, key: Hashable, number: int, layer: nn.Module) -> Iterator[None]:
         """Keep what the forward of a layer in the block changes, until it is taken by `key`."""
         now = {name: (buffer, buffer._version) for name, buffer in layer.named_buffers()}
         known = self._changing.get(number)
@@ -322,6 +322,6 @@ class BuffersBefore:
         if changed:
             self._kept[key] = {name: copies.get(name, now[name][0]) for name in changed}
 
-    def take(self, key: Hashable) -> dict[str, torch.Tensor]:
+    def take_kept(self, key: Hashable) -> dict[str, torch.Tensor]:
         """Return what was kept, once."""
         return self._kept.pop(key, {})

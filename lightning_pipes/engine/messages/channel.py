@@ -17,7 +17,15 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_pipes.engine.messages.message import FRONT_BYTES, Decoder, Encoder, Message, Wire, ordinary, pinned
+from lightning_pipes.engine.messages.message import (
+    FRONT_BYTES,
+    Decoder,
+    Encoder,
+    Message,
+    Wire,
+    pageable_bytes,
+    pinned_bytes,
+)
 from lightning_pipes.engine.messages.staging import StageIn
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.trust import Seal
@@ -60,13 +68,13 @@ class Outbox:
         seal: Seal | None,
     ):
         self._group, self._lost = group, lost
-        self._encoder = Encoder(pinned if device.type == "cuda" else ordinary, seal=seal)
+        self._encoder = Encoder(pinned_bytes if device.type == "cuda" else pageable_bytes, seal=seal)
         self._slots = deque([FIRST_SLOT] * POSTED)  # sizes of the receives that the peer has posted, or will next
         self._slot = FIRST_SLOT
         self._stager = _StageOut(device, self._post, lost) if device.type == "cuda" else None
         self._unfinished: deque[tuple[Work, torch.Tensor, Wire | None]] = deque()
-        self._some = threading.Event()
-        self._hurry = threading.Event()
+        self._has_work = threading.Event()
+        self._flush_now = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._release, name=f"lightning_pipes send to {peer}", daemon=True)
         self._thread.start()
@@ -75,7 +83,7 @@ class Outbox:
         """Starts to send one message; messages arrive in the order of these calls."""
         wire, tensors = self._encoder.encode(key, tree, flags, time.monotonic_ns())
         if self._stager is None:
-            wire.fill(tensors)
+            wire.copy_tensors(tensors)
             self._post(wire)
         else:
             self._stager.send(wire, tensors)
@@ -89,8 +97,8 @@ class Outbox:
                 empty = torch.empty(FRONT_BYTES, dtype=torch.uint8)
                 self._post_piece(empty, empty.numpy().data, _GOODBYE, 0, None)
         self._closed = True
-        self._some.set()
-        self._hurry.set()
+        self._has_work.set()
+        self._flush_now.set()
         self._thread.join(timeout=1.0 if failed else 10.0)
 
     def _post(self, wire: Wire) -> None:
@@ -117,20 +125,20 @@ class Outbox:
             self._lost(error)  # tells who is gone; raises nothing
             raise
         self._unfinished.append((work, buffer, wire))
-        if not self._some.is_set():
-            self._some.set()
+        if not self._has_work.is_set():
+            self._has_work.set()
 
     def _release(self) -> None:
         try:
-            while self._some.wait():
-                self._hurry.wait(RELEASE_SECONDS)
-                self._some.clear()
+            while self._has_work.wait():
+                self._flush_now.wait(RELEASE_SECONDS)
+                self._has_work.clear()
                 while self._unfinished:
                     work, _, wire = self._unfinished[0]
                     work.wait()
                     self._unfinished.popleft()
                     if wire is not None:
-                        self._encoder.give_back(wire)
+                        self._encoder.release(wire)
                 if self._closed:
                     return
         except Exception as error:
@@ -164,7 +172,7 @@ class _StageOut:
                 wire, tensors, done = job
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(done)
-                    wire.fill(tensors)
+                    wire.copy_tensors(tensors)
                 self._stream.synchronize()
                 self._post(wire)
                 del job, wire, tensors

@@ -16,7 +16,7 @@ from lightning_pipes.ir import Instruction, Kind, Plan
 REPEATS = 9
 
 
-def clock() -> str:
+def clock_id() -> str:
     """Names the monotonic clock of this process: two processes with the same name share one. Empty if nobody knows."""
     if sys.platform != "linux":
         return ""
@@ -42,20 +42,22 @@ def measure_offsets(
     """
     offsets: dict[int, int] = {}
     edges = {(plan.ranks[s], plan.ranks[s + 1]): s for s in reversed(range(plan.n_stages - 1)) if plan.crosses(s)}
-    mine = clock() if name is None else name
+    mine = clock_id() if name is None else name
     for phase in (0, 1):  # neighbours of one phase have no rank in common
         for (low, high), stage in edges.items():
             if stage % 2 != phase or rank not in (low, high):
                 continue
-            line = _Line(transport, Instruction(Kind.RF, stage + 1), Instruction(Kind.RB, stage), repeats, mine)
+            line = _ClockExchange(
+                transport, Instruction(Kind.RF, stage + 1), Instruction(Kind.RB, stage), repeats, mine
+            )
             if rank == low:
-                offsets[high] = line.ask(high)
+                offsets[high] = line.measure_offset(high)
             else:
-                offsets[low] = line.answer(low)
+                offsets[low] = line.answer_probes(low)
     return offsets
 
 
-class _Line(NamedTuple):
+class _ClockExchange(NamedTuple):
     """Tiny messages `there` and `back`, named by the instructions that receive them."""
 
     transport: Transport
@@ -64,7 +66,7 @@ class _Line(NamedTuple):
     repeats: int
     clock: str
 
-    def ask(self, peer: int) -> int:
+    def measure_offset(self, peer: int) -> int:
         best, found = None, 0
         for number in range(1, self.repeats + 1):
             sent = time.monotonic_ns()
@@ -79,7 +81,7 @@ class _Line(NamedTuple):
         self.transport.send(peer, (-self.repeats - 1, self.there), ("", torch.tensor([found])))
         return found
 
-    def answer(self, peer: int) -> int:
+    def answer_probes(self, peer: int) -> int:
         for number in range(1, self.repeats + 1):
             question = self._wait(number, self.there)
             stamp = torch.tensor([question.arrived or time.monotonic_ns()])
@@ -90,6 +92,6 @@ class _Line(NamedTuple):
 
     def _wait(self, number: int, i: Instruction) -> Message:
         self.transport.mailbox.wait((-number, i))
-        message = self.transport.mailbox.take((-number, i))
+        message = self.transport.mailbox.take_message((-number, i))
         assert message is not None
         return message

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.messages.channel import RECEIVER, SENDER, Inbox, Outbox, Work
 from lightning_pipes.engine.messages.message import Message
-from lightning_pipes.engine.messages.staging import used_by
+from lightning_pipes.engine.messages.staging import record_stream_use
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.trust import Seal
 from lightning_pipes.ir import Instruction
@@ -49,7 +49,7 @@ def nccl_group(store: PrefixStore, end: int) -> Payload:
 
 
 @dataclass(frozen=True)
-class _Described:
+class _TensorSpec:
     """Stands for a tensor in a header."""
 
     shape: torch.Size
@@ -66,7 +66,7 @@ class _Stream:
             torch.cuda.current_stream(device) if on_gpu else None
         )  # of the thread that computes, which makes it
 
-    def use(self) -> AbstractContextManager[Any]:
+    def use_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def after_current(self) -> None:
@@ -78,11 +78,11 @@ class _Stream:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def hand_over(self, tree: Any) -> None:
+    def publish_tensors(self, tree: Any) -> None:
         """Returns when all that was made on this stream is there; whoever computes uses `tree`."""
         if self._stream is not None:
             self._stream.synchronize()
-            used_by(self._user, tree)
+            record_stream_use(self._user, tree)
 
 
 class DirectOutbox:
@@ -108,10 +108,10 @@ class DirectOutbox:
         """Starts to send one message; messages arrive in the order of these calls."""
         leaves, spec = pytree.tree_flatten(tree)
         tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        described = [_Described(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves]
+        described = [_TensorSpec(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves]
         self._headers.send(key, pytree.tree_unflatten(described, spec), flags)
         self._stream.after_current()
-        with self._stream.use():
+        with self._stream.use_stream():
             self._leaving.put([(self._payload.send([t], RECEIVER, 0), t) for t in tensors if t.numel()])
 
     def close(self, failed: bool) -> None:
@@ -122,7 +122,7 @@ class DirectOutbox:
     def _release(self) -> None:
         try:
             while (leaving := self._leaving.get()) is not None:
-                with self._stream.use():
+                with self._stream.use_stream():
                     for work, _ in leaving:
                         work.wait()
                 self._stream.synchronize()
@@ -154,15 +154,15 @@ class DirectInbox:
     def _fetch(self, header: Message) -> None:
         works: list[Work] = []
 
-        def receive(described: _Described) -> torch.Tensor:
+        def receive(described: _TensorSpec) -> torch.Tensor:
             tensor = torch.empty(described.shape, dtype=described.dtype, device=self._device)
             if tensor.numel():
                 works.append(self._payload.recv([tensor], SENDER, 0))
             return tensor
 
-        with self._stream.use():
-            tree = pytree.tree_map_only(_Described, receive, header.tree)
+        with self._stream.use_stream():
+            tree = pytree.tree_map_only(_TensorSpec, receive, header.tree)
             for work in works:
                 work.wait()
-        self._stream.hand_over(tree)
+        self._stream.publish_tensors(tree)
         self._deliver(header._replace(tree=tree, arrived=time.monotonic_ns()))

@@ -47,13 +47,13 @@ def measure_links(
             for source, target, there, back in ((low, high, forward, backward), (high, low, backward, forward)):
                 exchange = _Exchange(transport, there, back, tuple(sizes), repeats, device)
                 if rank == source:
-                    found[source, target] = fitted(exchange.ping(target))
+                    found[source, target] = fit_link(exchange.measure_trips(target))
                 else:
-                    exchange.pong(source)
+                    exchange.answer_trips(source)
     return found
 
 
-def fitted(seconds: Mapping[int, float]) -> Link:
+def fit_link(seconds: Mapping[int, float]) -> Link:
     """The link whose messages take so long, by bytes; the smallest one's time is all latency."""
     smallest = min(seconds)
     latency = seconds[smallest]
@@ -73,7 +73,7 @@ class _Exchange:
     repeats: int
     device: torch.device | None
 
-    def ping(self, peer: int) -> dict[int, float]:
+    def measure_trips(self, peer: int) -> dict[int, float]:
         """Seconds of a message one way, by bytes."""
         trips: dict[int, list[float]] = {}
         for number, size in self._rounds():
@@ -82,16 +82,16 @@ class _Exchange:
             self.transport.send(peer, (-number, self.there), message)
             self.transport.mailbox.wait((-number, self.back))
             trips.setdefault(size, []).append(time.perf_counter() - begun)
-            self.transport.mailbox.take((-number, self.back))
+            self.transport.mailbox.take_message((-number, self.back))
         small = median(trips[_SMALL]) / 2
         return {_SMALL: small, **{size: median(trips[size]) - small for size in self.sizes}}
 
-    def pong(self, peer: int) -> None:
+    def answer_trips(self, peer: int) -> None:
         """Answers every message of the other end's `ping`."""
         reply = self._message(_SMALL)
         for number, _ in self._rounds():
             self.transport.mailbox.wait((-number, self.there))
-            self.transport.mailbox.take((-number, self.there))
+            self.transport.mailbox.take_message((-number, self.there))
             self.transport.send(peer, (-number, self.back), reply)
 
     def _message(self, size: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from contextlib import suppress
 import torch
 
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox
-from lightning_pipes.engine.messages.message import Decoder, Encoder, Slot, Wire
+from lightning_pipes.engine.messages.message import Decoder, Encoder, ReceiveBuffer, Wire
 from lightning_pipes.engine.watch.trust import ForgedError, same_user
 from lightning_pipes.ir import Instruction, PipelineError
 
@@ -41,24 +41,24 @@ class LocalMailbox(Mailbox):
         self._readers: dict[int, Callable[[], None]] = {}
         self._closing, self._closed = threading.Lock(), False
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.watch(self._woken, self._unwake)
+        self.watch_descriptor(self._woken, self._drain_waker)
 
-    def watch(self, descriptor: int, reader: Callable[[], None]) -> None:
+    def watch_descriptor(self, descriptor: int, reader: Callable[[], None]) -> None:
         """Calls `reader` whenever `descriptor` can be read."""
         self._readers[descriptor] = reader
         self._poll.register(descriptor, select.POLLIN)
 
-    def forget(self, descriptor: int) -> None:
+    def unwatch_descriptor(self, descriptor: int) -> None:
         """Watches it no longer."""
         if self._readers.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
 
-    def fail(self, error: BaseException) -> None:
-        super().fail(error)
+    def fail_waiters(self, error: BaseException) -> None:
+        super().fail_waiters(error)
         self._wake()
 
-    def ring(self) -> None:
-        super().ring()
+    def notify(self) -> None:
+        super().notify()
         self._wake()
 
     def _wake(self) -> None:
@@ -66,26 +66,26 @@ class LocalMailbox(Mailbox):
             if not self._closed:
                 os.write(self._waker, b"!")
 
-    def fetch(self, seconds: float = 0.0) -> None:
+    def fetch_messages(self, seconds: float = 0.0) -> None:
         """Takes in what has arrived; waits that long if nothing has."""
         for descriptor, _ in self._poll.poll(1000 * seconds):
             reader = self._readers.get(descriptor)
             if reader is not None:
                 reader()
 
-    def holds(self, key: Key) -> bool:
+    def has_message(self, key: Key) -> bool:
         if key in self._messages:
             return True
-        self.fetch()
+        self.fetch_messages()
         return key in self._messages
 
-    def fresh(self, window: int) -> list[Instruction]:
-        self.fetch()
-        return super().fresh(window)
+    def take_new(self, window: int) -> list[Instruction]:
+        self.fetch_messages()
+        return super().take_new(window)
 
-    def wait_some(self, seconds: float) -> None:
+    def wait_any(self, seconds: float) -> None:
         self.check()
-        self.fetch(seconds)
+        self.fetch_messages(seconds)
 
     def check(self) -> None:
         """Raises the failure that was told, if any."""
@@ -99,12 +99,12 @@ class LocalMailbox(Mailbox):
             os.close(self._woken)
             os.close(self._waker)
 
-    def _unwake(self) -> None:
+    def _drain_waker(self) -> None:
         with suppress(OSError):
             os.read(self._woken, 64)
 
 
-def connection(name: str, rank: int) -> socket.socket:
+def connect_to(name: str, rank: int) -> socket.socket:
     """A connection of global rank `rank` to the listener of that name, which is not waited for from here on.
 
     Raises:
@@ -124,7 +124,7 @@ def connection(name: str, rank: int) -> socket.socket:
     return made
 
 
-def _mapped(descriptor: int, size: int) -> torch.Tensor:
+def _map_memory(descriptor: int, size: int) -> torch.Tensor:
     """Memory of one message, mapped by both ends."""
     return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
@@ -138,29 +138,29 @@ class LocalOutbox:
         self._slots: dict[int, int] = {}  # address of a wire's bytes -> number of its slot
         self._descriptors: dict[int, tuple[int, int]] = {}  # number -> descriptor and bytes, until the peer has it
         self._count = 0
-        self._flying: deque[Wire] = deque()
-        self._socket = connection(name, rank)
+        self._in_flight: deque[Wire] = deque()
+        self._socket = connect_to(name, rank)
 
     def send(self, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
         """Sends one message; messages arrive in the order of these calls."""
-        while self._flying and self._flying[0].bytes[0] == _FREE:
-            self._encoder.give_back(self._flying.popleft())
+        while self._in_flight and self._in_flight[0].bytes[0] == _FREE:
+            self._encoder.release(self._in_flight.popleft())
         wire, tensors = self._encoder.encode(key, tree, flags, time.monotonic_ns())
-        wire.fill(tensors)
+        wire.copy_tensors(tensors)
         wire.bytes[0] = _TAKEN
-        self._flying.append(wire)
+        self._in_flight.append(wire)
         number = self._slots[wire.address]
         fresh = self._descriptors.pop(number, None)
         if fresh is None:
-            self._ring(_AGAIN, number)
+            self._notify_peer(_AGAIN, number)
         else:
-            self._ring(_FRESH, number, *fresh)
+            self._notify_peer(_FRESH, number, *fresh)
             os.close(fresh[0])
 
     def close(self, failed: bool) -> None:
         """Tells the peer that nothing more comes."""
         if not failed:
-            self._ring(_GOODBYE, 0)
+            self._notify_peer(_GOODBYE, 0)
         self._socket.close()
         for descriptor, _ in self._descriptors.values():
             os.close(descriptor)
@@ -168,7 +168,7 @@ class LocalOutbox:
     def _allocate(self, size: int) -> torch.Tensor:
         descriptor = os.memfd_create("lightning_pipes", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, size)
-        tensor = _mapped(descriptor, size)
+        tensor = _map_memory(descriptor, size)
         self._slots[tensor.data_ptr()] = self._count
         self._descriptors[self._count] = (descriptor, size)
         self._count += 1
@@ -181,9 +181,9 @@ class LocalOutbox:
         if descriptor >= 0:
             os.close(descriptor)
         else:
-            self._ring(_DROP, number)
+            self._notify_peer(_DROP, number)
 
-    def _ring(self, what: int, number: int, descriptor: int = -1, size: int = 0) -> None:
+    def _notify_peer(self, what: int, number: int, descriptor: int = -1, size: int = 0) -> None:
         data = _RING.pack(what, number, size, time.monotonic_ns())
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))] if descriptor >= 0 else []
         try:
@@ -195,7 +195,7 @@ class LocalOutbox:
                     data, rights = data[sent:], []
                 except BlockingIOError:  # hundreds of messages wait unread: read ours meanwhile
                     self._mailbox.check()
-                    self._mailbox.fetch(0.001)
+                    self._mailbox.fetch_messages(0.001)
         except OSError as error:
             self._lost(error)
             self._mailbox.check()
@@ -208,14 +208,14 @@ class LocalInbox:
     def __init__(self, connection: socket.socket, mailbox: LocalMailbox, lost: Callable[[BaseException], None]) -> None:
         self._socket, self._mailbox, self._lost = connection, mailbox, lost
         self._decoder = Decoder()
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, ReceiveBuffer] = {}
         self._partial = b""
         self.ended = False
         connection.setblocking(False)
-        mailbox.watch(connection.fileno(), self._read)
+        mailbox.watch_descriptor(connection.fileno(), self._read)
 
     def close(self) -> None:
-        self._mailbox.forget(self._socket.fileno())
+        self._mailbox.unwatch_descriptor(self._socket.fileno())
         self._socket.close()
 
     def _read(self) -> None:
@@ -224,10 +224,10 @@ class LocalInbox:
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(error)
+            self._on_lost(error)
             return
         if not data:
-            self._end(ConnectionError("connection closed by peer"))
+            self._on_lost(ConnectionError("connection closed by peer"))
             return
         descriptors = array.array("i")
         for _, _, content in ancillary:
@@ -241,22 +241,22 @@ class LocalInbox:
     def _handle(self, what: int, number: int, size: int, rung: int, descriptors: array.array[int]) -> None:
         if what == _GOODBYE:
             self.ended = True
-            self._mailbox.forget(self._socket.fileno())
+            self._mailbox.unwatch_descriptor(self._socket.fileno())
         elif what == _DROP:
             self._slots.pop(number, None)
         else:
             if what == _FRESH:
                 if not descriptors:
                     raise PipelineError("shared memory did not arrive: too many open files? raise `ulimit -n`")
-                self._slots[number] = Slot(_mapped(descriptors[0], size))
+                self._slots[number] = ReceiveBuffer(_map_memory(descriptors[0], size))
                 os.close(descriptors[0])
             slot = self._slots[number]
-            message = self._decoder.copied(slot, rung)  # it was there when the bell rang
+            message = self._decoder.decode_copy(slot, rung)  # it was there when the bell rang
             slot.bytes[0] = _FREE
             self._mailbox.put(message)
 
-    def _end(self, error: BaseException) -> None:
-        self._mailbox.forget(self._socket.fileno())
+    def _on_lost(self, error: BaseException) -> None:
+        self._mailbox.unwatch_descriptor(self._socket.fileno())
         if not self.ended:
             self.ended = True
             self._lost(error)

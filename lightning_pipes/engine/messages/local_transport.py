@@ -14,14 +14,14 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from lightning_pipes.engine.messages.local import CONNECT_SECONDS, HELLO, LocalInbox, LocalMailbox, LocalOutbox
 from lightning_pipes.engine.messages.mailbox import Key
 from lightning_pipes.engine.watch.failure import FailureWatch
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.trust import same_user
 from lightning_pipes.ir import Kind, Plan
 
 _RECEIVED = {Kind.SF: Kind.RF, Kind.SB: Kind.RB}
 
 
-def host() -> str:
+def host_id() -> str:
     """A name that two processes have in common if they can share memory and a socket; empty where none can."""
     if sys.platform != "linux":
         return ""
@@ -30,7 +30,7 @@ def host() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
 
 
-class Listener:
+class PeerListener:
     """Where the peers of one rank connect."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Listener:
         self._socket.bind(self.name)
         self._socket.listen(64)
 
-    def accept(self, watch: FailureWatch) -> tuple[int, socket.socket]:
+    def accept_peer(self, watch: FailureWatch) -> tuple[int, socket.socket]:
         """The next peer's global rank and its connection.
 
         Raises:
@@ -75,26 +75,26 @@ class LocalTransport:
         self._watch = watch
         self._out: dict[tuple[int, Kind], LocalOutbox] = {}  # by rank and what it receives
         self._in: list[LocalInbox] = []
-        watch.on_failure(mailbox.fail)
+        watch.on_failure(mailbox.fail_waiters)
         mine = global_ranks[rank]
-        listener = Listener()
+        listener = PeerListener()
         store.set(f"address/{mine}", listener.name)
-        point("transport.told")
+        fault_point("transport.told")
 
-        def lost(peer: int) -> Callable[[BaseException], None]:
-            return lambda error: watch.lost(peer, error)
+        def make_lost_handler(peer: int) -> Callable[[BaseException], None]:
+            return lambda error: watch.report_lost_peer(peer, error)
 
         expected = 0
         for source, destination, kind in plan.links:
             if rank == source:
                 peer = global_ranks[destination]
                 address = store.get(f"address/{peer}").decode()
-                self._out[destination, _RECEIVED[kind]] = LocalOutbox(address, mine, mailbox, lost(peer))
+                self._out[destination, _RECEIVED[kind]] = LocalOutbox(address, mine, mailbox, make_lost_handler(peer))
             elif rank == destination:
                 expected += 1
         for _ in range(expected):
-            peer, connection = listener.accept(watch)
-            self._in.append(LocalInbox(connection, mailbox, lost(peer)))
+            peer, connection = listener.accept_peer(watch)
+            self._in.append(LocalInbox(connection, mailbox, make_lost_handler(peer)))
         listener.close()
 
     def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
@@ -106,7 +106,7 @@ class LocalTransport:
             outbox.close(failed)
         deadline = time.monotonic() + 10
         while not failed and not all(inbox.ended for inbox in self._in) and time.monotonic() < deadline:
-            self.mailbox.fetch(0.1)
+            self.mailbox.fetch_messages(0.1)
         for inbox in self._in:
             inbox.close()
         self.mailbox.close()

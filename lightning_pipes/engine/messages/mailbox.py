@@ -9,7 +9,7 @@ from typing import Protocol
 from lightning_pipes.engine.messages.message import Message
 from lightning_pipes.ir import Instruction
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """How long a wait goes on without a look around, which lets Ctrl-C in."""
 Key = tuple[int, Instruction]
 """A window's number and the instruction that receives."""
@@ -24,43 +24,43 @@ class Mailbox:
     def __init__(self) -> None:
         self._messages: dict[Key, Message] = {}
         self._unseen: dict[Key, None] = {}
-        self._bell: SimpleQueue[None] = SimpleQueue()  # rung after each change; says that something came, not what
+        self._changes: SimpleQueue[None] = SimpleQueue()  # rung after each change; says that something came, not what
         self._error: BaseException | None = None
-        self._rung = False
+        self._notified = False
 
     def put(self, message: Message) -> None:
         """A message has arrived."""
         self._messages[message.key] = message
         self._unseen[message.key] = None
-        self._bell.put(None)
+        self._changes.put(None)
 
-    def fail(self, error: BaseException) -> None:
+    def fail_waiters(self, error: BaseException) -> None:
         """Whoever waits, or will, gets `error`."""
         self._error = self._error or error
-        self._bell.put(None)
+        self._changes.put(None)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wakes who waits for anything new: what is here by another way, as a parcel."""
-        self._rung = True
-        self._bell.put(None)
+        self._notified = True
+        self._changes.put(None)
 
-    def holds(self, key: Key) -> bool:
+    def has_message(self, key: Key) -> bool:
         """Whether the message is there."""
         return key in self._messages
 
-    def arrived(self, key: Key) -> int:
+    def arrival_time(self, key: Key) -> int:
         """When the message arrived, in nanoseconds of the monotonic clock; 0 if it is not there."""
         message = self._messages.get(key)
         return 0 if message is None else message.arrived
 
-    def take(self, key: Key) -> Message | None:
+    def take_message(self, key: Key) -> Message | None:
         """The message, or None if it is not there yet."""
         self._unseen.pop(key, None)
-        if not self._bell.empty():  # a rank that never has to wait must not pile up rings
-            self._bell.get_nowait()
+        if not self._changes.empty():  # a rank that never has to wait must not pile up rings
+            self._changes.get_nowait()
         return self._messages.pop(key, None)
 
-    def fresh(self, window: int) -> list[Instruction]:
+    def take_new(self, window: int) -> list[Instruction]:
         """The receives of the window of that number whose messages have arrived since they were asked for last, without
         those that were taken. Those of other windows stay for who asks for them."""
         found = [key for key in tuple(self._unseen) if key[0] == window]
@@ -68,7 +68,7 @@ class Mailbox:
             del self._unseen[key]
         return [i for _, i in found]
 
-    def wait_some(self, seconds: float) -> None:
+    def wait_any(self, seconds: float) -> None:
         """Returns when anything has arrived, or after that time.
 
         Raises:
@@ -77,7 +77,7 @@ class Mailbox:
         if self._error is not None:
             raise self._error
         with suppress(Empty):
-            self._bell.get(timeout=seconds)
+            self._changes.get(timeout=seconds)
 
     def wait(self, key: Key) -> None:
         """Waits until the message has arrived.
@@ -86,17 +86,17 @@ class Mailbox:
             PeerFailure: a rank has failed.
         """
         while key not in self._messages:
-            self.wait_some(LOOK_SECONDS)
+            self.wait_any(POLL_SECONDS)
 
-    def wait_fresh(self, window: int) -> list[Instruction]:
+    def wait_new(self, window: int) -> list[Instruction]:
         """Waits until something new of that window has arrived, or somebody has rung; returns what is `fresh`.
 
         Raises:
             PeerFailure: a rank has failed.
         """
-        while not (found := self.fresh(window)) and not self._rung:
-            self.wait_some(LOOK_SECONDS)
-        self._rung = False
+        while not (found := self.take_new(window)) and not self._notified:
+            self.wait_any(POLL_SECONDS)
+        self._notified = False
         return found
 
 

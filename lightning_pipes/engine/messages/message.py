@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.watch.trust import KNOWN, Seal, dumps, loads
+from lightning_pipes.engine.watch.trust import TRUSTED, Seal, dumps, loads
 from lightning_pipes.ir import Instruction, Kind, PipelineError, Span
 
 KINDS = tuple(Kind)
@@ -77,7 +77,7 @@ class Signature:
         skeleton, leaves, flags = loads(data, seal)
         return cls(None if skeleton is None else pytree.tree_structure(skeleton), leaves, flags)
 
-    def tree(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Any:
+    def build_tree(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Any:
         """The tree of these tensors and plain values."""
         if self.spec is None:
             return tensors[0]
@@ -85,7 +85,7 @@ class Signature:
         return pytree.tree_unflatten([next(value) if leaf is None else next(tensor) for leaf in self.leaves], self.spec)
 
     @cached_property
-    def starts(self) -> list[int]:
+    def tensor_offsets(self) -> list[int]:
         """Where each tensor starts among the tensors' bytes."""
         return self._layout[0]
 
@@ -112,22 +112,24 @@ class Wire:
         with torch.inference_mode(False):  # it may be filled again outside
             self.buffer = allocate(body + signature.bytes)
             described = filter(None, signature.leaves)
-            self.places = [_view(self.buffer, body + at, *d) for at, d in zip(signature.starts, described, strict=True)]
+            self.places = [
+                _view(self.buffer, body + at, *d) for at, d in zip(signature.tensor_offsets, described, strict=True)
+            ]
         self.bytes = self.buffer.numpy().data
         self.address = self.buffer.data_ptr()
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+    def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies the tensors, which must not be part of a graph, to their places."""
         for place, tensor in zip(self.places, tensors, strict=True):
             place.copy_(tensor, non_blocking=True)
 
 
-def ordinary(size: int) -> torch.Tensor:
+def pageable_bytes(size: int) -> torch.Tensor:
     """Bytes in ordinary memory."""
     return torch.empty(size, dtype=torch.uint8)
 
 
-def pinned(size: int) -> torch.Tensor:
+def pinned_bytes(size: int) -> torch.Tensor:
     """Bytes in pinned memory, for tensors that come from a GPU."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
@@ -143,9 +145,9 @@ class Encoder:
 
     def __init__(
         self,
-        allocate: Callable[[int], torch.Tensor] = ordinary,
+        allocate: Callable[[int], torch.Tensor] = pageable_bytes,
         drop: Callable[[Wire], None] = lambda wire: None,
-        seal: Seal | None = KNOWN,
+        seal: Seal | None = TRUSTED,
     ) -> None:
         self._seal = seal
         self._allocate = allocate
@@ -184,7 +186,7 @@ class Encoder:
             wire.bytes[_EXTRA : _EXTRA + len(extra)] = extra
         return wire, tensors
 
-    def give_back(self, wire: Wire) -> None:
+    def release(self, wire: Wire) -> None:
         """The wire has been delivered; it is kept for another message, or dropped."""
         with self._lock:
             pool = self._pools.get(wire.kind)
@@ -208,7 +210,7 @@ class Encoder:
         return Wire(kind, signature, self._allocate) if wire is None else wire
 
 
-class Slot:
+class ReceiveBuffer:
     """Bytes in which message after message arrives.
 
     Attributes:
@@ -228,7 +230,7 @@ class Decoder:
         seal: of whom it believes.
     """
 
-    def __init__(self, seal: Seal | None = KNOWN) -> None:
+    def __init__(self, seal: Seal | None = TRUSTED) -> None:
         self._seal = seal
         self._signatures: dict[int, Signature] = {}
 
@@ -238,9 +240,9 @@ class Decoder:
         Raises:
             PipelineError: the bytes are no message of this version.
         """
-        return self._read(Slot(buffer), posted, arrived, copy=False)
+        return self._read(ReceiveBuffer(buffer), posted, arrived, copy=False)
 
-    def copied(self, slot: Slot, arrived: int) -> Message:
+    def decode_copy(self, slot: ReceiveBuffer, arrived: int) -> Message:
         """The message in a slot, which may be filled again afterwards.
 
         Raises:
@@ -248,7 +250,7 @@ class Decoder:
         """
         return self._read(slot, 0, arrived, copy=True)
 
-    def _read(self, slot: Slot, posted: int, arrived: int, copy: bool) -> Message:
+    def _read(self, slot: ReceiveBuffer, posted: int, arrived: int, copy: bool) -> Message:
         view = slot.bytes
         magic, window, sent, kind, stage, job, batch, start, stop, number, n_spec, n_values = _HEADER.unpack_from(
             view, FRONT_BYTES
@@ -266,12 +268,14 @@ class Decoder:
         if tensors is None:
             body = -(-(at + n_values) // ALIGN) * ALIGN
             described = filter(None, signature.leaves)
-            tensors = [_view(slot.buffer, body + s, *d) for s, d in zip(signature.starts, described, strict=True)]
+            tensors = [
+                _view(slot.buffer, body + s, *d) for s, d in zip(signature.tensor_offsets, described, strict=True)
+            ]
             if not n_spec and not n_values:
                 slot.views[number] = tensors
         if copy:
             tensors = [t.clone() for t in tensors]
-        return Message(key, signature.tree(tensors, values), signature.flags, sent, posted, arrived)
+        return Message(key, signature.build_tree(tensors, values), signature.flags, sent, posted, arrived)
 
 
 @lru_cache(maxsize=4096)  # the same come with every batch

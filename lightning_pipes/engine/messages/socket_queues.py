@@ -18,9 +18,9 @@ BULK = 2
 """The priority that Linux's own queues, such as pfifo_fast, put behind what has none."""
 _BYTES_ACKED = 120
 """Where in Linux's tcp_info."""
-_looking = threading.Lock()
+_scan_lock = threading.Lock()
 """Held while descriptors are duplicated: one that is closed meanwhile would be looked at in vain."""
-LOOK_SECONDS = 0.5
+SCAN_SECONDS = 0.5
 """How often connections are looked for: they are made at the start, and now and then."""
 
 
@@ -32,14 +32,14 @@ class SocketQueues:
 
     def __init__(self) -> None:
         self._descriptors: list[int] = []
-        self._looked = -LOOK_SECONDS
+        self._looked = -SCAN_SECONDS
 
-    def busy(self) -> bool:
+    def has_unsent_bytes(self) -> bool:
         """Whether bytes have been handed over that the other end does not have yet."""
         if sys.platform != "linux":
             return False
         now = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
+        if now - self._looked >= SCAN_SECONDS:
             self._looked, self._descriptors = now, list(_connections().values())
         return any(map(_waiting, self._descriptors))
 
@@ -51,17 +51,17 @@ def _waiting(descriptor: int) -> int:
     return 0
 
 
-class Load:
+class SendRate:
     """Bytes a second that this process has sent by connections that are not marked."""
 
     def __init__(self) -> None:
         self._looked, self._acknowledged, self._rate = time.monotonic(), 0, 0.0
 
-    def rate(self) -> float:
+    def bytes_per_second(self) -> float:
         """Those of the last LOOK_SECONDS or so; 0 on systems other than Linux."""
         now = time.monotonic()
-        if sys.platform == "linux" and now - self._looked >= LOOK_SECONDS:
-            with _looking:
+        if sys.platform == "linux" and now - self._looked >= SCAN_SECONDS:
+            with _scan_lock:
                 sent = sum(_acknowledged(d) for d in _connections().values() if _priority(d) != BULK)
             if self._acknowledged:
                 self._rate = max(0, sent - self._acknowledged) / (now - self._looked)
@@ -70,15 +70,15 @@ class Load:
 
 
 @contextmanager
-def marked_as_bulk() -> Iterator[None]:
+def mark_connections_as_bulk() -> Iterator[None]:
     """Connections that the block makes are less urgent than all others, where a queue of the network goes by that."""
     if sys.platform != "linux":
         yield
         return
-    with _looking:
+    with _scan_lock:
         before = _connections()
     yield  # the other end may wait for another such block, so nothing is held
-    with _looking:
+    with _scan_lock:
         for inode, descriptor in _connections().items():
             if inode not in before:
                 with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as other:

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-def used_by(stream: Any, tree: Any) -> None:
+def record_stream_use(stream: Any, tree: Any) -> None:
     """Tells the allocator that `stream` computes with the tensors of `tree`, which were made on another one.
 
     Their memory is then given to others only when `stream` is done with it. Without, it is free for the stream that
@@ -40,5 +40,5 @@ class StageIn:
                 torch.Tensor, lambda t: t.pin_memory().to(self._device, non_blocking=True), tree
             )
         self._stream.synchronize()
-        used_by(self._user, there)
+        record_stream_use(self._user, there)
         return there

@@ -12,12 +12,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from lightning_pipes.engine.messages.channel import Inbox, Outbox
 from lightning_pipes.engine.messages.direct import DirectGroup, DirectInbox, DirectOutbox, nccl_group
 from lightning_pipes.engine.messages.local import CONNECT_SECONDS
-from lightning_pipes.engine.messages.local_transport import LocalTransport, host
+from lightning_pipes.engine.messages.local_transport import LocalTransport, host_id
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.messages.message import Decoder, Encoder
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.failure import FailureWatch
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, Kind, Plan, send_of
 
 IDLE = timedelta(days=30)
@@ -47,7 +47,7 @@ class GlooTransport:
         self._watch = watch
         self._out: dict[tuple[int, Kind], Outbox | DirectOutbox] = {}
         self._in: list[Inbox | DirectInbox] = []
-        watch.on_failure(self.mailbox.fail)
+        watch.on_failure(self.mailbox.fail_waiters)
         self._store, seal = store, watch.seal
         self._global_rank = global_ranks[rank]
         self._neighbours: set[int] = set()
@@ -58,22 +58,22 @@ class GlooTransport:
             self._neighbours.add(peer)
             name = f"{global_ranks[source]}-{global_ranks[destination]}-{kind}"
             end = int(rank == destination)
-            point("transport.told")
+            fault_point("transport.told")
             group = ProcessGroupGloo(PrefixStore(name, self._store), end, 2, IDLE)
 
-            def lost(error: BaseException, peer: int = peer) -> None:
-                watch.lost(peer, error)
+            def report_lost(error: BaseException, peer: int = peer) -> None:
+                watch.report_lost_peer(peer, error)
 
             if direct is not None:
                 payload = direct(PrefixStore(f"direct/{name}", self._store), end)
                 if rank == source:
-                    self._out[destination, kind] = DirectOutbox(group, payload, peer, device, lost, seal)
+                    self._out[destination, kind] = DirectOutbox(group, payload, peer, device, report_lost, seal)
                 else:
-                    self._in.append(DirectInbox(group, payload, peer, device, self.mailbox.put, lost, seal))
+                    self._in.append(DirectInbox(group, payload, peer, device, self.mailbox.put, report_lost, seal))
             elif rank == source:
-                self._out[destination, kind] = Outbox(group, peer, device, lost, seal)
+                self._out[destination, kind] = Outbox(group, peer, device, report_lost, seal)
             else:
-                self._in.append(Inbox(group, peer, device, self.mailbox.put, lost, seal))
+                self._in.append(Inbox(group, peer, device, self.mailbox.put, report_lost, seal))
 
     def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
         self._out[rank, send_of(key[1]).kind].send(key, tree, flags)
@@ -85,10 +85,10 @@ class GlooTransport:
         for inbox in self._in:
             inbox.close(failed)
         if not failed:
-            self._part()
+            self._wait_for_neighbours()
         self._out, self._in = {}, []
 
-    def _part(self) -> None:
+    def _wait_for_neighbours(self) -> None:
         """Waits until the neighbours have read everything too: a connection that one end closes while bytes are on
         their way is reset, and the other end loses what it has not read."""
         mine, neighbours = self._global_rank, sorted(self._neighbours)
@@ -107,7 +107,7 @@ class LoopbackTransport:
 
     def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
         wire, tensors = Encoder().encode(key, tree, flags, 0)
-        wire.fill(tensors)
+        wire.copy_tensors(tensors)
         self._mailboxes[rank].put(Decoder().decode(wire.buffer, 0, 0))
 
     def close(self) -> None:
@@ -138,12 +138,12 @@ def make_transport(
     """
     if plan.n_ranks == 1:
         return LoopbackTransport([Mailbox()], 0)
-    point("transport")
-    store = watch.store()
+    fault_point("transport")
+    store = watch.sub_store()
     if kind == "auto":
         kind = _choose(store, global_ranks[rank], list(global_ranks), device)
     if kind == "local":
-        if device.type != "cpu" or not host():
+        if device.type != "cpu" or not host_id():
             raise InputError(f"transport 'local' needs Linux and tensors on the CPU, not on {device}; choose 'gloo'")
         return LocalTransport(plan, rank, global_ranks, watch, store)
     if kind == "nccl":
@@ -156,12 +156,12 @@ def make_transport(
 
 
 def _choose(store: PrefixStore, rank: int, ranks: list[int], device: torch.device) -> str:
-    mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"cpu of {host()}"
+    mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"cpu of {host_id()}"
     store.set(f"place/{rank}", mine)
     store.wait([f"place/{r}" for r in ranks], timedelta(seconds=CONNECT_SECONDS))
     places = [store.get(f"place/{r}").decode() for r in ranks]
     if device.type == "cpu":
-        return "local" if host() and len(set(places)) == 1 else "gloo"
+        return "local" if host_id() and len(set(places)) == 1 else "gloo"
     if len(set(places)) == len(places):
         return "nccl"
     if rank == ranks[0]:

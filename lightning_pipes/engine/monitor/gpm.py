@@ -69,7 +69,7 @@ class GpmSource(Source):
             self._samples = [api.nvmlGpmSampleAlloc(), api.nvmlGpmSampleAlloc()]
             api.nvmlGpmSampleGet(handle, self._samples[0])
             self._at = time.monotonic()
-        except (api.NVMLError, *self._device.never, SourceError) as error:
+        except (api.NVMLError, *self._device.permanent_errors, SourceError) as error:
             self.close()
             raise SourceError(_reason(api, error)) from error
         asked = self._asked = api.c_nvmlGpmMetricsGet_t()  # of 19 KB, so made once

@@ -15,19 +15,19 @@ from contextlib import suppress
 
 import numpy as np
 
-from lightning_pipes.engine.monitor.rows import History, Sample, Window, mean_of
+from lightning_pipes.engine.monitor.rows import Sample, SampleHistory, SampleWindow, mean_of
 from lightning_pipes.engine.monitor.source import Row, Source, SourceError
 from lightning_pipes.ir import check_number
 from lightning_pipes.sim.shown.monitored import Curves
 
 OVERHEAD = 0.005
 """The share of a core that sampling may take: where samples cost more, there are fewer."""
-MOST_HERTZ = 10.0
+MAX_HERTZ = 10.0
 """GPUs have nothing new to say in less than 100 ms."""
-LEAST_SECONDS = 1e-9
+MIN_SECONDS = 1e-9
 """That a sample stands for: clocks may say the same twice."""
 _SETTLING = 0.9
-_PATIENCE = 5.0
+_STOP_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -53,21 +53,21 @@ class Monitor:
         sources: Sequence[Source],
         hertz: float = 4.0,
         window: float = 5.0,
-        who: str = "this rank",
-        told: Sequence[str] = (),
+        label: str = "this rank",
+        extra: Sequence[str] = (),
         memory: Sequence[str] = (),
     ) -> None:
-        check_number("hertz", hertz, f"above 0 and at most {MOST_HERTZ:g}", lambda x: 0 < x <= MOST_HERTZ)
+        check_number("hertz", hertz, f"above 0 and at most {MAX_HERTZ:g}", lambda x: 0 < x <= MAX_HERTZ)
         check_number("window", window, "seconds, at least two samples long", lambda x: 2 / hertz <= x < math.inf)
         self._wanted = tuple(sources)
         self._period = 1 / hertz
-        self._who = who
+        self._label = label
         self._sources: list[Source] = []
         self._metrics: tuple[str, ...] = ()
-        self._told = dict.fromkeys(told, math.nan)
+        self._extra = dict.fromkeys(extra, math.nan)
         self._memory = tuple(memory)
-        self._window = Window(max(2, round(window * hertz)), window)
-        self._history = History()
+        self._window = SampleWindow(max(2, round(window * hertz)), window)
+        self._history = SampleHistory()
         self._read_at: dict[Source, float] = {}  # when a source last answered
         self._ticked = 0.0
         self._unasked = 0  # samples since somebody asked `since_last`
@@ -88,7 +88,7 @@ class Monitor:
         """Ends sampling; what was seen can still be asked for."""
         self._stopped.set()
         if self._thread is not None:
-            self._thread.join(_PATIENCE)  # a driver that hangs is not waited for
+            self._thread.join(_STOP_SECONDS)  # a driver that hangs is not waited for
             self._thread = None
 
     def features(self) -> Mapping[str, float]:
@@ -104,26 +104,26 @@ class Monitor:
             samples = [*self._window.samples][-max(1, self._unasked) :]
             self._unasked = 0
             means = dict(zip(self._metrics, map(float, mean_of(samples).values), strict=True)) if samples else {}
-        return means, self.free()
+        return means, self.free_bytes()
 
-    def free(self) -> int | None:
+    def free_bytes(self) -> int | None:
         """Bytes free on the device at the last sample; None where nothing says."""
         with self._lock:
             last = self._window.samples[-1] if self._window.samples else None
             now = {} if last is None else dict(zip(self._metrics, last.values, strict=True))
         return next((int(now[name]) for name in self._memory if name in now and not math.isnan(now[name])), None)
 
-    def tell(self, numbers: Mapping[str, float]) -> None:
+    def record_values(self, numbers: Mapping[str, float]) -> None:
         """Numbers that were told of, kept from now on in the curves. Others than those named are left out."""
         with self._lock:
-            self._told.update((name, value) for name, value in numbers.items() if name in self._told)
+            self._extra.update((name, value) for name, value in numbers.items() if name in self._extra)
 
-    def curves(self) -> Curves:
+    def to_curves(self) -> Curves:
         """All that was seen, in time."""
         with self._lock:
             points = [point.tolist() for point in self._history.points]
-        columns = [*zip(*points, strict=True)] or [()] * (1 + len(self._metrics) + len(self._told))
-        names = (*self._metrics, *self._told)
+        columns = [*zip(*points, strict=True)] or [()] * (1 + len(self._metrics) + len(self._extra))
+        names = (*self._metrics, *self._extra)
         values = {
             name: tuple(None if math.isnan(value) else value for value in column)
             for name, column in zip(names, columns[1:], strict=True)
@@ -147,17 +147,17 @@ class Monitor:
         self._metrics = tuple(name for source in self._sources for name in source.metrics)
         self._began = self._ticked = time.monotonic()
         used = ", ".join(source.name for source in self._sources) or "nothing"
-        _log.info("%s is monitored by %s%s", self._who, used, f"; not by {', '.join(without)}" if without else "")
+        _log.info("%s is monitored by %s%s", self._label, used, f"; not by {', '.join(without)}" if without else "")
 
-    def tick(self) -> None:
+    def take_sample(self) -> None:
         """Takes one sample."""
         sample = _joined([self._read(source) for source in self._sources])
         now = time.monotonic()
-        covers, self._ticked = max(LEAST_SECONDS, now - self._ticked), now
+        covers, self._ticked = max(MIN_SECONDS, now - self._ticked), now
         with self._lock:
             self._window.add(sample, covers)
             self._unasked += 1
-            when, told = _sample([now - self._began], covers), _sample([*self._told.values()], covers)
+            when, told = _sample([now - self._began], covers), _sample([*self._extra.values()], covers)
             self._history.add(_joined([when, sample, told]))
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class Monitor:
         due = time.monotonic()
         while not self._stopped.wait(max(0.0, due - time.monotonic())):
             before = time.thread_time()
-            self.tick()
+            self.take_sample()
             took = time.thread_time() - before
             self.cost = _SETTLING * self.cost + (1 - _SETTLING) * took if self.cost else took
             due = time.monotonic() + max(self._period - took, self.cost / OVERHEAD)
@@ -187,7 +187,7 @@ class Monitor:
                 self._failed.add(source.name)
                 _log.warning(
                     "%s: %s can't be read (%s: %s); its metrics are missing until it can. Training goes on",
-                    self._who,
+                    self._label,
                     source.name,
                     type(error).__name__,
                     error,
@@ -195,9 +195,9 @@ class Monitor:
             return Sample(missing, missing)
         last, self._read_at[source] = self._read_at.get(source, self._began), time.monotonic()
         while source.lost:
-            _log.info("%s: %s has no %s", self._who, source.name, source.lost.pop())
+            _log.info("%s: %s has no %s", self._label, source.name, source.lost.pop())
         values = found if found.shape == missing.shape else missing
-        return _sample(values, max(LEAST_SECONDS, self._read_at[source] - last))
+        return _sample(values, max(MIN_SECONDS, self._read_at[source] - last))
 
 
 def _sample(values: Sequence[float] | Row, seconds: float) -> Sample:

@@ -52,7 +52,7 @@ class Nvidia:
         self.api.nvmlShutdown()
 
     @property
-    def never(self) -> tuple[type[Exception], ...]:
+    def permanent_errors(self) -> tuple[type[Exception], ...]:
         """The errors of a call that this device or driver, or this user, will never get an answer to."""
         api = self.api
         missing = getattr(

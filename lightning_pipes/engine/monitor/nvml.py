@@ -67,7 +67,7 @@ class NvmlSource(Source):
             if what not in self._without:
                 try:
                     values = call(api, handle)
-                except self._device.never as error:
+                except self._device.permanent_errors as error:
                     self._without.add(what)
                     self.lost.append(f"{what}: {error}")
             found += values

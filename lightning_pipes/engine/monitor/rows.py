@@ -54,7 +54,7 @@ def _tables(samples: Iterable[Sample]) -> tuple[Row, Row]:
     return values, np.where(np.isnan(values), 0.0, seconds)
 
 
-class Window:
+class SampleWindow:
     """The last samples.
 
     Args:
@@ -88,7 +88,7 @@ class Window:
         return found | {f"{name}_p95": float(high) for name, high in zip(found, highs, strict=True)}
 
 
-class History:
+class SampleHistory:
     """All samples with their times, however many: beyond `most` points, each becomes the mean of two neighbours."""
 
     def __init__(self, most: int = 400) -> None:

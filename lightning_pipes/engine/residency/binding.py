@@ -21,7 +21,7 @@ from lightning_pipes.engine.residency.swap import Key, Swap
 from lightning_pipes.ir import PipelineError, PlanError
 
 
-class Remembers(Protocol):
+class OptimizerLike(Protocol):
     """An optimizer, as far as its tensors are concerned."""
 
     @property
@@ -33,13 +33,13 @@ class Remembers(Protocol):
         """Its state of each parameter."""
 
 
-class _Holder(Protocol):
+class _TensorHolder(Protocol):
     """Where a tensor is held."""
 
     def get(self) -> torch.Tensor:
         """The tensor that is held now."""
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def bind_tensor(self, tensor: torch.Tensor) -> None:
         """Holds another one of the same shape and values."""
 
     def is_held(self, tensor: torch.Tensor) -> bool:
@@ -54,7 +54,7 @@ class _Parameter:
     def get(self) -> torch.Tensor:
         return self.parameter
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def bind_tensor(self, tensor: torch.Tensor) -> None:
         p = self.parameter
         gradient = p.grad if self.aside is None else self.aside
         if gradient is not None:
@@ -82,8 +82,8 @@ class _Entries:
         tensor: torch.Tensor = mapping[name]
         return tensor
 
-    def hold(self, tensor: torch.Tensor) -> None:
-        held = _apart(tensor) if self.of_module else tensor
+    def bind_tensor(self, tensor: torch.Tensor) -> None:
+        held = _with_own_counter(tensor) if self.of_module else tensor
         for mapping, name in self.places:
             mapping[name] = held
 
@@ -92,7 +92,7 @@ class _Entries:
         return all(each is held[0] for each in held) and held[0] is not None and held[0].data_ptr() == tensor.data_ptr()
 
 
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
+def _with_own_counter(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, with a version counter of its own: a forward changes running statistics, and would else be taken
     for one that changes the weights beside them."""
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -108,12 +108,12 @@ class Binding:
         device: what lies elsewhere stays there, such as steps that are counted on the host.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Remembers], device: torch.device) -> None:
+    def __init__(self, module: nn.Module, optimizers: Sequence[OptimizerLike], device: torch.device) -> None:
         self._holders = _holders(module, optimizers, device)
         self._shape = _shape(module, optimizers)
 
     @classmethod
-    def of(cls, parameters: Mapping[str, nn.Parameter], device: torch.device) -> Binding:
+    def from_parameters(cls, parameters: Mapping[str, nn.Parameter], device: torch.device) -> Binding:
         """Parameters by name that belong to no module, such as those of a weight version."""
         made = cls(nn.Module(), (), device)
         made._holders.update({name: _Parameter(p) for name, p in parameters.items() if p.device == device})
@@ -132,16 +132,16 @@ class Binding:
         """Whether there is something that a forward may change."""
         return any(isinstance(holder, _Entries) and holder.of_module for holder in self._holders.values())
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def named_tensors(self) -> dict[str, torch.Tensor]:
         """Them by name."""
         return {name: holder.get().detach() for name, holder in self._holders.items()}
 
-    def like(self, other: Binding) -> bool:
+    def has_same_tensors(self, other: Binding) -> bool:
         """Whether both have the same tensors in the same places, whatever the values."""
         return self._described == other._described
 
     def still_holds(
-        self, tensors: Mapping[str, torch.Tensor], module: nn.Module, optimizers: Sequence[Remembers]
+        self, tensors: Mapping[str, torch.Tensor], module: nn.Module, optimizers: Sequence[OptimizerLike]
     ) -> bool:
         """Whether `module` and `optimizers` have these tensors where they were given them, and nothing else.
 
@@ -151,7 +151,7 @@ class Binding:
             holder.is_held(tensors[name]) for name, holder in self._holders.items()
         )
 
-    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def bind_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Has the model use `tensors` from now on; they have the values.
 
         Raises:
@@ -160,21 +160,21 @@ class Binding:
         with torch.inference_mode(False):
             for name, holder in self._holders.items():
                 try:
-                    holder.hold(tensors[name])
+                    holder.bind_tensor(tensors[name])
                 except RuntimeError as error:
                     raise PipelineError(
                         f"{name} can't be moved between host and device: a graph still refers to it, as of a loss that "
                         "was kept. Keep detached tensors: loss.detach()"
                     ) from error
 
-    def settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def rebind_replaced(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Has `tensors` in use again where the model has replaced some, with the values of those."""
         with torch.inference_mode(False), torch.no_grad():
             for name, holder in self._holders.items():
                 found = holder.get()
                 if found.data_ptr() != tensors[name].data_ptr():
                     tensors[name].copy_(found)
-                    holder.hold(tensors[name])
+                    holder.bind_tensor(tensors[name])
 
     @cached_property
     def _described(self) -> list[tuple[object, ...]]:
@@ -185,25 +185,27 @@ class Binding:
         ]
 
 
-def kept(swap: Swap[Key], key: Key, module: nn.Module, optimizers: Sequence[Remembers], device: torch.device) -> bool:
+def still_bound(
+    swap: Swap[Key], key: Key, module: nn.Module, optimizers: Sequence[OptimizerLike], device: torch.device
+) -> bool:
     """Whether `module` and `optimizers`, which are bound to `key`, have their tensors where they had them. Values that
     lie elsewhere are put there. Otherwise they have to be added anew."""
-    known = swap.bound(key)
+    known = swap.bound_tensors(key)
     if not isinstance(known, Binding):
         return False
     there = swap.on_device(key)
     if there is not None and known.still_holds(there, module, optimizers):
         return True
     found = Binding(module, optimizers, device)
-    if not known.like(found):
+    if not known.has_same_tensors(found):
         return False
-    swap.replace(key, found)
+    swap.rebind(key, found)
     if there is not None:
-        found.settle(there)
+        found.rebind_replaced(there)
     return True
 
 
-def _shape(module: nn.Module, optimizers: Iterable[Remembers]) -> list[object]:
+def _shape(module: nn.Module, optimizers: Iterable[OptimizerLike]) -> list[object]:
     """A list that differs when tensors come or go, as far as that can be seen without looking at each."""
     modules = [(id(child), *map(id, child._parameters.values()), len(child._buffers)) for child in module.modules()]
     states = [(id(o), *(len(state) for state in o.state.values())) for o in optimizers]
@@ -211,8 +213,8 @@ def _shape(module: nn.Module, optimizers: Iterable[Remembers]) -> list[object]:
     return [modules, states, groups]
 
 
-def _holders(module: nn.Module, optimizers: Iterable[Remembers], device: torch.device) -> dict[str, _Holder]:
-    holders: dict[str, _Holder] = {}
+def _holders(module: nn.Module, optimizers: Iterable[OptimizerLike], device: torch.device) -> dict[str, _TensorHolder]:
+    holders: dict[str, _TensorHolder] = {}
     entries: dict[int, _Entries] = {}
     names: dict[int, str] = {}
     for name, p in _parameters(module, optimizers):
@@ -230,7 +232,7 @@ def _holders(module: nn.Module, optimizers: Iterable[Remembers], device: torch.d
     return holders
 
 
-def _parameters(module: nn.Module, optimizers: Iterable[Remembers]) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(module: nn.Module, optimizers: Iterable[OptimizerLike]) -> Iterator[tuple[str, nn.Parameter]]:
     yield from module.named_parameters()
     for number, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
@@ -239,7 +241,7 @@ def _parameters(module: nn.Module, optimizers: Iterable[Remembers]) -> Iterator[
 
 
 def _entries(
-    module: nn.Module, optimizers: Iterable[Remembers], names: Mapping[int, str]
+    module: nn.Module, optimizers: Iterable[OptimizerLike], names: Mapping[int, str]
 ) -> Iterator[tuple[str, MutableMapping[str, Any], str]]:
     for path, child in module.named_modules():
         for key in child._buffers:
@@ -251,7 +253,7 @@ def _entries(
                     yield f"{key} of {names.get(id(p), p)} in optimizer {number}", state, key
 
 
-def _check(holders: Mapping[str, _Holder]) -> None:
+def _check(holders: Mapping[str, _TensorHolder]) -> None:
     memory: dict[int, str] = {}
     for name, holder in holders.items():
         tensor = holder.get()

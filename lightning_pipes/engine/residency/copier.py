@@ -25,13 +25,13 @@ class SlabCopier(Protocol):
             RuntimeError: an earlier copy failed.
         """
 
-    def mark(self) -> int | None:
+    def mark_computation(self) -> int | None:
         """A ticket that ends with what was computed up to now; None where that has ended already."""
 
-    def done(self, ticket: int) -> bool:
+    def is_done(self, ticket: int) -> bool:
         """Whether it has ended."""
 
-    def follow(self, ticket: int) -> int:
+    def order_after(self, ticket: int) -> int:
         """Nanoseconds for which the device has stood still in calls of this, as far as they are known and were not
         returned before. All that is computed from now on finds the copy ended; the host need not wait for that.
 
@@ -94,16 +94,16 @@ class ThreadCopier:
         self._tasks[way].put((ticket, run))
         return ticket
 
-    def mark(self) -> None:
+    def mark_computation(self) -> None:
         return None
 
-    def done(self, ticket: int) -> bool:
+    def is_done(self, ticket: int) -> bool:
         return ticket not in self._under_way
 
     def wait(self, ticket: int) -> None:
-        self.follow(ticket)
+        self.order_after(ticket)
 
-    def follow(self, ticket: int) -> int:
+    def order_after(self, ticket: int) -> int:
         event = self._under_way.get(ticket)
         waited = 0
         if event is not None:
@@ -169,20 +169,20 @@ class CudaCopier:
         self._timed.append((started, ended, source.numel()))
         return self._ticket(ended)
 
-    def mark(self) -> int:
+    def mark_computation(self) -> int:
         return self._ticket(self._event(torch.cuda.current_stream(self._device)))
 
-    def done(self, ticket: int) -> bool:
+    def is_done(self, ticket: int) -> bool:
         event = self._events.get(ticket)
-        return event is None or _over(event)
+        return event is None or _has_ended(event)
 
-    def follow(self, ticket: int) -> int:
-        if not self.done(ticket):  # the host goes on at once, so that the device finds work when the copy is there
+    def order_after(self, ticket: int) -> int:
+        if not self.is_done(ticket):  # the host goes on at once, so that the device finds work when the copy is there
             stream = torch.cuda.current_stream(self._device)
             before = self._event(stream)
             stream.wait_event(self._events[ticket])
             self._waits.append((before, self._event(stream)))
-        return self._stood_still()
+        return self._take_waited_ns()
 
     def wait(self, ticket: int) -> None:
         if ticket in self._events:
@@ -190,18 +190,18 @@ class CudaCopier:
 
     @property
     def bandwidth(self) -> float | None:
-        self._forget()
+        self._collect_ended()
         return self._bytes / self._busy if self._busy else None
 
     def close(self) -> int:
         for stream in (*self._streams.values(), torch.cuda.current_stream(self._device)):
             stream.synchronize()
-        self._forget()
-        return self._stood_still()
+        self._collect_ended()
+        return self._take_waited_ns()
 
-    def _stood_still(self) -> int:
+    def _take_waited_ns(self) -> int:
         """Nanoseconds of the waits that have ended since the last call."""
-        ended = [each for each in self._waits if _over(each[1])]
+        ended = [each for each in self._waits if _has_ended(each[1])]
         self._waits = [each for each in self._waits if each not in ended]
         return round(1e6 * sum(float(before.elapsed_time(after)) for before, after in ended))
 
@@ -211,22 +211,22 @@ class CudaCopier:
         return event
 
     def _ticket(self, event: torch.cuda.Event) -> int:
-        self._forget()
+        self._collect_ended()
         ticket = next(self._tickets)
         self._events[ticket] = event
         return ticket
 
-    def _forget(self) -> None:
+    def _collect_ended(self) -> None:
         """Adds up the copies that have ended."""
-        self._events = {ticket: event for ticket, event in self._events.items() if not _over(event)}
+        self._events = {ticket: event for ticket, event in self._events.items() if not _has_ended(event)}
         for started, ended, size in self._timed:
-            if _over(ended):
+            if _has_ended(ended):
                 self._bytes += size
                 self._busy += started.elapsed_time(ended) / 1e3
-        self._timed = [each for each in self._timed if not _over(each[1])]
+        self._timed = [each for each in self._timed if not _has_ended(each[1])]
 
 
-def _over(event: torch.cuda.Event) -> bool:
+def _has_ended(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 

@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from lightning_pipes.engine.messages.parcels import Key
-from lightning_pipes.engine.messages.post import Expected
+from lightning_pipes.engine.messages.bulk_transfer import Key
+from lightning_pipes.engine.messages.tree_transport import PendingTree
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import Instruction, Ledger, Transfer
 
 
-class Deliveries:
+class LayerDeliveries:
     """Those of one rank.
 
     Args:
@@ -23,74 +23,74 @@ class Deliveries:
         ring: wakes who waits for messages.
     """
 
-    def __init__(self, ledger: Ledger, rank: int, window: int, mirrors: Mirrors, ring: Callable[[], None]) -> None:
-        self._ledger, self._rank, self._window, self._mirrors, self._ring = ledger, rank, window, mirrors, ring
+    def __init__(self, ledger: Ledger, rank: int, window: int, mirrors: Mirrors, notify: Callable[[], None]) -> None:
+        self._ledger, self._rank, self._window, self._mirrors, self._notify = ledger, rank, window, mirrors, notify
         self._leaving: dict[Instruction, list[Transfer]] = defaultdict(list)
-        self._expected: dict[Transfer, Expected] = {}
-        self._here: dict[Transfer, Any] = {}
-        self._going_home = self._told = False
+        self._expected: dict[Transfer, PendingTree] = {}
+        self._received: dict[Transfer, Any] = {}
+        self._returning = self._has_arrivals = False
 
     @property
-    def expected(self) -> int:
+    def n_expected(self) -> int:
         """How many layers are on their way here."""
         return len(self._expected)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether all layers are at home."""
-        return self._going_home and not self._expected
+        return self._returning and not self._expected
 
     def enter(self, batch: int) -> None:
         """The ledger knows of one more batch."""
         for transfer in self._ledger.transfers(batch):
             self._start(transfer)
 
-    def missing(self, batch: int, stage: int) -> tuple[Transfer, ...]:
+    def missing_transfers(self, batch: int, stage: int) -> tuple[Transfer, ...]:
         """The needs of the forwards of a batch on a stage."""
         return tuple(t for t in self._ledger.coming(batch, stage) if t in self._expected)
 
-    def arrived(self) -> list[Transfer]:
+    def take_arrived(self) -> list[Transfer]:
         """All that has come since this was asked last.
 
         Raises:
             PeerFailure: a rank has failed.
         """
-        if not self._told:
+        if not self._has_arrivals:
             return []
-        self._told = False
-        found = [transfer for transfer, expected in self._expected.items() if expected.done()]
+        self._has_arrivals = False
+        found = [transfer for transfer, expected in self._expected.items() if expected.is_done()]
         for transfer in found:
             content = self._expected.pop(transfer).content
             if transfer.batch < 0:
-                self._mirrors.install(transfer.name, content)
+                self._mirrors.install_layer(transfer.name, content)
             else:
-                self._here[transfer] = content
+                self._received[transfer] = content
         return found
 
     def before_forward(self, batch: int, stage: int) -> None:
         """Puts what has come for a batch where its forward finds it; nobody here needs what was there any more."""
         for transfer in self._ledger.coming(batch, stage):
-            if transfer in self._here:
-                self._mirrors.install(transfer.name, self._here.pop(transfer))
+            if transfer in self._received:
+                self._mirrors.install_layer(transfer.name, self._received.pop(transfer))
 
-    def stepped(self, step: Instruction) -> None:
+    def after_step(self, step: Instruction) -> None:
         """The ledger knows that `step` has run: sends what others wait for, and forgets what nobody will use."""
         for transfer in self._leaving.pop(step, ()):
             self._send(transfer)
         for name in self._ledger.uses[step.batch].layers[step.stage]:
             self._forget(name)
 
-    def go_home(self) -> None:
+    def return_layers(self) -> None:
         """All batches of the window have run here."""
-        if not self._going_home:
-            self._going_home = True
+        if not self._returning:
+            self._returning = True
             for transfer in self._ledger.ways_home():
                 self._start(transfer)
             self._mirrors.clear()
 
     def _start(self, transfer: Transfer) -> None:
         if transfer.target == self._rank:
-            self._expected[transfer] = self._mirrors.expect(transfer.source, self._key(transfer), self._tell)
+            self._expected[transfer] = self._mirrors.receive(transfer.source, self._key(transfer), self._on_arrival)
         elif transfer.source == self._rank:
             if transfer.after is not None and self._ledger.pending(transfer.after):
                 self._leaving[transfer.after].append(transfer)
@@ -102,12 +102,12 @@ class Deliveries:
         self._mirrors.send(transfer.name, transfer.target, self._key(transfer))
 
     def _forget(self, name: str) -> None:
-        if self._mirrors.away(name) and self._ledger.outdated(name, self._rank):
-            self._mirrors.drop(name)
+        if self._mirrors.is_remote(name) and self._ledger.outdated(name, self._rank):
+            self._mirrors.drop_copy(name)
 
     def _key(self, transfer: Transfer) -> Key:
         return self._window, transfer.batch, transfer.name
 
-    def _tell(self) -> None:
-        self._told = True
-        self._ring()
+    def _on_arrival(self) -> None:
+        self._has_arrivals = True
+        self._notify()

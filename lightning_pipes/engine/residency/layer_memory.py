@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.residency.binding import Binding, kept
+from lightning_pipes.engine.residency.binding import Binding, still_bound
 from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.ir import PlanError
 
@@ -22,7 +22,7 @@ Parts = Mapping[str, nn.Module]
 """Layers, or parts of them, by the names under which batches say what they use."""
 
 
-class _Own:
+class _LayerOptimizer:
     """One optimizer, as far as one layer is concerned: a `Binding` looks at nothing else of it."""
 
     def __init__(self, optimizer: Optimizer, layer: nn.Module) -> None:
@@ -35,7 +35,7 @@ class _Own:
         return {p: self._optimizer.state[p] for p in self._parameters if p in self._optimizer.state}
 
 
-class States(Protocol):
+class StateMemory(Protocol):
     """Where states of any key take turns; `MemorySwap` is one.
 
     Attributes:
@@ -64,13 +64,15 @@ class LayerMemory:
         coming: gives the layers of the tasks that will probably run next, by name, the first one first.
     """
 
-    def __init__(self, memory: States, device: torch.device, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+    def __init__(
+        self, memory: StateMemory, device: torch.device, optimizers: Callable[[], Sequence[Optimizer]]
+    ) -> None:
         self._swap, self._prefetch = memory.states(device), memory.prefetch
         self._device, self._optimizers = device, optimizers
-        self._parts: dict[str, tuple[nn.Module, list[_Own]]] = {}
+        self._parts: dict[str, tuple[nn.Module, list[_LayerOptimizer]]] = {}
         self._leases: Counter[str] = Counter()
-        self._stay: set[str] = set()
-        self.coming: Callable[[], Iterable[str]] = tuple
+        self._pinned: set[str] = set()
+        self.upcoming: Callable[[], Iterable[str]] = tuple
 
     def enter(self, parts: Parts) -> None:
         """These will be used; from now on they are counted."""
@@ -102,20 +104,20 @@ class LayerMemory:
             )
         for name in parts:
             self._leases[name] += 1
-        for key in sorted(missing, key=lambda key: key not in self._swap.resident):  # none leaves for another one
-            bound = self._swap.bound(key)
+        for key in sorted(missing, key=lambda key: key not in self._swap.resident_keys):  # none leaves for another one
+            bound = self._swap.bound_tensors(key)
             self._swap.acquire(key, write=isinstance(bound, Binding) and bound.has_buffers)
         if again:
             self._swap.statistics.again += self._swap.statistics.hits - hits
         for name in parts if write else ():
-            self._swap.change(_key(name))
+            self._swap.mark_changed(_key(name))
         self.look_ahead()
 
     def look_ahead(self) -> None:
         """Starts to bring what probably comes next, as far as there is room."""
-        self._swap.predict(map(_key, self.coming()))
+        self._swap.predict(map(_key, self.upcoming()))
         if self._prefetch:
-            self._swap.prefetch()
+            self._swap.prefetch_states()
 
     def release(self, parts: Parts) -> None:
         """They may leave."""
@@ -123,20 +125,20 @@ class LayerMemory:
             self._leases[name] -= 1
             if not self._leases[name]:
                 self._swap.release(_key(name))
-                self._swap.relieve(_key(name))  # at once, so that nobody waits for that when its place is taken
+                self._swap.write_back(_key(name))  # at once, so that nobody waits for that when its place is taken
 
-    def stepped(self, parts: Parts) -> None:
+    def after_step(self, parts: Parts) -> None:
         """An optimizer has stepped them, which are acquired; it may remember more of them than before."""
         for name in parts:
             module, owns = self._parts[name]
-            if not kept(self._swap, _key(name), module, owns, self._device):
+            if not still_bound(self._swap, _key(name), module, owns, self._device):
                 self._renew(name)
 
-    def stay(self, parts: Parts) -> None:
+    def pin_layers(self, parts: Parts) -> None:
         """They are used by several batches at once, and stay on the device."""
         for name, part in parts.items():
-            if name not in self._stay:
-                self._stay.add(name)
+            if name not in self._pinned:
+                self._pinned.add(name)
                 self._bring(part, self._owns(part))
 
     def flush(self) -> None:
@@ -150,8 +152,8 @@ class LayerMemory:
         self._parts.clear()
         self._leases.clear()
 
-    def _owns(self, part: nn.Module) -> list[_Own]:
-        return [_Own(optimizer, part) for optimizer in self._optimizers()]
+    def _owns(self, part: nn.Module) -> list[_LayerOptimizer]:
+        return [_LayerOptimizer(optimizer, part) for optimizer in self._optimizers()]
 
     def _add(self, name: str, part: nn.Module) -> None:
         owns = self._owns(part)
@@ -170,7 +172,7 @@ class LayerMemory:
         self._bring(module, owns)
         self._swap.add(_key(name), Binding(module, owns, self._device))
 
-    def _bring(self, part: nn.Module, owns: Sequence[_Own]) -> None:
+    def _bring(self, part: nn.Module, owns: Sequence[_LayerOptimizer]) -> None:
         """Puts what lies on the host onto the device, but for what optimizers keep there."""
         part.to(self._device)
         for p, state in ((p, state) for own in owns for p, state in own.state.items()):

@@ -40,12 +40,12 @@ class LayerState:
     optimizers: Sequence[Mapping[str, tuple[Mapping[str, Any], Sequence[str]]]]
 
     @classmethod
-    def of(cls, layer: nn.Module, optimizers: Sequence[Optimizer], gradients: bool = True) -> LayerState:
+    def from_layer(cls, layer: nn.Module, optimizers: Sequence[Optimizer], gradients: bool = True) -> LayerState:
         """That of a layer on this rank. It refers to the tensors and copies none."""
         return cls(
             {n: (p.detach(), p.requires_grad, p.grad if gradients else None) for n, p in layer.named_parameters()},
             {name: buffer.detach() for name, buffer in layer.named_buffers()},
-            *cls.around(layer),
+            *cls.module_state(layer),
             [
                 {n: cls.with_host(optimizer.state[p]) for n, p in layer.named_parameters() if p in optimizer.state}
                 for optimizer in optimizers
@@ -53,10 +53,10 @@ class LayerState:
         )
 
     @staticmethod
-    def around(layer: nn.Module) -> tuple[dict[str, bool], dict[str, Any]]:
+    def module_state(layer: nn.Module) -> tuple[dict[str, bool], dict[str, Any]]:
         """`training` and `extra` of a layer, whose tensors may be elsewhere."""
         modules = dict(layer.named_modules())
-        extra = {name: module.get_extra_state() for name, module in modules.items() if _says_more(module)}
+        extra = {name: module.get_extra_state() for name, module in modules.items() if _has_extra_state(module)}
         return {name: module.training for name, module in modules.items()}, extra
 
     @staticmethod
@@ -65,7 +65,7 @@ class LayerState:
         return dict(state), [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"]
 
     @property
-    def rest(self) -> dict[str, Any]:
+    def other_state(self) -> dict[str, Any]:
         """All but weights and optimizer states, in a form that can be sent: what changes also where nothing steps."""
         parameters = {name: (trained, gradient) for name, (_, trained, gradient) in self.parameters.items()}
         return {
@@ -75,19 +75,19 @@ class LayerState:
             "extra": dict(self.extra),
         }
 
-    def with_rest(self, rest: Mapping[str, Any]) -> LayerState:
+    def with_other_state(self, rest: Mapping[str, Any]) -> LayerState:
         """These weights and optimizer states with the `rest` of another state of the layer."""
         given = rest["parameters"]
         parameters = {name: (p, *given[name]) for name, (p, _, _) in self.parameters.items()}
         return replace(self, **{**rest, "parameters": parameters})
 
-    def checksum(self) -> int:
+    def state_checksum(self) -> int:
         """A number by which weights and optimizer states of the layer are told from others, wherever they are."""
         states = [(n, *each) for o in self.optimizers for n, (s, _) in sorted(o.items()) for each in sorted(s.items())]
         total = 0
         for parts in (*((name, p) for name, (p, _, _) in sorted(self.parameters.items())), *states):
             for leaf in pytree.tree_leaves(parts):
-                one = checksum(leaf) if isinstance(leaf, torch.Tensor) else zlib.crc32(repr(leaf).encode())
+                one = tensor_checksum(leaf) if isinstance(leaf, torch.Tensor) else zlib.crc32(repr(leaf).encode())
                 total = (total * _PRIME + one) % _MODULUS
         return total
 
@@ -97,7 +97,7 @@ class LayerState:
             for name, p in layer.named_parameters():
                 p.copy_(self.parameters[name][0].to(device))
 
-    def on(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors_on(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and buffers there, by name."""
         yield from ((name, p.to(device)) for name, (p, _, _) in self.parameters.items())
         yield from ((name, buffer.to(device)) for name, buffer in self.buffers.items())
@@ -122,14 +122,14 @@ class LayerState:
         for optimizer, states in zip(optimizers, self.optimizers, strict=True):
             for name, p in layer.named_parameters():
                 if name in states:
-                    optimizer.state[p] = _placed(*states[name], device)
+                    optimizer.state[p] = _place_state(*states[name], device)
 
     def states_on(self, number: int, device: torch.device) -> dict[str, tuple[dict[str, Any], Sequence[str]]]:
         """The states of optimizer `number` there."""
-        return {name: (_placed(*each, device), each[1]) for name, each in self.optimizers[number].items()}
+        return {name: (_place_state(*each, device), each[1]) for name, each in self.optimizers[number].items()}
 
 
-def checksum(tensor: torch.Tensor) -> int:
+def tensor_checksum(tensor: torch.Tensor) -> int:
     """A number that is another one if values, or their order, are others; computed where these are."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     words = plain[: len(plain) // 4 * 4].view(torch.int32)
@@ -141,7 +141,7 @@ def checksum(tensor: torch.Tensor) -> int:
     return total
 
 
-def laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def with_layout_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """These values as `like` lies in memory, where the shapes are equal: kernels may go by that."""
     strides = like.stride() if like.shape == values.shape and 0 not in like.stride() else None
     if strides is None or strides == values.stride():
@@ -149,14 +149,14 @@ def laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
 
 
-def _placed(state: Mapping[str, Any], on_host: Sequence[str], device: torch.device) -> dict[str, Any]:
+def _place_state(state: Mapping[str, Any], on_host: Sequence[str], device: torch.device) -> dict[str, Any]:
     return {
         key: value if key in on_host else pytree.tree_map_only(torch.Tensor, _to(device), value)
         for key, value in state.items()
     }
 
 
-def _says_more(module: nn.Module) -> bool:
+def _has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 

@@ -11,7 +11,7 @@ from torch import nn
 _SEEN = attrgetter("_version", "requires_grad")
 
 
-class Marks:
+class ChangeMarks:
     """Parameters as they are now.
 
     Args:
@@ -23,7 +23,7 @@ class Marks:
         self._seen = list(map(_SEEN, parameters))
         self._values = [_sums(p) for p in parameters] if values else None
 
-    def changed(self) -> tuple[nn.Parameter, str] | None:
+    def find_change(self) -> tuple[nn.Parameter, str] | None:
         """Return one parameter that has changed since then and what of it, in words; None if none has."""
         if (now := list(map(_SEEN, self._parameters))) != self._seen:
             at, (before, after) = next(

@@ -31,9 +31,9 @@ class MirroredLayers:
             return own
         return {number: self._layers[number] for number in range(*use.cut[self._stage])}
 
-    def away(self, number: int) -> bool:
+    def is_remote(self, number: int) -> bool:
         """Whether that layer is at home on another rank."""
-        return self._mirrors.away(str(number))
+        return self._mirrors.is_remote(str(number))
 
     def run(self, use: Use, number: int, layer: nn.Module, x: Any, only_read: Set[int], changes: bool) -> Any:
         """The output of a layer that is `away` for `x`, with those parts of it that the batch uses.

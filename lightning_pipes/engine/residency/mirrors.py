@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.messages.parcels import Key
-from lightning_pipes.engine.messages.post import Expected, Post
+from lightning_pipes.engine.messages.bulk_transfer import Key
+from lightning_pipes.engine.messages.tree_transport import PendingTree, TreeTransport
 from lightning_pipes.engine.private_torch import has_accumulate_hooks, has_gradient_hooks, unsaved_buffers
-from lightning_pipes.engine.residency.layer_state import LayerState, laid_out
-from lightning_pipes.engine.residency.marks import Marks
+from lightning_pipes.engine.residency.layer_state import LayerState, with_layout_of
+from lightning_pipes.engine.residency.marks import ChangeMarks
 from lightning_pipes.ir import PlanError
 
 
@@ -56,18 +56,18 @@ class Mirrors:
         self,
         layers: Mapping[int, nn.Module],
         at_home: Callable[[int], bool],
-        post: Post,
+        transport: TreeTransport,
         optimizers: Callable[[], Sequence[Optimizer]],
         group_of: Callable[[int, int, str], int | None],
         device: torch.device | None = None,
     ) -> None:
         self.layers = layers
-        self._at_home, self._post, self.optimizers, self._group_of = at_home, post, optimizers, group_of
+        self._at_home, self._transport, self.optimizers, self._group_of = at_home, transport, optimizers, group_of
         self._device = device or torch.device("cpu")
         self.copies: dict[str, Mirror] = {}
-        self._marks: dict[str, Marks] = {}  # of layers at home when they were sent to other ranks
+        self._marks: dict[str, ChangeMarks] = {}  # of layers at home when they were sent to other ranks
 
-    def away(self, name: str) -> bool:
+    def is_remote(self, name: str) -> bool:
         """Whether a layer of that name has its home on another rank."""
         return not self._at_home(_number(name))
 
@@ -95,18 +95,18 @@ class Mirrors:
         Raises:
             PlanError: something is registered on a parameter, which would not see the copy's gradients.
         """
-        if not self.away(name):
-            self._marks[name] = Marks(list(self._module(name).parameters()), values=True)
-        self._post.send(rank, key, vars(self._state(name)))
+        if not self.is_remote(name):
+            self._marks[name] = ChangeMarks(list(self._module(name).parameters()), values=True)
+        self._transport.send(rank, key, vars(self._state(name)))
 
-    def expect(self, rank: int, key: Key, told: Callable[[], None]) -> Expected:
+    def receive(self, rank: int, key: Key, on_arrival: Callable[[], None]) -> PendingTree:
         """The content that another rank sends by that key, to be put by `install`."""
-        return self._post.expect(rank, key, told)
+        return self._transport.receive(rank, key, on_arrival)
 
-    def install(self, name: str, content: Any) -> None:
+    def install_layer(self, name: str, content: Any) -> None:
         """A layer is from now on here as it was sent."""
         state, module, device = LayerState(**content), self._module(name), self._device
-        if self.away(name):
+        if self.is_remote(name):
             for at, part in module.named_modules():
                 part.training = state.training[at]
                 if at in state.extra:
@@ -114,14 +114,14 @@ class Mirrors:
             like = dict(module.named_parameters())
             self.copies[name] = Mirror(
                 {
-                    at: nn.Parameter(laid_out(p.to(device), like[at]), trained)
+                    at: nn.Parameter(with_layout_of(p.to(device), like[at]), trained)
                     for at, (p, trained, _) in state.parameters.items()
                 },
                 {at: buffer.to(device) for at, buffer in state.buffers.items()},
                 [state.states_on(n, device) for n in range(len(state.optimizers))],
             )
             return
-        found = self._marks.pop(name, Marks()).changed()
+        found = self._marks.pop(name, ChangeMarks()).find_change()
         if found is not None:
             raise PlanError(
                 f"a hook changes {found[1]} of layer {name!r} where the layer is at home, while a batch has it on "
@@ -139,7 +139,7 @@ class Mirrors:
                     buffer.copy_(state.buffers[at])
         state.put_optimizer_states(module, self.optimizers(), device)
 
-    def drop(self, name: str) -> None:
+    def drop_copy(self, name: str) -> None:
         """Forgets the copy of a layer, if there is one."""
         self.copies.pop(name, None)
 
@@ -151,7 +151,7 @@ class Mirrors:
     def in_optimizers(self, names: Iterable[str]) -> Iterator[None]:
         """In the block the optimizers have those of the layers that are `away`, in the groups where the layers' own
         parameters are, and what they remember of them."""
-        mirrors = {name: self.copies[name] for name in sorted(names) if self.away(name)}
+        mirrors = {name: self.copies[name] for name in sorted(names) if self.is_remote(name)}
         optimizers = self.optimizers()
         own = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         for name, mirror in mirrors.items():
@@ -176,7 +176,7 @@ class Mirrors:
     def in_module(self, names: Iterable[str]) -> Iterator[None]:
         """In the block the module has the copies of those of the layers that are `away` in place of its own."""
         own: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
-        for name in sorted(name for name in names if self.away(name)):
+        for name in sorted(name for name in names if self.is_remote(name)):
             for at, p in self.copies[name].parameters.items():
                 part, _, last = at.rpartition(".")
                 table = self._module(name).get_submodule(part)._parameters
@@ -190,15 +190,15 @@ class Mirrors:
 
     def _state(self, name: str) -> LayerState:
         module = self._module(name)
-        if not self.away(name):
+        if not self.is_remote(name):
             for at, p in module.named_parameters():
                 if has_gradient_hooks(p) or has_accumulate_hooks(p):
                     raise PlanError(
                         f"layer {name!r} goes to another rank for a batch, and {at} in it has a hook for its gradient, "
                         "which would not run there; leave out the hook, or what cuts batches"
                     )
-            return LayerState.of(module, self.optimizers(), gradients=False)
-        mirror, own = self.copies[name], LayerState.around(module)
+            return LayerState.from_layer(module, self.optimizers(), gradients=False)
+        mirror, own = self.copies[name], LayerState.module_state(module)
         return LayerState(
             {at: (p.detach(), p.requires_grad, None) for at, p in mirror.parameters.items()},
             mirror.buffers,

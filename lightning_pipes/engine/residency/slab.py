@@ -33,7 +33,7 @@ class SlabLayout:
     nbytes: int
 
     @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor]) -> SlabLayout:
+    def from_tensors(tensors: Mapping[str, torch.Tensor]) -> SlabLayout:
         """One tensor after the other; strides are kept where a tensor has no holes."""
         places, offset = {}, 0
         for name, tensor in tensors.items():
@@ -43,7 +43,7 @@ class SlabLayout:
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return SlabLayout(places, offset)
 
-    def views(self, slab: torch.Tensor) -> dict[str, torch.Tensor]:
+    def view_tensors(self, slab: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors in a slab. They share its version counter, so that autograd notices when it is overwritten."""
         return {
             name: slab[at.offset : at.offset + at.nbytes].view(at.dtype).as_strided(at.shape, at.stride)

@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(eq=False)
-class _Slot:
+class _DeviceSlab:
     """A slab on the device.
 
     Attributes:
@@ -39,10 +39,10 @@ class _Slot:
     slab: torch.Tensor
     used: int | None
     copies: list[int] = field(default_factory=list)
-    lost: bool = False
+    is_lost: bool = False
 
     @property
-    def busy(self) -> list[int]:
+    def pending_tickets(self) -> list[int]:
         """The tickets of what must have ended before it is overwritten."""
         return self.copies if self.used is None else [*self.copies, self.used]
 
@@ -62,9 +62,9 @@ class _State:
     host: torch.Tensor
     on_host: Tensors
     made: bool = False
-    slot: _Slot | None = None
+    slot: _DeviceSlab | None = None
     written: list[int] = field(default_factory=list)
-    on_device: WeakKeyDictionary[_Slot, Tensors] = field(default_factory=WeakKeyDictionary)
+    on_device: WeakKeyDictionary[_DeviceSlab, Tensors] = field(default_factory=WeakKeyDictionary)
 
 
 class StateCache(Generic[Key]):
@@ -103,7 +103,7 @@ class StateCache(Generic[Key]):
         self._leaves = leaves
         self._poison = poison
         self._states: dict[Key, _State] = {}
-        self._free: dict[int, deque[_Slot]] = defaultdict(deque)
+        self._free: dict[int, deque[_DeviceSlab]] = defaultdict(deque)
         self._slab_bytes = 0
         self._spare: torch.Tensor | None = None  # of a state that was made; the next one is as large
         self._residency: Residency[Key] = Residency(budget, {}, _Mover(self), slots)
@@ -114,7 +114,7 @@ class StateCache(Generic[Key]):
         return self._residency.statistics
 
     @property
-    def resident(self) -> frozenset[Key]:
+    def resident_keys(self) -> frozenset[Key]:
         """The keys that are on the device, or on their way to it."""
         return self._residency.resident
 
@@ -132,7 +132,7 @@ class StateCache(Generic[Key]):
         layout = self._layout(key, tensors)
         self._residency.add(key, layout.nbytes)
         host = host_slab(layout.nbytes, self._device.type == "cuda")
-        state = self._states[key] = _State(layout, host, layout.views(host))
+        state = self._states[key] = _State(layout, host, layout.view_tensors(host))
         with torch.no_grad():
             for name, view in state.on_host.items():
                 view.copy_(tensors[name])
@@ -150,18 +150,18 @@ class StateCache(Generic[Key]):
         host, self._spare = self._spare, None
         if host is None or host.numel() != layout.nbytes:
             host = host_slab(layout.nbytes, self._device.type == "cuda")
-        slot = self._take(layout.nbytes)
-        for ticket in slot.busy:
-            self.statistics.stall_ns += self._copier.follow(ticket)
-        self._states[key] = _State(layout, host, layout.views(host), made=True, slot=slot)
+        slot = self._take_slab(layout.nbytes)
+        for ticket in slot.pending_tickets:
+            self.statistics.stall_ns += self._copier.order_after(ticket)
+        self._states[key] = _State(layout, host, layout.view_tensors(host), made=True, slot=slot)
         with torch.no_grad():
             for name, view in self.on_device(key).items():
                 view.copy_(tensors[name])
-        slot.copies, slot.used = [], self._copier.mark()
+        slot.copies, slot.used = [], self._copier.mark_computation()
         return layout.nbytes
 
     def _layout(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> SlabLayout:
-        layout = SlabLayout.of(tensors)
+        layout = SlabLayout.from_tensors(tensors)
         if self._host_budget is not None and self.host_bytes + layout.nbytes > self._host_budget:
             raise PlanError(
                 f"state {key} has {layout.nbytes} bytes; {len(self._states)} states have {self.host_bytes} of the "
@@ -169,7 +169,7 @@ class StateCache(Generic[Key]):
             )
         return layout
 
-    def drop(self, key: Key, in_use: bool = False) -> None:
+    def drop_state(self, key: Key, in_use: bool = False) -> None:
         """The state is not needed any more.
 
         Args:
@@ -180,7 +180,7 @@ class StateCache(Generic[Key]):
         """
         state = self._states[key]
         if in_use and state.slot is not None:
-            state.slot.lost = True
+            state.slot.is_lost = True
         copies = [*state.written, *(state.slot.copies if state.slot is not None else ())]
         self._residency.drop(key)
         for ticket in copies:  # they use the host's slab
@@ -190,11 +190,11 @@ class StateCache(Generic[Key]):
             self._spare = state.host
 
     @property
-    def crowded(self) -> bool:
+    def is_over_budget(self) -> bool:
         """Whether states have to take turns."""
         return self.host_bytes > self._budget or (self._slots is not None and len(self._states) > self._slots)
 
-    def expect(self, keys: Iterable[Key]) -> None:
+    def expect_leases(self, keys: Iterable[Key]) -> None:
         """These leases follow those that were expected before; no others may come."""
         self._residency.expect(keys)
 
@@ -202,7 +202,7 @@ class StateCache(Generic[Key]):
         """These will probably be leased next, the first one first."""
         self._residency.predict(keys)
 
-    def prefetch(self) -> int:
+    def prefetch_states(self) -> int:
         """Starts to load what is needed next, as far as there is room; returns how many."""
         return self._residency.prefetch()
 
@@ -211,7 +211,7 @@ class StateCache(Generic[Key]):
         return self._residency.has_room(*keys)
 
     @contextmanager
-    def lease(self, key: Key, write: bool = False) -> Iterator[Tensors]:
+    def lease_state(self, key: Key, write: bool = False) -> Iterator[Tensors]:
         """The state's tensors on the device, for as long as the block runs.
 
         Args:
@@ -230,7 +230,7 @@ class StateCache(Generic[Key]):
         """A lease that lasts until `release`."""
         self._residency.lease(key, write)
 
-    def change(self, key: Key) -> None:
+    def mark_changed(self, key: Key) -> None:
         """The state, which is leased, is changed after all."""
         self._residency.change(key)
 
@@ -239,7 +239,7 @@ class StateCache(Generic[Key]):
         self._residency.release(key)
         slot = self._states[key].slot
         assert slot is not None
-        slot.used = self._copier.mark()
+        slot.used = self._copier.mark_computation()
 
     def on_device(self, key: Key) -> Tensors:
         """The tensors of a state that is resident."""
@@ -247,7 +247,7 @@ class StateCache(Generic[Key]):
         assert state.slot is not None, f"state {key} is on the host only"
         views = state.on_device.get(state.slot)
         if views is None:
-            views = state.on_device[state.slot] = state.layout.views(state.slot.slab)
+            views = state.on_device[state.slot] = state.layout.view_tensors(state.slot.slab)
         return views
 
     def on_host(self, key: Key) -> Tensors:
@@ -259,7 +259,7 @@ class StateCache(Generic[Key]):
         for ticket in self._states[key].written:
             self._copier.wait(ticket)
 
-    def offload(self, key: Key) -> None:
+    def start_write_back(self, key: Key) -> None:
         """Starts to write back what leases have changed."""
         self._residency.offload(key)
 
@@ -275,18 +275,18 @@ class StateCache(Generic[Key]):
 
     # ---- where states lie
 
-    def _take(self, nbytes: int) -> _Slot:
+    def _take_slab(self, nbytes: int) -> _DeviceSlab:
         """A slab of a state that left, or a new one; those of other sizes go where it would be too much."""
         if self._free[nbytes]:
             return self._free[nbytes].popleft()
         for others in self._free.values():
             while others and self._slab_bytes + nbytes > self._budget:
                 old = others.popleft()
-                for ticket in old.busy:
+                for ticket in old.pending_tickets:
                     self._copier.wait(ticket)
                 self._slab_bytes -= old.slab.numel()
         self._slab_bytes += nbytes
-        return _Slot(torch.empty(nbytes, dtype=torch.uint8, device=self._device), self._copier.mark())
+        return _DeviceSlab(torch.empty(nbytes, dtype=torch.uint8, device=self._device), self._copier.mark_computation())
 
 
 class _Mover:
@@ -297,15 +297,15 @@ class _Mover:
 
     def load(self, key: object, size: int, after: int | None) -> int:
         cache = self._cache
-        state, slot = cache._states[key], cache._take(size)
-        ticket = cache._copier.copy("in", slot.slab, state.host, [*slot.busy, *state.written])
+        state, slot = cache._states[key], cache._take_slab(size)
+        ticket = cache._copier.copy("in", slot.slab, state.host, [*slot.pending_tickets, *state.written])
         state.slot, slot.copies = slot, [ticket]
         return ticket
 
     def store(self, key: object, size: int) -> int:
         state = self._cache._states[key]
         assert state.slot is not None
-        ticket = self._cache._copier.copy("out", state.host, state.slot.slab, state.slot.busy)
+        ticket = self._cache._copier.copy("out", state.host, state.slot.slab, state.slot.pending_tickets)
         state.slot.copies = [ticket]
         state.written = [ticket]
         return ticket
@@ -315,18 +315,18 @@ class _Mover:
         state = cache._states[key]
         slot, state.slot = state.slot, None
         assert slot is not None
-        if slot.lost:
+        if slot.is_lost:
             cache._slab_bytes -= slot.slab.numel()
             return
         if cache._leaves is not None:
             cache._leaves(key)
         if cache._poison:
             nan = torch.full_like(slot.slab, 255)
-            cache._copier.wait(cache._copier.copy("out", slot.slab, nan, slot.busy))
+            cache._copier.wait(cache._copier.copy("out", slot.slab, nan, slot.pending_tickets))
         cache._free[slot.slab.numel()].append(slot)
 
     def done(self, ticket: int) -> bool:
-        return self._cache._copier.done(ticket)
+        return self._cache._copier.is_done(ticket)
 
     def wait(self, ticket: int) -> int:
-        return self._cache._copier.follow(ticket)
+        return self._cache._copier.order_after(ticket)

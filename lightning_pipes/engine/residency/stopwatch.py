@@ -36,7 +36,7 @@ class Stopwatch:
         while self._under_way and self._under_way[0][1].query():  # type: ignore[no-untyped-call]
             self._read()
 
-    def shortest(self) -> float:
+    def shortest_seconds(self) -> float:
         """Seconds of the shortest one; infinite where there was none. Waits until all have ended."""
         while self._under_way:
             self._under_way[0][1].synchronize()

@@ -21,7 +21,7 @@ from lightning_pipes.sim.residency import Statistics
 Key = TypeVar("Key")
 
 
-class Bound(Protocol):
+class MovableTensors(Protocol):
     """Something whose tensors can be elsewhere from one moment to the next; a `Binding` is one."""
 
     def check(self) -> None:
@@ -31,10 +31,10 @@ class Bound(Protocol):
             PlanError: they can't.
         """
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def named_tensors(self) -> dict[str, torch.Tensor]:
         """Them by name."""
 
-    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def bind_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Uses `tensors` from now on, which have the values.
 
         Raises:
@@ -43,7 +43,7 @@ class Bound(Protocol):
 
 
 @dataclass
-class _Held:
+class _SwapEntry:
     """The tensors that belong to a key.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Held:
         leased: they stay there.
     """
 
-    bound: Bound
+    bound: MovableTensors
     here: bool = False
     leased: bool = False
 
@@ -88,7 +88,7 @@ class Swap(Generic[Key]):
         host_budget: int | None = None,
         poison: bool = False,
     ) -> None:
-        self._held: dict[Key, _Held] = {}
+        self._held: dict[Key, _SwapEntry] = {}
         self._cache: StateCache[Key] = StateCache(
             budget, copier, device, slots=slots, host_budget=host_budget, leaves=self._to_host, poison=poison
         )
@@ -104,24 +104,24 @@ class Swap(Generic[Key]):
         return self._cache.host_bytes
 
     @property
-    def resident(self) -> frozenset[Key]:
+    def resident_keys(self) -> frozenset[Key]:
         """The keys that are on the device, or on their way to it."""
-        return self._cache.resident
+        return self._cache.resident_keys
 
     def __contains__(self, key: Key) -> bool:
         return key in self._held
 
-    def holds(self, key: Key) -> bool:
+    def is_leased(self, key: Key) -> bool:
         """Whether the state is leased."""
         each = self._held.get(key)
         return each is not None and each.leased
 
-    def bound(self, key: Key) -> Bound | None:
+    def bound_tensors(self, key: Key) -> MovableTensors | None:
         """The tensors that belong to the key."""
         each = self._held.get(key)
         return None if each is None else each.bound
 
-    def add(self, key: Key, bound: Bound, fits: Callable[[int], object] = lambda size: None) -> int:
+    def add(self, key: Key, bound: MovableTensors, fits: Callable[[int], object] = lambda size: None) -> int:
         """One more state, which is on the host from now on. Returns its bytes.
 
         Args:
@@ -131,28 +131,28 @@ class Swap(Generic[Key]):
             PlanError: it does not fit into the device's or the host's budget, or can't be moved.
         """
         bound.check()
-        size = self._cache.add(key, bound.tensors())
+        size = self._cache.add(key, bound.named_tensors())
         try:
             fits(size)
         except Exception:
-            self._cache.drop(key)
+            self._cache.drop_state(key)
             raise
-        self._held[key] = _Held(bound)
-        bound.hold(self._cache.on_host(key))
+        self._held[key] = _SwapEntry(bound)
+        bound.bind_tensors(self._cache.on_host(key))
         return size
 
-    def make(self, key: Key, bound: Bound) -> None:
+    def make(self, key: Key, bound: MovableTensors) -> None:
         """One more state, a copy on the device of what `bound` uses there, which uses the copy from now on.
 
         Raises:
             PlanError: it does not fit into the device's or the host's budget, or can't be moved.
         """
         bound.check()
-        self._cache.make(key, bound.tensors())
-        self._held[key] = _Held(bound, here=True)
-        bound.hold(self._cache.on_device(key))
+        self._cache.make(key, bound.named_tensors())
+        self._held[key] = _SwapEntry(bound, here=True)
+        bound.bind_tensors(self._cache.on_device(key))
 
-    def replace(self, key: Key, bound: Bound) -> None:
+    def rebind(self, key: Key, bound: MovableTensors) -> None:
         """The state belongs to `bound` from now on, which has the same tensors in the same places."""
         self._held[key].bound = bound
 
@@ -170,37 +170,37 @@ class Swap(Generic[Key]):
         if not each.here:
             self._cache.wait_for_host(key)
         with torch.inference_mode(False):
-            own = {name: tensor.to("cpu", copy=True) for name, tensor in each.bound.tensors().items()}
+            own = {name: tensor.to("cpu", copy=True) for name, tensor in each.bound.named_tensors().items()}
         in_use = False
         try:
-            each.bound.hold(own)
+            each.bound.bind_tensors(own)
         except PipelineError:  # it fails, and its exception refers to a graph: it may keep the memory
             in_use = True
-        self._cache.drop(key, in_use)
+        self._cache.drop_state(key, in_use)
 
-    def discard(self, key: Key) -> None:
+    def discard_state(self, key: Key) -> None:
         """Nobody uses what belongs to the key any more: its tensors have no values from now on."""
         del self._held[key]
-        self._cache.drop(key)
+        self._cache.drop_state(key)
 
-    def expect(self, keys: Iterable[Key]) -> None:
+    def expect_leases(self, keys: Iterable[Key]) -> None:
         """These leases follow those that were expected before; no others may come."""
-        self._cache.expect(keys)
+        self._cache.expect_leases(keys)
 
     def predict(self, keys: Iterable[Key]) -> None:
         """These will probably be leased next, the first one first; others that are not here are passed over."""
         self._cache.predict(key for key in keys if key in self._held)
 
-    def prefetch(self) -> int:
+    def prefetch_states(self) -> int:
         """Starts to load what is needed next, as far as there is room; returns how many."""
-        return self._cache.prefetch()
+        return self._cache.prefetch_states()
 
     def has_room(self, *keys: Key) -> bool:
         """Whether leases of all these would find places."""
         return self._cache.has_room(*keys)
 
     @contextmanager
-    def lease(self, key: Key, write: bool = False) -> Iterator[None]:
+    def lease_state(self, key: Key, write: bool = False) -> Iterator[None]:
         """Has what belongs to the key compute on the device, for as long as the block runs.
 
         Args:
@@ -221,12 +221,12 @@ class Swap(Generic[Key]):
         self._cache.acquire(key, write)
         each.leased = True
         if not each.here:
-            each.bound.hold(self._cache.on_device(key))
+            each.bound.bind_tensors(self._cache.on_device(key))
             each.here = True
 
-    def change(self, key: Key) -> None:
+    def mark_changed(self, key: Key) -> None:
         """The state, which is leased, is changed after all."""
-        self._cache.change(key)
+        self._cache.mark_changed(key)
 
     def release(self, key: Key) -> None:
         """The lease is over, if there is one; what is being computed may still be under way."""
@@ -235,10 +235,10 @@ class Swap(Generic[Key]):
             self._cache.release(key)
             each.leased = False
 
-    def relieve(self, key: Key) -> None:
+    def write_back(self, key: Key) -> None:
         """Starts to write back what leases have changed, where states have to take turns."""
-        if self._cache.crowded:
-            self._cache.offload(key)
+        if self._cache.is_over_budget:
+            self._cache.start_write_back(key)
 
     def flush(self) -> None:
         """Returns when the host has all that leases have changed."""
@@ -253,5 +253,5 @@ class Swap(Generic[Key]):
         """Another state takes its place on the device."""
         each = self._held.get(key)
         if each is not None and each.here:
-            each.bound.hold(self._cache.on_host(key))
+            each.bound.bind_tensors(self._cache.on_host(key))
             each.here = False

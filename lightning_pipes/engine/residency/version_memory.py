@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from lightning_pipes.engine.residency.layer_memory import States
-from lightning_pipes.engine.residency.swap import Bound
+from lightning_pipes.engine.residency.layer_memory import StateMemory
+from lightning_pipes.engine.residency.swap import MovableTensors
 
 
 class VersionMemory:
@@ -28,12 +28,12 @@ class VersionMemory:
         coming: gives the keys of the versions that will be read next, the first one first.
     """
 
-    def __init__(self, memory: States, device: torch.device) -> None:
+    def __init__(self, memory: StateMemory, device: torch.device) -> None:
         self._swap, self._prefetch = memory.states(device), memory.prefetch
-        self.coming: Callable[[], Iterable[Hashable]] = tuple
+        self.upcoming: Callable[[], Iterable[Hashable]] = tuple
         self._kept: set[Hashable] = set()
 
-    def keep(self, key: Hashable, bound: Bound) -> None:
+    def add_version(self, key: Hashable, bound: MovableTensors) -> None:
         """One more version, a copy of what `bound` uses, which uses the copy from now on.
 
         Raises:
@@ -41,22 +41,22 @@ class VersionMemory:
         """
         self._swap.make(key, bound)
         self._kept.add(key)
-        self._swap.relieve(key)
+        self._swap.write_back(key)
 
     @contextmanager
-    def lease(self, key: Hashable) -> Iterator[None]:
+    def lease_version(self, key: Hashable) -> Iterator[None]:
         """It is on the device for as long as the block runs.
 
         Raises:
             PlanError: no room for it.
         """
-        with self._swap.lease(key):
+        with self._swap.lease_state(key):
             self.look_ahead()
             yield
 
-    def drop(self, key: Hashable) -> None:
+    def drop_version(self, key: Hashable) -> None:
         """Nobody will read it any more."""
-        self._swap.discard(key)
+        self._swap.discard_state(key)
         self._kept.discard(key)
 
     def look_ahead(self) -> None:
@@ -64,12 +64,12 @@ class VersionMemory:
         if self._kept:
             self._swap.predict(self._next())
             if self._prefetch:
-                self._swap.prefetch()
+                self._swap.prefetch_states()
 
     def _next(self) -> Iterator[Hashable]:
         """The versions that are kept, in the order of their next reading; the rest of what comes does not matter."""
         missing = set(self._kept)
-        for key in self.coming():
+        for key in self.upcoming():
             if key in missing:
                 missing.remove(key)
                 yield key

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_pipes.engine.watch import ending
-from lightning_pipes.engine.watch.asking import Asking
-from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS, Silence, heart_of
-from lightning_pipes.engine.watch.points import point
-from lightning_pipes.engine.watch.trust import Seal, part_of, printable, seal_of
+from lightning_pipes.engine.watch import process_exit
+from lightning_pipes.engine.watch.fault_points import fault_point
+from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS, StallTimer, get_heartbeat
+from lightning_pipes.engine.watch.serial_caller import SerialCaller
+from lightning_pipes.engine.watch.trust import Seal, seal_of, sub_store_of, to_printable
 from lightning_pipes.ir import PipelineError
 
 _log = logging.getLogger(__name__)
@@ -34,9 +34,9 @@ POLL_SECONDS = 0.2
 REASON_SECONDS = 5 * POLL_SECONDS
 GRACE_SECONDS = 7.0
 """How long a rank that knows of a failure may take to leave by itself before its watchdog ends it."""
-TELL_SECONDS = 2.0
+PUBLISH_SECONDS = 2.0
 """How long a failing rank waits for the store to take its word."""
-SAY_SECONDS = 30.0
+LOG_SECONDS = 30.0
 """How often a rank says for whom it waits."""
 HEARTBEAT_TIMEOUT = 120.0
 """Long enough for any call that keeps Python's lock, such as loading a large pickle."""
@@ -47,7 +47,7 @@ class PeerFailure(PipelineError):  # noqa: N818 - reads as what it is: the failu
     """Another rank failed; the message names it, its stage, its instruction and the cause."""
 
 
-class _Words:
+class _FailureReport:
     """A failure on its way to the store.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Words:
         self.first: str | None = None
         self._answered = threading.Event()
 
-    def answer(self, first: str | None) -> None:
+    def set_answer(self, first: str | None) -> None:
         """The store has answered, or can't."""
         self.first = first
         self._answered.set()
@@ -114,28 +114,28 @@ class FailureWatch:
         self._closed = threading.Event()
         self._failed_at: float | None = None
         self._polls = 0
-        self._last_words: SimpleQueue[_Words | None] = SimpleQueue()
+        self._reports: SimpleQueue[_FailureReport | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         if store is not None:
-            self._heart = heart_of(store, rank)
-            self._prefix = f"lightning_pipes/{self._heart.next_run(rank)}"
+            self._heartbeat = get_heartbeat(store, rank)
+            self._prefix = f"lightning_pipes/{self._heartbeat.next_run(rank)}"
             self._key = f"{self._prefix}/failure"
-            for name, target in (("watch", self._watch), ("watchdog", self._guard), ("last words", self._write)):
+            for name, target in (("watch", self._watch), ("watchdog", self._run_watchdog), ("last words", self._write)):
                 thread = threading.Thread(target=target, name=f"lightning_pipes failure {name}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-            point("watch.made")
+            fault_point("watch.made")
 
-    def store(self) -> Any:
+    def sub_store(self) -> Any:
         """A part of the store for one purpose of this run; ranks that ask equally often get the same."""
-        return self.store_later()()
+        return self.sub_store_factory()()
 
-    def store_later(self) -> Callable[[], Any]:
+    def sub_store_factory(self) -> Callable[[], Any]:
         """A function that gives that part of the store, with a connection of its own; making one takes up to a tenth of
         a second."""
         self._stores += 1
         prefix = f"{self._prefix}/{self._stores}"
-        return lambda: part_of(self._store, prefix)
+        return lambda: sub_store_of(self._store, prefix)
 
     @property
     def seal(self) -> Seal | None:
@@ -155,12 +155,12 @@ class FailureWatch:
         if error is not None:
             listener(error)
 
-    def fail(self, error: BaseException, where: str = "") -> None:
+    def report_failure(self, error: BaseException, where: str = "") -> None:
         """Tells everybody that this rank failed, unless another failure was told before."""
         who = f"rank {self._rank} failed in {where}" if where else f"{self.name(self._rank)} failed"
-        self._tell(f"{who}: {type(error).__name__}: {error}", elsewhere=False)
+        self._publish_failure(f"{who}: {type(error).__name__}: {error}", is_remote=False)
 
-    def lost(self, peer: int, error: BaseException) -> None:
+    def report_lost_peer(self, peer: int, error: BaseException) -> None:
         """A connection to `peer` broke. If the peer has said why, that is the failure; else it is gone."""
         if self._closed.is_set():
             return
@@ -168,11 +168,11 @@ class FailureWatch:
             return
         if self.error is None:
             lost = f"rank {self._rank} lost the connection to it{self._while_doing()} ({error})"
-            self._tell(f"{self.name(peer)} has ended or can't be reached: {lost}")
+            self._publish_failure(f"{self.name(peer)} has ended or can't be reached: {lost}")
 
     def has_ended(self, rank: int) -> bool:
         """Whether the process of `rank` is known to have ended; that of another host never is."""
-        process = None if self._store is None else self._heart.process(rank)
+        process = None if self._store is None else self._heartbeat.known_process(rank)
         return process is not None and process.has_ended()
 
     def check(self) -> None:
@@ -198,20 +198,24 @@ class FailureWatch:
 
         before, self.doing = self.doing, self.doing or "connections to other ranks"
         try:
-            with Asking() as asking:
+            with SerialCaller() as asking:
                 result = asking(run, self.check)
         except RuntimeError as error:
             if not isinstance(error, PipelineError):
-                self.learn_reason()
+                self.raise_reason()
             raise
         self.doing = before
         return result
 
-    def missing(self) -> list[int]:
+    def missing_ranks(self) -> list[int]:
         """The ranks that have not come to the store yet."""
-        return [] if self._store is None else [rank for rank in sorted(self._others) if self._heart.ask(rank) is None]
+        return (
+            []
+            if self._store is None
+            else [rank for rank in sorted(self._others) if self._heartbeat.find_process(rank) is None]
+        )
 
-    def meet(self, timeout: float, check: Callable[[], None], ended: Callable[[], Mapping[int, str]]) -> None:
+    def wait_for_ranks(self, timeout: float, check: Callable[[], None], ended: Callable[[], Mapping[int, str]]) -> None:
         """Returns when all ranks have come to the store.
 
         Args:
@@ -222,23 +226,23 @@ class FailureWatch:
         Raises:
             PeerFailure: one has ended, or does not come.
         """
-        started = said = time.monotonic()
-        while missing := self.missing():
+        started = logged = time.monotonic()
+        while missing := self.missing_ranks():
             self.check()
             check()
             for rank, how in ended().items():
                 if rank in missing:
-                    self._tell(f"{self.name(rank)} {how} before it came to the other ranks")
+                    self._publish_failure(f"{self.name(rank)} {how} before it came to the other ranks")
             now = time.monotonic()
-            if now > said + SAY_SECONDS:
-                said = now
+            if now > logged + LOG_SECONDS:
+                logged = now
                 _log.warning("[rank %d] waits for %s", self._rank, _ranks(missing))
             if now > started + timeout:
-                self._tell(f"{_ranks(missing)} did not come to the other ranks within {timeout:.0f} s")
+                self._publish_failure(f"{_ranks(missing)} did not come to the other ranks within {timeout:.0f} s")
             time.sleep(POLL_SECONDS / 4)
         self.check()
 
-    def learn_reason(self) -> None:
+    def raise_reason(self) -> None:
         """Raises PeerFailure once it gets to know of a failure, of which something else was noticed; returns if it does
         not, a second later."""
         until = time.monotonic() + REASON_SECONDS
@@ -249,132 +253,134 @@ class FailureWatch:
     def close(self) -> None:
         """Stops watching; this process needs to give no more signs of life. It is safe from the watchdog until its main
         thread has ended."""
-        point("watch.close")
+        fault_point("watch.close")
         self._closed.set()
-        self._last_words.put(None)
+        self._reports.put(None)
         until = time.monotonic() + 1.0  # that long only where the store does not answer
         while self._threads:
             thread = self._threads.pop()
             if thread is not threading.current_thread() and self.error is None:
                 thread.join(timeout=max(0.0, until - time.monotonic()))
-        point("watch.closed")
+        fault_point("watch.closed")
 
     def _watch(self) -> None:
         """Listens to the store, for the next rank's signs of life, and whether processes of this host have ended. Its
         calls block where the store is stopped."""
-        silence, looks = Silence(2 * BEAT_SECONDS), round(BEAT_SECONDS / POLL_SECONDS)
+        silence, looks = StallTimer(2 * BEAT_SECONDS), round(BEAT_SECONDS / POLL_SECONDS)
         try:
             while self.error is None and not self._closed.wait(POLL_SECONDS):
                 self._polls += 1
-                if self._heart.line.check([self._key]):
-                    self._learn(self._heart.line.get(self._key).decode())
+                if self._heartbeat.connection.check([self._key]):
+                    self._accept_failure(self._heartbeat.connection.get(self._key).decode())
                 elif self._others:
-                    self._look_after(self._others[self._polls % len(self._others)])
+                    self._check_process(self._others[self._polls % len(self._others)])
                     if self._polls % looks == 0:
-                        self._listen(silence)
+                        self._check_heartbeat(silence)
             if self.error is None:
-                self._heart.line.set(self._left(self._rank), "")
+                self._heartbeat.connection.set(self._left_key(self._rank), "")
         except Exception as error:
             if not self._closed.is_set():
-                self._learn(f"{self._store_host}, which hosts the store of this run, has ended ({error})")
+                self._accept_failure(f"{self._store_host}, which hosts the store of this run, has ended ({error})")
 
-    def _look_after(self, other: int) -> None:
+    def _check_process(self, other: int) -> None:
         """Tells all if the process of another rank has ended, as far as can be seen from here, in the middle of this
         run."""
-        process = self._heart.ask(other)
+        process = self._heartbeat.find_process(other)
         if process is not None and process.has_ended() and not self._has_left(other):
-            self._tell(
-                f"{self.name(other)} has ended{self._how(other)}: rank {self._rank} found its process gone"
+            self._publish_failure(
+                f"{self.name(other)} has ended{self._exit_note(other)}: rank {self._rank} found its process gone"
                 f"{self._while_doing()}"
             )
 
-    def _listen(self, silence: Silence) -> None:
+    def _check_heartbeat(self, silence: StallTimer) -> None:
         """Tells all if the next rank has come to its end, or seems dead."""
-        if self._heart.ask(self._neighbour) is None:
+        if self._heartbeat.find_process(self._neighbour) is None:
             return  # it has not come yet; setting something up may take it an hour
-        seconds = silence.seconds(self._heart.beats(self._neighbour), time.monotonic())
-        ended = self._heart.has_come_to_its_end(self._neighbour)
+        seconds = silence.stalled_seconds(self._heartbeat.count_beats(self._neighbour), time.monotonic())
+        ended = self._heartbeat.has_exited(self._neighbour)
         if (not ended and seconds <= self._timeout) or self._has_left(self._neighbour):
             return
         who = self.name(self._neighbour)
         if ended:
-            self._tell(
-                f"{who} has ended{self._how(self._neighbour)}: rank {self._rank} noticed it{self._while_doing()}"
+            self._publish_failure(
+                f"{who} has ended{self._exit_note(self._neighbour)}: rank {self._rank} noticed it{self._while_doing()}"
             )
         else:
-            self._tell(
+            self._publish_failure(
                 f"{who} was declared dead by rank {self._rank}: no sign of life for "
                 f"{seconds:.0f} s. Its process or host is stopped, or can't be reached; if it was only "
                 f"busy, raise heartbeat_timeout (now {self._timeout:g})"
             )
 
-    def _how(self, other: int) -> str:
-        if not self._heart.has_come_to_its_end(other):
+    def _exit_note(self, other: int) -> str:
+        if not self._heartbeat.has_exited(other):
             return ""
         return " by itself, while others were in a run, in which all ranks must take part"
 
-    def _guard(self) -> None:
+    def _run_watchdog(self) -> None:
         """Notices that the store does not answer, and ends a process that is blocked; never blocks itself."""
-        silence = Silence(2 * POLL_SECONDS)
+        silence = StallTimer(2 * POLL_SECONDS)
         while not self._closed.wait(POLL_SECONDS):
             now = time.monotonic()
             if self.error is None:
-                seconds = silence.seconds(self._polls, now)
+                seconds = silence.stalled_seconds(self._polls, now)
                 if seconds > self._timeout:
                     text = (
                         f"{self._store_host}, which hosts the store of this run, has not answered rank {self._rank} "
                         f"for {seconds:.0f} s: it is stopped, or can't be reached"
                     )
-                    self._learn(text)
-                    self._last_words.put(_Words(text))  # for a host that goes on one day
+                    self._accept_failure(text)
+                    self._reports.put(_FailureReport(text))  # for a host that goes on one day
             elif self._enforce and self._failed_at is not None and now > self._failed_at + GRACE_SECONDS:
-                self._end(f"still blocked {GRACE_SECONDS:.0f} s after: {self.error}")
-        if self.error is not None and self._enforce and ending.waits_first():
-            ending.wait_for_main_thread()
+                self._end_process(f"still blocked {GRACE_SECONDS:.0f} s after: {self.error}")
+        if self.error is not None and self._enforce and process_exit.claim_final_wait():
+            process_exit.wait_for_main_thread()
             time.sleep(GRACE_SECONDS)
-            self._end(f"has not come to its end {GRACE_SECONDS:.0f} s after its last line, nor after: {self.error}")
+            self._end_process(
+                f"has not come to its end {GRACE_SECONDS:.0f} s after its last line, nor after: {self.error}"
+            )
 
-    def _end(self, why: str) -> None:
+    def _end_process(self, why: str) -> None:
         with suppress(Exception):  # whatever becomes of the words
             print(f"[rank {self._rank}] {why}; ending", file=sys.stderr)
             sys.stderr.flush()
         os._exit(1)
 
-    def _tell(self, text: str, elsewhere: bool = True) -> None:
+    def _publish_failure(self, text: str, is_remote: bool = True) -> None:
         """Makes `text` the failure of the run, unless there is one; `elsewhere` if it is not this rank's own."""
-        text = printable(text)
+        text = to_printable(text)
         first = None
         # The store may be gone with its host; closed connections tell the others then.
         if self._store is not None and not self._closed.is_set():
-            words = _Words(text)
-            self._last_words.put(words)
-            first = words.wait(TELL_SECONDS)
+            words = _FailureReport(text)
+            self._reports.put(words)
+            first = words.wait(PUBLISH_SECONDS)
         if first is None or first == text:
-            self._notice(text, elsewhere)
+            self._set_failure(text, is_remote)
         else:
-            self._learn(first)
+            self._accept_failure(first)
 
     def _write(self) -> None:
         """Writes failures into the store, which may block, and gets the first that was written."""
-        while (words := self._last_words.get()) is not None:
+        while (words := self._reports.get()) is not None:
             try:
-                words.answer(self._heart.last_words.compare_set(self._key, "", words.text).decode())
+                words.set_answer(self._heartbeat.report_connection.compare_set(self._key, "", words.text).decode())
             except RuntimeError:
-                words.answer(None)
+                words.set_answer(None)
 
-    def _learn(self, text: str) -> None:
-        doing, text = self._while_doing(), printable(text)
-        self._notice(text + (f"\nrank {self._rank} learnt of it{doing}" if doing else ""))
+    def _accept_failure(self, text: str) -> None:
+        doing, text = self._while_doing(), to_printable(text)
+        self._set_failure(text + (f"\nrank {self._rank} learnt of it{doing}" if doing else ""))
 
-    def _notice(self, text: str, elsewhere: bool = True) -> None:
+    def _set_failure(self, text: str, is_remote: bool = True) -> None:
         with self._lock:
             if self.error is not None:
                 return
             self.error = PeerFailure(text)
             self._failed_at = time.monotonic()
             listeners = list(self._listeners)
-        ending.give_up()
-        if elsewhere:  # at once: whoever started this process may kill it before its own error is printed
+        process_exit.give_up()
+        if is_remote:  # at once: whoever started this process may kill it before its own error is printed
             _log.error("[rank %d] %s", self._rank, text)
         for listener in listeners:
             listener(self.error)
@@ -383,9 +389,9 @@ class FailureWatch:
         return "" if self.doing is None else f" while waiting for {self.doing}"
 
     def _has_left(self, rank: int) -> bool:
-        return bool(self._heart.line.check([self._left(rank)]))
+        return bool(self._heartbeat.connection.check([self._left_key(rank)]))
 
-    def _left(self, rank: int) -> str:
+    def _left_key(self, rank: int) -> str:
         return f"{self._prefix}/left/{rank}"
 
 

@@ -16,7 +16,7 @@ from lightning_pipes.engine.watch.identity import Process
 BEAT_SECONDS = 1.0
 
 
-class Silence:
+class StallTimer:
     """How long a count has not moved, in the time of who looks; nobody's clock on another host matters.
 
     Between two looks at most `gap` seconds count. So whoever was itself stopped, or suspended with all others, does not
@@ -29,7 +29,7 @@ class Silence:
         self._looked = 0.0
         self._seconds = 0.0
 
-    def seconds(self, count: int, now: float) -> float:
+    def stalled_seconds(self, count: int, now: float) -> float:
         """How long `count` has been the same, as seen at `now`, a monotonic time."""
         passed = min(now - self._looked, self._gap)
         self._seconds = self._seconds + passed if count == self._count else 0.0
@@ -37,7 +37,7 @@ class Silence:
         return self._seconds
 
 
-class Heart:
+class Heartbeat:
     """Counts up once a second for as long as the process lives, also between runs, when user code may take hours.
 
     Attributes:
@@ -48,35 +48,35 @@ class Heart:
 
     def __init__(self, store: Any, rank: int) -> None:
         self.store = store
-        self.line, self.last_words = store.clone(), store.clone()
+        self.connection, self.report_connection = store.clone(), store.clone()
         self._rank = rank
         self._processes: dict[int, Process] = {}
         self._runs: Counter[int] = Counter()
         self._ended = threading.Event()
-        self.line.set(_key("place", rank), str(Process.own()))
+        self.connection.set(_key("place", rank), str(Process.current()))
         self._thread = threading.Thread(target=self._beat, name="lightning_pipes heart", daemon=True)
         self._thread.start()
 
-    def beats(self, rank: int) -> int:
+    def count_beats(self, rank: int) -> int:
         """How often the heart of `rank` has beaten."""
         key = _key("heart", rank)
-        return int(self.line.get(key)) if self.line.check([key]) else 0
+        return int(self.connection.get(key)) if self.connection.check([key]) else 0
 
-    def process(self, rank: int) -> Process | None:
+    def known_process(self, rank: int) -> Process | None:
         """The process of `rank`; None where it has not said so yet, or `ask` has not asked."""
         return self._processes.get(rank)
 
-    def ask(self, rank: int) -> Process | None:
+    def find_process(self, rank: int) -> Process | None:
         """The process of `rank`; None where it has not said so yet."""
-        if rank not in self._processes and self.line.check([_key("place", rank)]):
-            process = Process.parse(self.line.get(_key("place", rank)).decode())
+        if rank not in self._processes and self.connection.check([_key("place", rank)]):
+            process = Process.parse(self.connection.get(_key("place", rank)).decode())
             if process is not None:
                 self._processes[rank] = process
         return self._processes.get(rank)
 
-    def has_come_to_its_end(self, rank: int) -> bool:
+    def has_exited(self, rank: int) -> bool:
         """Whether the interpreter of `rank` has ended, as it says itself."""
-        return bool(self.line.check([_key("ended", rank)]))
+        return bool(self.connection.check([_key("ended", rank)]))
 
     def next_run(self, rank: int) -> int:
         """The number of the run that begins; the same on every rank."""
@@ -93,30 +93,32 @@ class Heart:
             for beats in itertools.count(1):
                 if self._ended.wait(BEAT_SECONDS):
                     break
-                self.line.set(_key("heart", self._rank), str(beats))  # and not `add`: what that makes can't be signed
-            self.line.set(_key("ended", self._rank), "")
+                self.connection.set(
+                    _key("heart", self._rank), str(beats)
+                )  # and not `add`: what that makes can't be signed
+            self.connection.set(_key("ended", self._rank), "")
         except RuntimeError:  # the store is gone, which the watch of a run notices and tells
             return
 
 
-_heart: Heart | None = None
+_heartbeat: Heartbeat | None = None
 
 
-def heart_of(store: Any, rank: int) -> Heart:
+def get_heartbeat(store: Any, rank: int) -> Heartbeat:
     """The heart of this process, which beats in `store` from the first call on."""
-    global _heart
-    if _heart is None:
-        atexit.register(end)
-    if _heart is None or _heart.store is not store:
-        end()
-        _heart = Heart(store, rank)
-    return _heart
+    global _heartbeat
+    if _heartbeat is None:
+        atexit.register(stop_heartbeat)
+    if _heartbeat is None or _heartbeat.store is not store:
+        stop_heartbeat()
+        _heartbeat = Heartbeat(store, rank)
+    return _heartbeat
 
 
-def end() -> None:
+def stop_heartbeat() -> None:
     """This process says that it comes to its end, as it does at the end of an interpreter."""
-    if _heart is not None:
-        _heart.stop()
+    if _heartbeat is not None:
+        _heartbeat.stop()
 
 
 def _key(what: str, rank: int) -> str:

@@ -39,21 +39,21 @@ class Process(NamedTuple):
     started: int
 
     @classmethod
-    def own(cls) -> Process:
+    def current(cls) -> Process:
         """The one that asks."""
         return _process(os.getpid())
 
     @classmethod
-    def of(cls, pid: int) -> Process:
+    def from_pid(cls, pid: int) -> Process:
         """Another one of this PID name space.
 
         Raises:
             ProcessLookupError: there is none.
         """
-        started = _started(pid)
+        started = _start_time(pid)
         if started is None:
             raise ProcessLookupError(f"there is no process {pid}")
-        return cls(*_here(), pid, started)
+        return cls(*_host_marks(), pid, started)
 
     @classmethod
     def parse(cls, text: str) -> Process | None:
@@ -71,13 +71,13 @@ class Process(NamedTuple):
     def has_ended(self) -> bool:
         """Whether it is known to have ended. Nothing is known of another machine's, nor of another container's, which
         may have the same name. What ran before the machine was started anew has ended."""
-        machine, boot, space = _here()
+        machine, boot, space = _host_marks()
         if self.machine != machine or self.space != space:
             return False
         if self.boot != boot:
             return bool(self.boot and boot) and space == _FIRST_SPACE
         with suppress(PermissionError):  # another user's, about which the system says nothing
-            return _started(self.pid) != self.started
+            return _start_time(self.pid) != self.started
         return False
 
 
@@ -96,11 +96,11 @@ def has_ended(pid: int) -> bool:
 
 @cache
 def _process(pid: int) -> Process:
-    return Process.of(pid)
+    return Process.from_pid(pid)
 
 
 @cache
-def _here() -> tuple[str, str, str]:
+def _host_marks() -> tuple[str, str, str]:
     """The marks that the processes of this PID name space have in common."""
     machine = _short(f"{socket.gethostname()}/{_read('/etc/machine-id')}")
     boot = _read("/proc/sys/kernel/random/boot_id")
@@ -120,7 +120,7 @@ def _read(path: str) -> str:
     return ""
 
 
-def _started(pid: int) -> int | None:
+def _start_time(pid: int) -> int | None:
     """When a process was started; None if it has ended, also if nobody has waited for it yet.
 
     Raises:

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import psutil
 
-from lightning_pipes.engine.watch import ending
+from lightning_pipes.engine.watch import process_exit
 from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT
-from lightning_pipes.engine.watch.heartbeat import Silence
+from lightning_pipes.engine.watch.heartbeat import StallTimer
 from lightning_pipes.engine.watch.identity import has_ended, is_stopped
 from lightning_pipes.ir import PipelineError
 
@@ -37,12 +37,12 @@ TERMINATED = 128 + 15
 GRACE_SECONDS = 6.0
 """How long a process goes on whose launcher, or a rank that it has started, has died: it may have heard of it, and be
 about to end with an error that says more."""
-_PATIENCE_SECONDS = 4.0
+_WAIT_SECONDS = 4.0
 """How long a process that has failed waits in its end for those that it has started."""
-_LOOK_SECONDS = 0.3
-_COMPANY_SECONDS = 1.0
+_POLL_SECONDS = 0.3
+_CHECK_SECONDS = 1.0
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
-_born = os.getpid(), os.getppid()
+_first_pids = os.getpid(), os.getppid()
 """This process when it came here first, and its parent; a fork of it has another."""
 
 
@@ -60,9 +60,9 @@ class _Launcher:
     def __init__(self) -> None:
         self.pid = 0
         self.gone = False
-        self.patience = HEARTBEAT_TIMEOUT
+        self.stop_timeout = HEARTBEAT_TIMEOUT
 
-    def heed(self) -> None:
+    def start_watching(self) -> None:
         if self.pid or not (pid := _launcher()):
             return
         self.pid = pid
@@ -75,9 +75,9 @@ class _Launcher:
 
     def _watch(self) -> None:
         while not self._look():
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         time.sleep(GRACE_SECONDS)
-        _end(f"process {self.pid}, which has started this one, has ended; so does this one")
+        _end_process(f"process {self.pid}, which has started this one, has ended; so does this one")
 
 
 class _Launched:
@@ -87,16 +87,16 @@ class _Launched:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """By rank."""
 
-    def begin(self, processes: dict[int, subprocess.Popen[bytes]]) -> None:
+    def start_watching(self, processes: dict[int, subprocess.Popen[bytes]]) -> None:
         self.processes = processes
         threading.Thread(target=self._watch, name="lightning_pipes launched", daemon=True).start()
-        atexit.register(self._leave)
+        atexit.register(self._wait_at_exit)
 
-    def signal(self, signum: int) -> None:
+    def send_signal(self, signum: int) -> None:
         for process in self.processes.values():
             process.send_signal(signum)  # nothing to those that have ended
 
-    def dead(self) -> dict[int, str]:
+    def exited_ranks(self) -> dict[int, str]:
         """How ranks have ended that have."""
         return {
             rank: how_it_ended(process.returncode)
@@ -113,16 +113,16 @@ class _Launched:
                     _log.error("rank %d, process %d, %s", rank, self.processes[rank].pid, how_it_ended(code))
                     time.sleep(GRACE_SECONDS)
                     self._kill()
-                    _end(f"rank {rank}, which this process has started, {how_it_ended(code)}; so does this one")
+                    _end_process(f"rank {rank}, which this process has started, {how_it_ended(code)}; so does this one")
             if None not in codes.values():
                 return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
-    def _leave(self) -> None:
+    def _wait_at_exit(self) -> None:
         """Waits for them: they are ranks of the job that ends with this process."""
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until = time.monotonic() + _WAIT_SECONDS
         while any(process.poll() is None for process in self.processes.values()):
-            if ending.has_given_up() and time.monotonic() > until:
+            if process_exit.has_given_up() and time.monotonic() > until:
                 self._kill()
                 return
             time.sleep(0.02)
@@ -133,17 +133,17 @@ class _Launched:
                 process.kill()
 
 
-_above, _below = _Launcher(), _Launched()
+_launcher_watch, _launched_ranks = _Launcher(), _Launched()
 
 
-def heed_launcher(patience: float) -> None:
+def exit_with_launcher(stop_timeout: float) -> None:
     """From now on this process ends when its launcher does, if that is Lightning's or torchrun's.
 
     Args:
         patience: seconds that others may be stopped.
     """
-    _above.patience = patience
-    _above.heed()
+    _launcher_watch.stop_timeout = stop_timeout
+    _launcher_watch.start_watching()
 
 
 @contextmanager
@@ -163,34 +163,34 @@ def environment_for_children(variables: Mapping[str, str]) -> Iterator[None]:
 
 def watch_launched(first_rank: int, processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """This process has started others as ranks, from `first_rank` on."""
-    _below.begin(dict(enumerate(processes, first_rank)))
+    _launched_ranks.start_watching(dict(enumerate(processes, first_rank)))
 
 
 def signal_launched(signum: int) -> None:
     """Passes a signal on to the ranks that this process has started."""
-    _below.signal(signum)
+    _launched_ranks.send_signal(signum)
 
 
-def dead_ranks() -> dict[int, str]:
+def exited_ranks() -> dict[int, str]:
     """Of the ranks that this process has started, those that have ended, and how."""
-    return _below.dead()
+    return _launched_ranks.exited_ranks()
 
 
 def check_launcher() -> None:
     """Raises LauncherEndedError if the launcher has ended."""
-    if _above.gone:
-        raise LauncherEndedError(f"process {_above.pid}, which has started this one, has ended")
+    if _launcher_watch.gone:
+        raise LauncherEndedError(f"process {_launcher_watch.pid}, which has started this one, has ended")
 
 
-class Company:
+class StartupWatch:
     """Looks after those of this host before ranks have met, when nobody has given a sign of life yet: who is slow then
     may have much to load, and who is stopped can be seen. `heed_launcher` was told how long one may be, if it was
     called: who waits in company heeds its launcher in any case.
     """
 
     def __init__(self) -> None:
-        _above.heed()
-        self._silences: defaultdict[int, Silence] = defaultdict(partial(Silence, 2 * _COMPANY_SECONDS))
+        _launcher_watch.start_watching()
+        self._stall_timers: defaultdict[int, StallTimer] = defaultdict(partial(StallTimer, 2 * _CHECK_SECONDS))
         self._moves = itertools.count(1)
         self._next = 0.0
 
@@ -205,27 +205,27 @@ class Company:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + _COMPANY_SECONDS
-        for name, pid in _company():
+        self._next = now + _CHECK_SECONDS
+        for name, pid in _host_processes():
             moved = 0 if is_stopped(pid) else next(self._moves)
-            seconds = self._silences[pid].seconds(moved, now)
-            if seconds > _above.patience:
+            seconds = self._stall_timers[pid].stalled_seconds(moved, now)
+            if seconds > _launcher_watch.stop_timeout:
                 raise RankStoppedError(
                     f"{name}, process {pid}, has been stopped for {seconds:.0f} s, and others wait for "
                     f"it. Let it go on (kill -CONT {pid}) and start again; heartbeat_timeout says how long is waited"
                 )
 
 
-def _company() -> Iterator[tuple[str, int]]:
+def _host_processes() -> Iterator[tuple[str, int]]:
     """The other processes that the same launcher has started as ranks, with their names; itself, if it is one."""
-    for rank, process in _below.processes.items():
+    for rank, process in _launched_ranks.processes.items():
         yield f"rank {rank}", process.pid
-    if not _above.pid or _above.gone:
+    if not _launcher_watch.pid or _launcher_watch.gone:
         return
-    if os.environ.get(LAUNCHER) == str(_above.pid):
-        yield "local rank 0", _above.pid
+    if os.environ.get(LAUNCHER) == str(_launcher_watch.pid):
+        yield "local rank 0", _launcher_watch.pid
     with suppress(psutil.Error):
-        for child in psutil.Process(_above.pid).children():
+        for child in psutil.Process(_launcher_watch.pid).children():
             local, among_all = (_in_environment(child.pid, name) for name in ("LOCAL_RANK", "RANK"))
             if child.pid != os.getpid() and local:
                 yield f"rank {among_all}" if among_all else f"local rank {local}", child.pid
@@ -241,7 +241,7 @@ def _launcher() -> int:
     if os.environ.get("LOCAL_RANK", "0") != "0" and LAUNCHER in os.environ:
         pid = int(os.environ[LAUNCHER])
         return pid if os.getppid() == pid or has_ended(pid) else 0
-    parent = _born[1] if _born[0] == os.getpid() else os.getppid()
+    parent = _first_pids[1] if _first_pids[0] == os.getpid() else os.getppid()
     if _TORCHRUN in os.environ and _in_environment(parent, _TORCHRUN) is None:
         return parent
     return 0
@@ -255,7 +255,7 @@ def _in_environment(pid: int, name: str) -> str | None:
     return None
 
 
-def _end(why: str) -> None:
+def _end_process(why: str) -> None:
     with suppress(Exception):
         print(f"[process {os.getpid()}] {why}", file=sys.stderr)
         sys.stdout.flush()

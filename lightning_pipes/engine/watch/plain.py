@@ -56,7 +56,7 @@ def loads(data: bytes | memoryview, aside: Iterable[Any] = ()) -> Any:
         raise NotPlainError(f"bytes that are no object: {type(error).__name__}: {error}") from error
 
 
-def allow(*kinds: type) -> None:
+def allow_classes(*kinds: type) -> None:
     """Objects of these classes count as data: making one does nothing else."""
     _kinds.update(kinds)
 

@@ -16,12 +16,12 @@ from functools import partial
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from lightning_pipes.engine.watch.asking import Asking
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.identity import Process
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.serial_caller import SerialCaller
 
 _ASK_SECONDS = 0.02
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 def launcher_hosts_store() -> bool:
@@ -53,7 +53,7 @@ def wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[
                 raise TimeoutError(
                     f"rank 0 has not come within {seconds:.0f} s: nobody listens at {address}:{port} ({error})"
                 ) from error
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None) -> TCPStore:
@@ -66,18 +66,20 @@ def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None)
     until = time.monotonic() + timeout.total_seconds()
     wait_for_host(address, port, timeout, check)
 
-    def look() -> None:
+    def check_timeout() -> None:
         check()
         if time.monotonic() > until:
             seconds = timeout.total_seconds()
             raise TimeoutError(f"the launcher has not answered within {seconds:.0f} s: it hosts the store of this run")
 
     # A store's client waits for its first answer without end, whatever its timeout.
-    with Asking() as asking:
-        return asking(partial(TCPStore, address, port, is_master=False, timeout=timeout), look)
+    with SerialCaller() as asking:
+        return asking(partial(TCPStore, address, port, is_master=False, timeout=timeout), check_timeout)
 
 
-def own_store(rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None) -> PrefixStore | None:
+def attempt_store(
+    rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None
+) -> PrefixStore | None:
     """The part of the launcher's store that belongs to this attempt's `size` processes; None without such a store.
 
     Raises:
@@ -87,10 +89,10 @@ def own_store(rank: int, size: int, timeout: timedelta, check: Callable[[], None
     if not launcher_hosts_store():
         return None
     store = launcher_store(timeout, check)
-    return PrefixStore(f"lightning_pipes/attempts/{agreed_name(store, rank, size, timeout, check)}", store)
+    return PrefixStore(f"lightning_pipes/attempts/{agree_on_name(store, rank, size, timeout, check)}", store)
 
 
-def agreed_name(
+def agree_on_name(
     store: TCPStore, rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None
 ) -> str:
     """A name that rank 0 has just made up, the same on all ranks.
@@ -99,23 +101,23 @@ def agreed_name(
     of the dead too, until each rank has confirmed to have this name.
     """
     own = secrets.token_hex(8)
-    point("rendezvous")
-    store.set(f"lightning_pipes/place/{own}", str(Process.own()))
+    fault_point("rendezvous")
+    store.set(f"lightning_pipes/place/{own}", str(Process.current()))
     store.set(f"lightning_pipes/asks/{rank}", own)
-    living = _Living(store)
+    living = _LivenessCheck(store)
     deadline = time.monotonic() + timeout.total_seconds()
 
     def wait(missing: Iterable[int]) -> None:
         check()
         for other in missing:
-            living.look_after(other)
+            living.check_rank(other)
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, sorted(missing)))
             raise TimeoutError(f"rank {ranks} did not come within {timeout.total_seconds():.0f} s")
         time.sleep(_ASK_SECONDS)
 
     if rank != 0:
-        point("rendezvous.asked")
+        fault_point("rendezvous.asked")
         while not store.check([f"lightning_pipes/answers/{own}"]):
             wait([0])
         name: str = store.get(f"lightning_pipes/answers/{own}").decode()
@@ -134,19 +136,19 @@ def agreed_name(
             elif number != before:
                 store.set(f"lightning_pipes/answers/{number}", own)
                 answered[other] = number
-                point("rendezvous.answered")
+                fault_point("rendezvous.answered")
         wait(missing)
     return own
 
 
-class _Living:
+class _LivenessCheck:
     """Those of this attempt that were seen alive; the store has the dead of earlier ones, too."""
 
     def __init__(self, store: TCPStore) -> None:
         self._store = store
         self._seen: set[str] = set()
 
-    def look_after(self, rank: int) -> None:
+    def check_rank(self, rank: int) -> None:
         """Raises ConnectionAbortedError if the rank has been alive, and is not any more."""
         if not self._store.check([f"lightning_pipes/asks/{rank}"]):
             return

@@ -31,12 +31,12 @@ from lightning_pipes.ir import PipelineError
 SECRET = "LIGHTNING_PIPES_SECRET"
 """The environment variable with the secret, the same for all processes of a run. Any text that nobody can guess."""
 _CODE_BYTES = 32
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _EXCHANGE_SECONDS = 60.0
-_PATIENCE = timedelta(minutes=30)
+_TIMEOUT = timedelta(minutes=30)
 _PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
-_DOOR, _PROOF = "lightning_pipes/door", "lightning_pipes/proofs"
-_DOORS = "\0lightning_pipes-"
+_SOCKET_KEY, _PROOF = "lightning_pipes/door", "lightning_pipes/proofs"
+_SOCKET_PREFIX = "\0lightning_pipes-"
 """How the names of our Unix sockets begin; a name of their own space, not of a file."""
 _log = logging.getLogger(__name__)
 _own_secret = ""
@@ -75,7 +75,7 @@ class Seal:
         return code.digest()
 
 
-class Known(Seal):
+class TrustedPeerSeal(Seal):
     """Of those who are known otherwise, as at a socket of which the system has said who is at the other end."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Known(Seal):
         return bytes(signed)
 
 
-KNOWN = Known()
+TRUSTED = TrustedPeerSeal()
 
 
 def dumps(thing: Any, seal: Seal | None, aside: Any = None) -> bytes:
@@ -115,7 +115,7 @@ def loads(data: bytes | memoryview, seal: Seal | None, aside: Iterable[Any] = ()
         ) from None
 
 
-def printable(text: str) -> str:
+def to_printable(text: str) -> str:
     """The text without what a terminal would obey; lines stay lines."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
@@ -136,7 +136,7 @@ class SignedStore(Store):
         self._clones: list[SignedStore] = []
         self._named: set[str] = set()
 
-    def part(self, prefix: str) -> SignedStore:
+    def sub_store(self, prefix: str) -> SignedStore:
         """A part of it, by a connection of its own."""
         return SignedStore(self._store.clone(), self.seal, f"{self._prefix}{prefix}/")
 
@@ -153,7 +153,7 @@ class SignedStore(Store):
                 return found
             if time.monotonic() > until:
                 raise ForgedError(f"{name} in the store of this run was not written by a rank of it, but by a stranger")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -225,9 +225,9 @@ class SignedStore(Store):
             return None
 
 
-def part_of(store: Any, prefix: str) -> Any:
+def sub_store_of(store: Any, prefix: str) -> Any:
     """A part of any store, by a connection of its own."""
-    return store.part(prefix) if isinstance(store, SignedStore) else PrefixStore(prefix, store.clone())
+    return store.sub_store(prefix) if isinstance(store, SignedStore) else PrefixStore(prefix, store.clone())
 
 
 def seal_of(store: Any) -> Seal | None:
@@ -252,12 +252,12 @@ def _secret(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def sealed(
+def seal_store(
     store: Any,
     rank: int,
     one_host: bool,
     size: int = 1,
-    timeout: timedelta = _PATIENCE,
+    timeout: timedelta = _TIMEOUT,
     check: Callable[[], None] = lambda: None,
 ) -> Any:
     """The store, in which only what ranks write counts from now on, if they have a secret in common. Collective.
@@ -278,14 +278,14 @@ def sealed(
             check()
             if time.monotonic() > until:
                 raise TimeoutError(f"rank 0 has not come within {timeout.total_seconds():.0f} s")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return bytes(store.get(key))
 
     text = os.environ.get(SECRET) or _own_secret
     if text:
         secret = _secret(text)
     elif one_host and sys.platform == "linux":
-        return SignedStore(store, Seal(_tell(store, size) if rank == 0 else _ask(store, wait)))
+        return SignedStore(store, Seal(_serve_secret(store, size) if rank == 0 else _request_secret(store, wait)))
     else:
         secret = b""
         if rank == 0:
@@ -311,15 +311,15 @@ def _check_same(store: Any, rank: int, secret: bytes, wait: Callable[[str], byte
         )
 
 
-def _tell(store: Any, size: int) -> bytes:
+def _serve_secret(store: Any, size: int) -> bytes:
     """A new secret, which each other rank is told that asks for it."""
     secret = secrets.token_bytes(32)
-    name = f"{_DOORS}{secrets.token_hex(16)}"
+    name = f"{_SOCKET_PREFIX}{secrets.token_hex(16)}"
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     door.bind(name)
     door.listen(64)
 
-    def serve() -> None:
+    def accept_ranks() -> None:
         left = size - 1
         with door:
             while left:
@@ -330,22 +330,22 @@ def _tell(store: Any, size: int) -> bytes:
                             connection.sendall(secret)
                             left -= 1
                 except OSError:  # it has ended meanwhile
-                    time.sleep(_LOOK_SECONDS)
+                    time.sleep(_POLL_SECONDS)
 
-    threading.Thread(target=serve, name="lightning_pipes secret", daemon=True).start()
-    store.set(_DOOR, name)
+    threading.Thread(target=accept_ranks, name="lightning_pipes secret", daemon=True).start()
+    store.set(_SOCKET_KEY, name)
     return secret
 
 
-def _ask(store: Any, wait: Callable[[str], bytes]) -> bytes:
+def _request_secret(store: Any, wait: Callable[[str], bytes]) -> bytes:
     """The secret of rank 0."""
-    name = wait(_DOOR).decode(errors="replace")
+    name = wait(_SOCKET_KEY).decode(errors="replace")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_EXCHANGE_SECONDS)
         try:
-            if name.startswith(_DOORS):
+            if name.startswith(_SOCKET_PREFIX):
                 connection.connect(name)
-            if not name.startswith(_DOORS) or not same_user(connection):
+            if not name.startswith(_SOCKET_PREFIX) or not same_user(connection):
                 raise ForgedError("somebody else answers")
             secret = connection.recv(32, socket.MSG_WAITALL)
         except (OSError, ForgedError) as error:

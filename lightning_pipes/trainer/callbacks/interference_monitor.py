@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 
-from lightning_pipes.engine.monitor.ladder import free_metrics, sources_for
-from lightning_pipes.engine.monitor.monitor import MOST_HERTZ, Monitor
+from lightning_pipes.engine.monitor.monitor import MAX_HERTZ, Monitor
+from lightning_pipes.engine.monitor.sources import free_metrics, sources_for
 from lightning_pipes.ir import Kind, PipelineError, check_count, check_number
 from lightning_pipes.sim.event import Event
 from lightning_pipes.trainer.loop.host import PipelineHost
@@ -71,8 +71,8 @@ class InterferenceMonitor(pl.Callback):
 
     def __init__(self, hertz: float = 4.0, window: float = 5.0, every_n_steps: int = 50) -> None:
         where = "InterferenceMonitor: "
-        rate = f"above 0 and at most {MOST_HERTZ:g}"
-        self.hertz = check_number(f"{where}hertz", hertz, rate, lambda x: 0 < x <= MOST_HERTZ)
+        rate = f"above 0 and at most {MAX_HERTZ:g}"
+        self.hertz = check_number(f"{where}hertz", hertz, rate, lambda x: 0 < x <= MAX_HERTZ)
         least = f"seconds, at least two samples long ({float(2 / hertz):g})"
         self.window = check_number(f"{where}window", window, least, lambda x: 2 / hertz <= x < math.inf)
         self.every_n_steps = check_count(f"{where}every_n_steps", every_n_steps)
@@ -138,8 +138,8 @@ class InterferenceMonitor(pl.Callback):
         for name, place in ((_FORWARD, 0), (_BACKWARD, 1)):
             known = [times[place] for times in stages.values() if not math.isnan(times[place])]
             if known:
-                monitor.tell({name: sum(known)})
-        self._own = RankState(monitor.features(), stages, monitor.free())
+                monitor.record_values({name: sum(known)})
+        self._own = RankState(monitor.features(), stages, monitor.free_bytes())
         self._notices.put(str(self._rank), self._own)
 
     def _fresh(self, run: PipelineRun) -> Iterable[Event]:

@@ -76,7 +76,7 @@ class ReproducibilityLog(pl.Callback, Listener):
         if item.use is not None:  # others step what is at home here
             self._seen.update(name for number in range(len(item.use.layers)) for name in item.use.stepped(number))
         chosen = item.number % self.every_n_batches == 0
-        hashes = {name: hash_of(stage.tensors(name)) if chosen else None for name in names}
+        hashes = {name: hash_of(stage.named_tensors(name)) if chosen else None for name in names}
         self._write({"B": item.number, "layers": hashes})
 
     def heard(self, number: int, batch: Any, out: Any) -> None:

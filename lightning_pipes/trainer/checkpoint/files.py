@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.identity import Process
-from lightning_pipes.engine.watch.points import point
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.checkpoint.checksums import WAY_OUT, SealedZip, Sum, check
 
@@ -77,7 +77,7 @@ def save(thing: Any, path: Path) -> Sum:
         FileExistsError: there is something under the name, be it a link, which is not followed.
         OSError: it could not be written.
     """
-    point("checkpoint.write")
+    fault_point("checkpoint.write")
     with saying_why(), open(path, "xb") as file:  # given a name, torch.save lets no other thread run while it writes
         sealed = SealedZip(file)
         torch.save(thing, sealed)
@@ -145,7 +145,7 @@ def temporary_for(path: Path) -> Path:
 
 def _temporary_name(name: str) -> str:
     """A name that nobody can know beforehand, with the process that it belongs to."""
-    return f".{name[:100]}.{Process.own()}.{secrets.token_hex(8)}.saving"
+    return f".{name[:100]}.{Process.current()}.{secrets.token_hex(8)}.saving"
 
 
 def _owner(name: str) -> Process | None:
@@ -160,7 +160,7 @@ def put(temporary: Path, path: Path) -> None:
     A folder that replaces something takes two steps where the system can't exchange names, as over NFS: a process that
     is killed between them leaves the earlier checkpoint where `existing` finds it.
     """
-    point("checkpoint.put")
+    fault_point("checkpoint.put")
     if not os.path.lexists(path) or not (_is_folder(path) or _is_folder(temporary)):
         os.replace(temporary, path)
         sync(path.parent)

@@ -37,7 +37,7 @@ class Saver:
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._store = cache(HashStore if control.size == 1 else control.watch.store_later())
+        self._store = cache(HashStore if control.size == 1 else control.watch.sub_store_factory())
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
         self._number = 0

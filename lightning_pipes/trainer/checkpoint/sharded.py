@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import PipelineError, check_type, shown
 from lightning_pipes.trainer.checkpoint.checksums import Sum, Summing, damaged, seal
 from lightning_pipes.trainer.checkpoint.files import (
@@ -122,14 +122,14 @@ def write_part(part: Part, control: Control, store: Any) -> None:
     writer = FileSystemWriter(part.temporary)
     writer.fs = files = _Files()
     own = control.position
-    point("checkpoint.write")
+    fault_point("checkpoint.write")
     try:
         if own == 0:
             files.sums[REST] = save(part.rest, part.temporary / REST)
         with saying_why():
             written = writer.write_data(part.plan, part.planner)
             written.wait()
-        point("checkpoint.part")
+        fault_point("checkpoint.part")
         if own > 0:
             store.set(_key(part, own), _as_json(written.value(), files.sums))
             return
@@ -155,7 +155,7 @@ def write_part(part: Part, control: Control, store: Any) -> None:
         else:
             store.set(_key(part, own), json.dumps({"error": f"{type(error).__name__}: {error}"}))
             if isinstance(error, FileNotFoundError) and not part.temporary.exists():
-                control.watch.learn_reason()
+                control.watch.raise_reason()
                 raise PipelineError(f"rank {control.ranks[0]} has given it up") from error
         raise
 

@@ -61,7 +61,7 @@ def gather_run(
         about: the facts that this rank knows by itself.
     """
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    curves = None if run.looks.monitor is None else run.looks.monitor.curves()
+    curves = None if run.looks.monitor is None else run.looks.monitor.to_curves()
     moved = "; ".join(map(str, run.moving.moved))
     if moved:
         about = replace(about, facts={**about.facts, "moved": moved})

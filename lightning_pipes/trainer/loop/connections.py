@@ -197,5 +197,5 @@ class OwnConnections:
 
     def fail(self, error: BaseException) -> None:
         if not isinstance(error, PeerFailure):
-            self.watch.fail(error)
+            self.watch.report_failure(error)
         self.watch.close()

@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 from lightning.pytorch.strategies import ParallelStrategy
 
-from lightning_pipes.engine.residency.layer_memory import States
+from lightning_pipes.engine.residency.layer_memory import StateMemory
 from lightning_pipes.ir import Policy, Schedule
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.plan.decision import Decision
@@ -24,7 +24,7 @@ class PipelineHost(ParallelStrategy):
     """
 
     schedule: Schedule | Policy
-    memory: States | None = None
+    memory: StateMemory | None = None
 
     @property
     @abstractmethod

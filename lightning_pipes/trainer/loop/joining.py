@@ -13,12 +13,18 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_pipes.engine.private_torch import default_store
-from lightning_pipes.engine.watch.ending import has_given_up, hurry, never_destroy
 from lightning_pipes.engine.watch.failure import FailureWatch
-from lightning_pipes.engine.watch.launcher import Company, dead_ranks
-from lightning_pipes.engine.watch.meeting import adopted_store, kept, lone_store, made_store, run_store
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
+from lightning_pipes.engine.watch.launcher import StartupWatch, exited_ranks
+from lightning_pipes.engine.watch.process_exit import has_given_up, leak_until_exit, skip_final_gc
 from lightning_pipes.engine.watch.rendezvous import store_host
+from lightning_pipes.engine.watch.shared_store import (
+    adopt_store,
+    current_store,
+    keep_store,
+    run_store,
+    single_process_store,
+)
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.connections import Idle
 from lightning_pipes.trainer.ranks.control import Control
@@ -49,19 +55,19 @@ class Joining:
         os.environ["MASTER_ADDR"] = self.environment.main_address
         os.environ["MASTER_PORT"] = str(self.environment.main_port)
         if self.size > 1:
-            run_store(self.rank, self.size, self.here, self.timeout, Company().check)
+            run_store(self.rank, self.size, self.here, self.timeout, StartupWatch().check)
 
     def watch(self) -> FailureWatch:
         """Sees failures of other ranks, in the store that they have."""
         store = None
         if self.size > 1:
-            store = made_store() or adopted_store(default_store(), self.rank, self.size, self.here)
+            store = current_store() or adopt_store(default_store(), self.rank, self.size, self.here)
         return FailureWatch(store, self.rank, self.size, self.heartbeat_timeout, store_host=store_host())
 
     def make_process_group(self, watch: FailureWatch, device: torch.device, backend: str | None) -> None:
         """Makes the default one, once all ranks have come."""
-        watch.meet(self.timeout.total_seconds(), Company().check, dead_ranks)
-        point("process_group")
+        watch.wait_for_ranks(self.timeout.total_seconds(), StartupWatch().check, exited_ranks)
+        fault_point("process_group")
         atexit.register(_leave)
         watch.call(
             partial(
@@ -70,10 +76,10 @@ class Joining:
                 backend or private.default_backend(device),
                 timeout=self.timeout,
                 device_id=device if device.type != "cpu" else None,
-                store=kept(watch.store()) if self.size > 1 else lone_store(),
+                store=keep_store(watch.sub_store()) if self.size > 1 else single_process_store(),
             )
         )
-        point("process_group.made")
+        fault_point("process_group.made")
 
     def control(self, watch: FailureWatch, idle: Idle) -> Control:
         """The control through which all ranks tell each other things."""
@@ -83,9 +89,9 @@ class Joining:
 def _leave() -> None:
     """Destroys the process groups before the interpreter ends: gloo's threads abort the process otherwise. Not where
     one of them may sit on a collective that was given up: who destroys its group waits for it."""
-    point("exit")
+    fault_point("exit")
     if has_given_up():
-        never_destroy(private.process_groups())
-        hurry()
+        leak_until_exit(private.process_groups())
+        skip_final_gc()
     elif private.distributed_is_initialized():
         dist.destroy_process_group()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.messages.post import ParcelPost
+from lightning_pipes.engine.messages.tree_transport import BulkTreeTransport
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import PipelineError, Plan, Policy, Use
 from lightning_pipes.trainer.loop.run import PipelineRun
@@ -40,7 +40,7 @@ class Mirroring:
         self._mirrors = Mirrors(
             dict(enumerate(full)),
             lambda number: holdings.position_of_layer[number] == here,
-            ParcelPost(part.parcels, run.global_ranks),
+            BulkTreeTransport(part.parcels, run.global_ranks),
             lambda: self._optimizers,
             cache(part.group_of),
             run.device,

@@ -20,7 +20,7 @@ from lightning_pipes.engine.compute.reducer import Reducer
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import Kind, PipelineError, Plan, Policy, Program, Span, Use
 from lightning_pipes.planning.planner import DRAIN
 from lightning_pipes.trainer.loop.connections import Connections
@@ -228,7 +228,7 @@ class PipelineRun:
         )
         self.moving = Moving(self, ranks.control, moves)
         self._training = training(self)
-        point("transport.made")
+        fault_point("transport.made")
 
     def train(
         self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool = True

@@ -37,7 +37,7 @@ class DeviceMonitor(Protocol):
         """Means over the time since it was asked last, by name, NaN where a source was silent; and the bytes that are
         free on the device, None where nobody knows."""
 
-    def curves(self) -> Curves:
+    def to_curves(self) -> Curves:
         """All that it has seen, in time."""
 
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
-from lightning_pipes.engine.residency.layer_memory import LayerMemory, States
+from lightning_pipes.engine.residency.layer_memory import LayerMemory, StateMemory
 from lightning_pipes.engine.residency.version_memory import VersionMemory
 from lightning_pipes.ir import Kind, PipelineError, Plan, Policy, Schedule, Use
 from lightning_pipes.sim.units import bytes_text
@@ -80,7 +80,7 @@ class Streaming(Training):
 
     streams = True
 
-    def __init__(self, run: PipelineRun, control: Control, memory: States | None = None) -> None:
+    def __init__(self, run: PipelineRun, control: Control, memory: StateMemory | None = None) -> None:
         check_layers(run.cut.module, run.cut.full)
         self._run = run
         self._all = control
@@ -279,7 +279,7 @@ class Streaming(Training):
     @contextmanager
     def _own_gradients_of(self, stage: Stage, item: Item) -> Iterator[list[nn.Parameter]]:
         """In the block the parameters that `item` steps on a stage have gradients, and no others."""
-        with_gradients, mine = self._with_gradients(), stage.stepped(item)
+        with_gradients, mine = self._with_gradients(), stage.stepped_parameters(item)
         if item.use is not None:
             self._between.check_gradients(item.number, with_gradients)
         ids = {id(p) for p in mine}
@@ -346,7 +346,13 @@ class Streaming(Training):
     def _with_gradients(self) -> list[torch.Tensor]:
         """The parameters of this rank that have any, by batches under way."""
         stages, batches = self._run.stages.values(), self._unstepped.values()
-        found = {id(p): p for item in batches for stage in stages for p in stage.stepped(item) if p.grad is not None}
+        found = {
+            id(p): p
+            for item in batches
+            for stage in stages
+            for p in stage.stepped_parameters(item)
+            if p.grad is not None
+        }
         return list(found.values())
 
     def _say(self) -> None:

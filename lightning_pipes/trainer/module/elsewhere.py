@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.residency.layer_state import laid_out
+from lightning_pipes.engine.residency.layer_state import with_layout_of
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.private_lightning import in_grad_norm
 
@@ -305,7 +305,7 @@ class Absent:
 
 def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
     """Has a tensor without memory hold these, as `like` would lie in memory."""
-    values = laid_out(values, like)
+    values = with_layout_of(values, like)
     Elsewhere.put_back(tensor)
     if tensor.is_meta:
         made = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values

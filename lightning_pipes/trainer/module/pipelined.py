@@ -270,7 +270,7 @@ class CutModule:
         self.proxy.hold(self.local)
         for number, state in arrived.items():
             layer = self.full[number]
-            values = dict(state.on(device))
+            values = dict(state.tensors_on(device))
             own = dict([*layer.named_parameters(), *layer.named_buffers()])
             self._absent.take_back(number, {id(t): values[name] for name, t in own.items()})
             state.put(layer, device)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.messages.parcels import Handle
+from lightning_pipes.engine.messages.bulk_transfer import TransferHandle
 from lightning_pipes.engine.residency.layer_state import LayerState
-from lightning_pipes.engine.watch.points import point
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer.moves.late_steps import LateSteps, settings_of
 from lightning_pipes.trainer.moves.part import Part
@@ -57,11 +57,11 @@ class Journey:
         self._leaving = {m.layer: m.target for m in self.moves if m.source == me}
         self._coming = {m.layer: m.source for m in self.moves if m.target == me}
         self._launched = False
-        self._sent: list[Handle] = []
-        self._states: dict[int, Handle] = {}
-        self._steps: dict[tuple[int, int, int], Handle] = {}
+        self._sent: list[TransferHandle] = []
+        self._states: dict[int, TransferHandle] = {}
+        self._steps: dict[tuple[int, int, int], TransferHandle] = {}
         if self.moves:
-            point("move")
+            fault_point("move")
             assert part.parcels, "asked for by all ranks"
             for layer in self._coming:
                 part.cut.check_arrival(layer)
@@ -75,7 +75,7 @@ class Journey:
             if not self._pauses:  # it changes while it travels
                 state = pytree.tree_map_only(torch.Tensor, torch.clone, state)
             self._send(target, layer, "state", state)
-        point("move.launched")
+        fault_point("move.launched")
 
     @property
     def launched(self) -> bool:
@@ -91,12 +91,12 @@ class Journey:
         """
         latest = max((batch for batch, _, _ in self._steps), default=-1)
         steps = (handle for (batch, _, _), handle in self._steps.items() if batch < latest)
-        return all(handle.done() for handle in (*self._states.values(), *steps))
+        return all(handle.is_done() for handle in (*self._states.values(), *steps))
 
     def stepped(self, batch: int, number: int, optimizer: Optimizer, layers: Collection[int], late: LateSteps) -> None:
         """Optimizer `number` steps, or would step if nothing paused, these `layers` of the rank for a batch by the
         gradients that they have; where it pauses these are taken away."""
-        point("move.step")
+        fault_point("move.step")
         gradients = {p: p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         for layer in self._leaving.keys() & layers:
             own = {n: gradients.pop(p) for n, p in self._part.parameters_of(layer).items() if p in gradients}
@@ -127,7 +127,7 @@ class Journey:
         for layer, target in self._leaving.items():
             what, state = "state", vars(kept[layer])
             if self._launched:
-                what, state = "rest", {"state": kept[layer].rest, "sum": kept[layer].checksum()}
+                what, state = "rest", {"state": kept[layer].other_state, "sum": kept[layer].state_checksum()}
             self._send(target, layer, what, (state, part.changing(layer)))
         arrived, sums = {}, {}
         for layer, source in self._coming.items():
@@ -135,15 +135,15 @@ class Journey:
             if self._launched:
                 rest, changing = self._expect(source, layer, "rest").content
                 sums[layer] = rest["sum"]
-                arrived[layer] = LayerState(**content).with_rest(rest["state"]), changing
+                arrived[layer] = LayerState(**content).with_other_state(rest["state"]), changing
             else:
                 arrived[layer] = LayerState(**content[0]), content[1]
         steps = {key: handle.content for key, handle in self._steps.items()}
         for handle in self._sent:
             handle.wait()
-        point("move.arrived")
+        fault_point("move.arrived")
         part.take(self._layers, arrived)
-        point("move.taken")
+        fault_point("move.taken")
         if self._pauses:
             self._compare(sums, kept)
         for (batch, number, layer), own in steps.items():
@@ -152,7 +152,7 @@ class Journey:
         late.apply(part.optimizers)
         if not self._pauses:
             self._compare(sums, kept)
-        point("move.ended")
+        fault_point("move.ended")
 
     def _compare(self, sums: dict[int, int], kept: dict[int, LayerState]) -> None:
         """Returns when the states of the layers are here what they are at the source."""
@@ -160,7 +160,7 @@ class Journey:
             return
         part = self._part
         for layer, source in self._coming.items():
-            same = part.state_of(layer).checksum() == sums[layer]
+            same = part.state_of(layer).state_checksum() == sums[layer]
             self.again += not same
             self._send(source, layer, "same", same)
         for layer, target in self._leaving.items():
@@ -172,18 +172,18 @@ class Journey:
                 )
                 self._send(target, layer, "again", vars(kept[layer])).wait()
         for layer, source in self._coming.items():
-            if part.state_of(layer).checksum() != sums[layer]:
+            if part.state_of(layer).state_checksum() != sums[layer]:
                 state = LayerState(**self._expect(source, layer, "again").content)
                 state.put_values(part.cut.full[layer], part.device)
                 state.put_optimizer_states(part.cut.full[layer], part.optimizers, part.device)
 
-    def _send(self, target: int, layer: int, what: str, content: Any, *step: int) -> Handle:
+    def _send(self, target: int, layer: int, what: str, content: Any, *step: int) -> TransferHandle:
         handle = self._part.parcels.send(target, (self._number, what, layer, *step), content)
         self._sent.append(handle)
         return handle
 
-    def _expect(self, source: int, layer: int, what: str, *step: int) -> Handle:
-        return self._part.parcels.expect(source, (self._number, what, layer, *step))
+    def _expect(self, source: int, layer: int, what: str, *step: int) -> TransferHandle:
+        return self._part.parcels.receive(source, (self._number, what, layer, *step))
 
 
 def move(part: Part, layers: Sequence[Span], gradients: bool = True) -> None:

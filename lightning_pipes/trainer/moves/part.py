@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.messages.parcels import Parcels
+from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PlanError, Span
 from lightning_pipes.trainer.module.hidden_state import HiddenState
@@ -63,7 +63,7 @@ class Part:
         self.layouts, self._replicas, self._control, self.device = layouts, replicas, ranks.control, ranks.device
         self._bound, self._priority = bound, priority
         self.began = holdings.layers
-        self._parcels: Parcels | None = None
+        self._parcels: BulkTransfer | None = None
         self._connect_gradients()
 
     def layers_of(self, stage: int) -> dict[int, nn.Module]:
@@ -99,7 +99,7 @@ class Part:
 
     def state_of(self, layer: int, gradients: bool = True) -> LayerState:
         """That of a layer of this rank; it refers to the tensors."""
-        return LayerState.of(self.cut.full[layer], self.optimizers, gradients)
+        return LayerState.from_layer(self.cut.full[layer], self.optimizers, gradients)
 
     def parameters_of(self, layer: int) -> dict[str, nn.Parameter]:
         """Those of a layer of this rank, by name in it."""
@@ -121,11 +121,11 @@ class Part:
             self._parcels.close()
 
     @property
-    def parcels(self) -> Parcels:
+    def parcels(self) -> BulkTransfer:
         """Those by which layers go; all ranks have to ask for them the first time at one place of training."""
         if self._parcels is None:
             grid, watch = self.holdings.grid, self._control.watch
-            self._parcels = Parcels(dist.get_rank(), grid.pipeline, watch, priority=self._priority)
+            self._parcels = BulkTransfer(dist.get_rank(), grid.pipeline, watch, priority=self._priority)
         return self._parcels
 
     def group_of(self, optimizer: int, layer: int, name: str) -> int | None:

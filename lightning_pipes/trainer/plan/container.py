@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from lightning_pipes.cost import ModelProfile
-from lightning_pipes.engine.compute.profiler import synchronize
+from lightning_pipes.engine.compute.profiler import wait_for_device
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.ir import Kind
 from lightning_pipes.trainer import private_lightning as private
@@ -120,12 +120,12 @@ class Clock:
         def before(*_: Any, number: int) -> None:
             nonlocal begun
             self._called.append(number)
-            synchronize(self._device)
+            wait_for_device(self._device)
             begun = time.perf_counter()
 
         def after(*_: Any) -> None:
             nonlocal seconds
-            synchronize(self._device)
+            wait_for_device(self._device)
             seconds += time.perf_counter() - begun
 
         with ExitStack() as hooks:

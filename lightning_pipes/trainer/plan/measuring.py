@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.cost.profile import LEAST_ROWS
 from lightning_pipes.engine.compute.footprint import tensors_in
-from lightning_pipes.engine.compute.profiler import profile_layers, synchronize
+from lightning_pipes.engine.compute.profiler import profile_layers, wait_for_device
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer import private_lightning as private
@@ -291,13 +291,13 @@ class Measuring:
         def answer(_: Any) -> Any:
             nonlocal begun
             out = pytree.tree_map_only(torch.Tensor, torch.clone, y)  # it may be worked on in place
-            synchronize(self._device)
+            wait_for_device(self._device)
             begun = time.perf_counter()
             return out
 
         out = self._interceptor.supply(named_step(self._module, "training_step"), answer, part, *self._arguments)
         loss, _ = loss_of(out)
-        synchronize(self._device)
+        wait_for_device(self._device)
         return time.perf_counter() - begun, self._backward([loss])
 
     def _stand_in_for_after(self, x: Any) -> tuple[float, float]:
@@ -313,10 +313,10 @@ class Measuring:
         return self._timed(lambda: torch.autograd.backward(tensors, ones))[0]
 
     def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        synchronize(self._device)
+        wait_for_device(self._device)
         begun = time.perf_counter()
         result = work()
-        synchronize(self._device)
+        wait_for_device(self._device)
         return time.perf_counter() - begun, result
 
     def _layers(self, entering: Mapping[int, Any], split: bool) -> ModelProfile:

@@ -13,10 +13,10 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_pipes.engine.messages.local_transport import Listener, host
+from lightning_pipes.engine.messages.local_transport import PeerListener, host_id
 from lightning_pipes.engine.watch.failure import FailureWatch
-from lightning_pipes.engine.watch.points import point
-from lightning_pipes.engine.watch.trust import KNOWN, Seal
+from lightning_pipes.engine.watch.fault_points import fault_point
+from lightning_pipes.engine.watch.trust import TRUSTED, Seal
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.ranks.mesh import MOST, Letter, Mesh
 from lightning_pipes.trainer.ranks.packing import Packed, unpacked
@@ -137,10 +137,10 @@ class Control:
         """
         key = purpose, tuple(sorted(ranks))
         if key not in self._groups:
-            point("new_group")
+            fault_point("new_group")
             new_group = partial(dist.new_group, list(key[1]), timeout=self._timeout, backend="gloo")
             self._groups[key] = self.watch.call(new_group)
-            point("new_group.made")
+            fault_point("new_group.made")
         return self._groups[key]
 
     def split(self, parts: Sequence[Sequence[int]]) -> Control:
@@ -191,8 +191,8 @@ class Control:
         """The mesh of ranks that are all on this host; None if they are not, or too many."""
         if not 1 < self.size <= MOST:
             return None
-        here = host()
-        listener = Listener() if here else None
+        here = host_id()
+        listener = PeerListener() if here else None
         try:
             said = self._all_gathered((here, listener.name if listener else ""), group)()
             if listener is None or {there for there, _ in said} != {here}:
@@ -280,7 +280,7 @@ class Control:
         def receive(_: Any) -> Any:
             (data,) = self._heard(mesh, [source], letter)
             if data:
-                return unpacked(memoryview(data), KNOWN)
+                return unpacked(memoryview(data), TRUSTED)
             first = torch.empty(_FIRST, dtype=torch.uint8)
             return self._received(source, group, first, self._started(first, source, group), None)
 
@@ -289,7 +289,7 @@ class Control:
     def _send(self, source: int, group: Any, letter: Letter, thing: Any) -> Any:
         mesh = self._mesh
         if mesh is not None:
-            packed = Packed(thing, KNOWN)
+            packed = Packed(thing, TRUSTED)
             small = packed.size <= _FIRST
             mesh.send(letter, b"".join(packed.parts) if small else b"")
             self._wait(mesh, lambda: mesh.sent)
@@ -386,14 +386,14 @@ class Control:
         for _ in range(2):  # one that was killed may take its time to end
             for rank in self.ranks:
                 if self.watch.has_ended(rank):
-                    self.watch.lost(rank, error)
-            self.watch.learn_reason()
+                    self.watch.report_lost_peer(rank, error)
+            self.watch.raise_reason()
         raise PipelineError(f"another rank has ended without a word while this one waited for it: {error}") from error
 
     def _finish(self, work: dist.Work | None) -> None:
         assert work is not None, "this process is not among the ranks"
         self._waiting = True
-        point("collective")
+        fault_point("collective")
         self.watch.doing = self._call
         patience = _SLICE if self._idle is None else _PROMPT
         while True:
@@ -410,7 +410,7 @@ class Control:
 
     def _wait(self, mesh: Mesh, done: Callable[[], bool]) -> None:
         """Like `_finish`, for what the mesh brings."""
-        point("collective")
+        fault_point("collective")
         if done():
             return
         self._waiting = True
@@ -440,7 +440,7 @@ class Control:
 
 def close_all(controls: Iterable[Control]) -> None:
     """Ends the connections of all of them at a time: each takes 15 ms, until threads of gloo see that they end."""
-    point("control.close")
+    fault_point("control.close")
     groups = [group for control in controls for group in control._parted()]
     threads = [threading.Thread(target=groups.pop) for _ in groups]  # closed by who forgets it last
     for thread in threads:

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_pipes.engine.watch.launcher import LAUNCHER, environment_for_children, watch_launched
-from lightning_pipes.engine.watch.meeting import hold_port
+from lightning_pipes.engine.watch.shared_store import hold_port
 from lightning_pipes.engine.watch.trust import secret_for_children
 from lightning_pipes.trainer import private_lightning as private
 

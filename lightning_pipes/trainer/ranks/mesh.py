@@ -11,8 +11,8 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lightning_pipes.engine.messages.local import connection
-from lightning_pipes.engine.messages.local_transport import Listener
+from lightning_pipes.engine.messages.local import connect_to
+from lightning_pipes.engine.messages.local_transport import PeerListener
 from lightning_pipes.engine.watch.failure import FailureWatch
 
 MOST = 16
@@ -50,16 +50,16 @@ class Mesh:
         ForgedError: who listens there is somebody else.
     """
 
-    def __init__(self, rank: int, names: dict[int, str], listener: Listener, watch: FailureWatch) -> None:
+    def __init__(self, rank: int, names: dict[int, str], listener: PeerListener, watch: FailureWatch) -> None:
         self.rank = rank
         self._peers: dict[int, _Peer] = {}
         self._here: dict[tuple[int, Letter], bytearray] = {}
         self._poll = select.poll()
         for other, name in names.items():
             if other < rank:
-                self._add(other, connection(name, rank))
+                self._add(other, connect_to(name, rank))
         while len(self._peers) < len(names) - 1:
-            self._add(*listener.accept(watch))
+            self._add(*listener.accept_peer(watch))
         self.others = tuple(self._peers)
         self._by_descriptor = {peer.socket.fileno(): peer for peer in self._peers.values()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lightning_pipes.engine.watch.trust import KNOWN, seal_of
+from lightning_pipes.engine.watch.trust import TRUSTED, seal_of
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.packing import Packed, unpacked
 
@@ -20,8 +20,8 @@ class Notices:
 
     def __init__(self, control: Control) -> None:
         self._watch = control.watch
-        self._store = control.watch.store() if control.size > 1 else None
-        self._seal = KNOWN if seal_of(self._store) else None  # the store vouches for what is in it
+        self._store = control.watch.sub_store() if control.size > 1 else None
+        self._seal = TRUSTED if seal_of(self._store) else None  # the store vouches for what is in it
 
     def put(self, name: str, message: Any) -> None:
         """Leaves a message, in place of an earlier one of the name. Alone on its control a rank leaves nothing."""

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lightning_pipes.engine.compute.reducer import Bucket, Trained, Wait, buckets
+from lightning_pipes.engine.compute.reducer import Bucket, TrainableParameters, Wait, make_buckets
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holders, Holdings
 
@@ -35,7 +35,7 @@ class SharedParameters:
         several = sorted({positions for positions in who.values() if len(grid.everywhere(positions)) > 1})
         groups = {positions: control.subgroup(grid.everywhere(positions)) for positions in several}
         self._shared = [(groups[p], found) for p, found in _by_holders(parameters, who).items() if p in groups]
-        self._trained = Trained(p for _, found in self._shared for p in found)
+        self._trained = TrainableParameters(p for _, found in self._shared for p in found)
         self._sets = self._in_buckets()
 
     def sum_gradients(self) -> None:
@@ -45,7 +45,7 @@ class SharedParameters:
         Raises:
             PipelineError: a gradient is sparse.
         """
-        if self._trained.grow():
+        if self._trained.add_trainable():
             self._sets = self._in_buckets()
         for group, found in self._sets:
             for bucket in found:
@@ -53,13 +53,13 @@ class SharedParameters:
                 bucket.finish(self._replicas)
 
     def _in_buckets(self) -> list[tuple[object, list[Bucket]]]:
-        return [(group, buckets(filter(self._trained.has, found))) for group, found in self._shared]
+        return [(group, make_buckets(filter(self._trained.is_known, found))) for group, found in self._shared]
 
     def sum_gradients_of(self, parameters: Iterable[nn.Parameter]) -> None:
         """The same for some parameters; all holders of one have to ask for it."""
         wanted = {id(p) for p in parameters}
         for group, found in self._shared:
-            for bucket in buckets(p for p in found if id(p) in wanted):
+            for bucket in make_buckets(p for p in found if id(p) in wanted):
                 bucket.start(partial(self._all_reduce, group))
                 bucket.finish(self._replicas)
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.residency.marks import Marks
+from lightning_pipes.engine.residency.marks import ChangeMarks
 from lightning_pipes.ir import PipelineError, Use
 from lightning_pipes.trainer.module.proxy import Layers
 
@@ -56,14 +56,14 @@ class BetweenSteps:
         self._between, self._before_steps = overridden(BATCH_HOOKS), overridden(STEP_HOOKS)
         self._values = values
         self._parts: dict[str, tuple[nn.Parameter, ...]] = {}
-        self._marks = Marks()
+        self._marks = ChangeMarks()
         self._batches = 0
 
     def begin(self, uses: Iterable[Use | None]) -> None:
         """The user's hooks may run until `check`, while batches with these uses are under way."""
         self._batches += 1
         if self._between:
-            self._marks = Marks(list(self._parameters(uses).values()), self._values and self._looks())
+            self._marks = ChangeMarks(list(self._parameters(uses).values()), self._values and self._looks())
 
     def check(self) -> None:
         """Compare what batches under way use with what it was at `begin`.
@@ -71,7 +71,7 @@ class BetweenSteps:
         Raises:
             PipelineError: a hook has changed it.
         """
-        marks, self._marks = self._marks, Marks()
+        marks, self._marks = self._marks, ChangeMarks()
         self._compare(marks, "between two batches, as in on_train_batch_start or on_train_batch_end")
 
     @contextmanager
@@ -87,7 +87,7 @@ class BetweenSteps:
         others = self._parameters(uses)
         for p in own:
             others.pop(id(p), None)
-        marks = Marks(list(others.values()), self._values and self._looks())
+        marks = ChangeMarks(list(others.values()), self._values and self._looks())
         yield
         self._compare(marks, "before the step of another batch, as in on_before_optimizer_step")
 
@@ -122,8 +122,8 @@ class BetweenSteps:
     def _looks(self) -> bool:
         return self._batches <= LOOKED_AT or self._batches % EVERY == 0
 
-    def _compare(self, marks: Marks, when: str) -> None:
-        found = marks.changed()
+    def _compare(self, marks: ChangeMarks, when: str) -> None:
+        found = marks.find_change()
         if found is not None:
             p, what = found
             raise PipelineError(

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.rng import Draws, comparable
+from lightning_pipes.engine.compute.rng import RngUse, comparable_state
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer.module.batches import copied, join, take
@@ -302,10 +302,10 @@ class LossCheck:
         own = generators(self._module)
         before = _states(own)
         with torch.no_grad(), self._steps.context():
-            draws = Draws(self._device)
+            draws = RngUse(self._device)
             out = self._steps.around(step, item, batch, arguments, layers, draws)
             value, extras = loss_of(out)
-            return value.detach(), extras, draws.seen or _states(own) != before
+            return value.detach(), extras, draws.was_used or _states(own) != before
 
     @contextmanager
     def _evaluating(self, inside: bool) -> Iterator[None]:
@@ -324,7 +324,7 @@ class LossCheck:
 
 
 def _states(own: Iterable[Any]) -> list[Any]:
-    return [comparable(state_of(generator)) for generator in own]
+    return [comparable_state(state_of(generator)) for generator in own]
 
 
 def _by_rows(rows: int, span: Span) -> float:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_pipes.engine.compute.reducer import Reducer
-from lightning_pipes.engine.compute.rng import Draws
+from lightning_pipes.engine.compute.rng import RngUse
 from lightning_pipes.engine.private_torch import accumulate_hooks, gradient_hooks, with_hooks
 
 
@@ -44,7 +44,7 @@ class ParameterHooks:
         """
         hooked, stepped = with_hooks(parameters)
         if reducer is not None:
-            stepped = [p for p in stepped if not all(map(reducer.owns, accumulate_hooks(p).values()))]
+            stepped = [p for p in stepped if not all(map(reducer.is_own_hook, accumulate_hooks(p).values()))]
         if not hooked and not stepped:
             yield
             return
@@ -64,8 +64,8 @@ class ParameterHooks:
             for table, found in (*aside, *after):
                 table.update(found)
         sum_gradients(both)
-        draws = Draws(self._device)
-        draws.begin()
+        draws = RngUse(self._device)
+        draws.start()
         of_gradients = {id(p): list(found.values()) for p, (_, found) in zip(hooked, aside, strict=True)}
         for p in reversed(both):  # as backward reaches them
             grad, old = p.grad, before[id(p)]
@@ -76,8 +76,8 @@ class ParameterHooks:
         for p, (_, found) in zip(reversed(stepped), reversed(after), strict=True):
             for hook in found.values() if p.grad is not None else ():
                 hook(p)
-        draws.look()
-        if draws.seen:
+        draws.stop()
+        if draws.was_used:
             self._warn(
                 "draw random numbers, which every rank does for its own layers; draw them in on_before_optimizer_step, "
                 "for each parameter of the module"
@@ -92,7 +92,7 @@ class ParameterHooks:
 def warn_about_hooks(parameters: Sequence[nn.Parameter], reducer: Reducer | None) -> None:
     """Warn of hooks of parameters, for schedules whose batches overlap: a gradient is in parts when they run."""
     number = sum(
-        not all(reducer is not None and reducer.owns(hook) for hook in accumulate_hooks(p).values())
+        not all(reducer is not None and reducer.is_own_hook(hook) for hook in accumulate_hooks(p).values())
         or bool(gradient_hooks(p))
         for p in parameters
     )
@@ -107,7 +107,7 @@ def warn_about_hooks(parameters: Sequence[nn.Parameter], reducer: Reducer | None
 
 def _set_aside(table: dict[int, Any], reducer: Reducer | None) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return the table of hooks, which is without those of the user's until it gets them back, and these."""
-    found = {key: hook for key, hook in table.items() if reducer is None or not reducer.owns(hook)}
+    found = {key: hook for key, hook in table.items() if reducer is None or not reducer.is_own_hook(hook)}
     for key in found:
         del table[key]
     return table, found

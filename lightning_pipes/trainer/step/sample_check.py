@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.rng import Draws, forked_rng, seed_all
+from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
@@ -60,7 +60,7 @@ class SampleCheck:
         """Warn if something on this stage depends on several samples; with the weights that the batch has had."""
         data = item.data
         entered = {} if data.entered is None else data.entered.get(stage.number, {})
-        if sum(span.rows for span in entered) != data.rows or stage.turns is not None or item.use is not None:
+        if sum(span.rows for span in entered) != data.rows or stage.offload is not None or item.use is not None:
             return
         del data.entered[stage.number]
         try:
@@ -93,20 +93,22 @@ class SampleCheck:
         step, data = named_step(self._cut.module, "training_step"), item.data
         loaded = move_data_to_device(data.loaded, self._device)
 
-        def capture(batch: Any, rows: int, draws: Draws) -> Any:
+        def capture(batch: Any, rows: int, draws: RngUse) -> Any:
             whole = replace(item, rows=rows)
             return self._steps.capture_input(step, whole, copied(batch), data.arguments, draws)
 
         with unchanged(self._cut.module, skip=self._cut.proxy):
-            draws = Draws(self._device)
+            draws = RngUse(self._device)
             whole, parts = capture(loaded, data.rows, draws), entered
-            if draws.seen:  # a whole batch gets other random numbers than its parts; without dropout there may be none
+            if (
+                draws.was_used
+            ):  # a whole batch gets other random numbers than its parts; without dropout there may be none
                 with _evaluating(self._cut.module, set(self._cut.proxy.modules())):
-                    draws = Draws(self._device)
+                    draws = RngUse(self._device)
                     whole = capture(loaded, data.rows, draws)
                     cuts = {s: take(loaded, s, data.rows, samples=data.samples) for s in entered}
                     parts = {span: capture(cuts[span], span.rows, draws) for span in sorted(entered)}
-            if draws.seen:
+            if draws.was_used:
                 return
         if _differ(whole, {span: move_data_to_device(part, self._device) for span, part in parts.items()}):
             self._warn(
@@ -125,25 +127,25 @@ class SampleCheck:
             return None  # it would be compiled anew, for other sizes
         x = join([parts[span] for span in spans], spans, "what enters a layer")
         with unchanged(layer):
-            draws = Draws(self._device)
+            draws = RngUse(self._device)
             whole, drew = self._run(layer, x, draws), False
-            if draws.seen:
+            if draws.was_used:
                 with _evaluating(layer):
-                    draws = Draws(self._device)
+                    draws = RngUse(self._device)
                     whole = self._run(layer, x, draws)
                     outputs = {span: self._run(layer, parts[span], draws) for span in spans}
-                    drew = draws.seen
+                    drew = draws.was_used
             else:
                 outputs = {span: self._run(layer, parts[span], draws) for span in spans}
         # Which a warning has told before.
         known = any(isinstance(part, BatchNorm) for part in layer.modules()) or spectral_norms(layer)
         return whole, outputs, not known and not drew
 
-    def _run(self, layer: nn.Module, x: Any, draws: Draws) -> Any:
+    def _run(self, layer: nn.Module, x: Any, draws: RngUse) -> Any:
         seed_all(0, self._device)
-        draws.begin()
+        draws.start()
         out = layer(pytree.tree_map_only(torch.Tensor, torch.clone, x))
-        draws.look()
+        draws.stop()
         return out
 
     def _warn(self, place: str, what: str, way_out: str) -> None:

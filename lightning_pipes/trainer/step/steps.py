@@ -18,7 +18,14 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, Draws, forked_rng, seed_as, stream_seed
+from lightning_pipes.engine.compute.rng import (
+    AFTER_LAYERS,
+    BEFORE_LAYERS,
+    RngUse,
+    forked_rng,
+    seed_for_layer,
+    stream_seed,
+)
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copied, cutter, join, take, tensors_of
@@ -292,14 +299,14 @@ class Steps:
             return self._interceptor.run_without(step, batch, *arguments)
 
     def capture_input(
-        self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...], draws: Draws
+        self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...], draws: RngUse
     ) -> Any:
         """The same; `draws` sees whether random numbers are drawn for it."""
         with forked_rng(self._device), recorded(self._module):
             self._seed_user_code(item, BEFORE_LAYERS)
-            draws.begin()
+            draws.start()
             x = self._interceptor.capture(step, batch, *arguments)
-            draws.look()
+            draws.stop()
             return x
 
     def finish(
@@ -323,7 +330,7 @@ class Steps:
         batch: Any,
         arguments: tuple[Any, ...],
         layers: Callable[[], Any],
-        draws: Draws | None = None,
+        draws: RngUse | None = None,
     ) -> Any:
         """The result of `step` for a whole batch when the pipelined module gives `layers()`; `draws` sees whether its
         code around the layers draws random numbers."""
@@ -331,11 +338,11 @@ class Steps:
         def seed(layer: int) -> None:
             self._seed_user_code(item, layer)
             if draws is not None:
-                draws.begin()
+                draws.start()
 
         def answer(x: Any) -> Any:
             if draws is not None:
-                draws.look()
+                draws.stop()
             y = layers()
             seed(AFTER_LAYERS)
             return y
@@ -344,7 +351,7 @@ class Steps:
             seed(BEFORE_LAYERS)
             out = self._interceptor.supply(step, answer, batch, *arguments, apart=True)
             if draws is not None:
-                draws.look()
+                draws.stop()
         return out
 
     def _first(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
@@ -427,7 +434,7 @@ class Steps:
 
     def _seed_user_code(self, item: Item, layer: int) -> None:
         seed = stream_seed(self._seed, item.job, layer, item.number, Span(0, item.rows))
-        seed_as(layer, seed, self._device)
+        seed_for_layer(layer, seed, self._device)
 
 
 def _surrounds_nothing(precision: Precision) -> bool:

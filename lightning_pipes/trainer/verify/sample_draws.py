@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipes.engine.compute.rng import forked_rng, seed_all, seed_as, stream_seed
+from lightning_pipes.engine.compute.rng import forked_rng, seed_all, seed_for_layer, stream_seed
 from lightning_pipes.engine.private_torch import TorchDispatchMode, argument_names, works_in_place
 from lightning_pipes.ir import Span
 
@@ -49,7 +49,7 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Draw from the streams of that layer, or of the code before or after the layers, from now on."""
         states, spans = [], self._spans[layer]
         for span in reversed(spans):
-            seed_as(layer, stream_seed(self._seed, self._job, layer, self._number, span), self._device)
+            seed_for_layer(layer, stream_seed(self._seed, self._job, layer, self._number, span), self._device)
             states.append(self._state())
         if len(spans) > 1:
             self._name((self._rows, spans, states[::-1]))

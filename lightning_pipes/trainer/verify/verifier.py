@@ -160,7 +160,7 @@ class Verifier(Listener):
             prefix = joined(self._parts.prefix(int(number)), inner)
             found += [
                 ((int(number), joined(prefix, key)), tensor)
-                for key, tensor in stage.tensors(name).items()
+                for key, tensor in stage.named_tensors(name).items()
                 if isinstance(tensor, kind)
             ]
         return found

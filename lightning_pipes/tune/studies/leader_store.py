@@ -22,11 +22,19 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from lightning_pipes.arrays.siblings.sibling import current_sibling
 from lightning_pipes.engine.private_torch import default_store
 from lightning_pipes.engine.watch import plain
-from lightning_pipes.engine.watch.asking import Asking
-from lightning_pipes.engine.watch.launcher import Company, environment_for_children
-from lightning_pipes.engine.watch.meeting import LOOPBACK, adopted_store, made_store, run_store, store_on_loopback
+from lightning_pipes.engine.watch.launcher import StartupWatch, environment_for_children
 from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, wait_for_host
-from lightning_pipes.engine.watch.trust import KNOWN, dumps, loads, part_of, seal_of, sealed, secret_for_children
+from lightning_pipes.engine.watch.serial_caller import SerialCaller
+from lightning_pipes.engine.watch.shared_store import LOOPBACK, adopt_store, current_store, run_store, store_on_loopback
+from lightning_pipes.engine.watch.trust import (
+    TRUSTED,
+    dumps,
+    loads,
+    seal_of,
+    seal_store,
+    secret_for_children,
+    sub_store_of,
+)
 from lightning_pipes.ir import InputError, PipelineError
 
 ADDRESS = "LIGHTNING_PIPES_BOARD"
@@ -34,7 +42,7 @@ ADDRESS = "LIGHTNING_PIPES_BOARD"
 _TIMEOUT = timedelta(minutes=30)
 _POLL_SECONDS = 0.005
 _CLOSE_SECONDS = 30.0
-plain.allow(FrozenTrial, *(kind for kind in vars(distributions).values() if isinstance(kind, type)))
+plain.allow_classes(FrozenTrial, *(kind for kind in vars(distributions).values() if isinstance(kind, type)))
 
 
 class RankZeroEndedError(PipelineError):
@@ -60,7 +68,7 @@ class LeaderStore:
         self.is_signed = self._connection.seal is not None
         self._connection.n_stores += 1
         self._connection.open()
-        self._store = part_of(self._connection.store, f"lightning_pipes/boards/{self._connection.n_stores}")
+        self._store = sub_store_of(self._connection.store, f"lightning_pipes/boards/{self._connection.n_stores}")
 
     def put(self, key: str, value: object) -> None:
         """Lets the other ranks know."""
@@ -127,11 +135,11 @@ class _StoreConnection:
         self._open = 0
         self._variables: dict[str, str] = {}
         self._environment = ExitStack()
-        self.caller = Asking()
-        self.startup_watch = company = Company()
+        self.caller = SerialCaller()
+        self.startup_watch = company = StartupWatch()
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, size = dist.get_rank(), dist.get_world_size()
-            self.store = made_store() or adopted_store(default_store(), self.rank, size, 1)
+            self.store = current_store() or adopt_store(default_store(), self.rank, size, 1)
         elif launcher_hosts_store():
             self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             self.store = run_store(self.rank, size, size, _TIMEOUT, company.check)
@@ -140,7 +148,7 @@ class _StoreConnection:
             port = int(os.environ[ADDRESS])
             wait_for_host(LOOPBACK, port, _TIMEOUT, company.check)  # which may be gone by now
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=_TIMEOUT)
-            self.store = sealed(store, self.rank, one_host=True)
+            self.store = seal_store(store, self.rank, one_host=True)
         else:
             if _has_other_launcher():
                 raise InputError(
@@ -150,9 +158,9 @@ class _StoreConnection:
             self.rank, self.hosted = 0, True
             secret = secret_for_children()
             store = store_on_loopback(0, _TIMEOUT)
-            self.store = sealed(store, self.rank, one_host=True)
+            self.store = seal_store(store, self.rank, one_host=True)
             self._variables = {**secret, ADDRESS: str(store.port)}
-        self.seal = KNOWN if seal_of(self.store) else None
+        self.seal = TRUSTED if seal_of(self.store) else None
         """The store vouches for what is in it, or nobody does."""
 
     def open(self) -> None:

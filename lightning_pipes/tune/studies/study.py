@@ -18,8 +18,8 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.arrays.siblings.sibling import Outcome, current_sibling
 from lightning_pipes.engine.watch.failure import PeerFailure
+from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.identity import Process
-from lightning_pipes.engine.watch.points import point
 from lightning_pipes.ir import InputError, PipelineError, check_count, check_number, check_type, shown
 from lightning_pipes.tune.studies.leader_store import LeaderStore, RankZeroEndedError
 from lightning_pipes.tune.studies.private_optuna import (
@@ -233,7 +233,7 @@ class _Leader:
             raise error
         if trial is None:
             return
-        point("trial.tell")
+        fault_point("trial.tell")
         with storage_errors():
             if isinstance(error, (PeerFailure, SIGTERMException)):
                 enqueue_again(self._study, trial.number, trial.params)
@@ -310,7 +310,7 @@ def _ended_key(index: int) -> str:
 
 
 def _run_objective(objective: Objective, trial: ArrayTrial) -> Any:
-    point("trial")
+    fault_point("trial")
     with using_trial(trial):
         return objective(trial)
 
@@ -318,7 +318,7 @@ def _run_objective(objective: Objective, trial: ArrayTrial) -> Any:
 def ask_trial(study: Study) -> Trial:
     """A new trial of this process."""
     trial = study.ask()
-    trial.set_user_attr(OWNER, str(Process.own()))
+    trial.set_user_attr(OWNER, str(Process.current()))
     return trial
 
 

@@ -32,7 +32,7 @@ def test_a_store_that_has_gone_is_a_peer_that_failed(monkeypatch: pytest.MonkeyP
         board.tell("ended/0")
         with pytest.raises(PeerFailure, match=r"does not answer \(Connection reset"):
             board.told("ended/0", 0)
-        watch.lost(0, OSError("closed"))
+        watch.report_lost_peer(0, OSError("closed"))
         for ask in (
             lambda: board.told("ended/0", 0),
             lambda: board.all_told("ended/0"),

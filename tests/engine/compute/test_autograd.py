@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_pipes.engine.compute.autograd import Saved, backward, leave
+from lightning_pipes.engine.compute.autograd import SavedForward, backward, leave_stage
 from lightning_pipes.ir import Span
 
 
@@ -32,9 +32,9 @@ LOSSES: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
-def saved_of(out: torch.Tensor) -> Saved:
-    saved = Saved(Span(0, 1), None)
-    leave(out, saved)
+def saved_of(out: torch.Tensor) -> SavedForward:
+    saved = SavedForward(Span(0, 1), None)
+    leave_stage(out, saved)
     return saved
 
 
@@ -51,8 +51,8 @@ def test_a_loss_has_the_gradient_that_torch_gives_it(loss, dtype):
 def test_several_outputs_with_gradients_at_once():
     ours, theirs = (torch.arange(1.0, 4.0).requires_grad_() for _ in range(2))
     gradients = [torch.tensor([1.0, 0.0, 2.0]), torch.tensor(3.0)]
-    saved = Saved(Span(0, 1), None)
-    leave((Twice.apply(ours), ours.exp().sum()), saved)
+    saved = SavedForward(Span(0, 1), None)
+    leave_stage((Twice.apply(ours), ours.exp().sum()), saved)
     backward([(saved, gradients)], last=False)
     torch.autograd.backward([Twice.apply(theirs), theirs.exp().sum()], gradients)
     assert torch.equal(ours.grad, theirs.grad)

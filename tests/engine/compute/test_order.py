@@ -40,13 +40,13 @@ def test_coming(schedule: Any, rank: int, microbatches: int) -> None:
         order.add((0, batch), plan.jobs[0].rows, Use(()))
         if batch == batches - 1:
             order.close()
-        while (i := order.next(mailbox, 0)) is not None:  # type: ignore[arg-type]
+        while (i := order.next_instruction(mailbox, 0)) is not None:  # type: ignore[arg-type]
             wanted = [each for each in far(program, rank) if each.batch <= batch and each not in ran]
-            assert list(order.coming()) == wanted
+            assert list(order.upcoming_instructions()) == wanted
             assert wanted[0] == i
             ran.append(i)
-            order.done(i)
-    assert not list(order.coming())
+            order.mark_done(i)
+    assert not list(order.upcoming_instructions())
     assert len(ran) == len([i for i in far(program, rank) if i.batch < batches])
 
 
@@ -59,14 +59,14 @@ def test_layers_of_forwards_and_of_batches_that_come_back_take_turns() -> None:
         order.add((0, batch), plan.jobs[0].rows, Use.of([str(batch), "9"], (Span(0, 9), Span(9, 10))))
     mailbox: Any = Mailbox()
     for _ in range(7):  # three forwards and sends of two micro-batches each, but the last one
-        i = order.next(mailbox, 0)
+        i = order.next_instruction(mailbox, 0)
         assert i is not None
         while i.kind is not Kind.F:
-            assert order.next(mailbox, 0) == i, "asking changes nothing"
-            order.begin(i)
-            order.done(i)
-            i = order.next(mailbox, 0)
+            assert order.next_instruction(mailbox, 0) == i, "asking changes nothing"
+            order.mark_begun(i)
+            order.mark_done(i)
+            i = order.next_instruction(mailbox, 0)
             assert i is not None
-        order.begin(i)
-        order.done(i)
-    assert list(order.coming()) == ["3", "4", "0", "5", "1", "2"]
+        order.mark_begun(i)
+        order.mark_done(i)
+    assert list(order.upcoming_layers()) == ["3", "4", "0", "5", "1", "2"]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_pipes.cost import Cluster, Device, ModelProfile
 from lightning_pipes.engine import Engine, Item, Stage
-from lightning_pipes.engine.compute.footprint import footprint
+from lightning_pipes.engine.compute.footprint import measure_footprint
 from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import Kind, Plan, PlanError, Span
 from lightning_pipes.ir.registry import make_schedule
@@ -130,17 +130,17 @@ def test_nothing_to_profile():
 
 
 def test_footprint_counts_storages_until_they_are_gone():
-    with footprint(CPU) as found:
+    with measure_footprint(CPU) as found:
         a = torch.ones(100)
         b = a.view(10, 10)[2:]
-        assert found.left == 400
+        assert found.live_bytes == 400
         del a
-        assert found.left == 400
+        assert found.live_bytes == 400
         del b
-        assert (found.left, found.peak) == (0, 400)
-        found.restart()
+        assert (found.live_bytes, found.peak_bytes) == (0, 400)
+        found.reset_peak()
         c = torch.ones(10) + 1
-        assert found.peak == 80
+        assert found.peak_bytes == 80
         del c
 
 
@@ -200,10 +200,10 @@ def measured_peak(rank: int, model: str, schedule: str, recompute: bool) -> list
     engine = Engine(plan, order, [Stage(rank, mine, body, recompute=recompute and rank == 0)], transport, rank=rank)
     x = torch.randn(ROWS, *shape)
     for number in range(2):  # gradients are there from the second step on
-        with footprint(CPU) as found:
+        with measure_footprint(CPU) as found:
             engine.inject(Item(number, ROWS, x))
             engine.drain()
-        peak = found.peak
+        peak = found.peak_bytes
     engine.close()
     watch.close()
     return [peak, fit.peak_bytes[rank] - fit.costs.resident_bytes(rank, plan)]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipes.engine.compute.reducer import Bucket, Reducer, Trained, Wait, buckets
+from lightning_pipes.engine.compute.reducer import Bucket, Reducer, TrainableParameters, Wait, make_buckets
 from lightning_pipes.ir import PipelineError
 
 
@@ -35,18 +35,18 @@ def gradients(module: nn.Module) -> list[Any]:
 
 def test_buckets_start_from_the_end_and_keep_types_apart():
     a, b, c = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2).double())
-    found = [bucket.parameters for bucket in buckets([a, b, c], size=32)]
+    found = [bucket.parameters for bucket in make_buckets([a, b, c], size=32)]
     assert [[id(p) for p in ps] for ps in found] == [[id(b), id(a)], [id(c)]]
-    assert [len(bucket.parameters) for bucket in buckets([a, b, c], size=1)] == [1, 1, 1]
+    assert [len(bucket.parameters) for bucket in make_buckets([a, b, c], size=1)] == [1, 1, 1]
 
 
 def test_what_has_been_trainable_once_stays_known():
     a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), requires_grad=False)
-    trained = Trained([a, b])
+    trained = TrainableParameters([a, b])
     a.requires_grad_(False)
-    assert (trained.has(a), trained.has(b), trained.grow()) == (True, False, False)
+    assert (trained.is_known(a), trained.is_known(b), trained.add_trainable()) == (True, False, False)
     b.requires_grad_()
-    assert (trained.grow(), trained.has(b), trained.grow()) == (True, True, False)
+    assert (trained.add_trainable(), trained.is_known(b), trained.add_trainable()) == (True, True, False)
 
 
 def test_a_bucket_sums_in_float32_at_least_and_leaves_none_as_it_is():

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipes.engine.compute.autograd import Saved, backward, enter, leave
+from lightning_pipes.engine.compute.autograd import SavedForward, backward, enter_stage, leave_stage
 from lightning_pipes.engine.compute.split import WeightGradients, backward_inputs
 from lightning_pipes.ir import Span
 
@@ -231,17 +231,17 @@ class HookedActivations(nn.Module):
         return self.second(y)  # type: ignore[no-any-return]
 
 
-def forward(module: nn.Module, seed: int = 0) -> tuple[Saved, list[torch.Tensor | None]]:
+def forward(module: nn.Module, seed: int = 0) -> tuple[SavedForward, list[torch.Tensor | None]]:
     """A micro-batch of (4, 3, 6), and gradients for what comes out; every second one of many is missing."""
     generator = torch.Generator().manual_seed(seed)
-    saved = Saved(Span(0, 4), None)
-    x = enter(torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=generator), (True,), saved)
-    out, _ = leave(module(x), saved)
+    saved = SavedForward(Span(0, 4), None)
+    x = enter_stage(torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=generator), (True,), saved)
+    out, _ = leave_stage(module(x), saved)
     made = [torch.randn(t.shape, dtype=torch.float64, generator=generator) for t in tensors_wanted(out, saved)]
     return saved, [g if n != 1 or len(made) == 1 else None for n, g in enumerate(made)]
 
 
-def tensors_wanted(out: Any, saved: Saved) -> list[torch.Tensor]:
+def tensors_wanted(out: Any, saved: SavedForward) -> list[torch.Tensor]:
     tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
     return [t for t in tensors if not torch.equal(t, torch.ones_like(t))][: len(saved.outputs)]
 
@@ -295,9 +295,9 @@ def test_a_loss() -> None:
     """On the last stage backward starts from a number."""
     whole, parts = build("mlp"), build("mlp")
     for module in (whole, parts):
-        saved = Saved(Span(0, 4), None)
-        x = enter(torch.ones(4, WIDTH, dtype=torch.float64), (True,), saved)
-        leave(module(x).square().mean(), saved)
+        saved = SavedForward(Span(0, 4), None)
+        x = enter_stage(torch.ones(4, WIDTH, dtype=torch.float64), (True,), saved)
+        leave_stage(module(x).square().mean(), saved)
         if module is whole:
             backward([(saved, ())], last=True)
             wanted = saved.entered[0].grad
@@ -313,8 +313,8 @@ def test_first_stage_leaves_everything_for_later() -> None:
     x = torch.randn(4, WIDTH, dtype=torch.float64)
     records = []
     for module in (whole, parts):
-        saved = Saved(Span(0, 4), None)
-        out, _ = leave(module(x), saved)
+        saved = SavedForward(Span(0, 4), None)
+        out, _ = leave_stage(module(x), saved)
         records.append((saved, [torch.ones_like(out)]))
     backward(records[:1], last=False)
     left = backward_inputs(records[1:], last=False)

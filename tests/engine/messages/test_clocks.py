@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_pipes.engine import Engine, Item, Mailbox
 from lightning_pipes.engine.messages import clocks
-from lightning_pipes.engine.messages.clocks import clock, measure_offsets
+from lightning_pipes.engine.messages.clocks import clock_id, measure_offsets
 from lightning_pipes.engine.messages.message import Decoder, Encoder
 from lightning_pipes.ir import SENDS, Kind, Plan
 from lightning_pipes.planning.measured import Averages, StepSample
@@ -41,7 +41,7 @@ class Skewed:
         )  # held up now and then
         self.count += 1
         wire, tensors = Encoder().encode(key, tree, flags, sent)
-        wire.fill(tensors)
+        wire.copy_tensors(tensors)
         message = Decoder().decode(wire.buffer, 0, 0)
         self.boxes[rank].put(message._replace(arrived=self.time[0] + self.ahead[rank]))
 
@@ -100,7 +100,7 @@ def real(rank: int, kind: str) -> dict[str, object]:
     moved = [e.end - e.start for e in engine.events if e.instruction.kind in SENDS]
     engine.close()
     watch.close()
-    return {"same": same, "measured": measured, "clock": clock(), "moved": moved}
+    return {"same": same, "measured": measured, "clock": clock_id(), "moved": moved}
 
 
 @pytest.mark.parametrize("kind", ["local", "gloo"])
@@ -125,7 +125,7 @@ def across(rank: int) -> list[StepSample]:
     torch.set_num_threads(1)
     real, ahead = time.monotonic_ns, [rank * HOUR]
     time.monotonic_ns = lambda: real() + ahead[0]
-    clocks.clock = lambda: f"clock of {rank}"
+    clocks.clock_id = lambda: f"clock of {rank}"
     plan = Plan.even(2, 4, layers=even_partition([1.0, 1.0], 2))
     layer = sleeping_layer(0.001, 0.002, message_bytes=MESSAGE)
     emulation = Emulation(plan, OneFOneB().program(plan), (layer,) * 2, (1.0,) * 2)

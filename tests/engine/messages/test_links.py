@@ -7,7 +7,7 @@ import torch
 
 from lightning_pipes.cost import Link
 from lightning_pipes.engine import Mailbox
-from lightning_pipes.engine.messages.links import fitted, measure_links
+from lightning_pipes.engine.messages.links import fit_link, measure_links
 from lightning_pipes.engine.messages.message import Decoder, Encoder
 from lightning_pipes.ir import Plan
 from lightning_pipes.testing.ranks import run_ranks
@@ -17,10 +17,10 @@ from tests.engine.pipes import connect
 def test_the_link_that_fits():
     link = Link(bandwidth=2e8, latency=3e-4)
     times = {size: link.latency + link.send_seconds(size - 64) for size in (64, 4096, 2**20)}
-    found = fitted(times)
+    found = fit_link(times)
     assert found.bandwidth == pytest.approx(2e8)
     assert found.latency == pytest.approx(3e-4)
-    assert fitted({64: 1e-4, 4096: 1e-4}).bandwidth == float("inf")
+    assert fit_link({64: 1e-4, 4096: 1e-4}).bandwidth == float("inf")
 
 
 class Answering:
@@ -36,7 +36,7 @@ class Answering:
         )
         reply = (window, i._replace(kind={"RF": "RB", "RB": "RF"}[i.kind], stage={0: 1, 1: 0}[i.stage]))
         wire, tensors = Encoder().encode(reply, torch.zeros(64, dtype=torch.uint8), (), 0)
-        wire.fill(tensors)
+        wire.copy_tensors(tensors)
         self.mailbox.put(Decoder().decode(wire.buffer, 0, 0))
 
     def close(self):

@@ -18,12 +18,12 @@ from lightning_pipes.ir import Instruction, Kind
 def test_ringing_wakes_once(make: Callable[[], Mailbox]) -> None:
     mailbox = make()
     for _ in range(2):
-        mailbox.ring()  # before anybody waits
-        assert mailbox.wait_fresh(1) == []
-        later = threading.Timer(0.1, mailbox.ring)
+        mailbox.notify()  # before anybody waits
+        assert mailbox.wait_new(1) == []
+        later = threading.Timer(0.1, mailbox.notify)
         begun = time.monotonic()
         later.start()
-        assert mailbox.wait_fresh(1) == []
+        assert mailbox.wait_new(1) == []
         assert time.monotonic() - begun > 0.05
         later.join()
     if isinstance(mailbox, LocalMailbox):
@@ -36,10 +36,10 @@ def test_what_is_fresh_in_another_window_stays_for_who_asks_for_it(make: Callabl
     first, second = Instruction(Kind.RF, 1), Instruction(Kind.RB, 0)
     for window, receive in ((1, first), (2, first), (2, second)):
         mailbox.put(Message((window, receive), None, ()))
-    assert mailbox.fresh(1) == [first]
-    assert mailbox.fresh(1) == []
-    assert mailbox.take((2, first)) is not None
-    assert mailbox.wait_fresh(2) == [second]
-    assert mailbox.fresh(2) == []
+    assert mailbox.take_new(1) == [first]
+    assert mailbox.take_new(1) == []
+    assert mailbox.take_message((2, first)) is not None
+    assert mailbox.wait_new(2) == [second]
+    assert mailbox.take_new(2) == []
     if isinstance(mailbox, LocalMailbox):
         mailbox.close()

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pipes.engine.monitor.ladder import free_metrics, sources_for
 from lightning_pipes.engine.monitor.monitor import OVERHEAD, Monitor
-from lightning_pipes.engine.monitor.rows import History, Sample, Window
+from lightning_pipes.engine.monitor.rows import Sample, SampleHistory, SampleWindow
 from lightning_pipes.engine.monitor.source import Rates, Source, SourceError
+from lightning_pipes.engine.monitor.sources import free_metrics, sources_for
 from lightning_pipes.ir import InputError
 from lightning_pipes.testing.timeouts import scale_timeout
 
@@ -80,7 +80,7 @@ def ticked(*sources: Source, ticks: int, clock: Clock | None = None, apart: floa
     for _ in range(ticks):
         if clock is not None:
             clock.now += apart
-        monitor.tick()
+        monitor.take_sample()
     monitor.close()
     return monitor
 
@@ -101,7 +101,7 @@ def test_means_are_those_of_time_however_far_apart_samples_are(clock):
     monitor.open()
     for pause in (0.25, 10.0, 0.5, 0.25):  # it waits for .5 of 10 s, .4 of half a second, none of a quarter
         clock.now += pause
-        monitor.tick()
+        monitor.take_sample()
     assert monitor.features()["host.compute_wait_share"] == pytest.approx(0.9 / 10.75)
     assert monitor.features()["host.compute_wait_share_p95"] == 0.05
     assert monitor.since_last()[0]["host.compute_wait_share"] == pytest.approx(0.9 / 10.75)
@@ -118,7 +118,7 @@ def test_a_rate_after_failed_samples_counts_for_all_its_time(clock):
     monitor.open()
     for pause in (0.5, 0.5, 4.0, 5.0):
         clock.now += pause
-        monitor.tick()
+        monitor.take_sample()
     assert monitor.features()["host.compute_wait_share"] == pytest.approx(8.0 / 9.5)
 
 
@@ -155,7 +155,7 @@ def test_a_source_that_disappears_and_comes_back(caplog, clock):
     other = Fake([[float(n)] for n in range(5)], ["host.runnable_count"])
     fake = Fake([[1.0], gone, gone, [2.0], [2.0, 2.0]])
     monitor = ticked(fake, other, ticks=5, clock=clock)
-    curves = monitor.curves()
+    curves = monitor.to_curves()
     assert curves.values["gpu.busy_share"] == (1.0, None, None, 2.0, None)  # the last had another shape
     assert curves.values["host.runnable_count"] == (0.0, 1.0, 2.0, 3.0, 4.0)
     assert monitor.features()["gpu.busy_share"] == 1.75  # of a quarter of a second, and of three
@@ -176,43 +176,43 @@ def test_free_bytes_of_the_best_source():
     host = ["host.available_bytes"]
     both = Fake([[7.0, 5.0], [NAN, 6.0]], ["gpu.free_bytes", *host])
     monitor = Monitor([both], memory=("gpu.free_bytes", "host.available_bytes"))
-    assert monitor.free() is None
+    assert monitor.free_bytes() is None
     monitor.open()
-    monitor.tick()
-    assert monitor.free() == 7
-    monitor.tick()
-    assert monitor.free() == 6
-    assert ticked(Fake([[1.0]]), ticks=1).free() is None
+    monitor.take_sample()
+    assert monitor.free_bytes() == 7
+    monitor.take_sample()
+    assert monitor.free_bytes() == 6
+    assert ticked(Fake([[1.0]]), ticks=1).free_bytes() is None
 
 
 def test_a_gpu_without_numbers_of_its_memory_does_not_have_that_of_the_machine():
     fake = Fake([[7.0]], ["host.available_bytes"])
     monitor = Monitor([fake], memory=free_metrics(torch.device("cuda", 0)))
     monitor.open()
-    monitor.tick()
-    assert monitor.free() is None
-    assert ticked(Fake([[7.0]], ["host.available_bytes"]), ticks=1).free() == 7
+    monitor.take_sample()
+    assert monitor.free_bytes() is None
+    assert ticked(Fake([[7.0]], ["host.available_bytes"]), ticks=1).free_bytes() == 7
 
 
 def test_numbers_that_it_is_told():
-    monitor = Monitor([Fake([[0.0]] * 3)], told=["pipeline.forward_seconds"])
+    monitor = Monitor([Fake([[0.0]] * 3)], extra=["pipeline.forward_seconds"])
     monitor.open()
-    monitor.tick()
-    monitor.tell({"pipeline.forward_seconds": 0.25, "unknown": 1.0})
-    monitor.tick()
-    assert monitor.curves().values["pipeline.forward_seconds"] == (None, 0.25)
+    monitor.take_sample()
+    monitor.record_values({"pipeline.forward_seconds": 0.25, "unknown": 1.0})
+    monitor.take_sample()
+    assert monitor.to_curves().values["pipeline.forward_seconds"] == (None, 0.25)
     assert "pipeline.forward_seconds" not in monitor.features()
 
 
 def test_nothing_to_read_is_no_error():
     monitor = ticked(Absent([]), ticks=2)
-    assert (monitor.features(), monitor.free()) == ({}, None)
-    assert len(monitor.curves().times) == 2
+    assert (monitor.features(), monitor.free_bytes()) == ({}, None)
+    assert len(monitor.to_curves().times) == 2
 
 
 def test_before_anything_was_seen():
     monitor = Monitor([Fake([])])
-    assert (monitor.features(), monitor.free(), monitor.curves().times) == ({}, None, ())
+    assert (monitor.features(), monitor.free_bytes(), monitor.to_curves().times) == ({}, None, ())
     monitor.stop()  # never started
 
 
@@ -260,13 +260,13 @@ def test_this_machine_has_something_to_say():
         sum(range(100_000))
     monitor.stop()
     assert monitor.features()["host.compute_run_share"] > 0
-    assert (monitor.free() or 0) > 0
+    assert (monitor.free_bytes() or 0) > 0
     assert "gpu.sm_active_share" not in monitor.features()
 
 
 def test_features_do_not_hold_up_sampling_for_long():
     """2400 samples take little room, and little time."""
-    history, window = History(), Window(40)
+    history, window = SampleHistory(), SampleWindow(40)
     for n in range(2400):
         sample = Sample(np.array([float(n), 2.0 * n]), np.ones(2))
         history.add(sample)

@@ -72,7 +72,7 @@ def another_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> No
 def test_what_changes_is_noticed(change: Change, same: bool) -> None:
     module, optimizer = trained()
     binding = Binding(module, [optimizer], CPU)
-    given = {name: tensor.clone() for name, tensor in binding.tensors().items()}
-    binding.hold(given)
+    given = {name: tensor.clone() for name, tensor in binding.named_tensors().items()}
+    binding.bind_tensors(given)
     change(module, optimizer)
     assert binding.still_holds(given, module, [optimizer]) is same

@@ -8,30 +8,30 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipes.engine.residency.layer_state import LayerState, checksum
+from lightning_pipes.engine.residency.layer_state import LayerState, tensor_checksum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("size", [0, 1, 7, 2**18 + 3])
 def test_equal_values_have_equal_sums_however_they_lie(dtype: torch.dtype, size: int) -> None:
     values = (torch.randn(size, 2, generator=torch.Generator().manual_seed(size)) * 100).to(dtype)
-    assert checksum(values) == checksum(values.t().contiguous().t()) == checksum(values.clone())
+    assert tensor_checksum(values) == tensor_checksum(values.t().contiguous().t()) == tensor_checksum(values.clone())
 
 
 def test_any_bit_and_any_order_makes_another_sum() -> None:
     rng = random.Random(1)
     values = torch.randn(2**19 + 3, generator=torch.Generator().manual_seed(1))
-    seen = {checksum(values)}
+    seen = {tensor_checksum(values)}
     for n in range(64):
         other = values.clone()
         words = other.view(torch.uint8)
         words[rng.randrange(len(words))] ^= 1 << n % 8
-        seen.add(checksum(other))
+        seen.add(tensor_checksum(other))
     for _ in range(32):
         a, b = rng.sample(range(len(values)), 2)
         other = values.clone()
         other[a], other[b] = values[b], values[a]
-        seen.add(checksum(other))
+        seen.add(tensor_checksum(other))
     assert len(seen) == 1 + 64 + 32
 
 
@@ -48,23 +48,23 @@ def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_a_layer_is_told_from_another_by_weights_and_optimizer_states() -> None:
     layer, optimizer = trained(3)
-    before = LayerState.of(layer, [optimizer]).checksum()
+    before = LayerState.from_layer(layer, [optimizer]).state_checksum()
     layer(torch.randn(4, 3))  # changes running averages only
-    assert LayerState.of(layer, [optimizer]).checksum() == before
+    assert LayerState.from_layer(layer, [optimizer]).state_checksum() == before
     (*_, last) = optimizer.state.values()
     last["exp_avg"][0] += 1
-    assert LayerState.of(layer, [optimizer]).checksum() != before
+    assert LayerState.from_layer(layer, [optimizer]).state_checksum() != before
     last["exp_avg"][0] -= 1
     next(layer.parameters()).data[0, 0] += 1
-    assert LayerState.of(layer, [optimizer]).checksum() != before
+    assert LayerState.from_layer(layer, [optimizer]).state_checksum() != before
 
 
 def test_the_rest_of_a_layer_joins_what_came_before() -> None:
     layer, optimizer = trained(2)
-    early = LayerState.of(layer, [optimizer], gradients=False)
+    early = LayerState.from_layer(layer, [optimizer], gradients=False)
     layer(torch.randn(4, 3)).sum().backward()
     layer.eval()
-    found = early.with_rest(LayerState.of(layer, [optimizer]).rest)
+    found = early.with_other_state(LayerState.from_layer(layer, [optimizer]).other_state)
     assert not any(found.training.values())
     assert all(found.parameters[n][2] is p.grad for n, p in layer.named_parameters())
     assert torch.equal(found.buffers["1.running_mean"], dict(layer.named_buffers())["1.running_mean"])

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_pipes.engine import Item, Stage
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
-from lightning_pipes.engine.messages.parcel_format import content_of, described, packed
+from lightning_pipes.engine.messages.tree_format import fill_skeleton, pack_tree, parse_description
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Span, Use
@@ -163,7 +163,7 @@ class Letter:
     def __init__(self, letters: Letters, key: Any) -> None:
         self.letters, self.key = letters, key
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.key in self.letters.sent
 
     @property
@@ -177,13 +177,13 @@ class LocalPost:
         self.waiting: list[Any] = []
 
     def send(self, rank: int, key: Any, content: Any) -> None:
-        description, found = packed(content)
-        skeleton, _ = described(description)
-        self.letters.sent[self.rank, rank, key] = content_of(skeleton, iter([t.detach().clone() for t in found]))
+        description, found = pack_tree(content)
+        skeleton, _ = parse_description(description)
+        self.letters.sent[self.rank, rank, key] = fill_skeleton(skeleton, iter([t.detach().clone() for t in found]))
         self.letters.count += 1
 
-    def expect(self, rank: int, key: Any, told: Any) -> Letter:
-        self.waiting.append(told)
+    def receive(self, rank: int, key: Any, on_arrival: Any) -> Letter:
+        self.waiting.append(on_arrival)
         return Letter(self.letters, (rank, self.rank, key))
 
     def tell(self) -> None:
@@ -254,7 +254,7 @@ def stage_of(
 
     def step(item: Item) -> None:
         assert item.use is not None
-        mine = {id(p) for p in stage.stepped(item)}
+        mine = {id(p) for p in stage.stepped_parameters(item)}
         with mirrors.in_optimizers(item.use.stepped(number)):
             every = [p for o in optimizers for g in o.param_groups for p in g["params"]]
             others = {p: p.grad for p in every if id(p) not in mine}

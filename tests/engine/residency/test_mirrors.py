@@ -71,7 +71,7 @@ def test_there_and_back() -> None:
     groups = [len(group["params"]) for group in other.param_groups]
     for turn in range(3):
         mirrors.send("1.0", 1, "there")
-        away.install("1.0", desk.content)
+        away.install_layer("1.0", desk.content)
         mirror = away.copies["1.0"]
         assert mirror.parameters["conv.weight"].stride() == told.conv.weight.stride() != (27, 9, 3, 1)
         assert not mirror.parameters["conv.bias"].requires_grad
@@ -90,14 +90,14 @@ def test_there_and_back() -> None:
         mirror.buffers["scratch"] += 1
         mirror.buffers["norm.running_mean"] += 2
         away.send("1.0", 0, "back")
-        mirrors.install("1.0", back.content)
+        mirrors.install_layer("1.0", back.content)
     for (name, p), q in zip(layers[1].named_parameters(), alone[1].parameters(), strict=True):
         assert torch.equal(p, q), name
     assert told.scratch.tolist() == [4, 4]
     assert told.norm.running_mean.tolist() == [6] * 4
     assert {id(p) for p in optimizer.state} == {id(p) for p in layers[1].parameters() if p.requires_grad}
     assert all(int(state["step"]) == 3 for state in optimizer.state.values())
-    away.drop("1.0")
+    away.drop_copy("1.0")
     assert not away.copies
 
 
@@ -113,18 +113,18 @@ def test_what_would_not_see_gradients_is_refused() -> None:
 def test_a_change_at_home_while_a_layer_is_away_is_refused() -> None:
     layers, _, mirrors, desk = side(home=True)
     mirrors.send("1.0", 1, "there")
-    mirrors.install("1.0", desk.content)
+    mirrors.install_layer("1.0", desk.content)
     mirrors.send("1.0", 1, "there")
     layers[1].get_submodule("0.conv").weight.data.clamp_(-0.01, 0.01)
     with pytest.raises(PlanError, match=r"changes the values of layer '1.0' where the layer is at home"):
-        mirrors.install("1.0", desk.content)
+        mirrors.install_layer("1.0", desk.content)
 
 
 def test_in_module_shows_copies_in_place_of_a_layers_own() -> None:
     _, _, mirrors, desk = side(home=True)
     theirs, _, away, _ = side(home=False)
     mirrors.send("1.0", 1, "there")
-    away.install("1.0", desk.content)
+    away.install_layer("1.0", desk.content)
     own = dict(theirs.named_parameters())
     with away.in_module(["0", "1.0"]):
         shown = dict(theirs.named_parameters())

@@ -80,27 +80,27 @@ def swapped(jobs: list[Job], copier: SlabCopier, slots: int, rounds: int, ahead:
     """Each job's forward and backward in one lease, its step in another one; evicted slabs are NaN."""
     bindings = [Binding(job.model, [job.optimizer], CPU) for job in jobs]
     cache: StateCache[int] = StateCache(
-        1 << 30, copier, slots=slots, leaves=lambda key: bindings[key].hold(cache.on_host(key)), poison=True
+        1 << 30, copier, slots=slots, leaves=lambda key: bindings[key].bind_tensors(cache.on_host(key)), poison=True
     )
     for job, binding in zip(jobs, bindings, strict=True):
         binding.check()
-        cache.add(job.number, binding.tensors())
-        binding.hold(cache.on_host(job.number))
-    cache.expect([job.number for _ in range(rounds) for job in jobs for _ in range(2)])
+        cache.add(job.number, binding.named_tensors())
+        binding.bind_tensors(cache.on_host(job.number))
+    cache.expect_leases([job.number for _ in range(rounds) for job in jobs for _ in range(2)])
     if ahead:
-        cache.prefetch()
+        cache.prefetch_states()
     for _ in range(rounds):
         for job in jobs:
             for part in ((job.forward, job.backward), (job.update,)):
-                with cache.lease(job.number, write=True) as state:
+                with cache.lease_state(job.number, write=True) as state:
                     if ahead:
-                        cache.prefetch()
-                    bindings[job.number].hold(state)
+                        cache.prefetch_states()
+                    bindings[job.number].bind_tensors(state)
                     for do in part:
                         do()
                     if isinstance(copier, Virtual):
                         copier.link.now += MILLI
-                    bindings[job.number].settle(state)
+                    bindings[job.number].rebind_replaced(state)
     cache.flush()
     return cache
 
@@ -121,7 +121,7 @@ def test_bit_for_bit(slots: int, bandwidth: float | None) -> None:
     with threads(bandwidth) as copier:
         cache = swapped(jobs, copier, slots, rounds=4)
         for job in jobs:  # what is on the host is the whole truth
-            Binding(job.model, [job.optimizer], CPU).hold(cache.on_host(job.number))
+            Binding(job.model, [job.optimizer], CPU).bind_tensors(cache.on_host(job.number))
     assert [job.result() for job in jobs] == expected
     found = cache.statistics
     assert found.hits + found.late + found.misses == 5 * 4 * 2
@@ -132,7 +132,7 @@ def test_bit_for_bit(slots: int, bandwidth: float | None) -> None:
 def test_all_hits_where_states_move_within_a_block() -> None:
     """E2 with room to spare: a lease takes 1 ms, a state 0.1 ms each way. Without prefetching every one waits."""
     jobs = [begun(number) for number in range(4)]
-    size = SlabLayout.of(Binding(jobs[0].model, [jobs[0].optimizer], CPU).tensors()).nbytes
+    size = SlabLayout.from_tensors(Binding(jobs[0].model, [jobs[0].optimizer], CPU).named_tensors()).nbytes
     copier = Virtual(size / 1e-4)
     copier.link.now = 0
     found = swapped(jobs, copier, slots=2, rounds=5).statistics
@@ -146,7 +146,7 @@ def test_all_hits_where_states_move_within_a_block() -> None:
 
 def test_stalls_where_the_link_is_too_slow() -> None:
     jobs = [begun(number) for number in range(4)]
-    size = SlabLayout.of(Binding(jobs[0].model, [jobs[0].optimizer], CPU).tensors()).nbytes
+    size = SlabLayout.from_tensors(Binding(jobs[0].model, [jobs[0].optimizer], CPU).named_tensors()).nbytes
     found = swapped(jobs, Virtual(size / 3e-3), slots=2, rounds=5).statistics
     assert found.late > 10
     assert found.stall_ns > 10 * MILLI
@@ -156,15 +156,15 @@ def test_a_slab_that_is_taken_too_early_is_noticed() -> None:
     """Autograd sees that what a forward has read was overwritten, and a graph keeps its parameters where they are."""
     job = begun(0)
     binding = Binding(job.model, [job.optimizer], CPU)
-    layout = SlabLayout.of(binding.tensors())
+    layout = SlabLayout.from_tensors(binding.named_tensors())
     slab = torch.empty(layout.nbytes, dtype=torch.uint8)
     with torch.no_grad():
-        for name, view in layout.views(slab).items():
-            view.copy_(binding.tensors()[name])
-    binding.hold(layout.views(slab))
+        for name, view in layout.view_tensors(slab).items():
+            view.copy_(binding.named_tensors()[name])
+    binding.bind_tensors(layout.view_tensors(slab))
     job.forward()
     with pytest.raises(PipelineError, match=r"1.weight can't be moved .* a graph still refers"):
-        binding.hold({name: t.clone() for name, t in layout.views(slab).items()})
+        binding.bind_tensors({name: t.clone() for name, t in layout.view_tensors(slab).items()})
     slab.copy_(torch.zeros_like(slab))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         job.backward()
@@ -177,30 +177,30 @@ def test_parameters_stay_who_they_are() -> None:
     p.requires_grad_(False)
     p.grad = torch.ones_like(p)
     binding = Binding(job.model, [job.optimizer], CPU)
-    before = binding.tensors()
-    binding.hold({name: t.clone() for name, t in before.items()})
+    before = binding.named_tensors()
+    binding.bind_tensors({name: t.clone() for name, t in before.items()})
     assert next(job.model.parameters()) is p
     assert job.optimizer.param_groups[0]["params"][0] is p
     assert p.tag == "mine"  # type: ignore[attr-defined]
     assert not p.requires_grad
     assert p.grad is not None
     assert p.data_ptr() != before["0.weight"].data_ptr()
-    assert binding.like(Binding(job.model, [job.optimizer], CPU))
+    assert binding.has_same_tensors(Binding(job.model, [job.optimizer], CPU))
     job.forward()
     job.backward()
     job.update()
-    assert not binding.like(Binding(job.model, [job.optimizer], CPU)), "Adam remembers more now"
+    assert not binding.has_same_tensors(Binding(job.model, [job.optimizer], CPU)), "Adam remembers more now"
 
 
 def test_what_the_model_replaces_comes_along() -> None:
     job = Job(1)
     binding = Binding(job.model, [job.optimizer], CPU)
-    home = {name: t.clone() for name, t in binding.tensors().items()}
-    binding.hold(home)
+    home = {name: t.clone() for name, t in binding.named_tensors().items()}
+    binding.bind_tensors(home)
     norm = job.model[1]  # type: ignore[index]
     norm.running_mean = torch.full((32,), 3.0)
     with torch.inference_mode():
-        binding.settle(home)
+        binding.rebind_replaced(home)
     assert norm.running_mean.data_ptr() == home["1.running_mean"].data_ptr()
     assert home["1.running_mean"].tolist() == [3.0] * 32
 
@@ -217,8 +217,8 @@ class Tied(nn.Module):
 def test_one_tensor_in_two_places_stays_one() -> None:
     model = Tied()
     binding = Binding(model, [], CPU)
-    assert sorted(binding.tensors()) == [".mask", "a.bias", "a.weight", "b.bias"]
-    binding.hold({name: t.clone() for name, t in binding.tensors().items()})
+    assert sorted(binding.named_tensors()) == [".mask", "a.bias", "a.weight", "b.bias"]
+    binding.bind_tensors({name: t.clone() for name, t in binding.named_tensors().items()})
     assert model.b.weight is model.a.weight
     assert model.mask is model.a.mask
 
@@ -249,9 +249,9 @@ def test_what_cannot_be_moved_is_refused(change: Any, says: str) -> None:
 def test_layout() -> None:
     images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     tensors = {"a": torch.arange(3), "images": images, "none": torch.empty(0, 2), "one": torch.tensor(True)}
-    layout = SlabLayout.of(tensors)
+    layout = SlabLayout.from_tensors(tensors)
     assert layout.nbytes == 3 * ALIGNMENT
-    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    views = layout.view_tensors(torch.zeros(layout.nbytes, dtype=torch.uint8))
     for name, tensor in tensors.items():
         views[name].copy_(tensor)
         assert torch.equal(views[name], tensor)
@@ -268,13 +268,13 @@ def test_budgets() -> None:
         cache.add("b", state)
         with pytest.raises(PlanError, match="2 states have 8192 of the host's budget of 13000"):
             cache.add("c", {"w": torch.ones(2048)})
-        with cache.lease("a"), cache.lease("b"), pytest.raises(PlanError, match="can't be dropped"):
-            cache.drop("a")
-        cache.drop("a")
+        with cache.lease_state("a"), cache.lease_state("b"), pytest.raises(PlanError, match="can't be dropped"):
+            cache.drop_state("a")
+        cache.drop_state("a")
         cache.add("c", {"w": torch.ones(2048)})  # of another size: takes the place of both
-        with cache.lease("c") as there:
+        with cache.lease_state("c") as there:
             assert float(there["w"].sum()) == 2048
-            assert cache.resident == {"c"}
+            assert cache.resident_keys == {"c"}
             assert not cache.has_room("b")
 
 
@@ -290,7 +290,7 @@ def test_a_copy_that_fails_is_told_of() -> None:
 def test_a_throttled_copier_takes_its_time() -> None:
     with threads(1e6) as copier:
         slab = torch.zeros(20_000, dtype=torch.uint8)
-        waited = copier.follow(copier.copy("in", slab, slab.clone()))
+        waited = copier.order_after(copier.copy("in", slab, slab.clone()))
         assert waited > 15 * MILLI
         assert copier.bandwidth is not None
         assert copier.bandwidth < 1.01e6

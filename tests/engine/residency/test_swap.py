@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from lightning_pipes import MemorySwap
-from lightning_pipes.engine.compute.weights import Version, WeightVersions
+from lightning_pipes.engine.compute.weights import WeightVersion, WeightVersions
 from lightning_pipes.engine.residency.binding import Binding
 from lightning_pipes.engine.residency.copier import ThreadCopier
 from lightning_pipes.engine.residency.swap import Swap
@@ -71,9 +71,9 @@ class Layers:
         if self.swap is None:
             yield
             return
-        with self.swap.lease(("layer", number), write):
+        with self.swap.lease_state(("layer", number), write):
             yield
-        self.swap.prefetch()
+        self.swap.prefetch_states()
 
     def run(self) -> list[torch.Tensor]:
         self.layers, optimizers = model()
@@ -82,7 +82,7 @@ class Layers:
                 self.swap.add(("layer", number), Binding(layer, [optimizer], CPU))
         for x in inputs():
             if self.swap is not None:
-                self.swap.expect(("layer", number) for number in self.order())
+                self.swap.expect_leases(("layer", number) for number in self.order())
             entered: list[torch.Tensor] = []
             for number in range(DEPTH):
                 entered.append(x)
@@ -114,7 +114,7 @@ def test_layers_of_one_model(most: int) -> None:
         assert found.bytes_in >= DEPTH * LAYER
         if most < DEPTH:
             assert found.bytes_in > BATCHES * DEPTH * LAYER // 2
-        assert not swap.resident
+        assert not swap.resident_keys
 
 
 AGO = 2
@@ -134,13 +134,13 @@ class Versions:
         layers: dict[int, nn.Module] = {n: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for n in range(2)}
         live = nn.ModuleList(layers.values())
         optimizer = torch.optim.SGD(live.parameters(), lr=0.1, momentum=0.9)
-        versions = WeightVersions(layers, most=AGO + 1)
-        waiting: list[tuple[int, torch.Tensor, Version]] = []
+        versions = WeightVersions(layers, max_versions=AGO + 1)
+        waiting: list[tuple[int, torch.Tensor, WeightVersion]] = []
         for batch, x in enumerate(inputs()):
-            version, number = versions.current(), max(0, batch - AGO)
+            version, number = versions.current_version(), max(0, batch - AGO)
             assert version is not None
             if self.swap is not None and ("version", number) not in self.swap:
-                self.swap.add(("version", number), version.binding(CPU))
+                self.swap.add(("version", number), version.bind_to(CPU))
             with self.on_device(number), torch.no_grad():
                 self.forward(layers, version, x)
             waiting.append((number, x, version))
@@ -161,18 +161,18 @@ class Versions:
         optimizer: Optimizer,
         number: int,
         x: torch.Tensor,
-        version: Version,
+        version: WeightVersion,
     ) -> None:
         if self.swap is not None:
             self.swap.predict([("version", number), ("version", number + 1)])
         with self.on_device(number):
             self.forward(layers, version, x).square().mean().backward()
-            versions.collect([version])
+            versions.collect_gradients([version])
         optimizer.step()
         optimizer.zero_grad()
-        versions.updated()
+        versions.after_update()
 
-    def forward(self, layers: dict[int, nn.Module], version: Version, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, layers: dict[int, nn.Module], version: WeightVersion, x: torch.Tensor) -> torch.Tensor:
         for number, layer in layers.items():
             x = functional_call(layer, dict(version.parameters[number]), (x,))
         return x
@@ -182,9 +182,9 @@ class Versions:
         if self.swap is None:
             yield
             return
-        with self.swap.lease(("version", number)):  # versions are not written to: none is copied back
+        with self.swap.lease_state(("version", number)):  # versions are not written to: none is copied back
             yield
-        self.swap.prefetch()
+        self.swap.prefetch_states()
 
 
 @pytest.mark.parametrize("slots", [1, 2, AGO + 1])
@@ -214,11 +214,11 @@ def test_a_callback_serves_siblings_layers_and_versions_at_once() -> None:
         memory.end_turn(index, module, [optimizer], CPU)
     before = weights(siblings[:3])
     assert all(map(torch.equal, Layers(swap).run(), Layers().run()))
-    versions = WeightVersions({0: nn.Linear(WIDTH, WIDTH)}, most=2)
-    version = versions.current()
+    versions = WeightVersions({0: nn.Linear(WIDTH, WIDTH)}, max_versions=2)
+    version = versions.current_version()
     assert version is not None
-    swap.add("version", version.binding(CPU))
-    with swap.lease("version"):
+    swap.add("version", version.bind_to(CPU))
+    with swap.lease_state("version"):
         assert memory.has_room(0)
     assert memory.statistics is swap.statistics
     for index in range(3):
@@ -236,7 +236,7 @@ def test_what_a_graph_refers_to_stays() -> None:
         layers, optimizers = model()
         for number in range(2):
             swap.add(number, Binding(layers[number], [optimizers[number]], CPU))
-        with swap.lease(0):
+        with swap.lease_state(0):
             out = layers[0](torch.ones(1, WIDTH, requires_grad=True))
         with pytest.raises(PipelineError, match="a graph still refers to it"):
             swap.acquire(1)
@@ -257,9 +257,9 @@ def test_what_does_not_fit_changes_nothing() -> None:
         assert [p.data_ptr() for p in layers[0].parameters()] == storage
         swap.add("a", Binding(layers[0], [optimizers[0]], CPU))
         assert "a" in swap
-        assert not swap.holds("a")
-        with swap.lease("a"):
-            assert swap.holds("a")
+        assert not swap.is_leased("a")
+        with swap.lease_state("a"):
+            assert swap.is_leased("a")
         swap.remove("a")
         swap.remove("a")  # nothing left to do
-        assert swap.bound("a") is None
+        assert swap.bound_tensors("a") is None

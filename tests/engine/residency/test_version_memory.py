@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipes.engine.compute.weights import TurningVersions, Version
+from lightning_pipes.engine.compute.weights import OffloadedVersions, WeightVersion
 from lightning_pipes.engine.residency.copier import SlabCopier, ThreadCopier, Way
 from lightning_pipes.engine.residency.state_cache import StateCache
 from lightning_pipes.engine.residency.swap import Swap
@@ -108,14 +108,14 @@ def walk(
     swap: Swap[object] = Swap(slots * SIZE, copier, CPU, poison=poison)
     memory = VersionMemory(States(swap, prefetch), CPU)
     layer = nn.Linear(WIDTH, WIDTH)
-    versions = TurningVersions({0: layer}, plan.versions[0], 0, memory, CPU)
-    read: dict[int, tuple[Version, int]] = {}
+    versions = OffloadedVersions({0: layer}, plan.versions[0], 0, memory, CPU)
+    read: dict[int, tuple[WeightVersion, int]] = {}
     clock, newest, most, bytes_there = getattr(copier, "link", None), 0, 0, 0
     with torch.no_grad():
         for p in layer.parameters():
             p.fill_(newest)
         for at, i in enumerate(row):
-            memory.coming = lambda at=at: (
+            memory.upcoming = lambda at=at: (
                 read[i.batch][0].key for i in row[at:] if i.kind is not Kind.STEP and i.batch in read
             )
             if i.kind is Kind.STEP:
@@ -124,16 +124,16 @@ def walk(
                 newest += 1
                 for p in layer.parameters():
                     p.fill_(newest)
-                versions.updated()
+                versions.after_update()
                 most = max(most, 1 + len(versions._kept))
                 bytes_there = max(bytes_there, swap._cache._slab_bytes)
                 continue
             if i.batch not in read:
-                current = versions.current()
+                current = versions.current_version()
                 assert current is not None
                 read[i.batch] = current, newest
             version, number = read[i.batch]
-            with versions.at_hand(version):
+            with versions.on_device(version):
                 assert all((p == number).all() for p in version.parameters[0].values()), i
                 if clock is not None:
                     clock.now += FORWARD // microbatches if i.kind is Kind.F else BACKWARD // microbatches
@@ -178,24 +178,24 @@ def test_versions_are_what_was_read(slots: int, microbatches: int, bandwidth: fl
 def test_weights_that_somebody_else_changes_are_noticed() -> None:
     swap: Swap[object] = Swap(SIZE, Virtual(1e9), CPU)
     layer = nn.Linear(WIDTH, WIDTH)
-    versions = TurningVersions({0: layer}, 2, 0, VersionMemory(States(swap), CPU), CPU)
-    version = versions.current()
-    with versions.at_hand(version):
+    versions = OffloadedVersions({0: layer}, 2, 0, VersionMemory(States(swap), CPU), CPU)
+    version = versions.current_version()
+    with versions.on_device(version):
         pass
     with torch.no_grad():
         layer.weight.mul_(2)
     with (
         pytest.raises(PipelineError, match=r"weights of stage 0 were changed between .* leave MemorySwap out"),
-        versions.at_hand(version),
+        versions.on_device(version),
     ):
         pass
 
 
 def test_a_version_that_does_not_fit() -> None:
     swap: Swap[object] = Swap(SIZE - 1, Virtual(1e9), CPU)
-    versions = TurningVersions({0: nn.Linear(WIDTH, WIDTH)}, 2, 3, VersionMemory(States(swap), CPU), CPU)
+    versions = OffloadedVersions({0: nn.Linear(WIDTH, WIDTH)}, 2, 3, VersionMemory(States(swap), CPU), CPU)
     with pytest.raises(PlanError, match=r"state weights 1 of stage 3 has 1536 bytes, .* raise the budget"):
-        versions.before_update([versions.current()])
+        versions.before_update([versions.current_version()])
 
 
 def test_a_place_to_which_a_state_is_on_its_way() -> None:
@@ -203,14 +203,14 @@ def test_a_place_to_which_a_state_is_on_its_way() -> None:
     cache: StateCache[str] = StateCache(512, copier, CPU)
     cache.add("loaded", {"x": torch.ones(128)})
     cache.predict(["loaded"])
-    assert cache.prefetch() == 1
+    assert cache.prefetch_states() == 1
     cache.make("made", {"x": torch.zeros(128)})
     for ticket in list(copier.waiting):
         copier.wait(ticket)
     assert not cache.on_device("made")["x"].any()
-    cache.offload("made")
-    with cache.lease("loaded") as state:
+    cache.start_write_back("made")
+    with cache.lease_state("loaded") as state:
         assert state["x"].all()
-    with cache.lease("made") as state:
+    with cache.lease_state("made") as state:
         assert not state["x"].any()
     assert cache.statistics.bytes_out == 512

@@ -17,7 +17,7 @@ from lightning_pipes.testing import namespaces
 def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
     """As rank 1 is, if rank 0 has started it and it is killed."""
     with subprocess.Popen(["sleep", "60"]) as child:
-        process = Process.of(child.pid)
+        process = Process.from_pid(child.pid)
         assert Process.parse(str(process)) == process
         assert not process.has_ended()
         child.send_signal(signal.SIGKILL)
@@ -25,11 +25,11 @@ def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
         assert process.has_ended()
     assert process.has_ended()
     with pytest.raises(ProcessLookupError, match=str(child.pid)):
-        Process.of(child.pid)
+        Process.from_pid(child.pid)
 
 
 def test_what_is_known_of_others() -> None:
-    own = Process.own()
+    own = Process.current()
     assert not own.has_ended()
     assert own._replace(started=own.started - 1).has_ended()  # its number was given again
     gone = own._replace(pid=2**22 + 1)  # more than the system gives

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from lightning_pipes.cost import Link
 from lightning_pipes.engine.watch import plain
-from lightning_pipes.engine.watch.trust import KNOWN, ForgedError, Seal, dumps, loads, printable
+from lightning_pipes.engine.watch.trust import TRUSTED, ForgedError, Seal, dumps, loads, to_printable
 from lightning_pipes.ir import Kind, Plan
 from tests.ir.programs import pipedream
 
@@ -124,7 +124,7 @@ def test_objects_of_any_class_under_a_seal(tmp_path: Path) -> None:
     with pytest.raises(plain.NotPlainError, match=r"open is more than data; give all .* LIGHTNING_PIPES_SECRET"):
         loads(dumps(thing, None), None)
     assert not (tmp_path / "ran").exists()
-    for seal in (mine, KNOWN):
+    for seal in (mine, TRUSTED):
         loads(dumps(thing, seal), seal).close()
         assert (tmp_path / "ran").exists()
         (tmp_path / "ran").unlink()
@@ -139,4 +139,4 @@ def test_a_name_is_signed_too() -> None:
 
 
 def test_text_that_a_terminal_would_obey() -> None:
-    assert printable("a\x1b[2Jb\r\x07\u202e\n\tc\x9bü") == "a\ufffd[2Jb\ufffd\ufffd\ufffd\n\tc\ufffdü"
+    assert to_printable("a\x1b[2Jb\r\x07\u202e\n\tc\x9bü") == "a\ufffd[2Jb\ufffd\ufffd\ufffd\n\tc\ufffdü"

@@ -19,8 +19,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from lightning_pipes.engine.watch import trust
 from lightning_pipes.engine.watch.failure import FailureWatch
-from lightning_pipes.engine.watch.meeting import lone_store, run_store, store_on_loopback
-from lightning_pipes.engine.watch.trust import SECRET, ForgedError, Seal, SignedStore, part_of, seal_of, sealed
+from lightning_pipes.engine.watch.shared_store import run_store, single_process_store, store_on_loopback
+from lightning_pipes.engine.watch.trust import SECRET, ForgedError, Seal, SignedStore, seal_of, seal_store, sub_store_of
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
 
@@ -47,10 +47,10 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_ranks_write_they_read(raw: TCPStore, signed: SignedStore) -> None:
     """The same through parts of it, whoever makes them."""
     signed.set("a", "1")
-    signed.part("x").set("b", b"2")
+    signed.sub_store("x").set("b", b"2")
     assert PrefixStore("x", signed).get("b") == b"2"
     PrefixStore("x", signed).clone().set("c", "3")
-    assert part_of(signed, "x").multi_get(["b", "c"]) == [b"2", b"3"]
+    assert sub_store_of(signed, "x").multi_get(["b", "c"]) == [b"2", b"3"]
     assert raw.get("a") != b"1"
     assert signed.compare_set("d", "", "first") == b"first"
     assert signed.compare_set("d", "", "second") == b"first"
@@ -101,7 +101,7 @@ def test_a_failure_that_a_stranger_tells(
     raw.set("lightning_pipes/1/failure", "\x1b[2Jplanted")
     time.sleep(0.6)
     watches[0].check()
-    watches[1].fail(ValueError("\x1b[31mred\x1b[0m"))
+    watches[1].report_failure(ValueError("\x1b[31mred\x1b[0m"))
     until = time.monotonic() + 20
     while watches[0].error is None and time.monotonic() < until:
         time.sleep(0.02)
@@ -132,15 +132,15 @@ def test_process_groups_over_it() -> None:
 
 
 def test_one_process_needs_no_port() -> None:
-    store = lone_store()
+    store = single_process_store()
     assert not isinstance(store, TCPStore)
 
 
 def test_ranks_of_a_host_get_a_secret(raw: TCPStore) -> None:
     found: list[Any] = []
-    other = threading.Thread(target=lambda: found.append(sealed(raw.clone(), 1, True, 2)))
+    other = threading.Thread(target=lambda: found.append(seal_store(raw.clone(), 1, True, 2)))
     other.start()
-    first = sealed(raw, 0, True, 2)
+    first = seal_store(raw, 0, True, 2)
     other.join()
     first.set("a", "1")
     assert found[0].get("a") == b"1"
@@ -165,7 +165,7 @@ def nobody(act: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
 
 @pytest.mark.root
 def test_no_other_user_gets_it(raw: TCPStore) -> None:
-    first = sealed(raw, 0, True, 2)
+    first = seal_store(raw, 0, True, 2)
     name = raw.get("lightning_pipes/door").decode()
 
     def ask() -> bytes:
@@ -179,7 +179,7 @@ def test_no_other_user_gets_it(raw: TCPStore) -> None:
     with nobody(ask) as said:
         assert said() == b"got 0"
     first.set("a", "1")
-    assert sealed(raw.clone(), 1, True, 2).get("a") == b"1"  # it is still there for who may have it
+    assert seal_store(raw.clone(), 1, True, 2).get("a") == b"1"  # it is still there for who may have it
 
 
 @pytest.mark.root
@@ -200,26 +200,26 @@ def test_a_door_of_another_user(raw: TCPStore) -> None:
     cant = r"rank 0 can't be asked for the secret of this run \(somebody else answers"
     with nobody(answer) as said:
         with pytest.raises(PipelineError, match=cant):
-            sealed(raw.clone(), 1, True, 2)
+            seal_store(raw.clone(), 1, True, 2)
         assert said() == b"asked"
     raw.set("lightning_pipes/door", "/var/run/docker.sock")
     with pytest.raises(PipelineError, match=cant):
-        sealed(raw, 1, True, 2)
+        seal_store(raw, 1, True, 2)
 
 
 def test_secrets_of_several_hosts(
     raw: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert sealed(raw, 0, False, 2) is raw
+    assert seal_store(raw, 0, False, 2) is raw
     assert "whoever reaches their ports can tell them anything" in caplog.text
-    assert sealed(raw, 1, False, 2) is raw
+    assert seal_store(raw, 1, False, 2) is raw
     assert len(caplog.records) == 1
     monkeypatch.setenv(SECRET, "one")
     with pytest.raises(PipelineError, match="rank 1 and rank 0 have different secrets: set LIGHTNING_PIPES_SECRET"):
-        sealed(raw, 1, False, 2)
-    first = sealed(raw, 0, False, 2)
+        seal_store(raw, 1, False, 2)
+    first = seal_store(raw, 0, False, 2)
     first.set("a", "1")
-    assert sealed(raw, 1, False, 2).get("a") == b"1"
+    assert seal_store(raw, 1, False, 2).get("a") == b"1"
     monkeypatch.setenv(SECRET, "two")
     with pytest.raises(PipelineError, match="different secrets"):
-        sealed(raw, 1, False, 2)
+        seal_store(raw, 1, False, 2)

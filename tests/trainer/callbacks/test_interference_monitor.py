@@ -15,7 +15,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_pipes import InterferenceMonitor, PipelineStrategy
-from lightning_pipes.engine.monitor import ladder
+from lightning_pipes.engine.monitor import sources
 from lightning_pipes.engine.monitor.source import Source
 from lightning_pipes.ir import B, F, Instruction, Kind, PipelineError, Plan, PlanError, Span
 from lightning_pipes.planning.planner import EvenPlanner, Problem
@@ -86,7 +86,7 @@ class Slowly(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         monitor = self._watched._monitor
-        while monitor is not None and len(monitor.curves().times) < 4:
+        while monitor is not None and len(monitor.to_curves().times) < 4:
             time.sleep(0.01)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -94,7 +94,7 @@ class Slowly(pl.Callback):
 
 
 def trained(rank: int, folder: str, schedule: str) -> dict[str, Any]:
-    ladder.host_sources = lambda thread: [Numbered(rank)]
+    sources.host_sources = lambda thread: [Numbered(rank)]
     interference_monitor.SAID_EVERY = 0.0
     watch = InterferenceMonitor(hertz=10, window=1000, every_n_steps=2)  # however slow the machine is
     slowly = Slowly(watch)

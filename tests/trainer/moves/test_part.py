@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.engine.watch.points import Fault
+from lightning_pipes.engine.watch.fault_points import Fault
 from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.testing.timeouts import scale_timeout
@@ -275,7 +275,7 @@ def dying(rank: int, folder: str) -> None:
 def test_a_rank_that_dies_while_layers_move_is_named(place: str) -> None:
     folder = mkdtemp()
     fault = Fault(1, place, f"{folder}/when")
-    other, victim = watch_ranks(dying, 2, folder, timeout=60, env=dict(fault.environment()))
+    other, victim = watch_ranks(dying, 2, folder, timeout=60, env=dict(fault.to_environment()))
     assert victim.exitcode == -9
     assert "rank 1 (stage 0) has ended" in other.error
     assert other.seconds - victim.seconds < scale_timeout(10.0)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.engine.messages import parcels
+from lightning_pipes.engine.messages import bulk_transfer
 from lightning_pipes.ir import Span
 from tests.trainer.lit import WIDTH, Lit, data, plain_values, quiet
 from tests.trainer.moves.rich import LAYERS, Block
@@ -78,11 +78,11 @@ class Acts(Callback):
         self.weights: dict[int, Any] = {}
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        parcels.PATIENCE = 1000.0
+        bulk_transfer.GATE_SECONDS = 1000.0
         loop, self.moving = trainer.fit_loop, trainer.strategy.running.moving
         # Where all wait for parcels of an earlier move that a busy machine has left late, nothing is held.
         hold = lambda: loop.total_batch_idx < self.until and not self.moving._ending  # noqa: E731
-        trainer.strategy.running.part.parcels.gate(hold)
+        trainer.strategy.running.part.parcels.set_gate(hold)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         case, strategy, number = self.case, trainer.strategy, trainer.fit_loop.total_batch_idx

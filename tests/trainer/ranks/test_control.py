@@ -31,7 +31,7 @@ def joined(rank: int, ranks: int, how: str, idle: Callable[[Callable[[], bool]],
     if how == NONE:
         controls.MOST = 1
     if how == HOSTS:
-        controls.host = lambda: "here" if rank else "there"  # type: ignore[attr-defined]
+        controls.host_id = lambda: "here" if rank else "there"  # type: ignore[attr-defined]
     control.get_ready()
     assert (control._mesh is not None) == (how == MESH)
     return control

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lightning_pipes.engine.watch.meeting import LOOPBACK
+from lightning_pipes.engine.watch.shared_store import LOOPBACK
 from lightning_pipes.trainer.ranks import launching
 from lightning_pipes.trainer.ranks.launching import Launcher
 
@@ -18,7 +18,7 @@ def test_the_port_is_held_where_nobody_else_is_to_reach_it(nodes: int, monkeypat
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", launching.LAUNCHER):
         monkeypatch.setenv(name, "")  # put back in the end
         monkeypatch.delenv(name)
-    monkeypatch.setattr("lightning_pipes.engine.watch.meeting._held", None)
+    monkeypatch.setattr("lightning_pipes.engine.watch.shared_store._held", None)
     monkeypatch.setattr(launching.private, "call_children_scripts", lambda launcher: None)
     monkeypatch.setattr(launching.private, "set_num_threads_if_needed", lambda num_processes: None)
     monkeypatch.setattr(launching, "watch_launched", lambda first, processes: None)

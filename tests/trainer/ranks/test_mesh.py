@@ -11,7 +11,7 @@ import pytest
 
 from lightning_pipes.engine import FailureWatch
 from lightning_pipes.engine.messages import local
-from lightning_pipes.engine.messages.local_transport import Listener
+from lightning_pipes.engine.messages.local_transport import PeerListener
 from lightning_pipes.engine.watch.trust import ForgedError
 from lightning_pipes.testing.timeouts import scale_timeout
 from lightning_pipes.trainer.ranks.mesh import Letter, Mesh
@@ -21,7 +21,7 @@ RANKS = (3, 5, 8)
 
 def connected() -> dict[int, Mesh]:
     """All ends, in this process."""
-    listeners = {rank: Listener() for rank in RANKS}
+    listeners = {rank: PeerListener() for rank in RANKS}
     names = {rank: listener.name for rank, listener in listeners.items()}
     found: dict[int, Mesh] = {}
 
@@ -102,7 +102,7 @@ def test_what_was_sent_before_the_end_still_comes(meshes: dict[int, Mesh]) -> No
 
 
 def test_a_stranger_gets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = Listener()
+    listener = PeerListener()
     monkeypatch.setattr(local, "same_user", lambda made: False)
     with pytest.raises(ForgedError, match="no socket of this run's user"):
         Mesh(1, {0: listener.name, 1: ""}, listener, FailureWatch(None, 1))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_pipes.engine.compute.rng import forked_rng, seed_as, stream_seed
+from lightning_pipes.engine.compute.rng import forked_rng, seed_for_layer, stream_seed
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer.verify.sample_draws import SampleDraws, sample_axis
 
@@ -45,7 +45,7 @@ def test_numbers_are_those_of_the_spans(name):
     parts = []
     for span in SPANS:
         with forked_rng(CPU):
-            seed_as(2, stream_seed(7, 0, 2, 5, span), CPU)
+            seed_for_layer(2, stream_seed(7, 0, 2, 5, span), CPU)
             parts.append(CODE[name](x[span.start : span.stop].clone()))
     assert torch.equal(whole, torch.cat(parts))
     assert draws.common == []

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightning_pipes.engine.watch.asking import Asking
 from lightning_pipes.engine.watch.launcher import RankStoppedError
+from lightning_pipes.engine.watch.serial_caller import SerialCaller
 from lightning_pipes.testing.interpreters import find_processes, run_environment, wait_until
 from lightning_pipes.testing.timeouts import scale_timeout
 from lightning_pipes.tune.studies.leader_store import ADDRESS, LeaderStore
@@ -31,7 +31,7 @@ def test_who_hears_nothing_of_a_stopped_rank_0_ends(monkeypatch: pytest.MonkeyPa
         raise RankStoppedError("local rank 0 has been stopped")
 
     store = LeaderStore()
-    line = SimpleNamespace(hosted=False, caller=Asking(), startup_watch=SimpleNamespace(check=look), seal=None)
+    line = SimpleNamespace(hosted=False, caller=SerialCaller(), startup_watch=SimpleNamespace(check=look), seal=None)
     monkeypatch.setattr(store, "_connection", line)
     monkeypatch.setattr(store, "_store", SimpleNamespace(check=check))
     with pytest.raises(RankStoppedError):

@@ -247,7 +247,7 @@ def test_storages_and_resume(kind: int, tmp_path: Path) -> None:
     storage = storages(tmp_path)[kind]
     study = new_study(storage=storage, study_name="s")
     optimize_array(study, toy, 3, 2)
-    before = Process.own()._replace(started=1)  # this number, but started at another time
+    before = Process.current()._replace(started=1)  # this number, but started at another time
     for owner in (before, before._replace(machine="other"), before._replace(space="of another container")):
         trial = study.ask()
         trial.suggest_float("x", -1.0, 1.0)
@@ -267,7 +267,7 @@ def test_who_is_killed_while_it_fails_a_trial_neither_loses_it_nor_tries_it_twic
     study = new_study()
     trial = study.ask()
     x = trial.suggest_float("x", -1.0, 1.0)
-    trial.set_user_attr(OWNER, str(Process.own()._replace(started=1)))
+    trial.set_user_attr(OWNER, str(Process.current()._replace(started=1)))
     with monkeypatch.context() as killed:
         killed.setattr(optuna.Study, at, lambda *_, **__: (_ for _ in ()).throw(SystemExit))
         with pytest.raises(SystemExit):

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from lightning_pipes.engine.watch.asking import Asking
+from lightning_pipes.engine.watch.serial_caller import SerialCaller
 
 
 def test_it_is_as_if_the_call_was_made_here():
-    asking = Asking()
+    asking = SerialCaller()
     assert [asking(lambda n=n: n * n, lambda: None) for n in range(4)] == [0, 1, 4, 9]
     with pytest.raises(TimeoutError, match="own"):
         asking(lambda: (_ for _ in ()).throw(TimeoutError("own")), lambda: None)
@@ -18,7 +18,7 @@ def test_it_is_as_if_the_call_was_made_here():
 
 
 def test_who_waits_can_leave():
-    asking, never, looked = Asking(), threading.Event(), []
+    asking, never, looked = SerialCaller(), threading.Event(), []
 
     def meanwhile() -> None:
         looked.append(1)

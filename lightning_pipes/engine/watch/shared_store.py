@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from lightning_pipes.engine.watch.asking import Asking
-from lightning_pipes.engine.watch.ending import give_up
-from lightning_pipes.engine.watch.rendezvous import own_store, store_host, wait_for_host
-from lightning_pipes.engine.watch.trust import sealed
+from lightning_pipes.engine.watch.process_exit import give_up
+from lightning_pipes.engine.watch.rendezvous import attempt_store, store_host, wait_for_host
+from lightning_pipes.engine.watch.serial_caller import SerialCaller
+from lightning_pipes.engine.watch.trust import seal_store
 from lightning_pipes.ir import PipelineError
 
 LOOPBACK = "127.0.0.1"
@@ -49,32 +49,32 @@ def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Calla
         if one_host:
             _stay_on_host()
         try:
-            _store = _while_it_answers(partial(_opened, rank, size, one_host, timeout), timeout, check)
+            _store = _call_while_answering(partial(_open_store, rank, size, one_host, timeout), timeout, check)
         except BaseException:
             give_up()  # those that this process has started may wait for it
             raise
     return _store
 
 
-def _opened(rank: int, size: int, one_host: bool, timeout: timedelta, check: Callable[[], None]) -> Any:
-    store = own_store(rank, size, timeout, check) or _met_store(rank, one_host, timeout, check)
-    return sealed(store, rank, one_host, size, timeout, check)
+def _open_store(rank: int, size: int, one_host: bool, timeout: timedelta, check: Callable[[], None]) -> Any:
+    store = attempt_store(rank, size, timeout, check) or _connect_store(rank, one_host, timeout, check)
+    return seal_store(store, rank, one_host, size, timeout, check)
 
 
-def _while_it_answers(
+def _call_while_answering(
     opened: Callable[[Callable[[], None]], Any], timeout: timedelta, check: Callable[[], None]
 ) -> Any:
     """The result of `opened`, which calls what it is given whenever the store has answered; where that was not so for
     long, as of a host that is stopped, TimeoutError is raised: most calls of a store know no limit."""
     answered, left = time.monotonic(), False
 
-    def tick() -> None:
+    def mark_answer() -> None:
         nonlocal answered
         answered = time.monotonic()
         if left:
             raise TimeoutError("nobody waits for this any more")
 
-    def look() -> None:
+    def check_answer() -> None:
         check()
         seconds = timeout.total_seconds()
         if time.monotonic() > answered + seconds:
@@ -83,29 +83,29 @@ def _while_it_answers(
             )
 
     try:
-        with Asking() as asking:
-            return asking(partial(opened, tick), look)
+        with SerialCaller() as asking:
+            return asking(partial(opened, mark_answer), check_answer)
     finally:
         left = True
 
 
-def made_store() -> Any:
+def current_store() -> Any:
     """The store that `run_store` has returned; None where processes found each other in another way."""
     return _store
 
 
-def lone_store() -> HashStore:
+def single_process_store() -> HashStore:
     """A store for one process, which needs no port."""
     return HashStore()
 
 
-def kept(store: Any) -> Any:
+def keep_store(store: Any) -> Any:
     """The store, kept for as long as a process group may use it: torch keeps only its own half of ours."""
     _kept.append(store)
     return store
 
 
-def adopted_store(default: Any, rank: int, size: int, local: int) -> Any:
+def adopt_store(default: Any, rank: int, size: int, local: int) -> Any:
     """The store of a process group that others have made, in which only what ranks write counts from now on.
     Collective.
 
@@ -114,7 +114,7 @@ def adopted_store(default: Any, rank: int, size: int, local: int) -> Any:
     """
     global _adopted
     if _adopted[0] is not default:
-        _adopted = default, sealed(default, rank, _on_one_host(size, local), size)
+        _adopted = default, seal_store(default, rank, _on_one_host(size, local), size)
     return _adopted[1]
 
 
@@ -127,7 +127,7 @@ def store_on_loopback(port: int, timeout: timedelta) -> TCPStore:
     Raises:
         PipelineError: somebody has the port.
     """
-    listener = _holding(port) or _bound(port)
+    listener = _take_held_port(port) or _bind_port(port)
     listener.listen(socket.SOMAXCONN)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -148,7 +148,7 @@ def hold_port(port: int) -> None:
         _held = listener
 
 
-def _holding(port: int) -> socket.socket | None:
+def _take_held_port(port: int) -> socket.socket | None:
     """The socket that holds the port, for who asks first."""
     global _held
     if _held is None or _held.getsockname()[1] != port:
@@ -157,7 +157,7 @@ def _holding(port: int) -> socket.socket | None:
     return held
 
 
-def _bound(port: int) -> socket.socket:
+def _bind_port(port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -184,7 +184,7 @@ def _on_one_host(size: int, local: int) -> bool:
     return int(os.environ.get("LOCAL_WORLD_SIZE", local)) == size
 
 
-def _met_store(rank: int, one_host: bool, timeout: timedelta, check: Callable[[], None]) -> TCPStore:
+def _connect_store(rank: int, one_host: bool, timeout: timedelta, check: Callable[[], None]) -> TCPStore:
     """The store that rank 0 hosts."""
     address, port = LOOPBACK if one_host else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank:

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-FIRST, LEAST, MOST = 2**16, 2**14, 2**20
+FIRST_CHUNK, MIN_CHUNK, MAX_CHUNK = 2**16, 2**14, 2**20
 """Bytes of a chunk: the first one, and what all others lie between."""
-MOST_UNDER_WAY = 8
+MAX_IN_FLIGHT = 8
 """Chunks from a rank to another at a time, at most: the peer has a buffer for each."""
 SECONDS = 0.005
 """Seconds that a chunk may take: as long may it hold up a message of training that comes right after it has left."""
 
 
-class Line:
+class SendQueue:
     """Parcels that wait to be sent to one rank. Whoever has least left goes first: what is small need not wait until a
     large one is through."""
 
@@ -33,7 +33,7 @@ class Line:
     def __bool__(self) -> bool:
         return bool(self._left)
 
-    def next(self, most: int) -> tuple[int, int, int]:
+    def next_chunk(self, most: int) -> tuple[int, int, int]:
         """The number of a parcel and its bytes start to stop, `most` at most, that go next; there must be some."""
         number = min(self._left, key=lambda n: (self._left[n][1] - self._left[n][0], n))
         start, size = self._left[number]
@@ -46,7 +46,7 @@ class Line:
 
 
 @dataclass
-class Pace:
+class ChunkSizer:
     """The size of chunks, from what those before have taken.
 
     Attributes:
@@ -54,15 +54,15 @@ class Pace:
         best: bytes a second of the quickest one.
     """
 
-    size: int = FIRST
+    size: int = FIRST_CHUNK
     best: float = 0.0
 
-    def took(self, size: int, seconds: float) -> None:
+    def record_chunk(self, size: int, seconds: float) -> None:
         """A chunk of `size` bytes took so long. At most doubles, for one chunk may have been quick by chance."""
         self.best = max(self.best, size / max(seconds, 1e-9))
         if size == self.size:  # what is shorter than it may be says little
-            fitting = MOST if seconds <= 0 else int(size * SECONDS / seconds)
-            self.size = max(LEAST, min(MOST, fitting, 2 * size))
+            fitting = MAX_CHUNK if seconds <= 0 else int(size * SECONDS / seconds)
+            self.size = max(MIN_CHUNK, min(MAX_CHUNK, fitting, 2 * size))
 
 
 def queue_limit(training: float, chunks: float, service: float) -> int:
@@ -77,18 +77,18 @@ def queue_limit(training: float, chunks: float, service: float) -> int:
     """
     load = (training + chunks) / service if service > 0 else 1.0
     if load >= 1:
-        return MOST_UNDER_WAY
+        return MAX_IN_FLIGHT
     return max(1, round(chunks * load / ((service - training) * (1 - load))))
 
 
-class Packing:
+class ByteLayout:
     """Parts that lie one behind the other, by their sizes in bytes."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._ends = list(accumulate(sizes))
         self._sizes = sizes
 
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def locate_bytes(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The (part, first byte, last byte exclusive) that the bytes start to stop are, in order."""
         part = bisect_right(self._ends, start)
         while start < stop:

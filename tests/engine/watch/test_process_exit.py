@@ -13,8 +13,8 @@ ENDS = """
 import atexit, os, subprocess, sys, threading, time
 from contextlib import suppress
 import torch.distributed as dist
-from lightning_pipes.engine.watch import ending
-from lightning_pipes.engine.watch.asking import Asking
+from lightning_pipes.engine.watch import process_exit
+from lightning_pipes.engine.watch.serial_caller import Asking
 
 HOST = '''
 import time
@@ -45,7 +45,7 @@ sys.exit(3)
 LEFT = {
     "in a group that was given up": """
 threading.Thread(target=call, daemon=True).start()
-atexit.register(ending.never_destroy, [store])
+atexit.register(process_exit.leak_until_exit, [store])
 """,
     "in a question that nobody waits for": """
 with suppress(KeyError), Asking() as asking:

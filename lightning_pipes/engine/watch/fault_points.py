@@ -93,15 +93,15 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.point not in POINTS:
-            raise ValueError(f"there is no point {self.point!r}; lightning_pipes.engine.watch.points lists them")
+            raise ValueError(f"there is no point {self.point!r}; lightning_pipes.engine.watch.fault_points lists them")
         if self.act not in ("kill", "stop", "wait"):
             raise ValueError(f"a fault can kill, stop or wait, not {self.act!r}")
 
-    def environment(self) -> Mapping[str, str]:
+    def to_environment(self) -> Mapping[str, str]:
         """Variables that processes must have in their environment, whichever rank they are."""
         return {VARIABLE: json.dumps(asdict(self))}
 
-    def happen(self) -> None:
+    def trigger(self) -> None:
         """Does it to this process, now."""
         path = Path(self.file)
         if path.exists():
@@ -116,7 +116,7 @@ class Fault:
             os.kill(os.getpid(), signal.SIGKILL if self.act == "kill" else signal.SIGSTOP)
 
 
-class _Count:
+class _PassCounter:
     """Counts the passings of the place at which this process comes to harm."""
 
     def __init__(self, fault: Fault) -> None:
@@ -124,7 +124,7 @@ class _Count:
         self._left = fault.nth
         self._lock = threading.Lock()
 
-    def passed(self, name: str) -> None:
+    def count_pass(self, name: str) -> None:
         if name != self._fault.point:
             return
         with self._lock:
@@ -132,23 +132,23 @@ class _Count:
             if self._left:
                 return
         if self._fault.delay:
-            threading.Timer(self._fault.delay, self._fault.happen).start()
+            threading.Timer(self._fault.delay, self._fault.trigger).start()
         else:
-            self._fault.happen()
+            self._fault.trigger()
 
 
 @cache
-def _asked() -> _Count | None:
+def _requested_fault() -> _PassCounter | None:
     text = os.environ.get(VARIABLE)
     if not text:
         return None
     fault = Fault(**json.loads(text))
     own = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
-    return _Count(fault) if int(own) == fault.rank else None
+    return _PassCounter(fault) if int(own) == fault.rank else None
 
 
-def point(name: str) -> None:
+def fault_point(name: str) -> None:
     """Marks a place of `POINTS`: the fault that was asked for happens here, if any was."""
-    count = _asked()
+    count = _requested_fault()
     if count is not None:
-        count.passed(name)
+        count.count_pass(name)

@@ -19,37 +19,37 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipes.engine import Engine, FailureWatch, Item, PeerFailure
-from lightning_pipes.engine.messages.parcel_chunks import (
-    LEAST,
-    MOST,
-    MOST_UNDER_WAY,
+from lightning_pipes.engine.messages.bulk_transfer import GATE_SECONDS, BulkTransfer, TransferHandle
+from lightning_pipes.engine.messages.chunks import (
+    MAX_CHUNK,
+    MAX_IN_FLIGHT,
+    MIN_CHUNK,
     SECONDS,
-    Line,
-    Pace,
-    Packing,
+    ByteLayout,
+    ChunkSizer,
+    SendQueue,
     queue_limit,
 )
-from lightning_pipes.engine.messages.parcel_format import content_of, described, packed
-from lightning_pipes.engine.messages.parcels import PATIENCE, Handle, Parcels
 from lightning_pipes.engine.messages.socket_queues import (
     BULK,
-    LOOK_SECONDS,
-    Load,
+    SCAN_SECONDS,
+    SendRate,
     SocketQueues,
     _connections,
     _waiting,
-    marked_as_bulk,
+    mark_connections_as_bulk,
 )
+from lightning_pipes.engine.messages.tree_format import fill_skeleton, pack_tree, parse_description
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.engine.pipes import ROWS, batch, connect, layers, make_stages, sgd_step, weights
 
 
-def office(rank: int, n: int, **options: Any) -> tuple[FailureWatch, Parcels]:
+def office(rank: int, n: int, **options: Any) -> tuple[FailureWatch, BulkTransfer]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank, n, **options)
-    return watch, Parcels(rank, range(n), watch)
+    return watch, BulkTransfer(rank, range(n), watch)
 
 
 def content(source: int, target: int) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def all_pairs(rank: int, n: int, rounds: int) -> list[int]:
         if rank == a:
             sent.append(parcels.send(b, ("layer", k), content(a, b)))
         if rank == b:
-            expected.append((a, parcels.expect(a, ("layer", k))))
+            expected.append((a, parcels.receive(a, ("layer", k))))
     for source, handle in expected:
         assert same(handle.content, content(source, rank))
     bytes_ = sum(handle.wait().size for handle in sent)
@@ -120,12 +120,12 @@ def in_any_order(rank: int) -> list[str]:
     if rank == 0:
         large = torch.zeros(3_000_000)
         handles = [parcels.send(1, "large", large), *(parcels.send(1, "equal", torch.tensor(k)) for k in range(3))]
-        last = [h.wait() and str(h) for h in handles[1:]] and not handles[0].done()
+        last = [h.wait() and str(h) for h in handles[1:]] and not handles[0].is_done()
         handles[0].wait()
         found = ["overtaken" if last else "in turn"]
     else:
-        big = parcels.expect(0, "large").content
-        found = [str([int(parcels.expect(0, "equal").content) for _ in range(3)]), str(big.shape[0])]
+        big = parcels.receive(0, "large").content
+        found = [str([int(parcels.receive(0, "equal").content) for _ in range(3)]), str(big.shape[0])]
     parcels.close()
     watch.close()
     return found
@@ -142,12 +142,12 @@ def dies(rank: int, how: str) -> None:
         if rank == 1 and how == "unconnected":
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
-            parcels.gate(lambda: parcels.traffic.sent > 2_000_000 and os.kill(os.getpid(), sign) is None)
+            parcels.set_gate(lambda: parcels.traffic.sent > 2_000_000 and os.kill(os.getpid(), sign) is None)
             sign = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how]
         for peer in {0, 1, 2} - {rank}:
             parcels.send(peer, "layer", torch.ones(20_000_000))
         for peer in {0, 1, 2} - {rank}:
-            parcels.expect(peer, "layer").wait()
+            parcels.receive(peer, "layer").wait()
         time.sleep(60)
     finally:
         parcels.close()
@@ -169,9 +169,9 @@ def fails_by_itself(rank: int) -> None:
     watch, parcels = office(rank, 2)
     try:
         if rank == 1:
-            parcels.gate(lambda: bool([][0]))
+            parcels.set_gate(lambda: bool([][0]))
         parcels.send(1 - rank, "a", torch.ones(3))
-        parcels.expect(1 - rank, "a").wait()
+        parcels.receive(1 - rank, "a").wait()
         time.sleep(60)
     finally:
         parcels.close()
@@ -187,15 +187,15 @@ def fails(rank: int) -> None:
     watch, parcels = office(rank, 2)
     try:
         parcels.send(1 - rank, "a", torch.ones(3))
-        parcels.expect(1 - rank, "a").wait()
+        parcels.receive(1 - rank, "a").wait()
         if rank == 1:
             try:
                 raise ValueError("no such layer")
             except ValueError as error:
-                watch.fail(error)
+                watch.report_failure(error)
                 raise
-        handle = parcels.expect(1, "never sent")
-        while not handle.done():
+        handle = parcels.receive(1, "never sent")
+        while not handle.is_done():
             time.sleep(0.01)
     finally:
         parcels.close()
@@ -214,22 +214,22 @@ def gated(rank: int) -> list[bool]:
     found = []
     if rank == 0:
         busy = [True]
-        parcels.gate(lambda: busy[0])
+        parcels.set_gate(lambda: busy[0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lightning_pipes.engine.messages.parcels.PATIENCE", 1000.0)
+            patch.setattr("lightning_pipes.engine.messages.bulk_transfer.PATIENCE", 1000.0)
             handle = parcels.send(1, "patient", torch.ones(3))
             time.sleep(0.5)
-            found.append(handle.done() or parcels.traffic.sent > 0)
+            found.append(handle.is_done() or parcels.traffic.sent > 0)
             busy[0] = False
             handle.wait()
             found.append(parcels.traffic.held_back > 0)
         busy[0] = True
         before = parcels.traffic.held_back
         parcels.send(1, "impatient", torch.ones(3)).wait()
-        found.append(parcels.traffic.held_back - before >= PATIENCE)
+        found.append(parcels.traffic.held_back - before >= GATE_SECONDS)
     else:
-        assert parcels.expect(0, "patient").content.sum() == 3
-        assert parcels.expect(0, "impatient").content.sum() == 3
+        assert parcels.receive(0, "patient").content.sum() == 3
+        assert parcels.receive(0, "impatient").content.sum() == 3
     parcels.close()
     watch.close()
     return found
@@ -263,18 +263,18 @@ def trains(rank: int, steps: int, beside: bool) -> tuple[dict[str, torch.Tensor]
     """Steps of two stages over gloo, with parcels both ways meanwhile; weights, seconds and bytes of parcels."""
     plan = Plan.even(2, 4, ROWS)
     watch, transport = connect(rank, plan, "gloo")
-    parcels = Parcels(rank, range(2), watch)
+    parcels = BulkTransfer(rank, range(2), watch)
     schedule = make_schedule("1f1b")
     assert isinstance(schedule, Schedule)
     model = layers()
     stages = make_stages(plan, rank, model, sgd_step())
     engine = Engine(plan, schedule.program(plan), stages, transport, rank=rank, watch=watch)
-    handles: list[Handle] = []
+    handles: list[TransferHandle] = []
     begun = time.monotonic()
     for number in range(steps):
         if beside:
             parcels.send(1 - rank, number, torch.full((300_000,), float(number)))
-            handles.append(parcels.expect(1 - rank, number))
+            handles.append(parcels.receive(1 - rank, number))
         engine.inject(Item(number, ROWS, batch(number)))
         engine.drain()
     seconds = time.monotonic() - begun
@@ -303,13 +303,13 @@ def test_training_beside_parcels_is_the_same() -> None:
 
 @pytest.mark.parametrize("most", [1, 7, 64])
 def test_a_line_sends_every_byte_once_and_least_left_first(most: int) -> None:
-    line = Line()
+    line = SendQueue()
     sizes = {0: 100, 1: 1, 2: 30, 3: 64}
     for number, size in sizes.items():
         line.add(number, size)
     left, seen = dict(sizes), []
     while line:
-        number, start, stop = line.next(most)
+        number, start, stop = line.next_chunk(most)
         assert left[number] == min(size for size in left.values() if size)
         assert start == sizes[number] - left[number]
         assert 0 < stop - start <= most
@@ -321,15 +321,15 @@ def test_a_line_sends_every_byte_once_and_least_left_first(most: int) -> None:
 
 @pytest.mark.parametrize("bandwidth", [1e6, 6e6, 1e8, 1e10])
 def test_a_chunk_takes_about_as_long_as_it_may(bandwidth: float) -> None:
-    pace = Pace()
+    pace = ChunkSizer()
     for _ in range(30):
-        pace.took(pace.size, pace.size / bandwidth)
-    assert pace.size == pytest.approx(max(LEAST, min(MOST, bandwidth * SECONDS)), rel=0.01)
-    pace.took(1, 5.0)  # the end of a parcel says nothing
-    assert pace.size >= LEAST
-    pace.took(pace.size, 0.0)
-    pace.took(pace.size, 1.0)
-    assert pace.size == LEAST
+        pace.record_chunk(pace.size, pace.size / bandwidth)
+    assert pace.size == pytest.approx(max(MIN_CHUNK, min(MAX_CHUNK, bandwidth * SECONDS)), rel=0.01)
+    pace.record_chunk(1, 5.0)  # the end of a parcel says nothing
+    assert pace.size >= MIN_CHUNK
+    pace.record_chunk(pace.size, 0.0)
+    pace.record_chunk(pace.size, 1.0)
+    assert pace.size == MIN_CHUNK
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -337,21 +337,21 @@ def test_a_layout_names_every_byte(seed: int) -> None:
     rng = random.Random(seed)
     sizes = [rng.choice([0, 0, 1, 2, 9]) for _ in range(12)]
     whole = [(part, at) for part, size in enumerate(sizes) for at in range(size)]
-    layout = Packing(sizes)
+    layout = ByteLayout(sizes)
     start = 0
     while start < len(whole):
         stop = min(len(whole), start + rng.randint(1, 7))
-        pieces = list(layout.pieces(start, stop))
+        pieces = list(layout.locate_bytes(start, stop))
         assert [(part, at) for part, first, last in pieces for at in range(first, last)] == whole[start:stop]
         start = stop
 
 
 def test_what_a_parcel_carries() -> None:
     given = content(1, 2)
-    description, tensors = packed(given)
-    skeleton, found = described(description)
+    description, tensors = pack_tree(given)
+    skeleton, found = parse_description(description)
     assert [(tuple(t.shape), t.dtype) for t in tensors] == found
-    assert same(content_of(skeleton, iter(t.detach() for t in tensors)), given)
+    assert same(fill_skeleton(skeleton, iter(t.detach() for t in tensors)), given)
 
 
 @pytest.mark.parametrize(
@@ -365,13 +365,13 @@ def test_what_a_parcel_carries() -> None:
 )
 def test_what_a_parcel_does_not_carry(given: Any, why: str) -> None:
     with pytest.raises(PlanError, match=why):
-        packed(given)
+        pack_tree(given)
 
 
 @pytest.mark.parametrize("text", [b"\x80\x04", b'["tensor",[1],"torch.nothing"]', b'["call",1]', b'["tensor",1,2,3]'])
 def test_what_is_no_parcel_is_not_run(text: bytes) -> None:
     with pytest.raises(PipelineError, match="received what is no parcel"):
-        described(text)
+        parse_description(text)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing is seen elsewhere")
@@ -386,7 +386,7 @@ def test_bytes_that_wait_for_the_network_are_seen() -> None:
                     sent += source.send(bytes(2**16))
             assert descriptor in _connections().values()
             assert _waiting(descriptor)
-            assert SocketQueues().busy()
+            assert SocketQueues().has_unsent_bytes()
             while sent:
                 sent -= len(target.recv(2**20))
             until = time.monotonic() + 20
@@ -398,10 +398,10 @@ def test_bytes_that_wait_for_the_network_are_seen() -> None:
 
 
 def test_ranks_and_keys_that_do_not_exist() -> None:
-    parcels = Parcels.__new__(Parcels)
+    parcels = BulkTransfer.__new__(BulkTransfer)
     parcels._ranks = frozenset((0, 1))
     with pytest.raises(PlanError, match=r"there is no rank 5 .* \[0, 1\]"):
-        parcels.expect(5, "a")
+        parcels.receive(5, "a")
     with pytest.raises(PlanError, match="a text, a number or a tuple"):
         parcels._checked(1.5)  # type: ignore[arg-type]
 
@@ -440,9 +440,7 @@ def test_the_limit_is_the_queue_of_what_lets_others_pass(training: float, chunks
 
 
 def test_a_limit_where_the_network_can_not_keep_up() -> None:
-    assert (
-        queue_limit(0.0, 1e9, 100.0) == queue_limit(50.0, 50.0, 100.0) == queue_limit(1.0, 1.0, 0.0) == MOST_UNDER_WAY
-    )
+    assert queue_limit(0.0, 1e9, 100.0) == queue_limit(50.0, 50.0, 100.0) == queue_limit(1.0, 1.0, 0.0) == MAX_IN_FLIGHT
     assert queue_limit(0.0, 1.0, 1e9) == 1
 
 
@@ -453,30 +451,30 @@ def test_only_connections_of_parcels_are_marked() -> None:
             return socket.create_connection(server.getsockname()), server.accept()[0]
 
     before = connected()
-    with marked_as_bulk():
+    with mark_connections_as_bulk():
         inside = connected()
     after = connected()
     marks = [s.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) for s in (*before, *inside, *after)]
-    load = Load()
-    for wait in (0.0, LOOK_SECONDS, LOOK_SECONDS):
+    load = SendRate()
+    for wait in (0.0, SCAN_SECONDS, SCAN_SECONDS):
         time.sleep(wait)
         for source, target in (before, inside):
             source.sendall(bytes(10_000))
             left = 10_000
             while left:
                 left -= len(target.recv(left))
-        rate = load.rate()
+        rate = load.bytes_per_second()
     for s in (*before, *inside, *after):
         s.close()
     assert marks == [0, 0, BULK, BULK, 0, 0]
-    assert 0 < rate <= 1.1 * 10_000 / LOOK_SECONDS  # of one connection of the two
+    assert 0 < rate <= 1.1 * 10_000 / SCAN_SECONDS  # of one connection of the two
 
 
 def test_connections_are_marked_in_both_directions_at_a_time() -> None:
     both = threading.Barrier(2)
 
     def connect() -> bool:
-        with marked_as_bulk():  # the two ends of a pair may begin with different directions
+        with mark_connections_as_bulk():  # the two ends of a pair may begin with different directions
             both.wait(timeout=30)
         return True
 
@@ -487,10 +485,10 @@ def test_connections_are_marked_in_both_directions_at_a_time() -> None:
 def urgent_and_not(rank: int) -> list[int]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank, 2)
-    parcels = Parcels(rank, range(2), watch, priority=True)
+    parcels = BulkTransfer(rank, range(2), watch, priority=True)
     large = torch.arange(4_000_000)
     handle = parcels.send(1 - rank, "large", large)
-    assert torch.equal(parcels.expect(1 - rank, "large").content, large)
+    assert torch.equal(parcels.receive(1 - rank, "large").content, large)
     handle.wait()
     parcels.close()
     watch.close()

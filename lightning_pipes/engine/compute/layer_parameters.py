@@ -11,7 +11,7 @@ from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import PlanError, Use
 
 
-class Parts:
+class LayerParameters:
     """Parameters by name: "5" are those of layer number 5, "5.2" those of what it calls 2.
 
     Args:
@@ -42,15 +42,15 @@ class Parts:
 
     def parameters(self, names: Iterable[str]) -> list[nn.Parameter]:
         """The parameters under these names that are here, each once."""
-        return list({id(p): p for name in sorted(names) for p in self._of(name)}.values())
+        return list({id(p): p for name in sorted(names) for p in self._parameters_of(name)}.values())
 
-    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+    def named_tensors(self, name: str) -> dict[str, torch.Tensor]:
         """The parameters and buffers under this name as they are here, by name in it."""
         mirrors = self._mirrors_of(name)
         own = self._module(name).named_parameters() if mirrors is None else mirrors.copies[name].parameters.items()
         return {**dict(own), **dict(self._buffers(name))}
 
-    def only_read(self, use: Use | None) -> frozenset[int]:
+    def read_only_ids(self, use: Use | None) -> frozenset[int]:
         """The ids of the parameters that train which a batch uses and does not step."""
         if use is None or use.steps is None:
             return frozenset()
@@ -58,7 +58,7 @@ class Parts:
         read = self.parameters(use.layers[self._stage])
         return frozenset(id(p) for p in read if p.requires_grad and id(p) not in stepped)
 
-    def not_written(self, use: Use | None) -> dict[str, torch.Tensor]:
+    def read_only_buffers(self, use: Use | None) -> dict[str, torch.Tensor]:
         """The buffers of layers that a batch uses beside others, without keeping them to itself from its forward to its
         step: those it only reads, and those it reads late."""
         if use is None or (use.steps is None and not use.delays):
@@ -73,9 +73,9 @@ class Parts:
 
     def _mirrors_of(self, name: str) -> Mirrors | None:
         """Where the copies are of a layer that is at home on another rank."""
-        return self._mirrors if self._mirrors is not None and self._mirrors.away(name) else None
+        return self._mirrors if self._mirrors is not None and self._mirrors.is_remote(name) else None
 
-    def _of(self, name: str) -> tuple[nn.Parameter, ...]:
+    def _parameters_of(self, name: str) -> tuple[nn.Parameter, ...]:
         mirrors = self._mirrors_of(name)
         if mirrors is not None:  # a batch under way may use what is not here yet
             return tuple(mirrors.copies[name].parameters.values()) if name in mirrors.copies else ()

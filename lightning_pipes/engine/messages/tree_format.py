@@ -10,14 +10,14 @@ import torch
 
 from lightning_pipes.ir import InputError, PipelineError
 
-Described = list[tuple[tuple[int, ...], torch.dtype]]
+TensorSpecs = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of each tensor."""
 _PLAIN = (str, int, float)  # bool is an int
 _TENSOR, _LIST, _TUPLE, _DICT = "tensor", "list", "tuple", "dict"
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def packed(content: Any) -> tuple[bytes, list[torch.Tensor]]:
+def pack_tree(content: Any) -> tuple[bytes, list[torch.Tensor]]:
     """A description of `content`, and its tensors in order. It holds dicts, lists and tuples of tensors, numbers, texts
     and None.
 
@@ -30,7 +30,7 @@ def packed(content: Any) -> tuple[bytes, list[torch.Tensor]]:
     return json.dumps(_pack(content, tensors, ""), separators=(",", ":")).encode(), tensors
 
 
-def described(description: bytes | memoryview) -> tuple[Any, Described]:
+def parse_description(description: bytes | memoryview) -> tuple[Any, TensorSpecs]:
     """The skeleton that `content_of` fills with the tensors, and descriptions of these.
 
     Raises:
@@ -45,7 +45,7 @@ def described(description: bytes | memoryview) -> tuple[Any, Described]:
         ) from error
 
 
-def content_of(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def fill_skeleton(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """The tree that was packed, with these tensors."""
     if not isinstance(skeleton, list):
         return skeleton
@@ -53,8 +53,8 @@ def content_of(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if kind == _TENSOR:
         return next(tensors)
     if kind == _DICT:
-        return {content_of(key, tensors): content_of(value, tensors) for key, value in parts}
-    found = [content_of(part, tensors) for part in parts]
+        return {fill_skeleton(key, tensors): fill_skeleton(value, tensors) for key, value in parts}
+    found = [fill_skeleton(part, tensors) for part in parts]
     return tuple(found) if kind == _TUPLE else found
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from lightning_pipes.engine.watch.meeting import LOOPBACK, hold_port, store_on_loopback
+from lightning_pipes.engine.watch.shared_store import LOOPBACK, hold_port, store_on_loopback
 from lightning_pipes.ir import PipelineError
 
 SOON = timedelta(seconds=20)

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from torch import nn
 
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.parts import Parts
+from lightning_pipes.engine.compute.layer_parameters import LayerParameters
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.ir import Kind, PipelineError, Use
 
 
-class TakingTurns:
+class LayerOffload:
     """The memory of a rank, as one stage asks for it.
 
     A stage that recomputes needs its layers only while a task runs. Another one, which the last always is, keeps those
@@ -23,23 +23,23 @@ class TakingTurns:
         recompute: whether the stage does.
     """
 
-    def __init__(self, memory: LayerMemory, stage: int, parts: Parts, recompute: bool) -> None:
+    def __init__(self, memory: LayerMemory, stage: int, parts: LayerParameters, recompute: bool) -> None:
         self._memory, self._stage, self._parts, self._recompute = memory, stage, parts, recompute
         self._task: tuple[bool, int] | None = None  # direction and batch of the last one
         self._kept: dict[int, Mapping[str, nn.Module]] = {}  # of batches under way, by number
 
     def enter(self, use: Use) -> None:
         """A batch that uses these layers will come."""
-        own = self._own(use)
+        own = self._own_layers(use)
         self._memory.enter(self._parts.modules(own))
-        self._memory.stay(self._parts.modules(use.layers[self._stage] - own))
+        self._memory.pin_layers(self._parts.modules(use.layers[self._stage] - own))
 
     def has_room(self, use: Use) -> bool:
         """Whether a forward may begin. Where nothing would ever make room it may, and says that it can't."""
-        return not self._kept or self._memory.has_room(self._own(use))
+        return not self._kept or self._memory.has_room(self._own_layers(use))
 
     @contextmanager
-    def around(self, kind: Kind, item: Item) -> Iterator[None]:
+    def task_context(self, kind: Kind, item: Item) -> Iterator[None]:
         """Around a task of `item`.
 
         Raises:
@@ -52,7 +52,7 @@ class TakingTurns:
                 "layers it uses, and MemorySwap has only those on the device that are used: let layers_of_batch of the "
                 "LightningModule say it, also in validation, or leave MemorySwap out"
             )
-        memory, parts = self._memory, self._parts.modules(self._own(item.use))
+        memory, parts = self._memory, self._parts.modules(self._own_layers(item.use))
         if item.training and not self._recompute and item.number not in self._kept:
             memory.acquire(parts)
             self._kept[item.number] = parts
@@ -61,10 +61,10 @@ class TakingTurns:
         self._task = task
         yield
         if steps:
-            memory.stepped(parts)
+            memory.after_step(parts)
             memory.release(self._kept.pop(item.number, {}))
         memory.release(parts)
 
-    def _own(self, use: Use) -> frozenset[str]:
+    def _own_layers(self, use: Use) -> frozenset[str]:
         """The layers that a batch has for itself, from its forward to its step."""
         return use.stepped(self._stage) - {name for name, _ in use.delays}

@@ -17,7 +17,7 @@ MIXING = (BatchNorm,)
 """Layers in which a sample's output depends on the others, while they train."""
 
 
-class InParts:
+class SampleIndependenceCheck:
     """Watches one such forward: each sample must come out as it will when it runs with fewer others.
 
     Otherwise its gradient would be that of something that never went on to the next stage.
@@ -30,14 +30,17 @@ class InParts:
     def __init__(self, stage: int, span: Span, device: torch.device) -> None:
         self._where = f"stage {stage} runs the forward of samples {span.start}:{span.stop} in one piece"
         self._device = device
-        self._who = ""
+        self._seeded_for = ""
         self._seeded: dict[str, Any] | None = None
 
-    def seeded(self, who: str, everything: bool) -> None:
+    def note_seeded(self, seeded_for: str, everything: bool) -> None:
         """The random generators were seeded for `who`, who may draw from none; with `everything` neither from Python's
         and NumPy's."""
         state = random_state(self._device)
-        self._who, self._seeded = who, state if everything else {name: state[name] for name in state.keys() & _TORCH}
+        self._seeded_for, self._seeded = (
+            seeded_for,
+            state if everything else {name: state[name] for name in state.keys() & _TORCH},
+        )
 
     def check_drawn(self) -> None:
         """Refuses what drew random numbers since they were seeded.
@@ -46,7 +49,7 @@ class InParts:
             PlanError: random numbers were drawn.
         """
         if self._seeded is not None and not same_random_state(self._seeded, random_state(self._device)):
-            self._refuse(f"{self._who} draws random numbers")
+            self._refuse(f"{self._seeded_for} draws random numbers")
 
     def check_layer(self, number: int, layer: nn.Module) -> None:
         """Refuses layers that are known to mix samples.

@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-_LOOK_SECONDS = 0.2
-_MOST_SECONDS = 20
+_POLL_SECONDS = 0.2
+_MAX_SECONDS = 20
 """For the end of an interpreter, once it has begun."""
 _given_up = threading.Event()
 _waits = threading.Lock()
@@ -37,7 +37,7 @@ def has_given_up() -> bool:
     return _given_up.is_set()
 
 
-def waits_first() -> bool:
+def claim_final_wait() -> bool:
     """Whether nobody else has asked this before: one is enough to wait for the main thread's end."""
     return _waits.acquire(blocking=False)
 
@@ -45,10 +45,10 @@ def waits_first() -> bool:
 def wait_for_main_thread() -> None:
     """Returns when there is nothing left to do but what comes at the end of an interpreter."""
     while threading.main_thread().is_alive():  # `join` would take part in how the interpreter ends it
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
-def never_destroy(things: Iterable[object]) -> None:
+def leak_until_exit(things: Iterable[object]) -> None:
     """The things outlive the interpreter, which ends in order otherwise: what is printed, written and its exit status
     are its own. Then the process ends at once, where the C library is GNU's; elsewhere it waits for no thread, either.
     """
@@ -58,16 +58,16 @@ def never_destroy(things: Iterable[object]) -> None:
         library = ctypes.CDLL(None)
         if hasattr(library, "on_exit"):
             library.on_exit(library._exit, None)
-        _have_threads_wait(library)
+        _pause_on_terminate(library)
 
 
-def leave_thread() -> None:
+def abandon_thread() -> None:
     """A thread stays behind in a call of torch's that nobody waits for any more: it must not disturb the end."""
     if _left.acquire(blocking=False):
-        atexit.register(never_destroy, ())
+        atexit.register(leak_until_exit, ())
 
 
-def _have_threads_wait(library: ctypes.CDLL) -> None:
+def _pause_on_terminate(library: ctypes.CDLL) -> None:
     """From here on a thread that C++ would answer with an abort waits for the end of the process; and so that this
     never waits for the thread, an alarm ends it then, unless somebody else uses alarms."""
     try:
@@ -75,11 +75,11 @@ def _have_threads_wait(library: ctypes.CDLL) -> None:
     except (OSError, AttributeError):  # another C++ library
         return
     if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and not any(signal.getitimer(signal.ITIMER_REAL)):
-        signal.alarm(_MOST_SECONDS)
+        signal.alarm(_MAX_SECONDS)
         set_terminate(library.pause)
 
 
-def hurry() -> None:
+def skip_final_gc() -> None:
     """The interpreter ends without looking for garbage once more, which takes seconds on a busy machine, while other
     ranks, or who starts them anew, wait for this one. Files that would have been closed then are written to now."""
     for thing in gc.get_objects():

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import lightning_pipes
-from lightning_pipes.engine.watch import points
-from lightning_pipes.engine.watch.points import POINTS, Fault
+from lightning_pipes.engine.watch import fault_points
+from lightning_pipes.engine.watch.fault_points import POINTS, Fault
 from lightning_pipes.ir import Kind
 
 SCRIPT = """
 from runpy import run_path
-point = run_path({points!r})["point"]  # without torch, which takes seconds to import
+point = run_path({points!r})["fault_point"]  # without torch, which takes seconds to import
 for number in range(1, 4):
     print(number, flush=True)
     point("F")
@@ -28,15 +28,15 @@ for number in range(1, 4):
 
 
 def start(fault: Fault, rank: int = 0) -> subprocess.Popen[str]:
-    env = {**os.environ, **fault.environment(), "RANK": str(rank)}
+    env = {**os.environ, **fault.to_environment(), "RANK": str(rank)}
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(points=points.__file__)], env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SCRIPT.format(points=fault_points.__file__)], env=env, stdout=subprocess.PIPE, text=True
     )
 
 
 def test_every_place_is_listed_and_every_listed_one_exists():
     files = Path(lightning_pipes.__file__).parent.rglob("*.py")
-    found = {name for file in files for name in re.findall(r"\bpoint\(\"([^\"]+)\"\)", file.read_text())}
+    found = {name for file in files for name in re.findall(r"\bfault_point\(\"([^\"]+)\"\)", file.read_text())}
     assert found | set(Kind) == set(POINTS)
 
 

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.messages.parcels import Key, Parcels
+from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer, Key
 
 
-class Expected(Protocol):
+class PendingTree(Protocol):
     """A content that is to come."""
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it is here.
 
         Raises:
@@ -26,29 +26,29 @@ class Expected(Protocol):
         """The content that was sent."""
 
 
-class Post(Protocol):
+class TreeTransport(Protocol):
     """Carries trees of tensors from rank to rank of a pipeline."""
 
     def send(self, rank: int, key: Key, content: Any) -> None:
         """Starts to send; what is in `content` may change afterwards."""
 
-    def expect(self, rank: int, key: Key, told: Callable[[], None]) -> Expected:
+    def receive(self, rank: int, key: Key, on_arrival: Callable[[], None]) -> PendingTree:
         """The content that `rank` sends, or has sent, by that key; calls `told`, on any thread, when it is here."""
 
 
-class ParcelPost:
+class BulkTreeTransport:
     """By parcels.
 
     Args:
         ranks: the global rank of each rank of the pipeline.
     """
 
-    def __init__(self, parcels: Parcels, ranks: Sequence[int]) -> None:
-        self._parcels, self._ranks = parcels, tuple(ranks)
+    def __init__(self, transfer: BulkTransfer, ranks: Sequence[int]) -> None:
+        self._transfer, self._ranks = transfer, tuple(ranks)
 
     def send(self, rank: int, key: Key, content: Any) -> None:
         copies = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), content)
-        self._parcels.send(self._ranks[rank], key, copies)
+        self._transfer.send(self._ranks[rank], key, copies)
 
-    def expect(self, rank: int, key: Key, told: Callable[[], None]) -> Expected:
-        return self._parcels.expect(self._ranks[rank], key, told)
+    def receive(self, rank: int, key: Key, on_arrival: Callable[[], None]) -> PendingTree:
+        return self._transfer.receive(self._ranks[rank], key, on_arrival)

@@ -26,11 +26,18 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.messages.channel import RECEIVER, SENDER
-from lightning_pipes.engine.messages.parcel_chunks import MOST, MOST_UNDER_WAY, Line, Pace, Packing, queue_limit
-from lightning_pipes.engine.messages.parcel_format import content_of, described, packed
-from lightning_pipes.engine.messages.socket_queues import Load, SocketQueues, marked_as_bulk
+from lightning_pipes.engine.messages.chunks import (
+    MAX_CHUNK,
+    MAX_IN_FLIGHT,
+    ByteLayout,
+    ChunkSizer,
+    SendQueue,
+    queue_limit,
+)
+from lightning_pipes.engine.messages.socket_queues import SendRate, SocketQueues, mark_connections_as_bulk
 from lightning_pipes.engine.messages.staging import StageIn
 from lightning_pipes.engine.messages.transport import IDLE
+from lightning_pipes.engine.messages.tree_format import fill_skeleton, pack_tree, parse_description
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.ir import InputError, PipelineError
@@ -38,9 +45,9 @@ from lightning_pipes.ir import InputError, PipelineError
 Key = str | int | tuple[Any, ...]
 """Names a parcel: a text, a number, or a tuple of these."""
 
-PATIENCE = 0.1
+GATE_SECONDS = 0.1
 """Seconds after which a chunk leaves although training has messages waiting: slow, and never stuck."""
-LOOK_SECONDS = 0.001
+POLL_SECONDS = 0.001
 CLOSE_SECONDS = 10.0
 _CHUNK = struct.Struct("<8s q q q q q")  # magic, parcel, bytes of its description, bytes in all, first byte, and last
 _MAGIC = b"LPARC01\0"
@@ -51,7 +58,7 @@ _DATA, _ARRIVED = 0, 1
 """Tags of a group's two directions."""
 
 
-class Handle:
+class TransferHandle:
     """One parcel on its way, at either end.
 
     Attributes:
@@ -61,12 +68,12 @@ class Handle:
     """
 
     def __init__(
-        self, what: str, watch: FailureWatch, changed: threading.Condition, told: Callable[[], None] | None = None
+        self, what: str, watch: FailureWatch, changed: threading.Condition, on_arrival: Callable[[], None] | None = None
     ) -> None:
         self.what = what
         self.size = 0
         self.seconds = 0.0
-        self._watch, self._changed, self._told = watch, changed, told
+        self._watch, self._changed, self._on_arrival = watch, changed, on_arrival
         self._begun = time.monotonic()
         self._done = False
         self._content: Any = None
@@ -74,7 +81,7 @@ class Handle:
     def __str__(self) -> str:
         return self.what
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it has arrived.
 
         Raises:
@@ -84,7 +91,7 @@ class Handle:
             self._watch.check()
         return self._done
 
-    def wait(self) -> Handle:
+    def wait(self) -> TransferHandle:
         """Returns itself when the parcel has arrived.
 
         Raises:
@@ -93,7 +100,7 @@ class Handle:
         doing, self._watch.doing = self._watch.doing, self
         try:
             with self._changed:
-                while not self.done():
+                while not self.is_done():
                     self._changed.wait(timeout=1.0)  # bounded, to let Ctrl-C in
         finally:
             self._watch.doing = doing
@@ -110,12 +117,12 @@ class Handle:
             self.size, self.seconds, self._content = size, time.monotonic() - self._begun, content
             self._done = True
             self._changed.notify_all()
-        if self._told is not None:
-            self._told()
+        if self._on_arrival is not None:
+            self._on_arrival()
 
 
 @dataclass
-class Traffic:
+class TransferStatistics:
     """The cost of parcels so far.
 
     Attributes:
@@ -130,7 +137,7 @@ class Traffic:
     held_back: float = 0.0
 
 
-class Parcels:
+class BulkTransfer:
     """One rank's post office.
 
     All ranks make theirs equally often and in one order, though not at one moment; that alone connects nobody.
@@ -152,30 +159,30 @@ class Parcels:
         device: torch.device | None = None,
         priority: bool = False,
     ) -> None:
-        self.traffic = Traffic()
+        self.traffic = TransferStatistics()
         self.rank, self.watch = rank, watch
         self.device = device or torch.device("cpu")
         self.stage_in = StageIn(self.device)
         self.closing = threading.Event()
         self.changed = threading.Condition()
         self._ranks = frozenset(ranks)
-        self._connection = watch.store_later()
+        self._connection = watch.sub_store_factory()
         self._stores: list[Any] = []  # of groups: torch keeps only its own half of ours
-        self._priority, self._load = priority, Load()
-        self._busy: Callable[[], bool] = (lambda: False) if priority else SocketQueues().busy
-        self._out: dict[int, _Outgoing] = {}
-        self._in: dict[int, _Incoming] = {}
+        self._priority, self._load = priority, SendRate()
+        self._busy: Callable[[], bool] = (lambda: False) if priority else SocketQueues().has_unsent_bytes
+        self._out: dict[int, _Sender] = {}
+        self._in: dict[int, _Receiver] = {}
         self._arrived: dict[tuple[int, Key], deque[tuple[int, Any]]] = defaultdict(deque)
-        self._expected: dict[tuple[int, Key], deque[Handle]] = defaultdict(deque)
-        watch.on_failure(self._failed)
+        self._expected: dict[tuple[int, Key], deque[TransferHandle]] = defaultdict(deque)
+        watch.on_failure(self._on_failure)
 
-    def gate(self, busy: Callable[[], bool]) -> None:
+    def set_gate(self, busy: Callable[[], bool]) -> None:
         """Chunks leave from now on when `busy()` is false, and every PATIENCE seconds when it is not. By default they
         wait while any TCP connection of this process has bytes that are not delivered. It is called by other threads,
         and often."""
         self._busy = busy
 
-    def send(self, to: int, key: Key, content: Any) -> Handle:
+    def send(self, to: int, key: Key, content: Any) -> TransferHandle:
         """Starts to send `content`: dicts, lists and tuples of tensors, numbers, texts and None.
 
         Tensors are read until the handle is done; give copies of what changes before. Of parcels that are sent to one
@@ -186,21 +193,21 @@ class Parcels:
             PeerFailure: a rank has failed.
         """
         self._check(to)
-        handle = Handle(f"parcel {key!r} to {self.watch.name(to)} to arrive", self.watch, self.changed)
-        description, tensors = packed([self._checked(key), content])
+        handle = TransferHandle(f"parcel {key!r} to {self.watch.name(to)} to arrive", self.watch, self.changed)
+        description, tensors = pack_tree([self._checked(key), content])
         if to == self.rank:
             copies = iter([t.detach().to(self.device, copy=True) for t in tensors])
-            skeleton, _ = described(description)
-            _, own = content_of(skeleton, copies)
-            self.deliver(self.rank, key, sum(t.nbytes for t in tensors) + len(description), own)
+            skeleton, _ = parse_description(description)
+            _, own = fill_skeleton(skeleton, copies)
+            self.add_arrived(self.rank, key, sum(t.nbytes for t in tensors) + len(description), own)
             handle.finish(sum(t.nbytes for t in tensors) + len(description))
             return handle
         if to not in self._out:
-            self._out[to] = _Outgoing(self, to)
-        self._out[to].add(_Leaving(handle, key, description, tensors))
+            self._out[to] = _Sender(self, to)
+        self._out[to].add(_OutgoingTree(handle, key, description, tensors))
         return handle
 
-    def expect(self, source: int, key: Key, told: Callable[[], None] | None = None) -> Handle:
+    def receive(self, source: int, key: Key, on_arrival: Callable[[], None] | None = None) -> TransferHandle:
         """Gives what `source` sends, or has sent, by that key.
 
         Args:
@@ -211,7 +218,7 @@ class Parcels:
             PeerFailure: a rank has failed.
         """
         self._check(source)
-        handle = Handle(f"parcel {key!r} from {self.watch.name(source)}", self.watch, self.changed, told)
+        handle = TransferHandle(f"parcel {key!r} from {self.watch.name(source)}", self.watch, self.changed, on_arrival)
         with self.changed:
             here = self._arrived.get((source, self._checked(key)))
             if here:
@@ -222,7 +229,7 @@ class Parcels:
             else:
                 self._expected[source, key].append(handle)
         if source != self.rank and source not in self._in:
-            self._in[source] = _Incoming(self, source)
+            self._in[source] = _Receiver(self, source)
         return handle
 
     def close(self) -> None:
@@ -239,8 +246,8 @@ class Parcels:
         for end in self._ends:
             end.join(until)
         if not failed:
-            self._part()
-        left = [str(h) for out in self._out.values() for h in out.left]
+            self._wait_for_peers()
+        left = [str(h) for out in self._out.values() for h in out.undelivered]
         self._out, self._in = {}, {}
         if left and self.watch.error is None:
             raise PipelineError(
@@ -248,7 +255,7 @@ class Parcels:
                 "expected by the rank that it is sent to, before either closes"
             )
 
-    def deliver(self, source: int, key: Key, size: int, content: Any) -> None:
+    def add_arrived(self, source: int, key: Key, size: int, content: Any) -> None:
         """A parcel has arrived."""
         with self.changed:
             self.traffic.received += size
@@ -261,18 +268,18 @@ class Parcels:
             else:
                 self._arrived[source, key].append((size, content))
 
-    def broken(self, peer: int, error: Exception) -> None:
+    def report_broken(self, peer: int, error: Exception) -> None:
         """A connection to `peer` has ended by `error`: gloo's, which means that the peer has gone, or our own."""
         if isinstance(error, RuntimeError) and not isinstance(error, PipelineError):
-            self.watch.lost(peer, error)
+            self.watch.report_lost_peer(peer, error)
         else:
-            self.watch.fail(error, f"its parcels from or to rank {peer}")
+            self.watch.report_failure(error, f"its parcels from or to rank {peer}")
 
-    def hold_back(self) -> None:
+    def wait_for_gate(self) -> None:
         """Returns when a chunk may leave."""
         begun = now = time.monotonic()
-        while now < begun + PATIENCE and self._busy() and self.watch.error is None:
-            time.sleep(LOOK_SECONDS)
+        while now < begun + GATE_SECONDS and self._busy() and self.watch.error is None:
+            time.sleep(POLL_SECONDS)
             now = time.monotonic()
         with self.changed:
             self.traffic.held_back += now - begun
@@ -286,20 +293,22 @@ class Parcels:
         store, mine = self._connection(), int(self.rank == destination)
         self._stores.append(store)
         store.set(f"{source}-{destination}/{mine}", "")
-        pause = LOOK_SECONDS
+        pause = POLL_SECONDS
         while not store.check([f"{source}-{destination}/{1 - mine}"]):
             if self.closing.wait(pause) or self.watch.error is not None:
                 return None
             pause = min(2 * pause, 0.05)
-        with marked_as_bulk() if self._priority else nullcontext():
+        with mark_connections_as_bulk() if self._priority else nullcontext():
             return ProcessGroupGloo(PrefixStore(f"{source}-{destination}/group", store), mine, 2, IDLE)
 
-    def limit(self, pace: Pace, packing: float) -> int:
+    def chunk_limit(self, pace: ChunkSizer, packing: float) -> int:
         """How many chunks may be under way to a rank, where packing one takes so many seconds."""
         if not self._priority:
             return 1
         size = pace.size
-        return min(MOST_UNDER_WAY, queue_limit(self._load.rate() / size, 1 / max(packing, 1e-9), pace.best / size))
+        return min(
+            MAX_IN_FLIGHT, queue_limit(self._load.bytes_per_second() / size, 1 / max(packing, 1e-9), pace.best / size)
+        )
 
     def _check(self, rank: int) -> None:
         if rank not in self._ranks:
@@ -311,15 +320,15 @@ class Parcels:
             raise InputError(f"a parcel's key is a text, a number or a tuple of these, not {key!r}")
         return key
 
-    def _failed(self, error: BaseException) -> None:
+    def _on_failure(self, error: BaseException) -> None:
         with self.changed:
             self.changed.notify_all()
 
     @property
-    def _ends(self) -> list[_Outgoing | _Incoming]:
+    def _ends(self) -> list[_Sender | _Receiver]:
         return [*self._out.values(), *self._in.values()]
 
-    def _part(self) -> None:
+    def _wait_for_peers(self) -> None:
         """Waits until all who were connected have read everything too: see `GlooTransport`."""
         peers = sorted({end.peer for end in self._ends if end.connected})
         if not peers:
@@ -332,15 +341,15 @@ class Parcels:
             while not store.check([f"closed/{peer}-{self.rank}"]):
                 if self.watch.error is not None or time.monotonic() > until:
                     return
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
 
 
-class _Leaving:
+class _OutgoingTree:
     """A parcel that is sent, as bytes."""
 
-    def __init__(self, handle: Handle, key: Key, description: bytes, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, handle: TransferHandle, key: Key, description: bytes, tensors: Sequence[torch.Tensor]) -> None:
         self.handle, self.description, self._tensors = handle, description, tensors
-        self._layout = Packing([len(description), *(t.nbytes for t in tensors)])
+        self._layout = ByteLayout([len(description), *(t.nbytes for t in tensors)])
         self.size = len(description) + sum(t.nbytes for t in tensors)
         self._part, self._bytes = 0, torch.frombuffer(bytearray(description), dtype=torch.uint8)
         self._ready: Any = None
@@ -351,7 +360,7 @@ class _Leaving:
     def copy(self, start: int, stop: int, into: torch.Tensor) -> None:
         """Writes those bytes."""
         at = 0
-        for part, first, last in self._layout.pieces(start, stop):
+        for part, first, last in self._layout.locate_bytes(start, stop):
             if part != self._part:  # one at a time, as they may have to be copied
                 self._part, self._bytes = part, self._bytes_of(self._tensors[part - 1])
             into[at : at + last - first] = self._bytes[first:last]
@@ -381,75 +390,75 @@ class _Chunk:
     work: tuple[Any, Any, Any]
 
 
-class _Outgoing:
+class _Sender:
     """The sending end of one direction between two ranks."""
 
-    def __init__(self, parcels: Parcels, peer: int) -> None:
+    def __init__(self, transfer: BulkTransfer, peer: int) -> None:
         self.peer = peer
         self.connected = False
-        self._parcels = parcels
-        self._line, self._pace, self._count = Line(), Pace(), 0
-        self._leaving: dict[int, _Leaving] = {}
-        self._under_way: deque[_Chunk] = deque()
+        self._transfer = transfer
+        self._queue, self._sizer, self._count = SendQueue(), ChunkSizer(), 0
+        self._trees: dict[int, _OutgoingTree] = {}
+        self._in_flight: deque[_Chunk] = deque()
         self._quickest = 0.0  # seconds of a chunk without content
         self._last = 0.0  # when the last one was there
         self._thread = threading.Thread(target=self._run, name=f"lightning_pipes parcels to {peer}", daemon=True)
         self._thread.start()
 
     @property
-    def left(self) -> list[Handle]:
+    def undelivered(self) -> list[TransferHandle]:
         """Those that have not arrived."""
-        return [leaving.handle for leaving in self._leaving.values()]
+        return [leaving.handle for leaving in self._trees.values()]
 
-    def add(self, leaving: _Leaving) -> None:
+    def add(self, leaving: _OutgoingTree) -> None:
         """One more parcel."""
-        with self._parcels.changed:
-            self._leaving[self._count] = leaving
-            self._line.add(self._count, leaving.size)
+        with self._transfer.changed:
+            self._trees[self._count] = leaving
+            self._queue.add(self._count, leaving.size)
             self._count += 1
-            self._parcels.changed.notify_all()
+            self._transfer.changed.notify_all()
 
     def join(self, until: float) -> None:
         """Returns when all is over, or at that time of the monotonic clock."""
         self._thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
-        parcels = self._parcels
+        transfer = self._transfer
         try:
-            group = parcels.connect(parcels.rank, self.peer)
+            group = transfer.connect(transfer.rank, self.peer)
             if group is None:
                 return
             self.connected = True
-            buffers = deque(torch.empty(_FRONT + MOST, dtype=torch.uint8) for _ in range(MOST_UNDER_WAY + 1))
+            buffers = deque(torch.empty(_FRONT + MAX_CHUNK, dtype=torch.uint8) for _ in range(MAX_IN_FLIGHT + 1))
             self._quickest = min(self._exchange(group, buffers[0], _HELLO) for _ in range(_HELLOS))
-            while self._some():
-                with parcels.changed:
-                    number, start, stop = self._line.next(self._pace.size)
-                leaving, begun = self._leaving[number], time.monotonic()
+            while self._has_work():
+                with transfer.changed:
+                    number, start, stop = self._queue.next_chunk(self._sizer.size)
+                leaving, begun = self._trees[number], time.monotonic()
                 leaving.copy(start, stop, buffers[0][_FRONT:])  # while what is before it travels
                 packed = time.monotonic() - begun
-                while len(self._under_way) >= parcels.limit(self._pace, packed):
-                    self._arrived()
-                parcels.hold_back()
+                while len(self._in_flight) >= transfer.chunk_limit(self._sizer, packed):
+                    self._wait_for_oldest()
+                transfer.wait_for_gate()
                 self._start(group, buffers[0], number, len(leaving.description), leaving.size, start, stop)
                 buffers.rotate(1)
-            while self._under_way:
-                self._arrived()
-            if parcels.watch.error is None:
-                for _ in range(MOST_UNDER_WAY):  # one for each receive that the peer has posted
+            while self._in_flight:
+                self._wait_for_oldest()
+            if transfer.watch.error is None:
+                for _ in range(MAX_IN_FLIGHT):  # one for each receive that the peer has posted
                     self._exchange(group, buffers[0], _GOODBYE)
         except Exception as error:
-            parcels.broken(self.peer, error)
+            transfer.report_broken(self.peer, error)
 
-    def _some(self) -> bool:
+    def _has_work(self) -> bool:
         """Whether there is something to send, when that is known."""
-        parcels = self._parcels
-        while self._under_way and not self._line:
-            self._arrived()
-        with parcels.changed:
-            while not self._line and not parcels.closing.is_set() and parcels.watch.error is None:
-                parcels.changed.wait()
-            return bool(self._line) and parcels.watch.error is None
+        transfer = self._transfer
+        while self._in_flight and not self._queue:
+            self._wait_for_oldest()
+        with transfer.changed:
+            while not self._queue and not transfer.closing.is_set() and transfer.watch.error is None:
+                transfer.changed.wait()
+            return bool(self._queue) and transfer.watch.error is None
 
     def _start(self, group: Any, buffer: torch.Tensor, number: int, *sizes: int) -> None:
         """A chunk leaves."""
@@ -457,16 +466,16 @@ class _Outgoing:
         answer = torch.empty(1, dtype=torch.uint8)
         arrived, (start, stop) = group.recv([answer], RECEIVER, _ARRIVED), sizes[2:]
         sent = group.send([buffer[: _FRONT + stop - start]], RECEIVER, _DATA)
-        self._under_way.append(_Chunk(number, start, stop, time.monotonic(), (sent, arrived, answer)))
+        self._in_flight.append(_Chunk(number, start, stop, time.monotonic(), (sent, arrived, answer)))
 
     def _end(self) -> float:
         """Seconds that the oldest chunk under way has taken, when it is there: from its start, or from when the one
         before it was there."""
-        chunk = self._under_way[0]
+        chunk = self._in_flight[0]
         sent, arrived, _ = chunk.work
         sent.wait()
         arrived.wait()
-        self._under_way.popleft()
+        self._in_flight.popleft()
         before, self._last = self._last, time.monotonic()
         return self._last - max(before, chunk.begun)
 
@@ -475,21 +484,21 @@ class _Outgoing:
         self._start(group, buffer, number, 0, 0, 0, 0)
         return self._end()
 
-    def _arrived(self) -> None:
+    def _wait_for_oldest(self) -> None:
         """Waits until the oldest chunk under way is there."""
-        parcels, chunk = self._parcels, self._under_way[0]
+        transfer, chunk = self._transfer, self._in_flight[0]
         took = self._end()
-        self._pace.took(chunk.stop - chunk.start, took - self._quickest)
-        with parcels.changed:
-            parcels.traffic.sent += chunk.stop - chunk.start
-            parcels.traffic.sending += took
-        leaving = self._leaving[chunk.number]
+        self._sizer.record_chunk(chunk.stop - chunk.start, took - self._quickest)
+        with transfer.changed:
+            transfer.traffic.sent += chunk.stop - chunk.start
+            transfer.traffic.sending += took
+        leaving = self._trees[chunk.number]
         if chunk.stop == leaving.size:
-            del self._leaving[chunk.number]
+            del self._trees[chunk.number]
             leaving.handle.finish(leaving.size)
 
 
-class _Arriving:
+class _IncomingTree:
     """A parcel that is received, as bytes."""
 
     def __init__(self, description: int, size: int) -> None:
@@ -498,7 +507,7 @@ class _Arriving:
         self._skeleton: Any = None
         self._tensors: list[torch.Tensor] = []
         self._parts: list[torch.Tensor] = [self._description]
-        self._layout = Packing([description])
+        self._layout = ByteLayout([description])
 
     def put(self, start: int, stop: int, data: torch.Tensor) -> None:
         """Those bytes have come; they come in order."""
@@ -507,7 +516,7 @@ class _Arriving:
             if self._skeleton is None and start + at >= self._description.numel():
                 self._allocate()
             end = stop if self._skeleton is not None else min(stop, self._description.numel())
-            for part, first, last in self._layout.pieces(start + at, end):
+            for part, first, last in self._layout.locate_bytes(start + at, end):
                 self._parts[part][first:last] = data[at : at + last - first]
                 at += last - first
 
@@ -515,26 +524,26 @@ class _Arriving:
         """Its content, all of which must be there."""
         if self._skeleton is None:
             self._allocate()
-        return content_of(self._skeleton, iter(self._tensors))
+        return fill_skeleton(self._skeleton, iter(self._tensors))
 
     def _allocate(self) -> None:
-        self._skeleton, found = described(self._description.numpy().tobytes())
+        self._skeleton, found = parse_description(self._description.numpy().tobytes())
         sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in found]
         if self._description.numel() + sum(sizes) != self._size:
             raise PipelineError("received a parcel of another size than it says: do all ranks run the same version?")
         self._tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in found]
         self._parts += [t.reshape(-1).view(torch.uint8) if t.numel() else t for t in self._tensors]
-        self._layout = Packing([self._description.numel(), *sizes])
+        self._layout = ByteLayout([self._description.numel(), *sizes])
 
 
-class _Incoming:
+class _Receiver:
     """The receiving end of one direction between two ranks."""
 
-    def __init__(self, parcels: Parcels, peer: int) -> None:
+    def __init__(self, transfer: BulkTransfer, peer: int) -> None:
         self.peer = peer
         self.connected = False
-        self._parcels = parcels
-        self._arriving: dict[int, _Arriving] = {}
+        self._transfer = transfer
+        self._trees: dict[int, _IncomingTree] = {}
         self._thread = threading.Thread(target=self._run, name=f"lightning_pipes parcels from {peer}", daemon=True)
         self._thread.start()
 
@@ -543,13 +552,13 @@ class _Incoming:
         self._thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
-        parcels = self._parcels
+        transfer = self._transfer
         try:
-            group: Any = parcels.connect(self.peer, parcels.rank)
+            group: Any = transfer.connect(self.peer, transfer.rank)
             if group is None:
                 return
             self.connected = True
-            here, number, left = torch.zeros(1, dtype=torch.uint8), _HELLO, MOST_UNDER_WAY
+            here, number, left = torch.zeros(1, dtype=torch.uint8), _HELLO, MAX_IN_FLIGHT
             posted = deque(self._posted(group) for _ in range(left))
             while left:
                 buffer, work = posted.popleft()
@@ -566,21 +575,21 @@ class _Incoming:
                 if whole:
                     self._deliver(number, size)
         except Exception as error:
-            parcels.broken(self.peer, error)
+            transfer.report_broken(self.peer, error)
 
     @staticmethod
     def _posted(group: Any, buffer: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
-        buffer = torch.empty(_FRONT + MOST, dtype=torch.uint8) if buffer is None else buffer
+        buffer = torch.empty(_FRONT + MAX_CHUNK, dtype=torch.uint8) if buffer is None else buffer
         return buffer, group.recv([buffer], SENDER, _DATA)
 
     def _take(self, buffer: torch.Tensor, number: int, description: int, size: int, start: int, stop: int) -> bool:
         """Whether the parcel is whole now."""
         if start == 0:
-            self._arriving[number] = _Arriving(description, size)
-        self._arriving[number].put(start, stop, buffer[_FRONT : _FRONT + stop - start])
+            self._trees[number] = _IncomingTree(description, size)
+        self._trees[number].put(start, stop, buffer[_FRONT : _FRONT + stop - start])
         return stop == size
 
     def _deliver(self, number: int, size: int) -> None:
-        parcels = self._parcels
-        key, content = self._arriving.pop(number).content()
-        parcels.deliver(self.peer, key, size, parcels.stage_in(content))
+        transfer = self._transfer
+        key, content = self._trees.pop(number).content()
+        transfer.add_arrived(self.peer, key, size, transfer.stage_in(content))

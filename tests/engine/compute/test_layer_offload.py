@@ -7,8 +7,8 @@ from torch import nn
 
 from lightning_pipes import MemorySwap
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.parts import Parts
-from lightning_pipes.engine.compute.taking_turns import TakingTurns
+from lightning_pipes.engine.compute.layer_offload import LayerOffload
+from lightning_pipes.engine.compute.layer_parameters import LayerParameters
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.ir import Kind, Span, Use
 
@@ -19,13 +19,13 @@ def test_micro_batches_of_a_batch_count_once() -> None:
     block = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     memory = MemorySwap(10**6, prefetch=False)
     layers = LayerMemory(memory, torch.device("cpu"), lambda: [torch.optim.SGD(block.parameters())])
-    turns = TakingTurns(layers, 0, Parts(0, {0: block}), recompute=True)
+    turns = LayerOffload(layers, 0, LayerParameters(0, {0: block}), recompute=True)
     items = [Item(number, 4, use=Use.of([f"0.{number}"], LAYERS)) for number in range(2)]
     for item in items:
         assert item.use is not None
         turns.enter(item.use)
     for kind, number in [(Kind.F, 0)] * 4 + [(Kind.F, 1)] * 4 + [(Kind.B, 1)] * 3 + [(Kind.STEP, 1), (Kind.F, 0)]:
-        with turns.around(kind, items[number]):
+        with turns.task_context(kind, items[number]):
             pass
     found = memory.statistics
     assert (found.misses, found.hits, found.again) == (2, 11, 9)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from lightning_pipes.engine.watch.ending import leave_thread
+from lightning_pipes.engine.watch.process_exit import abandon_thread
 
 T = TypeVar("T")
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
-class Asking:
+class SerialCaller:
     """Makes calls one after the other, in a thread that the end of the process does not wait for. In a `with` block it
     ends with the last call."""
 
@@ -22,7 +22,7 @@ class Asking:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> SerialCaller:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -38,14 +38,14 @@ class Asking:
         self._calls.put((call, made))
         while True:
             try:
-                return made.result(_LOOK_SECONDS)
+                return made.result(_POLL_SECONDS)
             except TimeoutError:
                 if made.done():
                     raise
             try:
                 meanwhile()
             except BaseException:
-                leave_thread()
+                abandon_thread()
                 raise
 
     def _make(self) -> None:
