@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_pipes.engine import FailureWatch
-from lightning_pipes.testing.emulated import steady
+from lightning_pipes.testing.emulated import request_realtime_priority
 
 
 def join_ranks(rank: int, ranks: int | None = None) -> FailureWatch:
@@ -15,7 +15,7 @@ def join_ranks(rank: int, ranks: int | None = None) -> FailureWatch:
 
     This process asks for real-time priority first, so that other programs are not measured.
     """
-    steady()
+    request_realtime_priority()
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     store = dist.distributed_c10d._get_default_store()
     return FailureWatch(store, rank) if ranks is None else FailureWatch(store, rank, ranks)

@@ -179,7 +179,7 @@ def test_memory_of_a_bound_does_not_grow_with_stages_times_layers_squared() -> N
 
 A_THOUSAND = """
 import resource, time
-from lightning_pipes.cost.clusters import make_cluster
+from lightning_pipes.cost.cluster_settings import make_cluster
 from lightning_pipes.planning.auto import choose
 from tests.planning.samples import equal_layers
 

@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 
 from lightning_pipes.ir.registry import schedule_factory
 from lightning_pipes.planning.progress import progress_bar
-from lightning_pipes.tune.cli.command import Command, print_json, table
-from lightning_pipes.tune.cli.pictures import writable
+from lightning_pipes.tune.cli.command import Command, format_table, print_json
+from lightning_pipes.tune.cli.pictures import check_writable
 
 FOREST = "forest.npz"
 SECONDS, QUICK_SECONDS = 0.2, 0.06
@@ -19,12 +19,12 @@ SECONDS, QUICK_SECONDS = 0.2, 0.06
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
-    forest = writable(options.forest or FOREST)
+    forest = check_writable(options.forest or FOREST)
     data = None if options.data is None else Path(options.data)
     windows = None
     if data is None or not data.exists():
         if data is not None:
-            writable(str(data))
+            check_writable(str(data))
         from lightning_pipes.tune.interference import collect_windows
 
         with progress_bar("interference") as told:
@@ -37,7 +37,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         {"predictor": name, "R2": f"{found[f'{key}_r2']:.2f}", "mean error of the ratio": f"{found[f'{key}_mae']:.3f}"}
         for name, key in (("formula", "formula"), ("formula x forest", "forest"))
     ]
-    print(f"{found['windows']} windows; each kind of neighbour is predicted from the others:\n\n{table(rows)}")
+    print(f"{found['windows']} windows; each kind of neighbour is predicted from the others:\n\n{format_table(rows)}")
     better = "better" if found["forest_mae"] < found["formula_mae"] else "no better: leave the predictor out"
     print(f"\non this machine the forest makes the formula {better}")
     print(f'\nforest: {forest}\nuse: PipelineStrategy("dynpipe", schedule_args={{"predictor": "{forest}"}})')

@@ -13,25 +13,30 @@ from lightning_pipes.ir import InputError, check_count, shown
 from lightning_pipes.ir.registry import schedule_factory
 from lightning_pipes.planning.wording import overrides, strategy_line
 from lightning_pipes.tune.cli.command import Command, print_json
-from lightning_pipes.tune.cli.sources import by_name, cluster_of, numbers, profile_of
+from lightning_pipes.tune.cli.sources import (
+    cluster_from_settings,
+    parse_numbers,
+    profile_from_settings,
+    translate_model_override,
+)
 
 THEORY = ("loss", "lipschitz", "noise", "lr", "target")
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
-    profile = profile_of(cfg)
+    profile = profile_from_settings(cfg)
     if profile is None:
         raise InputError(
             "stages needs layers: profile=FILE from lightning-pipes profile, or model=NAME by formula, as in "
             "model=GPT-2-345M device=A100-40G"
         )
     check_count("batch", cfg.batch, "; samples")
-    microbatches = numbers(cfg.microbatches, "microbatches") or [1]
+    microbatches = parse_numbers(cfg.microbatches, "microbatches") or [1]
     if len(microbatches) > 1:
         raise InputError(f"microbatches={microbatches}: stages takes one number; 1 by default, as in the paper")
     choice = schedule_factory("dynpipe").choose_stages(
         profile,
-        cluster_of(cfg, cfg.ranks * cfg.replicas),
+        cluster_from_settings(cfg, cfg.ranks * cfg.replicas),
         cfg.batch,
         microbatches[0],
         batches=_batches(options.batches),
@@ -108,6 +113,6 @@ COMMAND = Command(
         "--theory": ("NAME=X,...", "loss, lipschitz, noise, lr and target of Theorem 1"),
         "--all-shapes": ("", "also unequal replicas and shards of layers, which are planned only"),
     },
-    translate=by_name,
+    translate=translate_model_override,
     defaults=frozenset({"schedule=auto", "schedule=null", "cluster=null"}),
 )

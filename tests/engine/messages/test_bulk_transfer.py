@@ -216,7 +216,7 @@ def gated(rank: int) -> list[bool]:
         busy = [True]
         parcels.set_gate(lambda: busy[0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lightning_pipes.engine.messages.bulk_transfer.PATIENCE", 1000.0)
+            patch.setattr("lightning_pipes.engine.messages.bulk_transfer.GATE_SECONDS", 1000.0)
             handle = parcels.send(1, "patient", torch.ones(3))
             time.sleep(0.5)
             found.append(handle.is_done() or parcels.traffic.sent > 0)

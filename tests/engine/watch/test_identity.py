@@ -41,10 +41,10 @@ def test_what_is_known_of_others() -> None:
 
 def test_what_ran_before_the_system_was_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     before = Process("machine", "before", "effffffc", 1, 1)
-    monkeypatch.setattr("lightning_pipes.engine.watch.identity._here", lambda: ("machine", "now", "effffffc"))
+    monkeypatch.setattr("lightning_pipes.engine.watch.identity._host_marks", lambda: ("machine", "now", "effffffc"))
     assert before.has_ended()
     in_container = before._replace(space="f0000001")  # the name of a host may be that of many
-    monkeypatch.setattr("lightning_pipes.engine.watch.identity._here", lambda: ("machine", "now", "f0000001"))
+    monkeypatch.setattr("lightning_pipes.engine.watch.identity._host_marks", lambda: ("machine", "now", "f0000001"))
     assert not in_container.has_ended()
 
 

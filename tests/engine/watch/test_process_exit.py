@@ -14,7 +14,7 @@ import atexit, os, subprocess, sys, threading, time
 from contextlib import suppress
 import torch.distributed as dist
 from lightning_pipes.engine.watch import process_exit
-from lightning_pipes.engine.watch.serial_caller import Asking
+from lightning_pipes.engine.watch.serial_caller import SerialCaller
 
 HOST = '''
 import time
@@ -48,7 +48,7 @@ threading.Thread(target=call, daemon=True).start()
 atexit.register(process_exit.leak_until_exit, [store])
 """,
     "in a question that nobody waits for": """
-with suppress(KeyError), Asking() as asking:
+with suppress(KeyError), SerialCaller() as asking:
     asking(call, lambda: {}["nobody waits"])
 """,
 }
